@@ -1,0 +1,48 @@
+"""torchguard: failed tensor operations lose nothing.
+
+Three ways in, each complete without the others: call a helper
+(:func:`safe_resize_`), guard a scope (:func:`guarded`), or switch the guards on
+for the whole process (:func:`install`).
+"""
+
+from torchguard.consistency import check_consistent, is_consistent, repair_
+from torchguard.errors import (
+    InconsistentTensorError,
+    NonResizableStorageError,
+    PatchConflictError,
+    TorchGuardError,
+)
+from torchguard.guarded import guarded
+from torchguard.install import (
+    Installation,
+    install,
+    installed,
+    is_installed,
+    original,
+    uninstall,
+)
+from torchguard.resize import safe_resize_, safe_resize_as_, safe_set_
+from torchguard.rollback import rollback_on_error
+from torchguard.version import __version__
+
+__all__ = [
+    "InconsistentTensorError",
+    "Installation",
+    "NonResizableStorageError",
+    "PatchConflictError",
+    "TorchGuardError",
+    "__version__",
+    "check_consistent",
+    "guarded",
+    "install",
+    "installed",
+    "is_consistent",
+    "is_installed",
+    "original",
+    "repair_",
+    "rollback_on_error",
+    "safe_resize_",
+    "safe_resize_as_",
+    "safe_set_",
+    "uninstall",
+]

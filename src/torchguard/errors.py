@@ -1,0 +1,34 @@
+"""The exceptions torchguard raises on its own account.
+
+Where torch itself raises, torchguard lets torch's exception through unchanged,
+so ``except RuntimeError`` and out-of-memory retry loops go on working.
+"""
+
+__all__ = [
+    "InconsistentTensorError",
+    "NonResizableStorageError",
+    "PatchConflictError",
+    "TorchGuardError",
+]
+
+
+class TorchGuardError(Exception):
+    """Base class of every exception that torchguard itself raises."""
+
+
+class NonResizableStorageError(TorchGuardError, RuntimeError):
+    """Raised, before anything is touched, where torch would kill the process.
+
+    ``torch.ones(4).share_memory_().resize_(1000)`` asks a storage without an
+    allocator to grow: torch calls through a null pointer. It is a
+    ``RuntimeError`` because that is what torch raises for every other storage
+    that can't grow.
+    """
+
+
+class InconsistentTensorError(TorchGuardError, RuntimeError):
+    """Raised when a tensor's shape describes memory its storage does not have."""
+
+
+class PatchConflictError(TorchGuardError, RuntimeError):
+    """Raised when undoing a patch would overwrite somebody else's."""

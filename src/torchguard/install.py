@@ -1,0 +1,280 @@
+"""install(): switch the guards on for code that knows nothing of them, and off again."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import wrapt
+from typing_extensions import Self
+
+from torchguard import patching
+from torchguard.internals import has_python_out, rebuild_dynamo_tables
+from torchguard.out import guard_out
+from torchguard.resize import guard_resize_, guard_resize_as_, guard_set_
+
+__all__ = [
+    "GUARDS",
+    "Guard",
+    "Installation",
+    "install",
+    "installed",
+    "is_installed",
+    "original",
+    "uninstall",
+]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What ``install(name)`` does."""
+
+    name: str
+    replacements: Callable[[], Mapping[str, patching.Make]]
+    """Paths to patch, each with what makes the replacement from the original."""
+
+    not_needed: Callable[[], str | None]
+    """Tries the defect on this torch: why the guard is not needed, or None if it is."""
+
+
+def _resize_replacements() -> dict[str, patching.Make]:
+    return {
+        "torch.Tensor.resize_": guard_resize_,
+        "torch.Tensor.resize_as_": guard_resize_as_,
+        "torch.Tensor.set_": guard_set_,
+        "torch.resize_as_": guard_resize_as_,
+    }
+
+
+def _resize_not_needed() -> str | None:
+    tensor = torch.from_numpy(np.zeros(1))
+    resize_ = patching.original("torch.Tensor.resize_")
+    for size in ((5,), (-1,)):
+        try:
+            resize_(tensor, size)
+        except RuntimeError:
+            if tuple(tensor.shape) != (1,):
+                return None
+    if torch.zeros(1).share_memory_().untyped_storage().resizable():
+        return None  # growing it would end the process, so it is not tried
+    return "a resize_ that fails leaves the tensor as it was on this torch"
+
+
+_OUT_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
+
+
+def _out_replacements() -> dict[str, patching.Make]:
+    with patching.originals_in_place():
+        return {
+            f"{namespace.__name__}.{name}": guard_out
+            for namespace in _OUT_NAMESPACES
+            for name, function in sorted(vars(namespace).items())
+            if not name.startswith("_") and _takes_out(function)
+        }
+
+
+def _takes_out(function: object) -> bool:
+    if isinstance(function, BuiltinFunctionType):
+        return has_python_out(function)
+    return isinstance(function, FunctionType) and "out" in inspect.signature(function).parameters
+
+
+def _out_not_needed() -> str | None:
+    out = torch.from_numpy(np.empty(0))
+    try:
+        patching.original("torch.add")(torch.zeros(5, dtype=out.dtype), 1, out=out)
+    except RuntimeError:
+        if tuple(out.shape) != (0,):
+            return None
+    return "an out= call that fails leaves its output as it was on this torch"
+
+
+GUARDS: dict[str, Guard] = {
+    guard.name: guard
+    for guard in (
+        Guard("resize", _resize_replacements, _resize_not_needed),
+        Guard("out", _out_replacements, _out_not_needed),
+    )
+}
+"""Every guard that ``install()`` knows, by name."""
+
+_DEFAULT = ("resize",)
+
+# How many installations hold each guard, and the paths each guard patched.
+_holders: dict[str, int] = {}
+_paths: dict[str, list[str]] = {}
+_watching_dynamo = False
+
+
+class Installation:
+    """What :func:`install` did; call :meth:`uninstall`, or use it in a ``with`` statement."""
+
+    def __init__(self, names: tuple[str, ...], skipped: dict[str, str]) -> None:
+        self.names = names
+        """The guards this installation holds."""
+
+        self.skipped = skipped
+        """Guards this torch does not need, each with the reason."""
+
+        self._held = True
+
+    def uninstall(self) -> None:
+        """Let go of this installation's guards; those nobody else holds are undone.
+
+        Calling it again does nothing.
+
+        Raises:
+            PatchConflictError: somebody has patched on top; nothing is undone then.
+        """
+        with patching.lock:
+            if self._held:
+                _undo([name for name in self.names if _holders.get(name) == 1])
+                for name in self.names:
+                    if name in _holders:
+                        _holders[name] -= 1
+                self._held = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        return f"Installation(names={self.names!r}, skipped={self.skipped!r})"
+
+
+def install(*names: str, only_if_needed: bool = True) -> Installation:
+    """Switch guards on for the whole process: for applications, not for libraries.
+
+    Equals plain torch wherever nothing fails: same results, same tensors, same
+    graphs. All or nothing: if one guard can't be installed, none is. Installing
+    a guard that is installed already adds no second layer, and it stays until
+    everybody who installed it has let go of it.
+
+    Guards:
+        ``"resize"`` (the default): ``Tensor.resize_``, ``Tensor.resize_as_``,
+        ``Tensor.set_`` and ``torch.resize_as_`` leave the tensor as it was when
+        they fail, as ``safe_resize_`` does.
+        ``"out"``: so do the operators with ``out=`` of ``torch``, ``torch.linalg``,
+        ``torch.special``, ``torch.fft`` and ``torch.nn.functional`` with their output.
+
+    Args:
+        *names: which guards; none for the default set.
+        only_if_needed: try each defect first, and skip a guard whose defect this
+            torch does not have (``.skipped`` says why).
+
+    Returns:
+        An :class:`Installation`, which can be used in a ``with`` statement.
+
+    Raises:
+        ValueError: there is no guard of that name.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+    """
+    wanted = _known(names, "install") or _DEFAULT
+    with patching.lock:
+        skipped = {
+            name: reason
+            for name in wanted
+            if only_if_needed and name not in _holders
+            if (reason := GUARDS[name].not_needed()) is not None
+        }
+        chosen = tuple(name for name in wanted if name not in skipped)
+        new = {name: GUARDS[name].replacements() for name in chosen if name not in _holders}
+        _prepare_dynamo()
+        patching.apply(pair for pairs in new.values() for pair in pairs.items())
+        _paths.update({name: list(replacements) for name, replacements in new.items()})
+        for name in chosen:
+            _holders[name] = _holders.get(name, 0) + 1
+    return Installation(chosen, skipped)
+
+
+def uninstall(*names: str) -> None:
+    """Undo guards, however often they were installed; without names all of them.
+
+    Every attribute of torch is then the very object it was before, or absent
+    if it was absent. Guards that are not installed are passed over.
+
+    Raises:
+        ValueError: there is no guard of that name.
+        PatchConflictError: somebody has patched on top; nothing is undone then.
+    """
+    with patching.lock:
+        _undo(list(_known(names, "uninstall") or _holders))
+
+
+def is_installed(name: str | None = None) -> bool:
+    """Whether a guard is in force, judged by what stands in torch now, not by a flag.
+
+    Without a name: whether any is.
+
+    Raises:
+        ValueError: there is no guard of that name.
+    """
+    if name is None:
+        return any(is_installed(each) for each in list(_paths))
+    _known((name,), "is_installed")
+    paths = _paths.get(name, [])
+    return bool(paths) and all(patching.patched(path) for path in paths)
+
+
+def installed() -> tuple[str, ...]:
+    """Return the names of the guards in force, in the order they were installed."""
+    return tuple(name for name in list(_paths) if is_installed(name))
+
+
+def original(path: str) -> Any:
+    """Return what torch itself has at a path such as ``"torch.Tensor.resize_"``, patched or not.
+
+    Raises:
+        AttributeError: torch has nothing there.
+        ValueError: the path does not begin with ``torch.``.
+    """
+    if not path.startswith("torch."):
+        raise ValueError(f"original: path is {path!r}, expected one like 'torch.Tensor.resize_'")
+    return patching.original(path)
+
+
+def _undo(names: list[str]) -> None:
+    patching.undo([path for name in names for path in _paths.get(name, ())])
+    for name in names:
+        _holders.pop(name, None)
+        _paths.pop(name, None)
+
+
+def _prepare_dynamo() -> None:
+    """Let Dynamo's tables know torch's own functions, whenever Dynamo is imported."""
+    global _watching_dynamo
+    if not _watching_dynamo:
+        _watching_dynamo = True
+        wrapt.register_post_import_hook(_dynamo_was_imported, "torch._dynamo")
+
+
+def _dynamo_was_imported(_: Any) -> None:
+    with patching.originals_in_place():
+        rebuild_dynamo_tables()
+
+
+def _known(names: Iterable[str], operation: str) -> tuple[str, ...]:
+    """Return the names once each, or raise with the list of guards."""
+    for name in names:
+        if name not in GUARDS:
+            close = difflib.get_close_matches(str(name), GUARDS, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(
+                f"{operation}: there is no guard named {name!r}; {hint}guards are: "
+                f"{', '.join(sorted(GUARDS))}"
+            )
+    return tuple(dict.fromkeys(names))

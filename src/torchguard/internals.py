@@ -1,0 +1,196 @@
+"""Every private torch API that torchguard uses, each with what it falls back to.
+
+Nothing public reads or writes a tensor's version counter, steps around
+``__torch_function__`` without a call, or tells whether a tensor class has a
+dispatcher of its own. ``tests/test_internals.py`` checks each name here on the
+torch at hand, and that nothing private is used anywhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, has_torch_function_unary
+
+__all__ = [
+    "coo_parts",
+    "follow_in_dynamo",
+    "follow_in_torchscript",
+    "forget_in_torchscript",
+    "has_own_dispatch",
+    "has_python_out",
+    "has_torch_function_unary",
+    "is_view",
+    "rebuild_dynamo_tables",
+    "replace_torch_function_modes",
+    "set_version",
+    "skip_frame",
+    "torch_function_modes",
+    "version_of",
+    "without_dispatch_modes",
+    "without_torch_function",
+]
+
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = (
+    torch._C.DisableTorchFunction
+)
+"""A scope in which neither subclasses nor modes see a call.
+
+The developer notes on extending torch name it; there is no public spelling.
+"""
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """``tensor._version``, or None for an inference tensor, which has no version counter."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Put the version counter back after a write that autograd must not hear of.
+
+    Without it a later backward would refuse a saved tensor whose bytes never
+    changed. torch 2.6 takes a tensor and a number here, later releases take
+    tuples of both: the class torch itself offers for this knows which.
+    """
+    keeper: Any = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+    if hasattr(keeper, "prev_versions"):
+        keeper.prev_versions = (version,)
+    else:
+        keeper.prev_version = version
+    keeper.__exit__(None, None, None)
+
+
+def has_own_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether operators on this tensor run Python code of its class (fake, DTensor, jagged)."""
+    own = getattr(type(tensor), "__torch_dispatch__", None)
+    return own is not None and own is not torch.Tensor.__torch_dispatch__
+
+
+@contextlib.contextmanager
+def without_dispatch_modes(tensor: torch.Tensor) -> Iterator[None]:
+    """Run operators on a plain tensor unseen by dispatch modes (FLOP counters, loggers).
+
+    A tensor with a dispatcher of its own (a fake tensor) needs it, so for those
+    nothing is switched off. Falls back to letting the modes see the call.
+    """
+    guard = getattr(torch._C, "_DisableTorchDispatch", None)
+    if guard is None or has_own_dispatch(tensor):
+        yield
+        return
+    with guard():
+        yield
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Tell Dynamo to run this Python function as it is, not to compile it on its own.
+
+    After a graph break the interpreter calls a patched method from code that
+    Dynamo watches; without this the wrapper would be traced as a frame of its
+    own and count as another graph break. It marks the code object; Dynamo itself
+    is not imported. Where neither spelling exists, only that count differs.
+    """
+    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    if hasattr(hooks, "skip_code"):  # torch 2.6
+        hooks.skip_code(function.__code__)
+    elif hasattr(hooks, "set_code_exec_strategy"):
+        action = hooks._FrameAction
+        strategy = hooks._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        hooks.set_code_exec_strategy(function.__code__, strategy)
+
+
+def torch_function_modes() -> list[TorchFunctionMode]:
+    """Return the modes on this thread's stack, the outermost first."""
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def replace_torch_function_modes(modes: list[TorchFunctionMode]) -> None:
+    """Put these modes on the stack instead of those that are there."""
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values; the public ones refuse a tensor that is not coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd tracks the tensor as a view, which can't be detached in place."""
+    return tensor._is_view()
+
+
+def has_python_out(function: Callable[..., Any]) -> bool:
+    """Whether a builtin of torch takes ``out=``.
+
+    Its operator has an overload with an output argument. Overloads that the code
+    generator added on its own have no Python binding, so those don't count.
+    """
+    packet = getattr(torch.ops.aten, function.__name__, None)
+    if packet is None:
+        return False
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return any(
+        argument.is_out
+        for overload in overloads
+        if torch.Tag.generated not in overload.tags
+        for argument in overload._schema.arguments
+    )
+
+
+def rebuild_dynamo_tables() -> None:
+    """Let Dynamo look up torch's functions again; call it while they are torch's own.
+
+    Dynamo knows functions by identity, in tables it fills once: a table filled
+    while a replacement stands in torch's place would not know the original.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    handlers = sys.modules.get("torch._dynamo.variables.torch")
+    variable = getattr(handlers, "TorchInGraphFunctionVariable", None)
+    tables: tuple[Any, ...] = (
+        getattr(rules, "get_torch_obj_rule_map", None),
+        getattr(rules, "get_tensor_method", None),
+        getattr(variable, "_get_handlers", None),
+    )
+    for table in tables:
+        if hasattr(table, "cache_clear"):
+            table.cache_clear()
+            table()
+
+
+def follow_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let Dynamo trace ``original`` where it meets ``replacement``.
+
+    It is the attribute that torch's own decorators set for the same purpose.
+    Without it Dynamo would trace through the replacement, with more guards.
+    """
+    replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
+
+
+def follow_in_torchscript(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let ``torch.jit.script`` compile ``original`` where it meets ``replacement``."""
+    builtin = _torchscript_builtins().get(id(original))
+    if builtin is not None:
+        _torchscript_builtins()[id(replacement)] = builtin
+    elif isinstance(original, FunctionType):
+        # What torch.jit.script_if_tracing sets on its wrappers, and the name under
+        # which an overloaded function (torch.norm) has registered its overloads.
+        vars(replacement)["__script_if_tracing_wrapper"] = True
+        vars(replacement)["__original_fn"] = original
+        vars(replacement)["_jit_override_qualname"] = torch._jit_internal._qualified_name(original)
+
+
+def forget_in_torchscript(replacement: Callable[..., Any]) -> None:
+    """Undo :func:`follow_in_torchscript`; ids are used again once an object is gone."""
+    _torchscript_builtins().pop(id(replacement), None)
+
+
+def _torchscript_builtins() -> dict[int, str]:
+    table = getattr(torch.jit._builtins, "_get_builtin_table", None)
+    return {} if table is None else table()

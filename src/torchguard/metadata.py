@@ -1,0 +1,100 @@
+"""A tensor's metadata: read it, and put it back after an operation has failed.
+
+Metadata is what a tensor is besides its bytes: size, stride, storage offset,
+which storage, how many bytes that storage holds, and the version counter.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from torchguard.internals import (
+    has_torch_function_unary,
+    set_version,
+    version_of,
+    without_dispatch_modes,
+    without_torch_function,
+)
+
+__all__ = ["Metadata", "bytes_needed", "capture", "restore"]
+
+
+class Metadata(NamedTuple):
+    """What :func:`capture` read. Holds the storage alive, so ``set_`` can be undone too."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+    storage: torch.UntypedStorage
+    nbytes: int
+    version: int | None
+
+
+def capture(tensor: torch.Tensor) -> Metadata | None:
+    """Read a tensor's metadata, unseen by subclasses and modes.
+
+    None where torch has no such metadata: sparse, nested, opaque layouts and the
+    wrappers of ``torch.func``. Their failing operations have nothing to restore.
+    """
+    if has_torch_function_unary(tensor):
+        with without_torch_function():
+            return _read(tensor)
+    return _read(tensor)
+
+
+def _read(tensor: torch.Tensor) -> Metadata | None:
+    try:
+        storage = tensor.untyped_storage()
+        return Metadata(
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),  # type: ignore[arg-type]  # symbolic in a compiler
+            storage,
+            storage.nbytes(),
+            version_of(tensor),
+        )
+    except RuntimeError:  # NotImplementedError included: no storage, or no strides
+        return None
+
+
+def restore(tensor: torch.Tensor, saved: Metadata, *, version: int | None) -> bool:
+    """Put the captured metadata back; the version counter becomes ``version``.
+
+    Returns whether anything had changed. The other aliases of the storage are
+    untouched, because the storage gets back the number of bytes it had.
+    """
+    with without_torch_function():
+        now = _read(tensor)
+        changed = now is None or (
+            now[:3] != saved[:3] or now.storage is not saved.storage or now.nbytes != saved.nbytes
+        )
+        if changed:
+            _put_back(tensor, saved)
+        if version is not None and version_of(tensor) != version:
+            set_version(tensor, version)
+    return changed
+
+
+def _put_back(tensor: torch.Tensor, saved: Metadata) -> None:
+    # An inference tensor takes in-place updates in inference mode only.
+    quiet = torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+    with quiet, without_dispatch_modes(tensor):
+        tensor.set_(saved.storage, saved.storage_offset, saved.size, saved.stride)
+        # resize_ grows the storage before it looks at the memory format.
+        if saved.storage.nbytes() != saved.nbytes:
+            saved.storage.resize_(saved.nbytes)
+
+
+def bytes_needed(
+    size: tuple[int, ...], stride: tuple[int, ...], storage_offset: int, itemsize: int
+) -> int:
+    """Bytes a storage must hold for a strided tensor; 0 for a tensor without elements.
+
+    ``itemsize * (storage_offset + sum((size - 1) * stride) + 1)``
+    """
+    if 0 in size:
+        return 0
+    last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    return itemsize * (storage_offset + last + 1)

@@ -1,0 +1,73 @@
+"""Operators with ``out=``: a call that fails leaves ``out`` as it was.
+
+An ``out=`` operator resizes its output first and computes afterwards, so on
+storage that can't grow, and whenever the computation itself fails, ``out`` keeps
+a shape that is not its own (https://github.com/pytorch/pytorch/issues/170298).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torchguard.attempt import Attempt
+from torchguard.internals import skip_frame
+
+__all__ = ["guard_out"]
+
+
+def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, an operator with ``out=``, exception-safe where it has an ``out``.
+
+    Equals ``original(*args, out=out, **kwargs)`` on success. On failure ``out``
+    has its shape, stride, storage offset and storage back; if its elements may
+    have been overwritten, its version counter moves on. Without ``out`` the call
+    goes straight through.
+    """
+    guarded = _guard_by_name(original)
+    if isinstance(original, FunctionType):
+        # Builtins take out by name only; torch.tensordot(a, b, dims, out) does not.
+        parameters = inspect.signature(original).parameters
+        if parameters["out"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            guarded = _guard_by_place(original, list(parameters).index("out"))
+    skip_frame(guarded)
+    return guarded
+
+
+def _guard_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+        if out is None:
+            return original(*args, **kwargs)
+        attempt = Attempt(None, args, kwargs, out, data=False)
+        try:
+            result = original(*args, out=attempt.out, **kwargs)
+        except BaseException as error:
+            attempt.undo(error)
+            raise
+        return attempt.finish(result)
+
+    return guarded
+
+
+def _guard_by_place(original: FunctionType, position: int) -> Callable[..., Any]:
+    by_name, attempt_of = _guard_by_name(original), Attempt
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if len(args) <= position or args[position] is None:
+            return by_name(*args, **kwargs)
+        before, out, after = args[:position], args[position], args[position + 1 :]
+        attempt = attempt_of(None, (*before, *after), kwargs, out, data=False)
+        try:
+            result = original(*before, attempt.out, *after, **kwargs)
+        except BaseException as error:
+            attempt.undo(error)
+            raise
+        return attempt.finish(result)
+
+    # TorchScript compiles an overloaded function (torch.norm) from the source of
+    # __wrapped__, but looks its names up in the globals of what it was given.
+    guarded = FunctionType(guarded.__code__, original.__globals__, closure=guarded.__closure__)
+    guarded.__wrapped__ = original  # type: ignore[attr-defined]
+    return guarded

@@ -1,0 +1,168 @@
+"""The only file that sets or deletes an attribute of torch.
+
+One table holds every place that is patched, what stood there and what stands
+there now. Undoing restores that very object, or its absence: ``resize_`` is
+inherited from ``torch._C.TensorBase``, so its place in ``vars(torch.Tensor)``
+is empty before and has to be empty afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchguard.errors import PatchConflictError
+from torchguard.internals import (
+    follow_in_dynamo,
+    follow_in_torchscript,
+    forget_in_torchscript,
+)
+from torchguard.signatures import describe_as
+
+__all__ = ["Make", "apply", "lock", "original", "originals_in_place", "patched", "undo"]
+
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Takes the original and returns its replacement."""
+
+_ABSENT: Any = object()
+
+lock = threading.RLock()
+"""Held by whoever reads the table in order to change it."""
+
+
+@dataclass
+class _Patch:
+    owner: Any
+    name: str
+    before: Any
+    """What ``vars(owner)`` held under the name, or ``_ABSENT``."""
+
+    original: Callable[..., Any]
+    replacement: Callable[..., Any]
+    holders: int = 1
+
+
+_table: dict[str, _Patch] = {}
+
+
+def apply(replacements: Iterable[tuple[str, Make]]) -> None:
+    """Patch every path (``torch.Tensor.resize_``) or, if one can't be patched, none.
+
+    A path that is patched already keeps its replacement and gets one more holder.
+    """
+    with lock:
+        done: list[str] = []
+        try:
+            for path, make in replacements:
+                if path in _table:
+                    _table[path].holders += 1
+                else:
+                    _table[path] = _patch(path, make)
+                done.append(path)
+        except BaseException:
+            undo(done)
+            raise
+
+
+def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
+    """Take one holder from each path; where none is left, put back what stood there.
+
+    Paths that are not patched are passed over. Where somebody has patched on top,
+    ``leave_conflicts`` leaves the replacement in place below the other one.
+
+    Raises:
+        PatchConflictError: somebody has patched on top. Nothing is changed then.
+    """
+    with lock:
+        leaving = Counter(path for path in paths if path in _table)
+        last = [path for path, count in leaving.items() if _table[path].holders <= count]
+        conflicts = [path for path in last if not patched(path)]
+        if conflicts and not leave_conflicts:
+            path = conflicts[0]
+            raise PatchConflictError(
+                f"{path} was patched again after torchguard patched it, with "
+                f"{_value(_table[path])!r}; undo that patch first, then call "
+                "torchguard.uninstall() again"
+            )
+        for path, count in leaving.items():
+            _table[path].holders = max(0, _table[path].holders - count)
+        for path in reversed(last):
+            if path not in conflicts:
+                patch = _table.pop(path)
+                _put_original(patch)
+                forget_in_torchscript(patch.replacement)
+
+
+def patched(path: str) -> bool:
+    """Whether the replacement really stands at the path now; it looks there."""
+    patch = _table.get(path)
+    return patch is not None and _value(patch) is patch.replacement
+
+
+def original(path: str) -> Any:
+    """Return what torch itself has at the path, patched or not."""
+    patch = _table.get(path)
+    if patch is not None:
+        return patch.original
+    owner, name = _resolve(path)
+    return getattr(owner, name)
+
+
+@contextlib.contextmanager
+def originals_in_place() -> Iterator[None]:
+    """Let torch be as it was for a moment, for tables that know functions by identity."""
+    with lock:
+        standing = [patch for path, patch in _table.items() if patched(path)]
+        for patch in standing:
+            _put_original(patch)
+        try:
+            yield
+        finally:
+            for patch in standing:
+                setattr(patch.owner, patch.name, patch.replacement)
+
+
+def _patch(path: str, make: Make) -> _Patch:
+    owner, name = _resolve(path)
+    original = getattr(owner, name)
+    before = vars(owner).get(name, _ABSENT)
+    replacement = make(original)
+    describe_as(replacement, original, path)
+    follow_in_dynamo(replacement, original)
+    follow_in_torchscript(replacement, original)
+    setattr(owner, name, replacement)
+    return _Patch(owner, name, before, original, replacement)
+
+
+def _value(patch: _Patch) -> Any:
+    return vars(patch.owner).get(patch.name, _ABSENT)
+
+
+def _put_original(patch: _Patch) -> None:
+    if patch.before is _ABSENT:
+        delattr(patch.owner, patch.name)
+    else:
+        setattr(patch.owner, patch.name, patch.before)
+
+
+def _resolve(path: str) -> tuple[Any, str]:
+    """Split ``torch.Tensor.resize_`` into the object ``torch.Tensor`` and ``resize_``."""
+    owner_path, _, name = path.rpartition(".")
+    parts = owner_path.split(".")
+    for length in range(len(parts), 0, -1):
+        module_name = ".".join(parts[:length])
+        owner = sys.modules.get(module_name)
+        if owner is None:
+            with contextlib.suppress(ModuleNotFoundError):
+                owner = importlib.import_module(module_name)
+        if owner is not None:
+            for part in parts[length:]:
+                owner = getattr(owner, part)
+            return owner, name
+    raise AttributeError(f"{path}: no such attribute; expected a path like torch.Tensor.resize_")

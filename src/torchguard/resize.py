@@ -1,0 +1,341 @@
+"""resize_, resize_as_ and set_ that leave a tensor as it was when they fail.
+
+torch writes the new shape first and looks for the memory afterwards, so a call
+that raises leaves a tensor whose shape lies about its storage
+(https://github.com/pytorch/pytorch/issues/170298). Here the metadata is read
+before the call and put back if it raises.
+
+``guard_*`` make the replacements that ``install()`` puts in place, ``safe_*``
+are the helpers. The call to torch stands in the guard itself and not in a
+function below it, so that a traceback gains one line and no more.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from torchguard.internals import (
+    has_own_dispatch,
+    has_torch_function_unary,
+    skip_frame,
+    without_torch_function,
+)
+from torchguard.metadata import Metadata, bytes_needed, capture, restore
+from torchguard.shared_memory import cannot_grow, is_shared
+from torchguard.signatures import describe
+
+__all__ = [
+    "guard_resize_",
+    "guard_resize_as_",
+    "guard_set_",
+    "safe_resize_",
+    "safe_resize_as_",
+    "safe_set_",
+]
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+_ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
+
+
+def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.resize_``, exception-safe.
+
+    A helper asks the tensor's class for its own ``resize_``; a patched method is
+    reached after the class has had its say.
+    """
+    tensor_type = torch.Tensor
+    operation = "safe_resize_" if helper else "resize_"
+
+    # Named parameters instead of *size, and a comparison instead of a snapshot:
+    # together they halve what a call pays that does not grow.
+    def resize_(
+        self: torch.Tensor,
+        size: Any = _ABSENT,
+        second: Any = _ABSENT,
+        *rest: Any,
+        memory_format: torch.memory_format | None = None,
+    ) -> torch.Tensor:
+        if (
+            type(self) is tensor_type
+            and type(size) is int
+            and size >= 0
+            and memory_format is None
+            and not rest
+            and not has_torch_function_unary(self)
+        ):
+            # A contiguous tensor that gets no more elements than it has stays
+            # inside its storage: nothing is allocated, so nothing can fail.
+            try:
+                if second is _ABSENT:
+                    fits = size <= self.numel() and self.is_contiguous()
+                else:
+                    fits = (
+                        type(second) is int
+                        and second >= 0
+                        and size * second <= self.numel()
+                        and self.is_contiguous()
+                    )
+            except RuntimeError:  # a layout without strides
+                fits = False
+            if fits:
+                if second is _ABSENT:
+                    return original(self, size)  # type: ignore[no-any-return]
+                return original(self, size, second)  # type: ignore[no-any-return]
+
+        sizes = tuple(given for given in (size, second, *rest) if given is not _ABSENT)
+        options = {} if memory_format is None else {"memory_format": memory_format}
+        saved = _begin(self, operation, lambda: _elements(sizes))
+        try:
+            if helper:
+                return type(self).resize_(self, *sizes, **options)
+            if has_torch_function((self,)):
+                return handle_torch_function(original, (self,), self, *sizes, **options)  # type: ignore[no-any-return]
+            return original(self, *sizes, **options)  # type: ignore[no-any-return]
+        except BaseException:
+            _undo(self, saved)
+            raise
+
+    skip_frame(resize_)
+    return resize_
+
+
+def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
+
+    def resize_as_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        template = args[0] if args else kwargs.get("the_template")
+        saved = _begin(self, "resize_as_", lambda: _numel(template))
+        try:
+            if has_torch_function((self, *args)):
+                return handle_torch_function(original, (self, *args), self, *args, **kwargs)  # type: ignore[no-any-return]
+            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+        except BaseException:
+            _undo(self, saved)
+            raise
+
+    skip_frame(resize_as_)
+    return resize_as_
+
+
+def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
+
+    def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        saved = _begin_set(self, args, kwargs)
+        try:
+            if has_torch_function((self, *args)):
+                return handle_torch_function(original, (self, *args), self, *args, **kwargs)  # type: ignore[no-any-return]
+            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+        except BaseException:
+            _undo(self, saved)
+            raise
+
+    skip_frame(set_)
+    return set_
+
+
+class _SafeResize(Protocol):
+    def __call__(
+        self,
+        tensor: _Tensor,
+        /,
+        *size: int | Sequence[int],
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> _Tensor: ...
+
+
+safe_resize_: _SafeResize = describe(
+    guard_resize_(torch.Tensor.resize_, helper=True),
+    name="safe_resize_",
+    module=__name__,
+    signature="(tensor, *size, memory_format=torch.contiguous_format)",
+    doc="""Resize a tensor in place; if that fails, nothing about it has changed.
+
+    Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns
+    ``tensor``. On failure (storage that can't grow, out of memory, too many
+    elements, a negative size, an unsupported memory format) the exception is
+    torch's own and shape, stride, storage offset, storage, version counter and
+    every other alias of the storage are as they were.
+
+    Args:
+        tensor: any tensor; one of a layout that has no storage is passed through.
+        *size: the new size, as integers or as one sequence of integers.
+        memory_format: as for ``Tensor.resize_``.
+
+    Raises:
+        NonResizableStorageError: the tensor lives in shared memory and would
+            have to grow; plain torch kills the process.
+        RuntimeError, TypeError, torch.OutOfMemoryError: whatever torch raises.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+    """,
+)
+
+
+def safe_resize_as_(
+    tensor: _Tensor,
+    template: torch.Tensor,
+    *,
+    memory_format: torch.memory_format | None = None,
+) -> _Tensor:
+    """Resize a tensor in place to another's size; if that fails, nothing has changed.
+
+    Equals ``tensor.resize_as_(template, memory_format=memory_format)`` on success,
+    and returns ``tensor``. On failure as :func:`safe_resize_`.
+
+    Args:
+        tensor: the tensor to resize, of any shape.
+        template: the tensor whose size it gets; dtype and device don't matter.
+        memory_format: as for ``Tensor.resize_as_``.
+
+    Raises:
+        NonResizableStorageError: as :func:`safe_resize_`.
+        RuntimeError, TypeError, torch.OutOfMemoryError: whatever torch raises.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+    """
+    saved = _begin(tensor, "safe_resize_as_", lambda: _numel(template))
+    try:
+        return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
+    except BaseException:
+        _undo(tensor, saved)
+        raise
+
+
+def safe_set_(
+    tensor: _Tensor,
+    source: torch.Tensor | torch.UntypedStorage | torch.TypedStorage | None = None,
+    storage_offset: int = _ABSENT,
+    size: Sequence[int] = _ABSENT,
+    stride: Sequence[int] = _ABSENT,
+) -> _Tensor:
+    """Let a tensor view another storage; if that fails, it has its old one back.
+
+    Equals ``tensor.set_(source, storage_offset, size, stride)`` on success, and
+    returns ``tensor``. What is left out is left out of the call to torch too:
+    ``safe_set_(t)`` empties the tensor, ``safe_set_(t, other)`` shares with ``other``.
+    On failure plain torch has swapped the storage already, so the data is gone;
+    here the very same storage object is back, with shape, stride, storage offset
+    and version counter.
+
+    Args:
+        tensor: the tensor to change, of any shape.
+        source: a storage or a tensor of the same dtype and device.
+        storage_offset: where the view begins, in elements.
+        size: size of the view.
+        stride: stride of the view, in elements; contiguous when left out.
+
+    Raises:
+        NonResizableStorageError: ``source`` lives in shared memory and is too
+            small; plain torch would try to grow it and kill the process.
+        RuntimeError, TypeError: whatever torch raises.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+    """
+    given = {"source": source, "storage_offset": storage_offset, "size": size, "stride": stride}
+    arguments = {
+        name: value
+        for name, value in given.items()
+        if value is not _ABSENT and not (name == "source" and value is None)
+    }
+    saved = _begin_set(tensor, (), arguments, "safe_set_")
+    try:
+        return tensor.set_(**arguments)  # type: ignore[arg-type, return-value]
+    except BaseException:
+        _undo(tensor, saved)
+        raise
+
+
+def _begin(
+    tensor: torch.Tensor, operation: str, elements: Callable[[], int | None]
+) -> Metadata | None:
+    """Read what may have to be put back; refuse what would kill the process.
+
+    ``elements`` counts what the tensor is to hold, None where torch will complain.
+    """
+    _require_tensor(tensor, operation)
+    saved = capture(tensor)
+    if saved is not None and not has_own_dispatch(tensor):
+        count = elements()
+        if count:
+            with without_torch_function():
+                needed = (saved.storage_offset + count) * tensor.itemsize
+            _refuse_to_grow_shared(operation, saved.size, saved.storage, needed)
+    return saved
+
+
+def _begin_set(
+    tensor: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operation: str = "set_",
+) -> Metadata | None:
+    """As :func:`_begin`, for the storage the tensor is to get."""
+    _require_tensor(tensor, operation)
+    saved = capture(tensor)
+    given = dict(zip(("source", "storage_offset", "size", "stride"), args, strict=False)) | kwargs
+    storage, size, stride = given.get("source"), given.get("size"), given.get("stride")
+    if saved is None or size is None or has_own_dispatch(tensor):
+        return saved
+    if isinstance(storage, torch.TypedStorage):
+        storage = storage.untyped()
+    elif isinstance(storage, torch.Tensor):
+        source = capture(storage)
+        storage = None if source is None else source.storage
+    if isinstance(storage, torch.UntypedStorage):
+        try:
+            sizes = tuple(operator.index(length) for length in size)
+            strides = tuple(operator.index(step) for step in stride or _contiguous(sizes))
+            offset = operator.index(given.get("storage_offset", 0))
+            with without_torch_function():
+                needed = bytes_needed(sizes, strides, offset, tensor.itemsize)
+        except (TypeError, ValueError):
+            return saved  # torch says what is wrong with these arguments
+        _refuse_to_grow_shared(operation, saved.size, storage, needed)
+    return saved
+
+
+def _undo(tensor: torch.Tensor, saved: Metadata | None) -> None:
+    if saved is not None:
+        restore(tensor, saved, version=saved.version)
+
+
+def _require_tensor(tensor: object, operation: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{operation}: tensor is a {type(tensor).__name__}, expected a torch.Tensor"
+        )
+
+
+def _elements(sizes: tuple[Any, ...]) -> int | None:
+    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
+        sizes = tuple(sizes[0])
+    try:
+        return math.prod(operator.index(length) for length in sizes)
+    except TypeError:
+        return None
+
+
+def _numel(template: object) -> int | None:
+    if not isinstance(template, torch.Tensor):
+        return None
+    with without_torch_function():
+        return template.numel()
+
+
+def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
+
+
+def _refuse_to_grow_shared(
+    operation: str, size: torch.Size, storage: torch.UntypedStorage, needed: int
+) -> None:
+    # In this order: whether memory is shared is asked for tensors that grow only.
+    if needed > storage.nbytes() and is_shared(storage):
+        raise cannot_grow(operation, size, storage, needed)

@@ -1,0 +1,202 @@
+"""Tensors that come back as they were when an operation, or a block of code, fails."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from torchguard.internals import (
+    is_view,
+    version_of,
+    without_dispatch_modes,
+    without_torch_function,
+)
+from torchguard.metadata import Metadata, bytes_needed, capture, restore
+
+__all__ = ["Saved", "roll_back", "rollback_on_error", "save"]
+
+
+class _Data(NamedTuple):
+    """A copy of a tensor's elements, and how to reach them again."""
+
+    copy: torch.Tensor
+    span: tuple[int, int] | None
+    """First element and count, for a tensor whose elements overlap (``expand``)."""
+
+
+class Saved(NamedTuple):
+    """What it takes to undo whatever happens to one tensor."""
+
+    tensor: torch.Tensor
+    metadata: Metadata | None
+    data: _Data | None
+
+
+def save(tensor: torch.Tensor, *, data: bool) -> Saved:
+    """Read a tensor's metadata and, with ``data``, copy its elements."""
+    return Saved(tensor, capture(tensor), _copy(tensor) if data else None)
+
+
+def roll_back(saved: Saved, *, wrote: bool) -> None:
+    """Undo what happened to a tensor since :func:`save`.
+
+    ``wrote`` says that elements may have been overwritten. Unless a copy of them
+    is put back, the version counter then moves on, so that autograd refuses a
+    backward over the spoiled values instead of computing a wrong gradient.
+    """
+    tensor, metadata, data = saved
+    if metadata is None:
+        if data is not None:
+            _put_back(tensor, data)
+        return
+    with without_torch_function():
+        version = version_of(tensor)
+    if data is None and wrote and version is not None and metadata.version is not None:
+        restore(tensor, metadata, version=max(version, metadata.version + 1))
+        return
+    restore(tensor, metadata, version=metadata.version)
+    if data is not None:
+        _put_back(tensor, data)
+        restore(tensor, metadata, version=metadata.version)
+
+
+def _copy(tensor: torch.Tensor) -> _Data | None:
+    """Copy the elements of a tensor; None where it has no memory.
+
+    A tensor with repeated elements refuses to be written to, so for that one the
+    stretch of memory it lies in is copied instead.
+    """
+    with without_torch_function(), torch.no_grad(), without_dispatch_modes(tensor):
+        if tensor.is_meta:
+            return None
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            size, stride = tuple(tensor.shape), tensor.stride()
+            if any(step == 0 and length > 1 for step, length in zip(stride, size, strict=True)):
+                span = (int(tensor.storage_offset()), bytes_needed(size, stride, 0, 1))
+                return _Data(_stretch(tensor, span).clone(), span)
+        return _Data(tensor.clone(), None)
+
+
+def _put_back(tensor: torch.Tensor, data: _Data) -> None:
+    quiet = torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+    with without_torch_function(), quiet, without_dispatch_modes(tensor):
+        target = tensor if data.span is None else _stretch(tensor, data.span)
+        target.copy_(data.copy)
+
+
+def _stretch(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
+    offset, length = span
+    return tensor.detach().as_strided((length,), (1,), offset)
+
+
+class Rollback:
+    """The context manager that :func:`rollback_on_error` returns."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], *, data: bool) -> None:
+        self._tensors = tensors
+        self._data = data
+        self._saved: list[list[_Entry]] = []
+
+    def __enter__(self) -> None:
+        self._saved.append([_Entry(tensor, data=self._data) for tensor in self._tensors])
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        entries = self._saved.pop()
+        if exception_type is None:
+            return
+        with contextlib.ExitStack() as all_of_them:  # also when one of them can't be undone
+            for entry in entries:
+                all_of_them.callback(entry.roll_back)
+
+
+class _Entry:
+    """One tensor of a block: its metadata, its data and its place in the autograd graph."""
+
+    def __init__(self, tensor: torch.Tensor, *, data: bool) -> None:
+        with without_torch_function():
+            self._grad_fn = tensor.grad_fn
+            self._requires_grad = tensor.requires_grad
+            self._is_leaf = tensor.is_leaf
+            # Keeps the way back into the graph, for a tensor whose grad_fn the
+            # block may replace: copying it in again leads to the old grad_fn.
+            self._with_history = tensor.clone() if data and self._grad_fn is not None else None
+        self._saved = save(tensor, data=data)
+
+    def roll_back(self) -> None:
+        tensor, metadata, data = self._saved
+        version = None
+        if metadata is not None and data is None:
+            # Whatever succeeded inside the block has moved the counter on.
+            with without_torch_function():
+                version = version_of(tensor)
+            restore(tensor, metadata, version=version)
+        else:
+            roll_back(self._saved, wrote=False)
+        with without_torch_function():
+            self._restore_history(tensor, data_is_back=data is not None)
+        if metadata is not None and data is not None:
+            restore(tensor, metadata, version=metadata.version)
+
+    def _restore_history(self, tensor: torch.Tensor, *, data_is_back: bool) -> None:
+        if data_is_back and tensor.grad_fn is not self._grad_fn:
+            if self._with_history is not None:
+                with torch.enable_grad():
+                    tensor.copy_(self._with_history)
+            elif not is_view(tensor):
+                tensor.detach_()
+        if self._is_leaf and tensor.is_leaf and tensor.requires_grad != self._requires_grad:
+            tensor.requires_grad_(self._requires_grad)
+
+
+def rollback_on_error(
+    *tensors: torch.Tensor, data: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Give tensors their old metadata back if the block raises.
+
+    Equals plain code on success. When the block raises, whatever it raises, each
+    tensor listed has its shape, stride, storage offset, storage and
+    ``requires_grad`` back, and the exception goes on. With ``data=True`` its
+    elements and its version counter too: they are copied on entry, which costs
+    the tensors' memory once more for as long as the block runs.
+
+    Without ``data=True`` the version counter goes on counting the writes that
+    succeeded inside the block. A graph recorded inside a block that failed must
+    not be used afterwards.
+
+    Args:
+        *tensors: tensors of any kind and shape.
+        data: copy the elements on entry and put them back on failure.
+
+    Raises:
+        TypeError: one of ``tensors`` is no tensor.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+
+    Example:
+        >>> import torch, torchguard
+        >>> table = torch.zeros(3)
+        >>> try:
+        ...     with torchguard.rollback_on_error(table, data=True):
+        ...         table += 1
+        ...         table[7] = 0
+        ... except IndexError:
+        ...     print(table)
+        tensor([0., 0., 0.])
+    """
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"rollback_on_error: tensors[{position}] is a {type(tensor).__name__}, expected a "
+                "torch.Tensor; for a module write rollback_on_error(*module.parameters())"
+            )
+    return Rollback(tensors, data=data)

@@ -1,0 +1,50 @@
+"""Storage in shared memory: torch thinks it can grow, and has no allocator to do it with.
+
+``torch.ones(4).share_memory_().resize_(1000)`` calls through a null pointer, and
+so does an ``out=`` that has to grow; ``untyped_storage().resizable()`` says True.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from torchguard.errors import NonResizableStorageError
+from torchguard.internals import without_torch_function
+from torchguard.metadata import Metadata
+
+__all__ = ["cannot_grow", "is_shared", "stand_in_for"]
+
+
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage lies in shared memory of the host (CUDA storage always claims to)."""
+    return storage.device.type == "cpu" and storage.is_shared()
+
+
+def cannot_grow(
+    operation: str, size: torch.Size, storage: torch.UntypedStorage, needed: int | None = None
+) -> NonResizableStorageError:
+    """Make the error to raise where torch would kill the process."""
+    wanted = "to be larger" if needed is None else f"{needed} bytes"
+    return NonResizableStorageError(
+        f"{operation}: the tensor of shape {tuple(size)} would need {wanted}, but its storage lies "
+        f"in shared memory, holds {storage.nbytes()} bytes and can't grow (torch would kill the "
+        "process); write torch.empty(new_size, dtype=tensor.dtype).share_memory_() for a larger one"
+    )
+
+
+def stand_in_for(tensor: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+    """Return a tensor over the same bytes whose storage says that it can't grow.
+
+    Given to torch as ``out=`` in place of a tensor in shared memory, it turns the
+    null pointer into torch's ordinary exception. Valid as long as ``tensor`` is.
+    """
+    with without_torch_function(), torch.no_grad():
+        if metadata.nbytes:
+            memory = (ctypes.c_char * metadata.nbytes).from_address(metadata.storage.data_ptr())
+            storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        else:
+            storage = torch.frombuffer(bytearray(1), dtype=torch.uint8)[:0].untyped_storage()
+        blank = torch.empty(0, dtype=tensor.dtype)
+        return blank.set_(storage, metadata.storage_offset, metadata.size, metadata.stride)

@@ -1,0 +1,115 @@
+"""Readable names, signatures and docstrings for functions made at run time.
+
+``inspect.signature`` raises on torch's builtins and on whatever
+``functools.wraps`` copies from them, so a replacement has to carry its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["describe", "describe_as", "signature_of"]
+
+_ANYTHING = inspect.Signature(
+    [
+        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+    ]
+)
+
+
+class _Shown(str):
+    """A default value that prints as the words it was written in."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def describe(
+    function: Callable[..., Any], *, name: str, module: str, signature: str, doc: str | None
+) -> Any:
+    """Name a closure, and give it a signature (in words) and a docstring."""
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = module
+    function.__doc__ = doc
+    function.__signature__ = _parse(signature) or _ANYTHING  # type: ignore[attr-defined]
+    return function
+
+
+def describe_as(function: Callable[..., Any], original: Callable[..., Any], path: str) -> None:
+    """Let a replacement look like the function at ``path`` (``torch.Tensor.resize_``).
+
+    Module and qualified name are those of the place, so that pickle finds the
+    replacement by name, and finds torch's own function where nothing is installed.
+    """
+    owner, _, name = path.rpartition(".")
+    is_method = owner == "torch.Tensor"
+    function.__name__ = name
+    function.__qualname__ = f"Tensor.{name}" if is_method else name
+    function.__module__ = "torch" if is_method else owner
+    function.__doc__ = original.__doc__
+    function.__signature__ = signature_of(original, is_method=is_method)  # type: ignore[attr-defined]
+
+
+def signature_of(original: Callable[..., Any], *, is_method: bool) -> inspect.Signature:
+    """Return the signature of a torch function: its own, or the first line of its docstring."""
+    try:
+        return inspect.signature(original)
+    except (TypeError, ValueError):
+        pass
+    first = next((line for line in (original.__doc__ or "").splitlines() if line.strip()), "")
+    parameters = first[first.find("(") : first.rfind("->")].strip() if "->" in first else ""
+    parsed = _parse(parameters)
+    if parsed is None:
+        return _ANYTHING
+    if is_method and "self" not in parsed.parameters:
+        self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parsed = parsed.replace(parameters=[self, *parsed.parameters.values()])
+    return parsed
+
+
+def _parse(parameters: str) -> inspect.Signature | None:
+    """Read ``(input, *, out=None)``; None where it is no Python parameter list."""
+    try:
+        tree = ast.parse(f"def function{parameters}: ...").body[0]
+        assert isinstance(tree, ast.FunctionDef)
+        return _signature(tree.args)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    kind = inspect.Parameter
+    positional = [
+        *((argument.arg, kind.POSITIONAL_ONLY) for argument in arguments.posonlyargs),
+        *((argument.arg, kind.POSITIONAL_OR_KEYWORD) for argument in arguments.args),
+    ]
+    missing: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
+    defaults = [*missing, *arguments.defaults]
+    found = [
+        kind(name, which, default=_default(value))
+        for (name, which), value in zip(positional, defaults, strict=True)
+    ]
+    if arguments.vararg is not None:
+        found.append(kind(arguments.vararg.arg, kind.VAR_POSITIONAL))
+    found += [
+        kind(argument.arg, kind.KEYWORD_ONLY, default=_default(value))
+        for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg is not None:
+        found.append(kind(arguments.kwarg.arg, kind.VAR_KEYWORD))
+    return inspect.Signature(found)
+
+
+def _default(value: ast.expr | None) -> Any:
+    if value is None:
+        return inspect.Parameter.empty
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return _Shown(ast.unparse(value))

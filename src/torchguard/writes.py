@@ -1,0 +1,148 @@
+"""Which of its arguments a torch function may write to."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Writes", "out_tensors", "writes_of", "written_tensors"]
+
+
+class Argument(NamedTuple):
+    """An argument that a function writes to."""
+
+    position: int
+    """Where it stands, or -1 if it is given by name only."""
+
+    name: str
+    is_list: bool | None = None
+    """Whether it is a list of tensors; None if both occur."""
+
+
+class Writes(NamedTuple):
+    """What a function writes to in place."""
+
+    arguments: tuple[Argument, ...]
+    elements: bool = True
+    """False if it changes shape, stride or flags only, as ``squeeze_`` does."""
+
+    only_if: Argument | None = None
+    """The flag that makes it write (``inplace=True``), where there is one."""
+
+
+_DUNDERS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod"),
+        *("ipow", "iand", "ior", "ixor", "ilshift", "irshift"),
+    )
+)
+
+# In-place, but they never touch an element: a failure spoils nothing autograd has saved.
+_METADATA_ONLY = frozenset(
+    (
+        *("resize_", "resize_as_", "resize_as_sparse_", "sparse_resize_", "set_", "as_strided_"),
+        *("squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"),
+        *("detach_", "requires_grad_", "rename_", "share_memory_"),
+    )
+)
+
+
+def writes_of(function: Callable[..., Any]) -> Writes | None:
+    """Say what ``function`` writes in place; None if nothing (``out=`` is not asked here).
+
+    An operator's schema says it exactly. A method or function of torch's Python
+    API follows torch's naming rule, a trailing underscore, and its operator's
+    schema says which arguments besides the first. A function written in Python
+    may have a flag ``inplace``.
+    """
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _from_schemas(function)
+    name = getattr(function, "__name__", "")
+    if name in _DUNDERS:
+        return Writes((Argument(0, "self"),))
+    if name.endswith("_") and not name.endswith("__"):
+        packet = None if isinstance(function, FunctionType) else getattr(torch.ops.aten, name, None)
+        found = None if packet is None else _from_schemas(packet)
+        return found or Writes((Argument(0, _first_parameter(function)),), _elements(name))
+    if isinstance(function, FunctionType):
+        return _from_inplace_flag(function)
+    return None
+
+
+def _from_schemas(
+    operator: torch._ops.OpOverload[..., Any] | torch._ops.OpOverloadPacket[..., Any],
+) -> Writes | None:
+    overloads = (
+        [operator]
+        if isinstance(operator, torch._ops.OpOverload)
+        else [getattr(operator, name) for name in operator.overloads()]
+    )
+    arguments = {
+        Argument(
+            -1 if argument.kwarg_only else position,
+            argument.name,
+            isinstance(argument.type, torch.ListType),
+        ): None
+        for overload in overloads
+        for position, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name != "out"  # out_tensors finds it
+    }
+    name = overloads[0]._schema.name.rpartition("::")[2]
+    return Writes(tuple(arguments), _elements(name)) if arguments else None
+
+
+def _elements(name: str) -> bool:
+    return name not in _METADATA_ONLY
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    if not isinstance(function, FunctionType):
+        return "self"
+    return next(iter(inspect.signature(function).parameters), "self")
+
+
+def _from_inplace_flag(function: FunctionType) -> Writes | None:
+    parameters = list(inspect.signature(function).parameters)
+    if "inplace" not in parameters:
+        return None
+    flag = Argument(parameters.index("inplace"), "inplace")
+    return Writes((Argument(0, parameters[0]),), only_if=flag)
+
+
+def written_tensors(
+    writes: Writes, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield each tensor the call writes to, and whether it was given in a list of tensors."""
+    if writes.only_if is not None and not _value(writes.only_if, args, kwargs):
+        return
+    seen: set[int] = set()
+    for argument in writes.arguments:
+        value = _value(argument, args, kwargs)
+        is_list = isinstance(value, (list, tuple))
+        if argument.is_list not in (None, is_list):
+            continue  # another overload's argument
+        for tensor in value if is_list else (value,):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor, is_list
+
+
+def _value(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if 0 <= argument.position < len(args):
+        return args[argument.position]
+    return kwargs.get(argument.name)
+
+
+def out_tensors(out: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an ``out=`` argument: one, or a tuple or list of several."""
+    if isinstance(out, torch.Tensor):
+        yield out
+    elif isinstance(out, (list, tuple)):
+        yield from (item for item in out if isinstance(item, torch.Tensor))

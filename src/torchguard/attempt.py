@@ -7,8 +7,14 @@ from typing import Any
 import torch
 
 from torchguard.internals import without_torch_function
+from torchguard.metadata import Metadata
 from torchguard.rollback import Saved, roll_back, save
-from torchguard.shared_memory import cannot_grow, is_shared, stand_in_for
+from torchguard.shared_memory import (
+    can_stand_in_for,
+    cannot_grow,
+    is_shared,
+    stand_in_for,
+)
 from torchguard.writes import Writes, out_tensors, written_tensors
 
 __all__ = ["Attempt"]
@@ -21,7 +27,7 @@ class Attempt:
     ``attempt.finish(result)``, on an exception call ``attempt.undo(error)``.
     """
 
-    __slots__ = ("_stand_ins", "_written", "out")
+    __slots__ = ("_in_place", "_out", "_stand_ins", "out")
 
     def __init__(
         self,
@@ -33,40 +39,32 @@ class Attempt:
         data: bool,
     ) -> None:
         self.out = out
+        self._in_place: list[tuple[Saved, bool]] = []
+        self._out: list[Saved] = []
         self._stand_ins: list[tuple[torch.Tensor, Saved]] = []
-        # Each with whether the call, failing, can have overwritten elements.
-        self._written: list[tuple[Saved, bool]] = []
         if writes is not None:
             for tensor, in_list in written_tensors(writes, args, kwargs):
-                elements = writes.elements and not _is_guarded_leaf(tensor)
                 # A list is written element by element (_foreach_add_): no shape
                 # changes, and reading all of an optimizer's would be slow.
-                saved = Saved(tensor, None, None) if in_list else None
-                if saved is None or data:
-                    saved = save(tensor, data=data)
-                self._written.append((saved, elements))
+                read = data or not in_list
+                saved = save(tensor, data=data) if read else Saved(tensor, None, None)
+                self._in_place.append((saved, writes.elements))
         if out is not None:
-            self._begin_out(args, kwargs, data=data)
+            self._out = [save(tensor, data=data) for tensor in out_tensors(out)]
+            for saved in self._out:
+                if saved.metadata is not None and is_shared(saved.metadata.storage):
+                    self._begin_shared(saved, saved.metadata, (*args, *kwargs.values()))
 
-    def _begin_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, data: bool) -> None:
-        stand_ins: dict[int, torch.Tensor] = {}
-        for tensor in out_tensors(self.out):
-            saved = save(tensor, data=data)
-            holds_elements = saved.metadata is None or 0 not in saved.metadata.size
-            self._written.append((saved, holds_elements and not _refuses_out(tensor)))
-            metadata = saved.metadata
-            if (
-                metadata is not None
-                and is_shared(metadata.storage)
-                and not _shares_storage(metadata.storage, (*args, *kwargs.values()))
-            ):
-                stand_ins[id(tensor)] = stand_in_for(tensor, metadata)
-                self._stand_ins.append((stand_ins[id(tensor)], saved))
-        if stand_ins:
-            if isinstance(self.out, torch.Tensor):
-                self.out = stand_ins[id(self.out)]
-            else:
-                self.out = type(self.out)(stand_ins.get(id(item), item) for item in self.out)
+    def _begin_shared(self, saved: Saved, metadata: Metadata, inputs: tuple[Any, ...]) -> None:
+        # An input in the same storage: torch has to see that the two overlap.
+        if not can_stand_in_for(saved.tensor) or _shares_storage(metadata.storage, inputs):
+            return
+        stand_in = stand_in_for(saved.tensor, metadata)
+        self._stand_ins.append((stand_in, saved))
+        if isinstance(self.out, torch.Tensor):
+            self.out = stand_in
+        else:
+            self.out = tuple(stand_in if item is saved.tensor else item for item in self.out)
 
     def finish(self, result: Any) -> Any:
         """Turn the result of a call with stand-ins into that of a call without."""
@@ -83,32 +81,34 @@ class Attempt:
         if isinstance(result, torch.Tensor):
             return real.get(id(result), result)
         if isinstance(result, (tuple, list)):
-            return type(result)(real.get(id(item), item) for item in result)
+            # A named tuple of torch (torch.return_types.max) takes one sequence.
+            return type(result)([real.get(id(item), item) for item in result])
         return result
 
     def undo(self, error: BaseException) -> None:
         """Put everything back; what may be half-written and has no copy gets a new version."""
         # torch raises TypeError while it reads the arguments, before it does anything.
-        nothing_ran = isinstance(error, TypeError)
-        for saved, elements in reversed(self._written):
-            wrote = elements and not nothing_ran
-            if saved.metadata is not None or saved.data is not None:
-                roll_back(saved, wrote=wrote)
-            elif wrote:
-                torch.autograd.graph.increment_version(saved.tensor)
-        for stand_in, (tensor, metadata, _) in self._stand_ins:
-            assert metadata is not None
-            if stand_in.shape != metadata.size and stand_in.numel() > tensor.numel():
-                raise cannot_grow("out=", metadata.size, metadata.storage) from error
+        ran = not isinstance(error, TypeError)
+        for saved in reversed(self._out):
+            empty = saved.metadata is not None and 0 in saved.metadata.size
+            roll_back(saved, wrote=ran and not empty and not _autograd_refuses_out(saved.tensor))
+        for saved, elements in reversed(self._in_place):
+            roll_back(saved, wrote=ran and elements and not _autograd_refuses(saved.tensor))
+        for stand_in, saved in self._stand_ins:
+            if saved.metadata is not None and stand_in.numel() > saved.tensor.numel():
+                needed = (saved.metadata.storage_offset + stand_in.numel()) * stand_in.itemsize
+                raise cannot_grow(
+                    "out=", saved.metadata.size, saved.metadata.storage, needed
+                ) from error
 
 
-def _is_guarded_leaf(tensor: torch.Tensor) -> bool:
-    """Whether autograd refuses any in-place operation on it before it starts."""
+def _autograd_refuses(tensor: torch.Tensor) -> bool:
+    """Whether autograd refuses to write to it in place, before anything is written."""
     with without_torch_function():
         return torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
 
 
-def _refuses_out(tensor: torch.Tensor) -> bool:
+def _autograd_refuses_out(tensor: torch.Tensor) -> bool:
     with without_torch_function():
         return torch.is_grad_enabled() and tensor.requires_grad
 

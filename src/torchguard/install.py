@@ -70,13 +70,12 @@ _OUT_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.funct
 
 
 def _out_replacements() -> dict[str, patching.Make]:
-    with patching.originals_in_place():
-        return {
-            f"{namespace.__name__}.{name}": guard_out
-            for namespace in _OUT_NAMESPACES
-            for name, function in sorted(vars(namespace).items())
-            if not name.startswith("_") and _takes_out(function)
-        }
+    return {
+        f"{namespace.__name__}.{name}": guard_out
+        for namespace in _OUT_NAMESPACES
+        for name, function in sorted(vars(namespace).items())
+        if not name.startswith("_") and _takes_out(function)
+    }
 
 
 def _takes_out(function: object) -> bool:
@@ -106,8 +105,8 @@ GUARDS: dict[str, Guard] = {
 
 _DEFAULT = ("resize",)
 
-# How many installations hold each guard, and the paths each guard patched.
-_holders: dict[str, int] = {}
+# Who holds each guard, and the paths each guard patched.
+_holders: dict[str, set[Installation]] = {}
 _paths: dict[str, list[str]] = {}
 _watching_dynamo = False
 
@@ -122,8 +121,6 @@ class Installation:
         self.skipped = skipped
         """Guards this torch does not need, each with the reason."""
 
-        self._held = True
-
     def uninstall(self) -> None:
         """Let go of this installation's guards; those nobody else holds are undone.
 
@@ -133,12 +130,9 @@ class Installation:
             PatchConflictError: somebody has patched on top; nothing is undone then.
         """
         with patching.lock:
-            if self._held:
-                _undo([name for name in self.names if _holders.get(name) == 1])
-                for name in self.names:
-                    if name in _holders:
-                        _holders[name] -= 1
-                self._held = False
+            _undo([name for name in self.names if _holders.get(name) == {self}])
+            for name in self.names:
+                _holders.get(name, set()).discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -196,9 +190,10 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
         _prepare_dynamo()
         patching.apply(pair for pairs in new.values() for pair in pairs.items())
         _paths.update({name: list(replacements) for name, replacements in new.items()})
+        installation = Installation(chosen, skipped)
         for name in chosen:
-            _holders[name] = _holders.get(name, 0) + 1
-    return Installation(chosen, skipped)
+            _holders.setdefault(name, set()).add(installation)
+    return installation
 
 
 def uninstall(*names: str) -> None:

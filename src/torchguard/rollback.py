@@ -51,6 +51,8 @@ def roll_back(saved: Saved, *, wrote: bool) -> None:
     if metadata is None:
         if data is not None:
             _put_back(tensor, data)
+        elif wrote:
+            torch.autograd.graph.increment_version(tensor)
         return
     with without_torch_function():
         version = version_of(tensor)

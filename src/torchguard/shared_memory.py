@@ -14,7 +14,7 @@ from torchguard.errors import NonResizableStorageError
 from torchguard.internals import without_torch_function
 from torchguard.metadata import Metadata
 
-__all__ = ["cannot_grow", "is_shared", "stand_in_for"]
+__all__ = ["can_stand_in_for", "cannot_grow", "is_shared", "stand_in_for"]
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
@@ -23,15 +23,20 @@ def is_shared(storage: torch.UntypedStorage) -> bool:
 
 
 def cannot_grow(
-    operation: str, size: torch.Size, storage: torch.UntypedStorage, needed: int | None = None
+    operation: str, size: torch.Size, storage: torch.UntypedStorage, needed: int
 ) -> NonResizableStorageError:
     """Make the error to raise where torch would kill the process."""
-    wanted = "to be larger" if needed is None else f"{needed} bytes"
     return NonResizableStorageError(
-        f"{operation}: the tensor of shape {tuple(size)} would need {wanted}, but its storage lies "
-        f"in shared memory, holds {storage.nbytes()} bytes and can't grow (torch would kill the "
+        f"{operation}: the tensor of shape {tuple(size)} would need {needed} bytes, but its storage "
+        f"lies in shared memory, holds {storage.nbytes()} bytes and can't grow (torch would kill the "
         "process); write torch.empty(new_size, dtype=tensor.dtype).share_memory_() for a larger one"
     )
+
+
+def can_stand_in_for(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor over the same bytes would mean the same numbers."""
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
 def stand_in_for(tensor: torch.Tensor, metadata: Metadata) -> torch.Tensor:

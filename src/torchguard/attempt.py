@@ -17,7 +17,7 @@ from torchguard.shared_memory import (
 )
 from torchguard.writes import Writes, out_tensors, written_tensors
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "undo_in_place", "undo_out"]
 
 
 class Attempt:
@@ -87,13 +87,10 @@ class Attempt:
 
     def undo(self, error: BaseException) -> None:
         """Put everything back; what may be half-written and has no copy gets a new version."""
-        # torch raises TypeError while it reads the arguments, before it does anything.
-        ran = not isinstance(error, TypeError)
         for saved in reversed(self._out):
-            empty = saved.metadata is not None and 0 in saved.metadata.size
-            roll_back(saved, wrote=ran and not empty and not _autograd_refuses_out(saved.tensor))
+            undo_out(saved, error)
         for saved, elements in reversed(self._in_place):
-            roll_back(saved, wrote=ran and elements and not _autograd_refuses(saved.tensor))
+            undo_in_place(saved, error, elements=elements)
         for stand_in, saved in self._stand_ins:
             if saved.metadata is not None and stand_in.numel() > saved.tensor.numel():
                 needed = (saved.metadata.storage_offset + stand_in.numel()) * stand_in.itemsize
@@ -102,15 +99,30 @@ class Attempt:
                 ) from error
 
 
-def _autograd_refuses(tensor: torch.Tensor) -> bool:
-    """Whether autograd refuses to write to it in place, before anything is written."""
+def undo_out(saved: Saved, error: BaseException) -> None:
+    """Undo what a call that failed with ``error`` did to its output."""
+    tensor, metadata, _ = saved
     with without_torch_function():
-        return torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
+        refused = torch.is_grad_enabled() and tensor.requires_grad
+    empty = metadata is not None and 0 in metadata.size
+    roll_back(saved, wrote=_ran(error) and not empty and not refused)
 
 
-def _autograd_refuses_out(tensor: torch.Tensor) -> bool:
+def undo_in_place(saved: Saved, error: BaseException, *, elements: bool) -> None:
+    """Undo what a call that failed with ``error`` did to a tensor it writes in place.
+
+    ``elements`` says whether the operation writes elements at all.
+    """
+    tensor = saved.tensor
     with without_torch_function():
-        return torch.is_grad_enabled() and tensor.requires_grad
+        # A leaf that requires grad is refused before anything is written.
+        refused = torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
+    roll_back(saved, wrote=elements and _ran(error) and not refused)
+
+
+def _ran(error: BaseException) -> bool:
+    # torch raises TypeError while it reads the arguments, before it does anything.
+    return not isinstance(error, TypeError)
 
 
 def _shares_storage(storage: torch.UntypedStorage, values: tuple[Any, ...]) -> bool:

@@ -13,8 +13,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchguard import patching, stepping_aside
-from torchguard.attempt import Attempt
+from torchguard.attempt import Attempt, undo_in_place
+from torchguard.metadata import capture
 from torchguard.resize import guard_resize_, guard_resize_as_, guard_set_
+from torchguard.rollback import Saved
 from torchguard.writes import Writes, writes_of
 
 __all__ = ["Guarded", "guarded"]
@@ -54,7 +56,7 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self._data = data
 
-    def __torch_function__(
+    def __torch_function__(  # noqa: C901  one frame, so that a traceback gains one line
         self,
         func: Callable[..., Any],
         types: Any,
@@ -74,6 +76,15 @@ class _Mode(TorchFunctionMode):
                 return func(*args, **kwargs)
             if not isinstance(plan, Writes):
                 return plan(*args, **kwargs)
+            if plan.only_first and not self._data and args and isinstance(args[0], torch.Tensor):
+                # The common case, x.add_(y), without the general machinery.
+                metadata = capture(args[0])
+                try:
+                    return func(*args, **kwargs)
+                except BaseException as error:
+                    saved = Saved(args[0], metadata, None)
+                    undo_in_place(saved, error, elements=plan.elements)
+                    raise
         else:
             kwargs = {**kwargs}
         attempt = Attempt(plan, args, kwargs, out, data=self._data)

@@ -12,8 +12,13 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from torchguard.attempt import Attempt
+import torch
+
+from torchguard.attempt import Attempt, undo_out
 from torchguard.internals import skip_frame
+from torchguard.metadata import capture
+from torchguard.rollback import Saved
+from torchguard.shared_memory import is_shared
 
 __all__ = ["guard_out"]
 
@@ -37,9 +42,19 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guard_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    tensor_type = torch.Tensor
+
     def guarded(*args: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None:
             return original(*args, **kwargs)
+        if type(out) is tensor_type:  # the common case, without the general machinery
+            metadata = capture(out)
+            if metadata is not None and not is_shared(metadata.storage):
+                try:
+                    return original(*args, out=out, **kwargs)
+                except BaseException as error:
+                    undo_out(Saved(out, metadata, None), error)
+                    raise
         attempt = Attempt(None, args, kwargs, out, data=False)
         try:
             result = original(*args, out=attempt.out, **kwargs)

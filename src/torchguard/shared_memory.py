@@ -19,7 +19,7 @@ __all__ = ["can_stand_in_for", "cannot_grow", "is_shared", "stand_in_for"]
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
     """Whether a storage lies in shared memory of the host (CUDA storage always claims to)."""
-    return storage.device.type == "cpu" and storage.is_shared()
+    return storage.is_shared() and storage.device.type == "cpu"
 
 
 def cannot_grow(
@@ -27,9 +27,10 @@ def cannot_grow(
 ) -> NonResizableStorageError:
     """Make the error to raise where torch would kill the process."""
     return NonResizableStorageError(
-        f"{operation}: the tensor of shape {tuple(size)} would need {needed} bytes, but its storage "
-        f"lies in shared memory, holds {storage.nbytes()} bytes and can't grow (torch would kill the "
-        "process); write torch.empty(new_size, dtype=tensor.dtype).share_memory_() for a larger one"
+        f"{operation}: the tensor of shape {tuple(size)} would need {needed} bytes, but its "
+        f"storage lies in shared memory, holds {storage.nbytes()} bytes and can't grow (torch "
+        "would kill the process); for a larger one write "
+        "torch.empty(new_size, dtype=tensor.dtype).share_memory_()"
     )
 
 

@@ -33,6 +33,9 @@ class Writes(NamedTuple):
     only_if: Argument | None = None
     """The flag that makes it write (``inplace=True``), where there is one."""
 
+    only_first: bool = False
+    """Whether it writes its first argument, always, and that is one tensor."""
+
 
 _DUNDERS = frozenset(
     f"__{name}__"
@@ -60,6 +63,14 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
     schema says which arguments besides the first. A function written in Python
     may have a flag ``inplace``.
     """
+    writes = _writes(function)
+    if writes is None or writes.only_if is not None or len(writes.arguments) != 1:
+        return writes
+    argument = writes.arguments[0]
+    return writes._replace(only_first=argument.position == 0 and not argument.is_list)
+
+
+def _writes(function: Callable[..., Any]) -> Writes | None:
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return _from_schemas(function)
     name = getattr(function, "__name__", "")

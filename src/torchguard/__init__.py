@@ -6,6 +6,7 @@ for the whole process (:func:`install`).
 """
 
 from torchguard.consistency import check_consistent, is_consistent, repair_
+from torchguard.doctor import doctor
 from torchguard.errors import (
     InconsistentTensorError,
     NonResizableStorageError,
@@ -33,6 +34,7 @@ __all__ = [
     "TorchGuardError",
     "__version__",
     "check_consistent",
+    "doctor",
     "guarded",
     "install",
     "installed",

@@ -56,7 +56,7 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self._data = data
 
-    def __torch_function__(  # noqa: C901  one frame, so that a traceback gains one line
+    def __torch_function__(  # noqa: C901, PLR0912  in one frame: a traceback gains one line
         self,
         func: Callable[..., Any],
         types: Any,
@@ -70,12 +70,15 @@ class _Mode(TorchFunctionMode):
         plan = _PLANS.get(func, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = _plan(func)
+        if plan is not None:
+            if not isinstance(plan, Writes):
+                return plan(*args, **kwargs)
+            if plan.out_place is not None:
+                args, kwargs = plan.out_place.by_name(args, kwargs)
         out = kwargs.get("out")
         if out is None:
             if plan is None:
                 return func(*args, **kwargs)
-            if not isinstance(plan, Writes):
-                return plan(*args, **kwargs)
             if plan.only_first and not self._data and args and isinstance(args[0], torch.Tensor):
                 # The common case, x.add_(y), without the general machinery.
                 metadata = capture(args[0])

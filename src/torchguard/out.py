@@ -7,7 +7,6 @@ a shape that is not its own (https://github.com/pytorch/pytorch/issues/170298).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -19,6 +18,7 @@ from torchguard.internals import skip_frame
 from torchguard.metadata import capture
 from torchguard.rollback import Saved
 from torchguard.shared_memory import is_shared
+from torchguard.writes import OutPlace, place_of_out
 
 __all__ = ["guard_out"]
 
@@ -33,10 +33,9 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     guarded = _guard_by_name(original)
     if isinstance(original, FunctionType):
-        # Builtins take out by name only; torch.tensordot(a, b, dims, out) does not.
-        parameters = inspect.signature(original).parameters
-        if parameters["out"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            guarded = _guard_by_place(original, list(parameters).index("out"))
+        place = place_of_out(original)
+        if place is not None:
+            guarded = _guard_by_place(original, place)
     skip_frame(guarded)
     return guarded
 
@@ -66,20 +65,12 @@ def _guard_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _guard_by_place(original: FunctionType, position: int) -> Callable[..., Any]:
-    by_name, attempt_of = _guard_by_name(original), Attempt
+def _guard_by_place(original: FunctionType, place: OutPlace) -> Callable[..., Any]:
+    by_name = _guard_by_name(original)
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if len(args) <= position or args[position] is None:
-            return by_name(*args, **kwargs)
-        before, out, after = args[:position], args[position], args[position + 1 :]
-        attempt = attempt_of(None, (*before, *after), kwargs, out, data=False)
-        try:
-            result = original(*before, attempt.out, *after, **kwargs)
-        except BaseException as error:
-            attempt.undo(error)
-            raise
-        return attempt.finish(result)
+        args, kwargs = place.by_name(args, kwargs)
+        return by_name(*args, **kwargs)
 
     # TorchScript compiles an overloaded function (torch.norm) from the source of
     # __wrapped__, but looks its names up in the globals of what it was given.

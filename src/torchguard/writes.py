@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Writes", "out_tensors", "writes_of", "written_tensors"]
+__all__ = ["OutPlace", "Writes", "out_tensors", "place_of_out", "writes_of", "written_tensors"]
 
 
 class Argument(NamedTuple):
@@ -21,6 +21,24 @@ class Argument(NamedTuple):
     name: str
     is_list: bool | None = None
     """Whether it is a list of tensors; None if both occur."""
+
+
+class OutPlace(NamedTuple):
+    """Where ``out`` may stand without its name, as in ``torch.tensordot(a, b, dims, out)``.
+
+    Only functions written in Python allow it; builtins take it by name.
+    """
+
+    position: int
+    names: tuple[str, ...]
+    """The names of ``out`` and of the parameters after it."""
+
+    def by_name(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give ``out`` and what follows it by name."""
+        tail = dict(zip(self.names, args[self.position :], strict=False))
+        return args[: self.position], {**kwargs, **tail}
 
 
 class Writes(NamedTuple):
@@ -35,6 +53,8 @@ class Writes(NamedTuple):
 
     only_first: bool = False
     """Whether it writes its first argument, always, and that is one tensor."""
+
+    out_place: OutPlace | None = None
 
 
 _DUNDERS = frozenset(
@@ -81,7 +101,8 @@ def _writes(function: Callable[..., Any]) -> Writes | None:
         found = None if packet is None else _from_schemas(packet)
         return found or Writes((Argument(0, _first_parameter(function)),), _elements(name))
     if isinstance(function, FunctionType):
-        return _from_inplace_flag(function)
+        place = place_of_out(function)
+        return _from_inplace_flag(function) if place is None else Writes((), out_place=place)
     return None
 
 
@@ -117,6 +138,17 @@ def _first_parameter(function: Callable[..., Any]) -> str:
     if not isinstance(function, FunctionType):
         return "self"
     return next(iter(inspect.signature(function).parameters), "self")
+
+
+def place_of_out(function: FunctionType) -> OutPlace | None:
+    """Find ``out`` among the parameters that may be given by position."""
+    parameters = inspect.signature(function).parameters
+    out = parameters.get("out")
+    if out is None or out.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return None
+    names = tuple(parameters)
+    position = names.index("out")
+    return OutPlace(position, names[position:])
 
 
 def _from_inplace_flag(function: FunctionType) -> Writes | None:

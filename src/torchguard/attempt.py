@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from torchguard.internals import without_torch_function
-from torchguard.metadata import Metadata
+from torchguard.metadata import Metadata, capture
 from torchguard.rollback import Saved, roll_back, save
 from torchguard.shared_memory import (
     can_stand_in_for,
     cannot_grow,
     is_shared,
+    locked_storage,
     stand_in_for,
 )
 from torchguard.writes import Writes, out_tensors, written_tensors
@@ -23,24 +24,24 @@ __all__ = ["Attempt", "undo_in_place", "undo_out"]
 class Attempt:
     """What one call writes to.
 
-    Use: call torch with ``attempt.out`` in place of ``out``; on success return
+    Use: call torch with ``*attempt.args, **attempt.kwargs``; on success return
     ``attempt.finish(result)``, on an exception call ``attempt.undo(error)``.
     """
 
-    __slots__ = ("_in_place", "_out", "_stand_ins", "out")
+    __slots__ = ("_in_place", "_out", "_stand_ins", "args", "kwargs")
 
     def __init__(
         self,
         writes: Writes | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        out: Any,
         *,
         data: bool,
     ) -> None:
-        self.out = out
+        self.args = args
+        self.kwargs = kwargs
         self._in_place: list[tuple[Saved, bool]] = []
-        self._out: list[Saved] = []
+        self._out = [save(tensor, data=data) for tensor in out_tensors(kwargs.get("out"))]
         self._stand_ins: list[tuple[torch.Tensor, Saved]] = []
         if writes is not None:
             for tensor, in_list in written_tensors(writes, args, kwargs):
@@ -49,22 +50,24 @@ class Attempt:
                 read = data or not in_list
                 saved = save(tensor, data=data) if read else Saved(tensor, None, None)
                 self._in_place.append((saved, writes.elements))
-        if out is not None:
-            self._out = [save(tensor, data=data) for tensor in out_tensors(out)]
-            for saved in self._out:
-                if saved.metadata is not None and is_shared(saved.metadata.storage):
-                    self._begin_shared(saved, saved.metadata, (*args, *kwargs.values()))
+        for saved in self._out:
+            if (
+                saved.metadata is not None
+                and is_shared(saved.metadata.storage)
+                and can_stand_in_for(saved.tensor)
+            ):
+                self._begin_shared(saved, saved.metadata)
 
-    def _begin_shared(self, saved: Saved, metadata: Metadata, inputs: tuple[Any, ...]) -> None:
-        # An input in the same storage: torch has to see that the two overlap.
-        if not can_stand_in_for(saved.tensor) or _shares_storage(metadata.storage, inputs):
-            return
-        stand_in = stand_in_for(saved.tensor, metadata)
-        self._stand_ins.append((stand_in, saved))
-        if isinstance(self.out, torch.Tensor):
-            self.out = stand_in
-        else:
-            self.out = tuple(stand_in if item is saved.tensor else item for item in self.out)
+    def _begin_shared(self, saved: Saved, metadata: Metadata) -> None:
+        storage = locked_storage(metadata.storage)
+        # Inputs in the same storage move along: torch has to see that they overlap.
+        self.args = _moved(self.args, metadata.storage, storage)
+        self.kwargs = _moved(self.kwargs, metadata.storage, storage)
+        for stand_in, original in zip(
+            out_tensors(self.kwargs["out"]), (each.tensor for each in self._out), strict=True
+        ):
+            if original is saved.tensor:
+                self._stand_ins.append((stand_in, saved))
 
     def finish(self, result: Any) -> Any:
         """Turn the result of a call with stand-ins into that of a call without."""
@@ -76,7 +79,8 @@ class Attempt:
                 if stand_in.shape != metadata.size or stand_in.stride() != metadata.stride:
                     offset = stand_in.storage_offset()
                     tensor.set_(metadata.storage, offset, stand_in.shape, stand_in.stride())
-            torch.autograd.graph.increment_version(tensor)
+                else:
+                    torch.autograd.graph.increment_version(tensor)
         real = {id(stand_in): saved.tensor for stand_in, saved in self._stand_ins}
         if isinstance(result, torch.Tensor):
             return real.get(id(result), result)
@@ -92,11 +96,11 @@ class Attempt:
         for saved, elements in reversed(self._in_place):
             undo_in_place(saved, error, elements=elements)
         for stand_in, saved in self._stand_ins:
-            if saved.metadata is not None and stand_in.numel() > saved.tensor.numel():
-                needed = (saved.metadata.storage_offset + stand_in.numel()) * stand_in.itemsize
-                raise cannot_grow(
-                    "out=", saved.metadata.size, saved.metadata.storage, needed
-                ) from error
+            metadata = saved.metadata
+            assert metadata is not None
+            needed = (metadata.storage_offset + stand_in.numel()) * stand_in.itemsize
+            if needed > metadata.nbytes:
+                raise cannot_grow("out=", metadata.size, metadata.storage, needed) from error
 
 
 def undo_out(saved: Saved, error: BaseException) -> None:
@@ -125,16 +129,17 @@ def _ran(error: BaseException) -> bool:
     return not isinstance(error, TypeError)
 
 
-def _shares_storage(storage: torch.UntypedStorage, values: tuple[Any, ...]) -> bool:
-    """Whether an input lies in the same storage; torch then has to see that it does."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            try:
-                with without_torch_function():
-                    if value.untyped_storage() is storage:
-                        return True
-            except RuntimeError:  # NotImplementedError included: a layout without storage
-                continue
-        elif isinstance(value, (list, tuple)) and _shares_storage(storage, tuple(value)):
-            return True
-    return False
+def _moved(value: Any, storage: torch.UntypedStorage, target: torch.UntypedStorage) -> Any:
+    """Replace each plain tensor over ``storage`` by the same view of ``target``."""
+    if isinstance(value, torch.Tensor):
+        metadata = capture(value)
+        if metadata is None or metadata.storage is not storage or not can_stand_in_for(value):
+            return value
+        return stand_in_for(value, metadata, target)
+    if isinstance(value, dict):
+        return {name: _moved(item, storage, target) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        # A named tuple of torch takes a sequence; as an argument a tuple does as well.
+        moved = [_moved(item, storage, target) for item in value]
+        return moved if isinstance(value, list) else tuple(moved)
+    return value

@@ -56,7 +56,7 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self._data = data
 
-    def __torch_function__(  # noqa: C901, PLR0912  in one frame: a traceback gains one line
+    def __torch_function__(  # noqa: C901  in one frame: a traceback gains one line
         self,
         func: Callable[..., Any],
         types: Any,
@@ -75,8 +75,7 @@ class _Mode(TorchFunctionMode):
                 return plan(*args, **kwargs)
             if plan.out_place is not None:
                 args, kwargs = plan.out_place.by_name(args, kwargs)
-        out = kwargs.get("out")
-        if out is None:
+        if kwargs.get("out") is None:
             if plan is None:
                 return func(*args, **kwargs)
             if plan.only_first and not self._data and args and isinstance(args[0], torch.Tensor):
@@ -88,13 +87,9 @@ class _Mode(TorchFunctionMode):
                     saved = Saved(args[0], metadata, None)
                     undo_in_place(saved, error, elements=plan.elements)
                     raise
-        else:
-            kwargs = {**kwargs}
-        attempt = Attempt(plan, args, kwargs, out, data=self._data)
-        if out is not None:
-            kwargs["out"] = attempt.out
+        attempt = Attempt(plan, args, kwargs, data=self._data)
         try:
-            result = func(*args, **kwargs)
+            result = func(*attempt.args, **attempt.kwargs)
         except BaseException as error:
             attempt.undo(error)
             raise

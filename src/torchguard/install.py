@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, TracebackType
+from types import BuiltinFunctionType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import wrapt
 from typing_extensions import Self
 
 from torchguard import patching
-from torchguard.internals import has_python_out, rebuild_dynamo_tables
+from torchguard.internals import fill_tables, has_python_out, rebuild_dynamo_tables
 from torchguard.out import guard_out
 from torchguard.resize import guard_resize_, guard_resize_as_, guard_set_
 
@@ -53,7 +52,7 @@ def _resize_replacements() -> dict[str, patching.Make]:
 
 
 def _resize_not_needed() -> str | None:
-    tensor = torch.from_numpy(np.zeros(1))
+    tensor = torch.from_numpy(np.zeros(1))  # on the CPU, whatever the default device is
     resize_ = patching.original("torch.Tensor.resize_")
     for size in ((5,), (-1,)):
         try:
@@ -61,33 +60,35 @@ def _resize_not_needed() -> str | None:
         except RuntimeError:
             if tuple(tensor.shape) != (1,):
                 return None
-    if torch.zeros(1).share_memory_().untyped_storage().resizable():
+    if torch.zeros(1, device="cpu").share_memory_().untyped_storage().resizable():
         return None  # growing it would end the process, so it is not tried
     return "a resize_ that fails leaves the tensor as it was on this torch"
 
 
 _OUT_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
 
+# What torch.norm, torch.tensordot and torch.chain_matmul, written in Python, hand
+# their out to. (torch.nn.functional.normalize hands it to torch.div.)
+_OUT_BEHIND_PYTHON = ("norm", "frobenius_norm", "nuclear_norm", "tensordot", "chain_matmul")
+
 
 def _out_replacements() -> dict[str, patching.Make]:
-    return {
-        f"{namespace.__name__}.{name}": guard_out
+    paths = [
+        f"{namespace.__name__}.{name}"
         for namespace in _OUT_NAMESPACES
         for name, function in sorted(vars(namespace).items())
-        if not name.startswith("_") and _takes_out(function)
-    }
-
-
-def _takes_out(function: object) -> bool:
-    if isinstance(function, BuiltinFunctionType):
-        return has_python_out(function)
-    return isinstance(function, FunctionType) and "out" in inspect.signature(function).parameters
+        if not name.startswith("_")
+        and isinstance(function, BuiltinFunctionType)
+        and has_python_out(function)
+    ]
+    paths += [f"torch._VF.{name}" for name in _OUT_BEHIND_PYTHON if hasattr(torch._VF, name)]
+    return dict.fromkeys(paths, guard_out)
 
 
 def _out_not_needed() -> str | None:
     out = torch.from_numpy(np.empty(0))
     try:
-        patching.original("torch.add")(torch.zeros(5, dtype=out.dtype), 1, out=out)
+        patching.original("torch.add")(torch.from_numpy(np.zeros(5)), 1, out=out)
     except RuntimeError:
         if tuple(out.shape) != (0,):
             return None
@@ -188,6 +189,7 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
         chosen = tuple(name for name in wanted if name not in skipped)
         new = {name: GUARDS[name].replacements() for name in chosen if name not in _holders}
         _prepare_dynamo()
+        fill_tables()
         patching.apply(pair for pairs in new.values() for pair in pairs.items())
         _paths.update({name: list(replacements) for name, replacements in new.items()})
         installation = Installation(chosen, skipped)
@@ -220,7 +222,8 @@ def is_installed(name: str | None = None) -> bool:
     """
     if name is None:
         return any(is_installed(each) for each in list(_paths))
-    _known((name,), "is_installed")
+    if name not in _paths:
+        _known((name,), "is_installed")
     paths = _paths.get(name, [])
     return bool(paths) and all(patching.patched(path) for path in paths)
 
@@ -265,8 +268,13 @@ def _dynamo_was_imported(_: Any) -> None:
 def _known(names: Iterable[str], operation: str) -> tuple[str, ...]:
     """Return the names once each, or raise with the list of guards."""
     for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{operation}: got {name!r}, expected names of guards as separate arguments: "
+                f"{operation}('resize', 'out')"
+            )
         if name not in GUARDS:
-            close = difflib.get_close_matches(str(name), GUARDS, n=1)
+            close = difflib.get_close_matches(name, GUARDS, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ValueError(
                 f"{operation}: there is no guard named {name!r}; {hint}guards are: "

@@ -9,9 +9,10 @@ torch at hand, and that nothing private is used anywhere else.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 __all__ = [
     "coo_parts",
+    "fill_tables",
     "follow_in_dynamo",
     "follow_in_torchscript",
     "forget_in_torchscript",
@@ -29,7 +31,7 @@ __all__ = [
     "rebuild_dynamo_tables",
     "replace_torch_function_modes",
     "set_version",
-    "skip_frame",
+    "skip_frames",
     "torch_function_modes",
     "version_of",
     "without_dispatch_modes",
@@ -86,21 +88,24 @@ def without_dispatch_modes(tensor: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def skip_frame(function: Callable[..., Any]) -> None:
-    """Tell Dynamo to run this Python function as it is, not to compile it on its own.
+def skip_frames(code: CodeType) -> None:
+    """Tell Dynamo to run this code, and what is defined inside it, as it is.
 
     After a graph break the interpreter calls a patched method from code that
-    Dynamo watches; without this the wrapper would be traced as a frame of its
-    own and count as another graph break. It marks the code object; Dynamo itself
-    is not imported. Where neither spelling exists, only that count differs.
+    Dynamo watches; without this the replacement and whatever it calls would be
+    compiled as frames of their own and counted as graphs. It marks code objects;
+    Dynamo itself is not imported. Where neither spelling exists, only that count
+    differs.
     """
     hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
     if hasattr(hooks, "skip_code"):  # torch 2.6
-        hooks.skip_code(function.__code__)
+        hooks.skip_code(code)
     elif hasattr(hooks, "set_code_exec_strategy"):
         action = hooks._FrameAction
-        strategy = hooks._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        hooks.set_code_exec_strategy(function.__code__, strategy)
+        hooks.set_code_exec_strategy(code, hooks._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            skip_frames(constant)
 
 
 def torch_function_modes() -> list[TorchFunctionMode]:
@@ -144,6 +149,21 @@ def has_python_out(function: Callable[..., Any]) -> bool:
     )
 
 
+def fill_tables() -> None:
+    """Fill tables that know torch's functions by identity; call it while they are torch's own.
+
+    ``torch.device`` as a context manager looks up what makes tensors in one, and
+    ``torch.overrides`` the names of functions in another.
+    """
+    tables: tuple[Any, ...] = (
+        getattr(torch.overrides, "_get_overridable_functions", None),
+        getattr(importlib.import_module("torch.utils._device"), "_device_constructors", None),
+    )
+    for table in tables:
+        if table is not None:
+            table()
+
+
 def rebuild_dynamo_tables() -> None:
     """Let Dynamo look up torch's functions again; call it while they are torch's own.
 
@@ -178,12 +198,6 @@ def follow_in_torchscript(replacement: Callable[..., Any], original: Callable[..
     builtin = _torchscript_builtins().get(id(original))
     if builtin is not None:
         _torchscript_builtins()[id(replacement)] = builtin
-    elif isinstance(original, FunctionType):
-        # What torch.jit.script_if_tracing sets on its wrappers, and the name under
-        # which an overloaded function (torch.norm) has registered its overloads.
-        vars(replacement)["__script_if_tracing_wrapper"] = True
-        vars(replacement)["__original_fn"] = original
-        vars(replacement)["_jit_override_qualname"] = torch._jit_internal._qualified_name(original)
 
 
 def forget_in_torchscript(replacement: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ which storage, how many bytes that storage holds, and the version counter.
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -59,22 +60,32 @@ def _read(tensor: torch.Tensor) -> Metadata | None:
         return None
 
 
-def restore(tensor: torch.Tensor, saved: Metadata, *, version: int | None) -> bool:
+def restore(tensor: torch.Tensor, saved: Metadata, *, version: int | None) -> None:
     """Put the captured metadata back; the version counter becomes ``version``.
 
-    Returns whether anything had changed. The other aliases of the storage are
-    untouched, because the storage gets back the number of bytes it had.
+    The other aliases of the storage are untouched, because the storage gets back
+    the number of bytes it had. Never raises: it runs while another exception is
+    on its way, and that one is what the caller has to see.
     """
-    with without_torch_function():
-        now = _read(tensor)
-        changed = now is None or (
-            now[:3] != saved[:3] or now.storage is not saved.storage or now.nbytes != saved.nbytes
+    try:
+        with without_torch_function():
+            now = _read(tensor)
+            if (
+                now is None
+                or now[:3] != saved[:3]
+                or now.storage is not saved.storage
+                or now.nbytes != saved.nbytes
+            ):
+                _put_back(tensor, saved)
+            if version is not None and version_of(tensor) != version:
+                set_version(tensor, version)
+    except Exception as error:  # noqa: BLE001  whatever it is, it must not hide the first one
+        warnings.warn(
+            f"torchguard could not put a tensor back to shape {saved.size} after a failed "
+            f"operation: {error}",
+            RuntimeWarning,
+            stacklevel=3,
         )
-        if changed:
-            _put_back(tensor, saved)
-        if version is not None and version_of(tensor) != version:
-            set_version(tensor, version)
-    return changed
 
 
 def _put_back(tensor: torch.Tensor, saved: Metadata) -> None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torchguard.errors import PatchConflictError
@@ -22,6 +25,7 @@ from torchguard.internals import (
     follow_in_dynamo,
     follow_in_torchscript,
     forget_in_torchscript,
+    skip_frames,
 )
 from torchguard.signatures import describe_as
 
@@ -49,6 +53,8 @@ class _Patch:
 
 
 _table: dict[str, _Patch] = {}
+_prepared = False
+_PACKAGE = __name__.partition(".")[0] + "."
 
 
 def apply(replacements: Iterable[tuple[str, Make]]) -> None:
@@ -57,6 +63,7 @@ def apply(replacements: Iterable[tuple[str, Make]]) -> None:
     A path that is patched already keeps its replacement and gets one more holder.
     """
     with lock:
+        _prepare()
         done: list[str] = []
         try:
             for path, make in replacements:
@@ -128,11 +135,38 @@ def originals_in_place() -> Iterator[None]:
                 setattr(patch.owner, patch.name, patch.replacement)
 
 
+def _prepare() -> None:
+    """Once, before the first patch: keep our frames from Dynamo, and the lock whole over a fork."""
+    global _prepared
+    if _prepared:
+        return
+    _prepared = True
+    for module in [module for name, module in sys.modules.items() if name.startswith(_PACKAGE)]:
+        for function in _functions(module):
+            skip_frames(function.__code__)
+    if hasattr(os, "register_at_fork"):
+        # A child has no thread that could release the lock for it.
+        os.register_at_fork(
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+        )
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """Yield what a module defines: its functions, and those of its classes."""
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    for owner in (module, *(each for each in classes if each.__module__ == module.__name__)):
+        for value in vars(owner).values():
+            function = inspect.unwrap(value) if callable(value) else value
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                yield function
+
+
 def _patch(path: str, make: Make) -> _Patch:
     owner, name = _resolve(path)
     original = getattr(owner, name)
     before = vars(owner).get(name, _ABSENT)
     replacement = make(original)
+    assert isinstance(replacement, FunctionType)
     describe_as(replacement, original, path)
     follow_in_dynamo(replacement, original)
     follow_in_torchscript(replacement, original)

@@ -21,9 +21,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from torchguard.internals import (
-    has_own_dispatch,
     has_torch_function_unary,
-    skip_frame,
     without_torch_function,
 )
 from torchguard.metadata import Metadata, bytes_needed, capture, restore
@@ -71,14 +69,18 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
         ):
             # A contiguous tensor that gets no more elements than it has stays
             # inside its storage: nothing is allocated, so nothing can fail.
+            # A count that is no int belongs to a compiler: comparing it would be a
+            # guard, or a warning of the tracer.
             try:
+                held = self.numel()
                 if second is _ABSENT:
-                    fits = size <= self.numel() and self.is_contiguous()
+                    fits = type(held) is int and size <= held and self.is_contiguous()
                 else:
                     fits = (
                         type(second) is int
                         and second >= 0
-                        and size * second <= self.numel()
+                        and type(held) is int
+                        and size * second <= held
                         and self.is_contiguous()
                     )
             except RuntimeError:  # a layout without strides
@@ -101,7 +103,6 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
             _undo(self, saved)
             raise
 
-    skip_frame(resize_)
     return resize_
 
 
@@ -119,7 +120,6 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
             _undo(self, saved)
             raise
 
-    skip_frame(resize_as_)
     return resize_as_
 
 
@@ -129,14 +129,12 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         saved = _begin_set(self, args, kwargs)
         try:
-            if has_torch_function((self, *args)):
-                return handle_torch_function(original, (self, *args), self, *args, **kwargs)  # type: ignore[no-any-return]
+            # Not shown to subclasses and modes: torch does not show them set_ either.
             return original(self, *args, **kwargs)  # type: ignore[no-any-return]
         except BaseException:
             _undo(self, saved)
             raise
 
-    skip_frame(set_)
     return set_
 
 
@@ -261,7 +259,9 @@ def _begin(
     """
     _require_tensor(tensor, operation)
     saved = capture(tensor)
-    if saved is not None and not has_own_dispatch(tensor):
+    # On the meta device, where compilers work, nothing is shared and sizes may be
+    # symbolic; the tracer of torch.jit warns when a size is read as a number.
+    if saved is not None and saved.storage.device.type == "cpu" and not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         count = elements()
         if count:
             with without_torch_function():
@@ -281,7 +281,7 @@ def _begin_set(
     saved = capture(tensor)
     given = dict(zip(("source", "storage_offset", "size", "stride"), args, strict=False)) | kwargs
     storage, size, stride = given.get("source"), given.get("size"), given.get("stride")
-    if saved is None or size is None or has_own_dispatch(tensor):
+    if saved is None or size is None or saved.storage.device.type != "cpu":
         return saved
     if isinstance(storage, torch.TypedStorage):
         storage = storage.untyped()

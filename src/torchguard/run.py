@@ -14,6 +14,7 @@ import importlib.util
 import io
 import os
 import pkgutil
+import runpy
 import sys
 import types
 from dataclasses import dataclass
@@ -60,7 +61,11 @@ def _main(options: argparse.Namespace) -> int:
         options.parser.error("expected a script, or -m and a module, to run")
     _install(guards)
     run = run_script if options.module is None else run_module
-    run(arguments[0], arguments[1:])
+    try:
+        run(arguments[0], arguments[1:])
+    except BaseException:
+        _hide_own_frames()
+        raise
     return 0
 
 
@@ -176,11 +181,7 @@ def _run(program: _Program) -> None:
     # For good: exit handlers and threads of the program still need their __main__. What a
     # spawned worker sends back names it __mp_main__, as multiprocessing did when it was imported.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-    try:
-        exec(_code(program), module.__dict__)  # noqa: S102 - running the program is the point
-    except BaseException:
-        _hide_own_frames()
-        raise
+    exec(_code(program), module.__dict__)  # noqa: S102 - running the program is the point
 
 
 def _code(program: _Program) -> types.CodeType:
@@ -209,7 +210,10 @@ def _hide_own_frames() -> None:
 
 
 def _is_ours(file: str) -> bool:
-    return file.startswith("<frozen ") or Path(file).parent == Path(__file__).parent
+    """Whether a frame belongs to torchguard, or to what runs ``python -m torchguard``."""
+    if file.startswith("<frozen ") or file == runpy.__file__:
+        return True
+    return Path(file).parent == Path(__file__).parent
 
 
 def _set_first_path(path: str) -> None:

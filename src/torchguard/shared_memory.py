@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 
 from torchguard.errors import NonResizableStorageError
 from torchguard.internals import without_torch_function
 from torchguard.metadata import Metadata
 
-__all__ = ["can_stand_in_for", "cannot_grow", "is_shared", "stand_in_for"]
+__all__ = ["can_stand_in_for", "cannot_grow", "is_shared", "locked_storage", "stand_in_for"]
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
@@ -35,22 +36,33 @@ def cannot_grow(
 
 
 def can_stand_in_for(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor over the same bytes would mean the same numbers."""
+    """Whether torch would do the same with a plain tensor over the same bytes."""
     plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-    return plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    # Autograd and inference mode refuse these; they have to see the tensor itself.
+    frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return (
+        plain
+        and not (tensor.requires_grad or frozen)
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
 
 
-def stand_in_for(tensor: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-    """Return a tensor over the same bytes whose storage says that it can't grow.
+def locked_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a storage over the same bytes that says it can't grow.
 
-    Given to torch as ``out=`` in place of a tensor in shared memory, it turns the
-    null pointer into torch's ordinary exception. Valid as long as ``tensor`` is.
+    Given to torch in place of one in shared memory, it turns the null pointer
+    into torch's ordinary exception. Valid as long as ``storage`` is.
     """
+    if not storage.nbytes():
+        return torch.from_numpy(np.empty(0, dtype=np.uint8)).untyped_storage()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def stand_in_for(
+    tensor: torch.Tensor, metadata: Metadata, storage: torch.UntypedStorage
+) -> torch.Tensor:
+    """Return what ``tensor`` is, over the storage of :func:`locked_storage`."""
     with without_torch_function(), torch.no_grad():
-        if metadata.nbytes:
-            memory = (ctypes.c_char * metadata.nbytes).from_address(metadata.storage.data_ptr())
-            storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        else:
-            storage = torch.frombuffer(bytearray(1), dtype=torch.uint8)[:0].untyped_storage()
-        blank = torch.empty(0, dtype=tensor.dtype)
+        blank = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return blank.set_(storage, metadata.storage_offset, metadata.size, metadata.stride)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 __all__ = ["describe", "describe_as", "signature_of"]
@@ -41,7 +43,7 @@ def describe(
     return function
 
 
-def describe_as(function: Callable[..., Any], original: Callable[..., Any], path: str) -> None:
+def describe_as(function: FunctionType, original: Callable[..., Any], path: str) -> None:
     """Let a replacement look like the function at ``path`` (``torch.Tensor.resize_``).
 
     Module and qualified name are those of the place, so that pickle finds the
@@ -53,18 +55,33 @@ def describe_as(function: Callable[..., Any], original: Callable[..., Any], path
     function.__qualname__ = f"Tensor.{name}" if is_method else name
     function.__module__ = "torch" if is_method else owner
     function.__doc__ = original.__doc__
-    function.__signature__ = signature_of(original, is_method=is_method)  # type: ignore[attr-defined]
+    signature = signature_of(original, is_method=is_method)
+    names = signature.parameters
+    if "out" in (function.__kwdefaults__ or {}) and not {"out", "kwargs"} & names.keys():
+        # torch.nn.functional.gelu takes an out that its docstring does not show.
+        out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
+        signature = signature.replace(parameters=[*names.values(), out])
+    function.__signature__ = signature  # type: ignore[attr-defined]
 
 
 def signature_of(original: Callable[..., Any], *, is_method: bool) -> inspect.Signature:
-    """Return the signature of a torch function: its own, or the first line of its docstring."""
+    """Return the signature of a torch function: its own, or that of its docstring.
+
+    A docstring that shows several (``torch.max``) has no one signature that takes
+    every valid call, so ``(*args, **kwargs)`` is the honest answer.
+    """
     try:
         return inspect.signature(original)
     except (TypeError, ValueError):
         pass
-    first = next((line for line in (original.__doc__ or "").splitlines() if line.strip()), "")
-    parameters = first[first.find("(") : first.rfind("->")].strip() if "->" in first else ""
-    parsed = _parse(parameters)
+    # A builtin of torch.linalg is named linalg_inv, and its docstring says linalg.inv.
+    name = re.escape(re.sub("^(linalg|special|fft)_", "", original.__name__))
+    shown = re.findall(
+        rf"^(?:\s*\.\. \w+:: )?(?:[\w.]+\.)?{name}\s*(\(.*\))\s*(?:->.*)?$",
+        original.__doc__ or "",
+        flags=re.MULTILINE,
+    )
+    parsed = _parse(shown[0]) if len(shown) == 1 else None
     if parsed is None:
         return _ANYTHING
     if is_method and "self" not in parsed.parameters:

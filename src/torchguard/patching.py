@@ -9,7 +9,6 @@ is empty before and has to be empty afterwards.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import os
 import sys
@@ -53,6 +52,9 @@ class _Patch:
 
 
 _table: dict[str, _Patch] = {}
+
+# Originals with the replacements made for them, to be used again: guarded() comes and goes.
+_made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _prepared = False
 _PACKAGE = __name__.partition(".")[0] + "."
 
@@ -165,10 +167,13 @@ def _patch(path: str, make: Make) -> _Patch:
     owner, name = _resolve(path)
     original = getattr(owner, name)
     before = vars(owner).get(name, _ABSENT)
-    replacement = make(original)
-    assert isinstance(replacement, FunctionType)
-    describe_as(replacement, original, path)
-    follow_in_dynamo(replacement, original)
+    made_for, replacement = _made.get(path, (None, original))
+    if made_for is not original:
+        replacement = make(original)
+        assert isinstance(replacement, FunctionType)
+        describe_as(replacement, original, path)
+        follow_in_dynamo(replacement, original)
+        _made[path] = (original, replacement)
     follow_in_torchscript(replacement, original)
     setattr(owner, name, replacement)
     return _Patch(owner, name, before, original, replacement)
@@ -190,11 +195,7 @@ def _resolve(path: str) -> tuple[Any, str]:
     owner_path, _, name = path.rpartition(".")
     parts = owner_path.split(".")
     for length in range(len(parts), 0, -1):
-        module_name = ".".join(parts[:length])
-        owner = sys.modules.get(module_name)
-        if owner is None:
-            with contextlib.suppress(ModuleNotFoundError):
-                owner = importlib.import_module(module_name)
+        owner: Any = sys.modules.get(".".join(parts[:length]))
         if owner is not None:
             for part in parts[length:]:
                 owner = getattr(owner, part)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -67,22 +68,17 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
             and not rest
             and not has_torch_function_unary(self)
         ):
-            # A contiguous tensor that gets no more elements than it has stays
-            # inside its storage: nothing is allocated, so nothing can fail.
-            # A count that is no int belongs to a compiler: comparing it would be a
-            # guard, or a warning of the tracer.
+            # Inside its storage nothing is allocated, so nothing can fail. A contiguous
+            # tensor that gets no more elements than it has stays there. A number that is
+            # no int belongs to a compiler: comparing it would be a guard, or a warning.
             try:
+                count = size
+                if second is not _ABSENT:
+                    count = size * second if type(second) is int and second >= 0 else sys.maxsize
                 held = self.numel()
-                if second is _ABSENT:
-                    fits = type(held) is int and size <= held and self.is_contiguous()
-                else:
-                    fits = (
-                        type(second) is int
-                        and second >= 0
-                        and type(held) is int
-                        and size * second <= held
-                        and self.is_contiguous()
-                    )
+                fits = type(held) is int and (
+                    (count <= held and self.is_contiguous()) or _stays_inside(self, count)
+                )
             except RuntimeError:  # a layout without strides
                 fits = False
             if fits:
@@ -92,11 +88,11 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
 
         sizes = tuple(given for given in (size, second, *rest) if given is not _ABSENT)
         options = {} if memory_format is None else {"memory_format": memory_format}
-        saved = _begin(self, operation, lambda: _elements(sizes))
+        saved = _begin(self, operation, _elements, sizes)
         try:
             if helper:
                 return type(self).resize_(self, *sizes, **options)
-            if has_torch_function((self,)):
+            if has_torch_function_unary(self):
                 return handle_torch_function(original, (self,), self, *sizes, **options)  # type: ignore[no-any-return]
             return original(self, *sizes, **options)  # type: ignore[no-any-return]
         except BaseException:
@@ -111,7 +107,7 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def resize_as_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         template = args[0] if args else kwargs.get("the_template")
-        saved = _begin(self, "resize_as_", lambda: _numel(template))
+        saved = _begin(self, "resize_as_", _numel, template)
         try:
             if has_torch_function((self, *args)):
                 return handle_torch_function(original, (self, *args), self, *args, **kwargs)  # type: ignore[no-any-return]
@@ -198,7 +194,7 @@ def safe_resize_as_(
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
     """
-    saved = _begin(tensor, "safe_resize_as_", lambda: _numel(template))
+    saved = _begin(tensor, "safe_resize_as_", _numel, template)
     try:
         return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
     except BaseException:
@@ -250,24 +246,37 @@ def safe_set_(
         raise
 
 
+def _stays_inside(tensor: torch.Tensor, count: int) -> bool:
+    needed = (tensor.storage_offset() + count) * tensor.itemsize
+    return needed <= tensor.untyped_storage().nbytes()
+
+
 def _begin(
-    tensor: torch.Tensor, operation: str, elements: Callable[[], int | None]
+    tensor: torch.Tensor,
+    operation: str,
+    count_elements: Callable[[Any], int | None],
+    described: Any,
 ) -> Metadata | None:
     """Read what may have to be put back; refuse what would kill the process.
 
-    ``elements`` counts what the tensor is to hold, None where torch will complain.
+    ``count_elements(described)`` says how many elements the tensor is to hold, or
+    None where torch will complain or a compiler is at work.
     """
     _require_tensor(tensor, operation)
     saved = capture(tensor)
-    # On the meta device, where compilers work, nothing is shared and sizes may be
-    # symbolic; the tracer of torch.jit warns when a size is read as a number.
-    if saved is not None and saved.storage.device.type == "cpu" and not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        count = elements()
-        if count:
-            with without_torch_function():
-                needed = (saved.storage_offset + count) * tensor.itemsize
-            _refuse_to_grow_shared(operation, saved.size, saved.storage, needed)
+    if saved is not None:
+        count = count_elements(described)
+        if count and type(saved.nbytes) is int:
+            needed = (saved.storage_offset + count) * _itemsize(tensor)
+            _refuse_to_grow_shared(operation, saved, needed)
     return saved
+
+
+def _itemsize(tensor: torch.Tensor) -> int:
+    if has_torch_function_unary(tensor):
+        with without_torch_function():
+            return tensor.itemsize
+    return tensor.itemsize
 
 
 def _begin_set(
@@ -279,25 +288,22 @@ def _begin_set(
     """As :func:`_begin`, for the storage the tensor is to get."""
     _require_tensor(tensor, operation)
     saved = capture(tensor)
+    if saved is None or len(args) + len(kwargs) <= 1:  # a whole storage or tensor fits itself
+        return saved
     given = dict(zip(("source", "storage_offset", "size", "stride"), args, strict=False)) | kwargs
     storage, size, stride = given.get("source"), given.get("size"), given.get("stride")
-    if saved is None or size is None or saved.storage.device.type != "cpu":
-        return saved
     if isinstance(storage, torch.TypedStorage):
         storage = storage.untyped()
     elif isinstance(storage, torch.Tensor):
         source = capture(storage)
         storage = None if source is None else source.storage
-    if isinstance(storage, torch.UntypedStorage):
-        try:
-            sizes = tuple(operator.index(length) for length in size)
-            strides = tuple(operator.index(step) for step in stride or _contiguous(sizes))
-            offset = operator.index(given.get("storage_offset", 0))
-            with without_torch_function():
-                needed = bytes_needed(sizes, strides, offset, tensor.itemsize)
-        except (TypeError, ValueError):
-            return saved  # torch says what is wrong with these arguments
-        _refuse_to_grow_shared(operation, saved.size, storage, needed)
+    if isinstance(storage, torch.UntypedStorage) and isinstance(size, Sequence):
+        sizes = _integers(size)
+        strides = None if sizes is None else _integers(stride or _contiguous(sizes))
+        offset = _integers((given.get("storage_offset", 0),))
+        if sizes and strides and offset and len(sizes) == len(strides):
+            needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))
+            _refuse_to_grow_shared(operation, saved._replace(storage=storage), needed)
     return saved
 
 
@@ -316,8 +322,18 @@ def _require_tensor(tensor: object, operation: str) -> None:
 def _elements(sizes: tuple[Any, ...]) -> int | None:
     if len(sizes) == 1 and isinstance(sizes[0], Sequence):
         sizes = tuple(sizes[0])
+    integers = _integers(sizes)
+    return None if integers is None else math.prod(integers)
+
+
+def _integers(values: Sequence[Any]) -> tuple[int, ...] | None:
+    """Read sizes as numbers; None if one is symbolic, traced, or no number at all."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return None  # reading a traced size as a number makes the tracer warn
     try:
-        return math.prod(operator.index(length) for length in sizes)
+        if any(isinstance(value, torch.SymInt) for value in values):
+            return None
+        return tuple(operator.index(value) for value in values)
     except TypeError:
         return None
 
@@ -326,16 +342,16 @@ def _numel(template: object) -> int | None:
     if not isinstance(template, torch.Tensor):
         return None
     with without_torch_function():
-        return template.numel()
+        count = template.numel()
+    return count if type(count) is int else None
 
 
 def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
-def _refuse_to_grow_shared(
-    operation: str, size: torch.Size, storage: torch.UntypedStorage, needed: int
-) -> None:
+def _refuse_to_grow_shared(operation: str, saved: Metadata, needed: int) -> None:
+    """Raise where torch would call through the missing allocator of shared memory."""
     # In this order: whether memory is shared is asked for tensors that grow only.
-    if needed > storage.nbytes() and is_shared(storage):
-        raise cannot_grow(operation, size, storage, needed)
+    if needed > saved.storage.nbytes() and is_shared(saved.storage):
+        raise cannot_grow(operation, saved.size, saved.storage, needed)

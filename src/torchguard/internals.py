@@ -138,9 +138,7 @@ def has_python_out(function: Callable[..., Any]) -> bool:
     generator added on its own have no Python binding, so those don't count.
     """
     packet = getattr(torch.ops.aten, function.__name__, None)
-    if packet is None:
-        return False
-    overloads = [getattr(packet, name) for name in packet.overloads()]
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
     return any(
         argument.is_out
         for overload in overloads

@@ -1,0 +1,268 @@
+"""``doctor()``: picks the defects, has their probes run, and turns verdicts into rows."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import platform
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchguard.defects.registry import FAMILIES, BrokenDefect, catalog
+from torchguard.doctor.child import ENVIRONMENT, Verdict
+from torchguard.doctor.processes import Plan, events
+from torchguard.doctor.report import Bare, BareStatus, Environment, Guarded, Report, Row
+from torchguard.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torchguard.defects.catalog import Defect, Family
+    from torchguard.doctor.processes import Event
+
+__all__ = ["Step", "doctor", "select"]
+
+_MOST_WORKERS = 8  # each takes about half a gigabyte while it compiles
+
+
+@dataclass(frozen=True)
+class Step:
+    """What ``progress`` is called with, whenever a process starts or ends."""
+
+    done: int
+    total: int
+    running: tuple[str, ...]
+    """Identifiers of the defects that are being probed right now."""
+
+    row: Row | None
+    """The row that has just been completed, if one was."""
+
+
+def doctor(
+    only: Iterable[str] | None = None,
+    family: Family | None = None,
+    *,
+    progress: Callable[[Step], None] | None = None,
+    jobs: int | None = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Probe this torch for every defect of the catalog, bare and with the guards on.
+
+    Equals running each probe by hand in a process of its own; nothing is run in the
+    calling process and nothing of it is changed. A probe that crashes is a row.
+
+    Args:
+        only: identifiers of the defects to probe; all of them if None.
+        family: probe this family only: ``"memory"``, ``"compile"`` or ``"gradient"``.
+        progress: called with a :class:`Step` whenever a process starts or ends.
+        jobs: how many processes run side by side; as many as there are cores if None.
+        timeout: seconds after which a probe is killed and its row says ``timeout``.
+
+    Raises:
+        ValueError: if ``only`` or ``family`` names something that does not exist, or
+            ``jobs`` or ``timeout`` is not positive.
+
+    """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"expected jobs of 1 or more, got {jobs}")
+    if timeout <= 0:
+        raise ValueError(f"expected a timeout of more than 0 seconds, got {timeout:g}")
+    chosen = select(catalog(), only, family)
+    with tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True) as folder:
+        Path(folder, "tmp").mkdir()
+        plan = _plan(chosen, folder, jobs or min(_cores(), _MOST_WORKERS), timeout)
+        return _Examination(chosen, progress or (lambda _: None)).run(plan)
+
+
+def select(
+    rows: Iterable[Defect | BrokenDefect], only: Iterable[str] | None, family: str | None
+) -> list[Defect | BrokenDefect]:
+    """Pick rows of the catalog by identifier and family.
+
+    Broken plug-ins belong to no family, so they are part of each.
+
+    Raises:
+        ValueError: if there is no such identifier, with the nearest ones, or no such family.
+
+    """
+    rows = list(rows)
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"no family {family!r}; the families are {', '.join(FAMILIES)}")
+    wanted = None if only is None else list(only)
+    if wanted is not None:
+        known = [row.id for row in rows]
+        for identifier in wanted:
+            if identifier not in known:
+                raise ValueError(_unknown(identifier, known))
+    return [
+        row
+        for row in rows
+        if (wanted is None or row.id in wanted)
+        and (family is None or isinstance(row, BrokenDefect) or row.family == family)
+    ]
+
+
+def _unknown(identifier: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(identifier, known, n=3, cutoff=0.5)
+    near += [name for name in known if identifier and identifier in name and name not in near]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    return f"no defect {identifier!r} in the catalog; {hint}"
+
+
+def _plan(chosen: list[Defect | BrokenDefect], folder: str, workers: int, timeout: float) -> Plan:
+    defects = [row for row in chosen if not isinstance(row, BrokenDefect)]
+    # What compiles takes longest, so it starts first.
+    by_length = sorted(defects, key=lambda defect: defect.family == "memory")
+    return Plan(
+        bare=(ENVIRONMENT, *(defect.id for defect in by_length)),
+        with_guards=tuple(defect.id for defect in defects if defect.guards),
+        folder=folder,
+        workers=workers,
+        timeout=timeout,
+        compiles=any(defect.family != "memory" for defect in defects),
+    )
+
+
+class _Examination:
+    """Follows the processes and completes one row after the other."""
+
+    def __init__(
+        self, chosen: list[Defect | BrokenDefect], progress: Callable[[Step], None]
+    ) -> None:
+        self._chosen = chosen
+        self._progress = progress
+        self._defects = {row.id: row for row in chosen if not isinstance(row, BrokenDefect)}
+        self._bare: dict[str, Verdict] = {}
+        self._rows: dict[str, Row] = {}
+        self._running: list[str] = []
+        self._facts: dict[str, str] = {}
+
+    def run(self, plan: Plan) -> Report:
+        for row in self._chosen:
+            if isinstance(row, BrokenDefect):
+                self._tell(_broken_row(row))
+        with contextlib.closing(events(plan)) as happening:
+            for event in happening:
+                if event.task.id != ENVIRONMENT:
+                    self._take(self._defects[event.task.id], event)
+                elif event.verdict is not None:
+                    self._facts = _facts(event.verdict)
+        rows = tuple(self._rows[row.id] for row in self._chosen)
+        return Report(rows, _environment(self._facts))
+
+    def _take(self, defect: Defect, event: Event) -> None:
+        verdict = event.verdict
+        if verdict is None:
+            if defect.id not in self._running:  # a second start, where the server has died
+                self._running.append(defect.id)
+            self._tell(None)
+            return
+        self._running.remove(defect.id)
+        if event.task.guarded:
+            self._tell(_row(defect, self._bare[defect.id], verdict))
+        elif verdict.live and defect.guards:
+            self._bare[defect.id] = verdict  # the guarded run follows
+            self._tell(None)
+        else:
+            self._tell(_row(defect, verdict, None))
+
+    def _tell(self, row: Row | None) -> None:
+        if row is not None:
+            self._rows[row.id] = row
+        total = len(self._chosen)
+        self._progress(Step(len(self._rows), total, tuple(self._running), row))
+
+
+def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:
+    return Row(
+        id=defect.id,
+        family=defect.family,
+        upstream=defect.upstream,
+        summary=defect.summary,
+        bare=_bare(defect, bare),
+        guarded=_not_run_guarded(bare) if guarded is None else _guarded(guarded),
+        guards=defect.guards,
+        planned=defect.planned,
+        advice=defect.advice,
+    )
+
+
+def _broken_row(broken: BrokenDefect) -> Row:
+    return Row(
+        id=broken.id,
+        family=None,
+        upstream=(),
+        summary="",
+        bare=Bare("broken", broken.reason),
+        guarded=Guarded("-"),
+    )
+
+
+def _bare(defect: Defect, verdict: Verdict) -> Bare:
+    status: BareStatus
+    match verdict.kind:
+        case "live":
+            status = "corrupt" if defect.family == "memory" else "wrong result"
+        case "described":  # the environment's task only
+            status = "broken"
+        case kind:
+            status = kind
+    return Bare(status, verdict.text, verdict.seconds, verdict.log)
+
+
+def _not_run_guarded(bare: Verdict) -> Guarded:
+    """Return what stands in the guarded column where there was no guarded run."""
+    if bare.live:
+        return Guarded("open", "no guard yet")
+    return Guarded("not run" if bare.kind == "not run" else "-")
+
+
+def _guarded(verdict: Verdict) -> Guarded:
+    seconds, log = verdict.seconds, verdict.log
+    match verdict.kind:
+        case "absent":
+            return Guarded("closed", "", seconds, log)
+        case "live" | "timeout":
+            return Guarded("open", verdict.text, seconds, log)
+        case "crash":
+            return Guarded("open", f"crash: {verdict.text}", seconds, log)
+        case "not run":
+            return Guarded("not run", verdict.text, seconds, log)
+        case _:
+            return Guarded("broken", verdict.text, seconds, log)
+
+
+def _facts(verdict: Verdict) -> dict[str, str]:
+    if verdict.kind != "described":
+        return {"torch": f"unknown ({verdict.kind}: {verdict.text})", "gpu": "unknown"}
+    values: dict[str, str] = json.loads(verdict.text)
+    return values
+
+
+def _environment(facts: dict[str, str]) -> Environment:
+    try:
+        # The library's own distribution is torchguard-runtime; this one is somebody else's,
+        # and both own the folder `torchguard`.
+        foreign = version("torchguard")
+    except PackageNotFoundError:
+        foreign = None
+    return Environment(
+        torchguard=__version__,
+        torch=facts["torch"],
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        platform=platform.platform(),
+        gpu=facts["gpu"],
+        foreign=foreign,
+    )
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,63 @@
+"""After every test torch has to be as it was before torchguard was imported."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+import torch
+from _pytest._io.saferepr import SafeRepr
+from residue import Residue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def _shown(_: SafeRepr, tensor: torch.Tensor, __: int) -> str:
+    with torch._C.DisableTorchFunction():
+        return f"<{type(tensor).__name__} of shape {tuple(tensor.shape)} at {id(tensor):#x}>"
+
+
+# A failing test shows its variables: the elements of a corrupt tensor would kill the process.
+for _name in ("Tensor", "Parameter", "Watching", "Recording", "Interrupting", "Wrapper"):
+    setattr(SafeRepr, f"repr_{_name}", _shown)
+
+# Before anything here imports torchguard.
+RESIDUE = Residue()
+
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def residue() -> list[str]:
+    """Everything that torchguard has left behind, in words; empty if it is clean."""
+    import torchguard  # noqa: PLC0415  the snapshot comes first
+    from torchguard import patching  # noqa: PLC0415
+
+    found = RESIDUE.now()
+    if torchguard.installed():
+        found.append(f"still installed: {torchguard.installed()}")
+    if patching._table:
+        found.append(f"still patched: {sorted(patching._table)}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_residue() -> Iterator[None]:
+    """Fail a test that leaves something of torchguard in torch, and clean up after it."""
+    yield
+    found = residue()
+    if found:
+        import torchguard  # noqa: PLC0415
+
+        torchguard.uninstall()
+        pytest.fail("torchguard left something in torch: " + "; ".join(found), pytrace=False)

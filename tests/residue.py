@@ -1,0 +1,88 @@
+"""What torchguard may not leave behind in torch: compared by identity with a snapshot."""
+
+from __future__ import annotations
+
+import sys
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+MODULES = ("torch", "torch.linalg", "torch.special", "torch.fft", "torch.nn.functional")
+EVAL_FRAME = "torch._dynamo.eval_frame"
+BUILTINS = "TorchScript builtins"
+
+Snapshot = dict[str, dict[Any, Any]]
+
+
+def _namespaces() -> Snapshot:
+    found: Snapshot = {"torch.Tensor": dict(vars(torch.Tensor))}
+    found.update({name: dict(vars(sys.modules[name])) for name in MODULES})
+    if EVAL_FRAME in sys.modules:
+        # Its other attributes are state that compiling changes.
+        found[EVAL_FRAME] = {
+            name: value
+            for name, value in vars(sys.modules[EVAL_FRAME]).items()
+            if isinstance(value, (FunctionType, BuiltinFunctionType, type))
+        }
+    table = getattr(torch.jit._builtins, "_get_builtin_table", dict)
+    # Other namespaces are libraries, inductor's for one, that register when they are imported.
+    found[BUILTINS] = {
+        id_: name
+        for id_, name in table().items()
+        if name.startswith("aten::") and not _is_packet(id_, name)
+    }
+    return found
+
+
+def _is_packet(id_: int, name: str) -> bool:
+    """Torch enters the operator behind ``torch.ops.aten.add`` when somebody looks it up first."""
+    namespace, _, operator = name.partition("::")
+    packet = vars(getattr(torch.ops, namespace)).get(operator)
+    return id(getattr(packet, "_op", None)) == id_
+
+
+class Residue:
+    """Taken before torchguard does anything; :meth:`now` says what has changed since."""
+
+    def __init__(self) -> None:
+        self._before = _namespaces()
+
+    def now(self) -> list[str]:
+        found: list[str] = []
+        now = _namespaces()
+        if EVAL_FRAME in now and EVAL_FRAME not in self._before:
+            self._accept_what_importing_dynamo_changed(now)
+        for owner, names in now.items():
+            before = self._before[owner]
+            found += [f"{owner}.{name} is gone" for name in before if name not in names]
+            for name, value in names.items():
+                if name not in before:
+                    # torch imports modules and fills some names lazily.
+                    lazy = name == "__slotnames__"  # copyreg keeps it for pickle
+                    if (owner in {"torch.Tensor", BUILTINS} and not lazy) or _ours(value):
+                        found.append(f"{owner}.{name} is new: {value!r}")
+                elif value is not before[name] and owner != BUILTINS:
+                    found.append(f"{owner}.{name} was replaced by {value!r}")
+        if modes := torch._C._len_torch_function_stack():
+            found.append(f"{modes} modes are left on the torch function stack")
+        if modes := torch._C._len_torch_dispatch_stack():
+            found.append(f"{modes} modes are left on the torch dispatch stack")
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            found.append("grad mode or inference mode was changed")
+        return found
+
+    def _accept_what_importing_dynamo_changed(self, now: Snapshot) -> None:
+        """It wraps ``torch.manual_seed``, for one, and tells TorchScript so."""
+        self._before[EVAL_FRAME] = {}
+        for owner, names in now.items():
+            accepted = {name: value for name, value in names.items() if not _ours(value)}
+            if owner == BUILTINS:
+                accepted = {k: v for k, v in accepted.items() if v == "aten::manual_seed"}
+            self._before[owner].update(accepted)
+
+
+def _ours(value: object) -> bool:
+    if isinstance(value, ModuleType):
+        return False
+    return "torchguard" in str(getattr(getattr(value, "__code__", None), "co_filename", ""))

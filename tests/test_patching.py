@@ -111,7 +111,6 @@ def test_methods_take_self_in_their_signatures() -> None:
         ("torch.median", (1, 0), {}),
         ("torch.prod", (1,), {}),
         ("torch.softmax", (1, 0), {"out": None}),
-        ("torch.scatter", (1, 0, 2, 3), {"reduce": "add", "out": None}),
         ("torch.take", (1, 2), {"out": None}),
         ("torch.isin", (1, 2), {"out": None}),
         ("torch.normal", (0.0, 1.0, (2,)), {}),

@@ -28,6 +28,7 @@ __all__ = [
     "has_python_out",
     "has_torch_function_unary",
     "is_view",
+    "operator_schemas",
     "rebuild_dynamo_tables",
     "replace_torch_function_modes",
     "set_version",
@@ -131,20 +132,32 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def operator_schemas(name: str) -> list[Any]:
+    """Return the schemas of ``aten::name``; none if there is no such operator.
+
+    ``torch.ops.aten.name`` would do, but leaves the operator behind as a new
+    attribute, and in TorchScript's table.
+    """
+    schemas: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return schemas
+
+
 def has_python_out(function: Callable[..., Any]) -> bool:
     """Whether a builtin of torch takes ``out=``.
 
     Its operator has an overload with an output argument. Overloads that the code
     generator added on its own have no Python binding, so those don't count.
     """
-    packet = getattr(torch.ops.aten, function.__name__, None)
-    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
     return any(
-        argument.is_out
-        for overload in overloads
-        if torch.Tag.generated not in overload.tags
-        for argument in overload._schema.arguments
+        argument.is_out and not _is_generated(schema)
+        for schema in operator_schemas(function.__name__)
+        for argument in schema.arguments
     )
+
+
+def _is_generated(schema: Any) -> bool:
+    _, _, tags = torch._C._get_operation_overload(schema.name, schema.overload_name)
+    return torch.Tag.generated in tags
 
 
 def fill_tables() -> None:

@@ -155,12 +155,14 @@ def _prepare() -> None:
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
     """Yield what a module defines: its functions, and those of its classes."""
-    classes = [value for value in vars(module).values() if isinstance(value, type)]
-    for owner in (module, *(each for each in classes if each.__module__ == module.__name__)):
-        for value in vars(owner).values():
-            function = inspect.unwrap(value) if callable(value) else value
-            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
-                yield function
+    for value in vars(module).values():
+        if getattr(value, "__module__", None) == module.__name__:
+            # The methods of a class are its own, those that NamedTuple has made included.
+            members = vars(value).values() if isinstance(value, type) else (value,)
+            for member in members:
+                function = inspect.unwrap(member) if callable(member) else member
+                if isinstance(function, FunctionType):
+                    yield function
 
 
 def _patch(path: str, make: Make) -> _Patch:

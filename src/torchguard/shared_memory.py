@@ -37,13 +37,12 @@ def cannot_grow(
 
 def can_stand_in_for(tensor: torch.Tensor) -> bool:
     """Whether torch would do the same with a plain tensor over the same bytes."""
-    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
     # Autograd and inference mode refuse these; they have to see the tensor itself.
     frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
-    return (
-        plain
-        and not (tensor.requires_grad or frozen)
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    return not (
+        tensor.requires_grad or frozen or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
     )
 
 

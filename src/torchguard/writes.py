@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchguard.internals import operator_schemas
+
 __all__ = ["OutPlace", "Writes", "out_tensors", "place_of_out", "writes_of", "written_tensors"]
 
 
@@ -91,43 +93,40 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
 
 
 def _writes(function: Callable[..., Any]) -> Writes | None:
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return _from_schemas(function)
+    if isinstance(function, torch._ops.OpOverload):
+        return _from_schemas([function._schema])
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return _from_schemas([getattr(function, each)._schema for each in function.overloads()])
     name = getattr(function, "__name__", "")
     if name in _DUNDERS:
         return Writes((Argument(0, "self"),))
     if name.endswith("_") and not name.endswith("__"):
-        packet = None if isinstance(function, FunctionType) else getattr(torch.ops.aten, name, None)
-        found = None if packet is None else _from_schemas(packet)
-        return found or Writes((Argument(0, _first_parameter(function)),), _elements(name))
+        schemas = [] if isinstance(function, FunctionType) else operator_schemas(name)
+        written = Argument(0, _first_parameter(function))
+        return _from_schemas(schemas) or Writes((written,), _elements(name))
     if isinstance(function, FunctionType):
         place = place_of_out(function)
         return _from_inplace_flag(function) if place is None else Writes((), out_place=place)
     return None
 
 
-def _from_schemas(
-    operator: torch._ops.OpOverload[..., Any] | torch._ops.OpOverloadPacket[..., Any],
-) -> Writes | None:
-    overloads = (
-        [operator]
-        if isinstance(operator, torch._ops.OpOverload)
-        else [getattr(operator, name) for name in operator.overloads()]
-    )
+def _from_schemas(schemas: list[Any]) -> Writes | None:
+    """Read what an operator's overloads write."""
     arguments = {
         Argument(
             -1 if argument.kwarg_only else position,
             argument.name,
             isinstance(argument.type, torch.ListType),
         ): None
-        for overload in overloads
-        for position, argument in enumerate(overload._schema.arguments)
+        for schema in schemas
+        for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None
         and argument.alias_info.is_write
         and argument.name != "out"  # out_tensors finds it
     }
-    name = overloads[0]._schema.name.rpartition("::")[2]
-    return Writes(tuple(arguments), _elements(name)) if arguments else None
+    if not arguments:
+        return None
+    return Writes(tuple(arguments), _elements(schemas[0].name.rpartition("::")[2]))
 
 
 def _elements(name: str) -> bool:

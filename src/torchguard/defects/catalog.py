@@ -11,7 +11,7 @@ __all__ = ["Defect", "Family", "NotRunHere"]
 Family = Literal["memory", "compile", "gradient"]
 
 
-class NotRunHere(Exception):
+class NotRunHere(Exception):  # noqa: N818  it is an answer, not an error
     """Raised by a probe that can't run on this machine; the text says what it lacks."""
 
 

@@ -41,7 +41,7 @@ def probe() -> str | None:
     compiled = [torch.ones(3, 3, requires_grad=True) for _ in _OPERATORS]
     _loss(*eager).backward()
     torch.compile(_loss)(*compiled).backward()
-    for name, expected, actual in zip(_OPERATORS, eager, compiled):
+    for name, expected, actual in zip(_OPERATORS, eager, compiled, strict=True):
         if expected.grad is None or actual.grad is None:
             raise AssertionError(name)
         if not torch.equal(actual.grad, expected.grad):

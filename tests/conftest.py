@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ def _shown(_: SafeRepr, tensor: torch.Tensor, __: int) -> str:
 # A failing test shows its variables: the elements of a corrupt tensor would kill the process.
 for _name in ("Tensor", "Parameter", "Watching", "Recording", "Interrupting", "Wrapper"):
     setattr(SafeRepr, f"repr_{_name}", _shown)
+
+# It writes a page for each operation that fails on a fake tensor.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 # Before anything here imports torchguard.
 RESIDUE = Residue()
@@ -57,7 +61,8 @@ def no_residue() -> Iterator[None]:
     yield
     found = residue()
     if found:
-        import torchguard  # noqa: PLC0415
+        from torchguard import patching  # noqa: PLC0415
 
-        torchguard.uninstall()
+        RESIDUE.clean()
+        patching._table.clear()
         pytest.fail("torchguard left something in torch: " + "; ".join(found), pytrace=False)

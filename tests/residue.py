@@ -72,6 +72,21 @@ class Residue:
             found.append("grad mode or inference mode was changed")
         return found
 
+    def clean(self) -> None:
+        """Put everything back, so that one test's residue is not every later test's."""
+        for owner, before in self._before.items():
+            if owner == BUILTINS:
+                continue
+            place = torch.Tensor if owner == "torch.Tensor" else sys.modules[owner]
+            for name, value in list(vars(place).items()):
+                if name not in before and (owner == "torch.Tensor" or _ours(value)):
+                    delattr(place, name)
+            for name, value in before.items():
+                if vars(place).get(name) is not value:
+                    setattr(place, name, value)
+        for _ in range(torch._C._len_torch_function_stack()):
+            torch._C._pop_torch_function_stack()
+
     def _accept_what_importing_dynamo_changed(self, now: Snapshot) -> None:
         """It wraps ``torch.manual_seed``, for one, and tells TorchScript so."""
         self._before[EVAL_FRAME] = {}

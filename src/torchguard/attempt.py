@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from torchguard.internals import without_torch_function
+from torchguard.internals import refuses_writes, without_torch_function
 from torchguard.metadata import Metadata, bytes_needed, capture
 from torchguard.rollback import Saved, roll_back, save
 from torchguard.shared_memory import (
     can_stand_in_for,
     cannot_grow,
-    is_shared,
+    lacks_allocator,
     locked_storage,
     stand_in_for,
 )
@@ -41,7 +41,7 @@ class Attempt:
         self.args = args
         self.kwargs = kwargs
         self._in_place: list[tuple[Saved, bool]] = []
-        self._out = [save(tensor, data=data) for tensor in out_tensors(kwargs.get("out"))]
+        self._out = [save(tensor, data=data) for tensor in out_tensors(writes, kwargs)]
         self._stand_ins: list[tuple[torch.Tensor, Saved]] = []
         if writes is not None:
             for tensor, in_list in written_tensors(writes, args, kwargs):
@@ -53,21 +53,20 @@ class Attempt:
         for saved in self._out:
             if (
                 saved.metadata is not None
-                and is_shared(saved.metadata.storage)
+                and lacks_allocator(saved.metadata.storage)
                 and can_stand_in_for(saved.tensor)
             ):
-                self._begin_shared(saved, saved.metadata)
+                self._begin_shared(saved.metadata)
 
-    def _begin_shared(self, saved: Saved, metadata: Metadata) -> None:
+    def _begin_shared(self, metadata: Metadata) -> None:
         storage = locked_storage(metadata.storage)
         # Inputs in the same storage move along: torch has to see that they overlap.
-        self.args = _moved(self.args, metadata.storage, storage)
-        self.kwargs = _moved(self.kwargs, metadata.storage, storage)
-        for stand_in, original in zip(
-            out_tensors(self.kwargs["out"]), (each.tensor for each in self._out), strict=True
-        ):
-            if original is saved.tensor:
-                self._stand_ins.append((stand_in, saved))
+        moved: dict[int, torch.Tensor] = {}
+        self.args = _move(self.args, metadata.storage, storage, moved)
+        self.kwargs = _move(self.kwargs, metadata.storage, storage, moved)
+        for each in self._out:
+            if id(each.tensor) in moved:
+                self._stand_ins.append((moved[id(each.tensor)], each))
 
     def finish(self, result: Any) -> Any:
         """Turn the result of a call with stand-ins into that of a call without."""
@@ -119,29 +118,42 @@ def undo_in_place(saved: Saved, error: BaseException, *, elements: bool) -> None
 
     ``elements`` says whether the operation writes elements at all.
     """
-    tensor = saved.tensor
     with without_torch_function():
-        # A leaf that requires grad is refused before anything is written.
-        refused = torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
+        refused = refuses_writes(saved.tensor)
     roll_back(saved, wrote=elements and _ran(error) and not refused)
 
 
 def _ran(error: BaseException) -> bool:
-    # torch raises TypeError while it reads the arguments, before it does anything.
-    return not isinstance(error, TypeError)
+    """Whether the operation can have begun.
+
+    torch raises TypeError while it reads the arguments. One that comes from
+    Python code below our frame is somebody else's: a callback of ``apply_``.
+    """
+    below = error.__traceback__ and error.__traceback__.tb_next
+    return not isinstance(error, TypeError) or below is not None
 
 
-def _moved(value: Any, storage: torch.UntypedStorage, target: torch.UntypedStorage) -> Any:
-    """Replace each plain tensor over ``storage`` by the same view of ``target``."""
+def _move(
+    value: Any,
+    storage: torch.UntypedStorage,
+    target: torch.UntypedStorage,
+    moved: dict[int, torch.Tensor],
+) -> Any:
+    """Replace each plain tensor over ``storage`` by the same view of ``target``.
+
+    ``moved`` collects the replacements by the id of what they replace.
+    """
     if isinstance(value, torch.Tensor):
         metadata = capture(value)
         if metadata is None or metadata.storage is not storage or not can_stand_in_for(value):
             return value
-        return stand_in_for(value, metadata, target)
+        if id(value) not in moved:
+            moved[id(value)] = stand_in_for(value, metadata, target)
+        return moved[id(value)]
     if isinstance(value, dict):
-        return {name: _moved(item, storage, target) for name, item in value.items()}
+        return {name: _move(item, storage, target, moved) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         # A named tuple of torch takes a sequence; as an argument a tuple does as well.
-        moved = [_moved(item, storage, target) for item in value]
-        return moved if isinstance(value, list) else tuple(moved)
+        items = [_move(item, storage, target, moved) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return value

@@ -49,7 +49,8 @@ def is_consistent(tensor: torch.Tensor) -> bool:
             f"is_consistent: tensor is {type(tensor).__name__}, expected a torch.Tensor; "
             "for modules, optimizers and containers use torchguard.check_consistent(obj)"
         )
-    return _fault(tensor) is None
+    with without_torch_function():
+        return _fault(tensor) is None
 
 
 def check_consistent(obj: object) -> None:
@@ -73,12 +74,13 @@ def check_consistent(obj: object) -> None:
             f"check_consistent: obj is {type(obj).__name__}, expected a tensor, a module, an "
             "optimizer, or a dict, list, tuple or data class of these"
         )
-    for path, tensor in _tensors(obj, "obj", set()):
-        fault = _fault(tensor)
-        if fault is not None:
-            raise InconsistentTensorError(
-                f"{path}: {fault}; torchguard.repair_() turns it into a 1-D view of what is there"
-            )
+    with without_torch_function():
+        faults = ((path, _fault(tensor)) for path, tensor in _tensors(obj, "obj", set()))
+        path, fault = next((found for found in faults if found[1] is not None), ("", None))
+    if fault is not None:
+        raise InconsistentTensorError(
+            f"{path}: {fault}; torchguard.repair_() turns it into a 1-D view of what is there"
+        )
 
 
 def repair_(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,30 +97,36 @@ def repair_(tensor: torch.Tensor) -> torch.Tensor:
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
     """
-    if is_consistent(tensor):
-        return tensor
-    if _is_made_of_others(tensor):
-        raise InconsistentTensorError(
-            f"tensor: {_fault(tensor)}; a {type(tensor).__name__} of layout {tensor.layout} is "
-            "made of other tensors, so call torchguard.repair_() on the one named here"
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"repair_: tensor is {type(tensor).__name__}, expected a torch.Tensor; "
+            "torchguard.check_consistent(obj) finds the one in a module or container"
         )
-    mode = torch.inference_mode() if tensor.is_inference() else torch.no_grad()
-    with without_torch_function(), mode:
-        storage = tensor.untyped_storage()
-        itemsize = tensor.itemsize
-        length = storage.nbytes() * _ELEMENTS_PER_BYTE.get(tensor.dtype, 1) // itemsize
-        tensor.set_(storage, 0, (length,), (1,))
+    with without_torch_function():
+        fault = _fault(tensor)
+        if fault is None:
+            return tensor
+        if _is_made_of_others(tensor):
+            raise InconsistentTensorError(
+                f"repair_: the tensor's part {fault}; a {type(tensor).__name__} of layout "
+                f"{tensor.layout} is made of other tensors, so call torchguard.repair_() on the "
+                "one named here"
+            )
+        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+            storage = tensor.untyped_storage()
+            per_byte = _ELEMENTS_PER_BYTE.get(tensor.dtype, 1)
+            length = storage.nbytes() * per_byte // tensor.itemsize
+            tensor.set_(storage, 0, (length,), (1,))
     return tensor
 
 
 def _fault(tensor: torch.Tensor) -> str | None:
     """Say what is wrong with a tensor, or None."""
-    with without_torch_function():
-        for name, part in _parts(tensor):
-            fault = _fault(part)
-            if fault is not None:
-                return f"{name} has {fault}"
-        return None if _is_made_of_others(tensor) else _strided_fault(tensor)
+    for name, part in _parts(tensor):
+        fault = _fault(part)
+        if fault is not None:
+            return f"{name} has {fault}"
+    return None if _is_made_of_others(tensor) else _strided_fault(tensor)
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
@@ -186,7 +194,7 @@ def _tensors(obj: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.T
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901  a branch per container
     if isinstance(obj, torch.nn.Module):
         for name, tensor in (*obj.named_parameters(), *obj.named_buffers()):
-            yield f".{name}", tensor
+            yield _step(name), tensor
     elif isinstance(obj, torch.optim.Optimizer):
         for index, group in enumerate(obj.param_groups):
             yield f".param_groups[{index}]", group
@@ -203,3 +211,12 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901  a branch pe
     else:
         for field in dataclasses.fields(obj):
             yield f".{field.name}", getattr(obj, field.name, None)
+
+
+def _step(name: str) -> str:
+    """Write a parameter's name, ``1.running_var``, as Python would reach it from the module."""
+    parts = name.split(".")
+    return "".join(
+        f".{part}" if part.isidentifier() else f"[{part if part.isdecimal() else repr(part)}]"
+        for part in parts
+    )

@@ -4,49 +4,72 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import MethodWrapperType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from torchguard import patching, stepping_aside
 from torchguard.attempt import Attempt, undo_in_place
+from torchguard.internals import without_torch_function
 from torchguard.metadata import capture
-from torchguard.resize import guard_resize_, guard_resize_as_, guard_set_
+from torchguard.out import guard_out
+from torchguard.resize import guard_set_, refuse_resize_, refuse_resize_as_
 from torchguard.rollback import Saved
 from torchguard.writes import Writes, writes_of
 
 __all__ = ["Guarded", "guarded"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Plan = Writes | Callable[..., Any] | None
+
+
+class _Plan(NamedTuple):
+    """How the calls of one function are guarded, if it writes anything but ``out=``."""
+
+    writes: Writes
+    refuse: Callable[..., None] | None
+    """Raises, called with the same arguments, where the call would kill the process."""
+
 
 _UNKNOWN: Any = object()
-_PLANS: dict[Any, _Plan] = {}
+_PLANS: dict[Any, _Plan | None] = {}
 _PLANS_LIMIT = 4096  # torch has about 2,000; a program that makes functions must not fill memory
-_GUARDS = {"resize_": guard_resize_, "resize_as_": guard_resize_as_}
-
-# The one in-place method that torch shows to no mode and no subclass.
-_UNSEEN = "torch.Tensor.set_"
+_REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_}
 
 
-def _plan(function: Callable[..., Any]) -> _Plan:
-    """Decide, once for each function, how its calls are guarded.
-
-    None: it writes nothing unless it gets ``out=``. A callable: call that one
-    instead. Else: what it writes to.
-    """
-    plan: _Plan = writes_of(function)
+def _plan(function: Callable[..., Any]) -> _Plan | None:
+    """Decide how a function is guarded, once; None if it writes nothing unless it gets ``out=``."""
+    writes = writes_of(function)
     name = getattr(function, "__name__", "").partition(".")[0]
-    if plan is not None and name in _GUARDS:
-        plan = _GUARDS[name](function)
+    plan = None if writes is None else _Plan(writes, _REFUSALS.get(name))
     if len(_PLANS) >= _PLANS_LIMIT:
         _PLANS.clear()
     _PLANS[function] = plan
     return plan
+
+
+def _guard_chain_matmul(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand ``out`` on: where a mode looks on, torch.chain_matmul forgets it."""
+    with_out = guard_out(original)
+
+    def chain_matmul(*matrices: torch.Tensor, out: Any = None) -> Any:
+        if out is None:
+            return original(*matrices)
+        with without_torch_function():
+            return with_out(*matrices, out=out)
+
+    return chain_matmul
+
+
+# What torch shows to no mode, or not whole: patched while a scope is open.
+_UNSEEN: tuple[tuple[str, patching.Make], ...] = (
+    ("torch.Tensor.set_", guard_set_),
+    ("torch.chain_matmul", _guard_chain_matmul),
+)
 
 
 class _Mode(TorchFunctionMode):
@@ -70,24 +93,26 @@ class _Mode(TorchFunctionMode):
         plan = _PLANS.get(func, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = _plan(func)
+        writes = None
         if plan is not None:
-            if not isinstance(plan, Writes):
-                return plan(*args, **kwargs)
-            if plan.out_place is not None:
-                args, kwargs = plan.out_place.by_name(args, kwargs)
+            writes, refuse = plan
+            if refuse is not None:
+                refuse(*args, **kwargs)
+            if writes.out_place is not None:
+                args, kwargs = writes.out_place.by_name(args, kwargs)
         if kwargs.get("out") is None:
-            if plan is None:
+            if writes is None:
                 return func(*args, **kwargs)
-            if plan.only_first and not self._data and args and isinstance(args[0], torch.Tensor):
+            if writes.only_first and not self._data and args and isinstance(args[0], torch.Tensor):
                 # The common case, x.add_(y), without the general machinery.
                 metadata = capture(args[0])
                 try:
                     return func(*args, **kwargs)
                 except BaseException as error:
                     saved = Saved(args[0], metadata, None)
-                    undo_in_place(saved, error, elements=plan.elements)
+                    undo_in_place(saved, error, elements=writes.elements)
                     raise
-        attempt = Attempt(plan, args, kwargs, data=self._data)
+        attempt = Attempt(writes, args, kwargs, data=self._data)
         try:
             result = func(*attempt.args, **attempt.kwargs)
         except BaseException as error:
@@ -133,7 +158,7 @@ class Guarded(contextlib.ContextDecorator):
         covered = _scopes.open and (_scopes.open[-1] or not self._data)
         mode = None
         if not covered:
-            patching.apply([(_UNSEEN, guard_set_)])
+            patching.apply(_UNSEEN)
             can_step_aside = stepping_aside.begin()
             mode = (_Mode if can_step_aside else _ModeSeenByDynamo)(data=self._data)
             mode.__enter__()  # type: ignore[no-untyped-call]
@@ -153,7 +178,7 @@ class Guarded(contextlib.ContextDecorator):
             stepping_aside.remove(mode)
             mode.__exit__(exception_type, exception, traceback)  # type: ignore[no-untyped-call]
             stepping_aside.end()
-            patching.undo([_UNSEEN], leave_conflicts=True)
+            patching.undo([path for path, _ in _UNSEEN], leave_conflicts=True)
 
     def _modes(self) -> list[_Mode | None]:
         modes: list[_Mode | None] | None = getattr(self._entered, "modes", None)
@@ -162,16 +187,52 @@ class Guarded(contextlib.ContextDecorator):
         return modes
 
     def __call__(self, function: _Function) -> _Function:
-        """Run every call of ``function`` in the scope."""
+        """Run every call of ``function`` in the scope; of a generator, every step.
+
+        Raises:
+            TypeError: ``function`` is a coroutine function. Other tasks run between its
+                steps, in the same thread, and would be in the scope as well.
+        """
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"guarded: {function.__qualname__} is an async function, expected a plain "
+                "one; write `with torchguard.guarded():` around the operations between two awaits"
+            )
+        run = self._run_generator if inspect.isgeneratorfunction(function) else self._run
 
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            with self:
-                return function(*args, **kwargs)
+            return run(function, args, kwargs)
 
         return inside  # type: ignore[return-value]
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self:
+            return function(*args, **kwargs)
+
+    def _run_generator(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[Any, Any, Any]:
+        generator = function(*args, **kwargs)
+        step: Callable[[], Any] = functools.partial(next, generator)
+        try:
+            while True:
+                with self:
+                    item = step()
+                try:
+                    step = functools.partial(generator.send, (yield item))
+                except GeneratorExit:
+                    with self:
+                        generator.close()
+                    raise
+                except BaseException as error:  # noqa: BLE001  thrown in by the caller
+                    step = functools.partial(generator.throw, error)
+        except StopIteration as stop:
+            return stop.value
 
 
 def guarded(*, data: bool = False) -> Guarded:

@@ -14,7 +14,12 @@ import wrapt
 from typing_extensions import Self
 
 from torchguard import patching
-from torchguard.internals import fill_tables, has_python_out, rebuild_dynamo_tables
+from torchguard.internals import (
+    fill_tables,
+    has_python_out,
+    paths_behind_python,
+    rebuild_dynamo_tables,
+)
 from torchguard.out import guard_out
 from torchguard.resize import guard_resize_, guard_resize_as_, guard_set_
 
@@ -81,7 +86,7 @@ def _out_replacements() -> dict[str, patching.Make]:
         and isinstance(function, BuiltinFunctionType)
         and has_python_out(function)
     ]
-    paths += [f"torch._VF.{name}" for name in _OUT_BEHIND_PYTHON if hasattr(torch._VF, name)]
+    paths += paths_behind_python(*_OUT_BEHIND_PYTHON)
     return dict.fromkeys(paths, guard_out)
 
 

@@ -29,8 +29,12 @@ __all__ = [
     "has_torch_function_unary",
     "is_view",
     "operator_schemas",
+    "overriding",
+    "paths_behind_python",
     "rebuild_dynamo_tables",
+    "refuses_writes",
     "replace_torch_function_modes",
+    "schemas_of",
     "set_version",
     "skip_frames",
     "torch_function_modes",
@@ -50,7 +54,12 @@ The developer notes on extending torch name it; there is no public spelling.
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """``tensor._version``, or None for an inference tensor, which has no version counter."""
-    return None if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return None
+    try:
+        return tensor._version
+    except RuntimeError:  # it was made to view an inference tensor: x.data = y
+        return None
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
@@ -130,6 +139,41 @@ def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd tracks the tensor as a view, which can't be detached in place."""
     return tensor._is_view()
+
+
+def refuses_writes(tensor: torch.Tensor) -> bool:
+    """Whether autograd refuses to write to it in place, before anything is written.
+
+    That is so for a leaf that requires grad, and for a view of one.
+    """
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return False
+    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
+
+
+def overriding(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return those values whose ``__torch_function__`` torch would call."""
+    return tuple(
+        value
+        for value in values
+        if type(value) is not torch.Tensor
+        and getattr(type(value), "__torch_function__", torch._C._disabled_torch_function_impl)
+        is not torch._C._disabled_torch_function_impl
+    )
+
+
+def schemas_of(operator: object) -> list[Any] | None:
+    """Return the schemas of something from ``torch.ops``; None if it is nothing of the kind."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return [operator._schema]
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return [getattr(operator, name)._schema for name in operator.overloads()]
+    return None
+
+
+def paths_behind_python(*names: str) -> list[str]:
+    """Return the paths of builtins that functions written in Python call."""
+    return [f"torch._VF.{name}" for name in names if hasattr(torch._VF, name)]
 
 
 def operator_schemas(name: str) -> list[Any]:

@@ -31,6 +31,8 @@ class Metadata(NamedTuple):
     storage: torch.UntypedStorage
     nbytes: int
     version: int | None
+    parts: tuple[tuple[torch.Tensor, Metadata], ...] = ()
+    """The tensors a wrapper subclass holds, each with its own metadata."""
 
 
 def capture(tensor: torch.Tensor) -> Metadata | None:
@@ -46,6 +48,11 @@ def capture(tensor: torch.Tensor) -> Metadata | None:
 
 
 def _read(tensor: torch.Tensor) -> Metadata | None:
+    parts: tuple[tuple[torch.Tensor, Metadata], ...] = ()
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inner = [(part, _read(part)) for part in (getattr(tensor, name) for name in names)]
+        parts = tuple((part, saved) for part, saved in inner if saved is not None)
     try:
         storage = tensor.untyped_storage()
         return Metadata(
@@ -55,6 +62,7 @@ def _read(tensor: torch.Tensor) -> Metadata | None:
             storage,
             storage.nbytes(),
             version_of(tensor),
+            parts,
         )
     except RuntimeError:  # NotImplementedError included: no storage, or no strides
         return None
@@ -69,13 +77,10 @@ def restore(tensor: torch.Tensor, saved: Metadata, *, version: int | None) -> No
     """
     try:
         with without_torch_function():
-            now = _read(tensor)
-            if (
-                now is None
-                or now[:3] != saved[:3]
-                or now.storage is not saved.storage
-                or now.nbytes != saved.nbytes
-            ):
+            for part, metadata in saved.parts:
+                wrote = version != saved.version
+                restore(part, metadata, version=version_of(part) if wrote else metadata.version)
+            if not _is_as_saved(tensor, saved):
                 _put_back(tensor, saved)
             if version is not None and version_of(tensor) != version:
                 set_version(tensor, version)
@@ -88,14 +93,24 @@ def restore(tensor: torch.Tensor, saved: Metadata, *, version: int | None) -> No
         )
 
 
+def _is_as_saved(tensor: torch.Tensor, saved: Metadata) -> bool:
+    now = _read(tensor)
+    return (
+        now is not None
+        and now[:3] == saved[:3]
+        and now.storage is saved.storage
+        and now.nbytes == saved.nbytes
+    )
+
+
 def _put_back(tensor: torch.Tensor, saved: Metadata) -> None:
     # An inference tensor takes in-place updates in inference mode only.
     quiet = torch.inference_mode() if tensor.is_inference() else torch.no_grad()
     with quiet, without_dispatch_modes(tensor):
-        tensor.set_(saved.storage, saved.storage_offset, saved.size, saved.stride)
         # resize_ grows the storage before it looks at the memory format.
         if saved.storage.nbytes() != saved.nbytes:
             saved.storage.resize_(saved.nbytes)
+        tensor.set_(saved.storage, saved.storage_offset, saved.size, saved.stride)
 
 
 def bytes_needed(

@@ -15,7 +15,7 @@ import torch
 from torchguard.attempt import Attempt, undo_out
 from torchguard.metadata import capture
 from torchguard.rollback import Saved
-from torchguard.shared_memory import is_shared
+from torchguard.shared_memory import lacks_allocator
 
 __all__ = ["guard_out"]
 
@@ -35,7 +35,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         if type(out) is tensor_type:  # the common case, without the general machinery
             metadata = capture(out)
-            if metadata is not None and not is_shared(metadata.storage):
+            if metadata is not None and not lacks_allocator(metadata.storage):
                 try:
                     return original(*args, out=out, **kwargs)
                 except BaseException as error:

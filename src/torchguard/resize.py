@@ -23,16 +23,19 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from torchguard.internals import (
     has_torch_function_unary,
+    overriding,
     without_torch_function,
 )
 from torchguard.metadata import Metadata, bytes_needed, capture, restore
-from torchguard.shared_memory import cannot_grow, is_shared
+from torchguard.shared_memory import cannot_grow, lacks_allocator
 from torchguard.signatures import describe
 
 __all__ = [
     "guard_resize_",
     "guard_resize_as_",
     "guard_set_",
+    "refuse_resize_",
+    "refuse_resize_as_",
     "safe_resize_",
     "safe_resize_as_",
     "safe_set_",
@@ -57,20 +60,22 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
         self: torch.Tensor,
         size: Any = _ABSENT,
         second: Any = _ABSENT,
+        /,
         *rest: Any,
-        memory_format: torch.memory_format | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         if (
             type(self) is tensor_type
             and type(size) is int
             and size >= 0
-            and memory_format is None
-            and not rest
+            and not (rest or options)
             and not has_torch_function_unary(self)
+            and not self.is_inference()
         ):
-            # Inside its storage nothing is allocated, so nothing can fail. A contiguous
-            # tensor that gets no more elements than it has stays there. A number that is
-            # no int belongs to a compiler: comparing it would be a guard, or a warning.
+            # Inside its storage nothing is allocated, so nothing can fail. (An inference
+            # tensor can: torch refuses it after the resize, outside inference mode.) A
+            # contiguous tensor that gets no more elements than it has stays there. A
+            # number that is no int belongs to a compiler: comparing it would be a guard.
             try:
                 count = size
                 if second is not _ABSENT:
@@ -87,13 +92,13 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
                 return original(self, size, second)  # type: ignore[no-any-return]
 
         sizes = tuple(given for given in (size, second, *rest) if given is not _ABSENT)
-        options = {} if memory_format is None else {"memory_format": memory_format}
-        saved = _begin(self, operation, _elements, sizes)
+        saved = _begin(self, operation, _elements, sizes or (options.get("size"),))
         try:
             if helper:
                 return type(self).resize_(self, *sizes, **options)
             if has_torch_function_unary(self):
-                return handle_torch_function(original, (self,), self, *sizes, **options)  # type: ignore[no-any-return]
+                seen_by = overriding((self,))
+                return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
             return original(self, *sizes, **options)  # type: ignore[no-any-return]
         except BaseException:
             _undo(self, saved)
@@ -106,11 +111,11 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
 
     def resize_as_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        template = args[0] if args else kwargs.get("the_template")
-        saved = _begin(self, "resize_as_", _numel, template)
+        saved = _begin(self, "resize_as_", _numel, args[0] if args else kwargs.get("the_template"))
         try:
             if has_torch_function((self, *args)):
-                return handle_torch_function(original, (self, *args), self, *args, **kwargs)  # type: ignore[no-any-return]
+                seen_by = overriding((self, *args))
+                return handle_torch_function(original, seen_by, self, *args, **kwargs)  # type: ignore[no-any-return]
             return original(self, *args, **kwargs)  # type: ignore[no-any-return]
         except BaseException:
             _undo(self, saved)
@@ -132,6 +137,16 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return set_
+
+
+def refuse_resize_(self: torch.Tensor, *size: Any, **options: Any) -> None:
+    """Raise where ``self.resize_(*size)`` would kill the process."""
+    _begin(self, "resize_", _elements, size or (options.get("size"),))
+
+
+def refuse_resize_as_(self: torch.Tensor, template: Any = None, **options: Any) -> None:
+    """Raise where ``self.resize_as_(template)`` would kill the process."""
+    _begin(self, "resize_as_", _numel, options.get("the_template", template))
 
 
 class _SafeResize(Protocol):
@@ -353,5 +368,6 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 def _refuse_to_grow_shared(operation: str, saved: Metadata, needed: int) -> None:
     """Raise where torch would call through the missing allocator of shared memory."""
     # In this order: whether memory is shared is asked for tensors that grow only.
-    if needed > saved.storage.nbytes() and is_shared(saved.storage):
+    # What overflows a number of bytes, torch refuses by itself.
+    if saved.storage.nbytes() < needed <= sys.maxsize and lacks_allocator(saved.storage):
         raise cannot_grow(operation, saved.size, saved.storage, needed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from types import TracebackType
 from typing import NamedTuple
 
@@ -17,6 +18,9 @@ from torchguard.internals import (
 from torchguard.metadata import Metadata, bytes_needed, capture, restore
 
 __all__ = ["Saved", "roll_back", "rollback_on_error", "save"]
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class _Data(NamedTuple):
@@ -83,10 +87,23 @@ def _copy(tensor: torch.Tensor) -> _Data | None:
 
 
 def _put_back(tensor: torch.Tensor, data: _Data) -> None:
-    quiet = torch.inference_mode() if tensor.is_inference() else torch.no_grad()
-    with without_torch_function(), quiet, without_dispatch_modes(tensor):
-        target = tensor if data.span is None else _stretch(tensor, data.span)
-        target.copy_(data.copy)
+    try:
+        with (
+            without_torch_function(),
+            without_dispatch_modes(tensor),
+            torch.inference_mode() if tensor.is_inference() else torch.no_grad(),
+        ):
+            if tensor.layout in _COMPRESSED:  # copy_ wants as many elements as there are
+                tensor.resize_as_sparse_(data.copy)
+            target = tensor if data.span is None else _stretch(tensor, data.span)
+            target.copy_(data.copy)
+    except Exception as error:  # noqa: BLE001  whatever it is, it must not hide the first one
+        warnings.warn(
+            f"torchguard could not put back the elements of a tensor of shape {data.copy.shape} "
+            f"after a failed operation: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _stretch(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
@@ -123,32 +140,37 @@ class _Entry:
     """One tensor of a block: its metadata, its data and its place in the autograd graph."""
 
     def __init__(self, tensor: torch.Tensor, *, data: bool) -> None:
-        with without_torch_function():
+        self._data = data
+        with without_torch_function(), without_dispatch_modes(tensor):
             self._grad_fn = tensor.grad_fn
             self._requires_grad = tensor.requires_grad
             self._is_leaf = tensor.is_leaf
+            # A second tensor over the same storage: keeps dtype, device, conj and neg
+            # bit, which an assignment to x.data changes.
+            self._alias = tensor.data if tensor.layout is torch.strided else None
             # Keeps the way back into the graph, for a tensor whose grad_fn the
             # block may replace: copying it in again leads to the old grad_fn.
             self._with_history = tensor.clone() if data and self._grad_fn is not None else None
         self._saved = save(tensor, data=data)
 
     def roll_back(self) -> None:
-        tensor, metadata, data = self._saved
-        version = None
-        if metadata is not None and data is None:
+        tensor, metadata, _ = self._saved
+        with without_torch_function():
+            version = version_of(tensor)
+            if self._alias is not None and not _same_kind(tensor, self._alias):
+                tensor.data = self._alias
+        if metadata is not None and not self._data:
             # Whatever succeeded inside the block has moved the counter on.
-            with without_torch_function():
-                version = version_of(tensor)
             restore(tensor, metadata, version=version)
         else:
             roll_back(self._saved, wrote=False)
         with without_torch_function():
-            self._restore_history(tensor, data_is_back=data is not None)
-        if metadata is not None and data is not None:
+            self._restore_history(tensor)
+        if metadata is not None and self._data:
             restore(tensor, metadata, version=metadata.version)
 
-    def _restore_history(self, tensor: torch.Tensor, *, data_is_back: bool) -> None:
-        if data_is_back and tensor.grad_fn is not self._grad_fn:
+    def _restore_history(self, tensor: torch.Tensor) -> None:
+        if self._data and tensor.grad_fn is not self._grad_fn:
             if self._with_history is not None:
                 with torch.enable_grad():
                     tensor.copy_(self._with_history)
@@ -156,6 +178,15 @@ class _Entry:
                 tensor.detach_()
         if self._is_leaf and tensor.is_leaf and tensor.requires_grad != self._requires_grad:
             tensor.requires_grad_(self._requires_grad)
+
+
+def _same_kind(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    return (
+        tensor.dtype == alias.dtype
+        and tensor.device == alias.device
+        and tensor.is_conj() == alias.is_conj()
+        and tensor.is_neg() == alias.is_neg()
+    )
 
 
 def rollback_on_error(

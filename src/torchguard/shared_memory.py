@@ -15,12 +15,22 @@ from torchguard.errors import NonResizableStorageError
 from torchguard.internals import without_torch_function
 from torchguard.metadata import Metadata
 
-__all__ = ["can_stand_in_for", "cannot_grow", "is_shared", "locked_storage", "stand_in_for"]
+__all__ = [
+    "can_stand_in_for",
+    "cannot_grow",
+    "lacks_allocator",
+    "locked_storage",
+    "stand_in_for",
+]
 
 
-def is_shared(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage lies in shared memory of the host (CUDA storage always claims to)."""
-    return storage.is_shared() and storage.device.type == "cpu"
+def lacks_allocator(storage: torch.UntypedStorage) -> bool:
+    """Whether growing this storage would call through a null pointer.
+
+    CUDA storage always claims to be shared. A shared file mapping says itself
+    that it can't grow, and torch raises.
+    """
+    return storage.is_shared() and storage.resizable() and storage.device.type == "cpu"
 
 
 def cannot_grow(

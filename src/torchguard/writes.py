@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard.internals import operator_schemas
+from torchguard.internals import operator_schemas, schemas_of
 
 __all__ = ["OutPlace", "Writes", "out_tensors", "place_of_out", "writes_of", "written_tensors"]
 
@@ -23,6 +23,9 @@ class Argument(NamedTuple):
     name: str
     is_list: bool | None = None
     """Whether it is a list of tensors; None if both occur."""
+
+    is_out: bool = False
+    """Whether it is an output that has a name of its own: ``aten.sort.values(values=...)``."""
 
 
 class OutPlace(NamedTuple):
@@ -83,7 +86,7 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
     An operator's schema says it exactly. A method or function of torch's Python
     API follows torch's naming rule, a trailing underscore, and its operator's
     schema says which arguments besides the first. A function written in Python
-    may have a flag ``inplace``.
+    may have a flag (``inplace``) that makes it write.
     """
     writes = _writes(function)
     if writes is None or writes.only_if is not None or len(writes.arguments) != 1:
@@ -93,10 +96,9 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
 
 
 def _writes(function: Callable[..., Any]) -> Writes | None:
-    if isinstance(function, torch._ops.OpOverload):
-        return _from_schemas([function._schema])
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        return _from_schemas([getattr(function, each)._schema for each in function.overloads()])
+    schemas = schemas_of(function)
+    if schemas is not None:
+        return _from_schemas(schemas)
     name = getattr(function, "__name__", "")
     if name in _DUNDERS:
         return Writes((Argument(0, "self"),))
@@ -106,7 +108,7 @@ def _writes(function: Callable[..., Any]) -> Writes | None:
         return _from_schemas(schemas) or Writes((written,), _elements(name))
     if isinstance(function, FunctionType):
         place = place_of_out(function)
-        return _from_inplace_flag(function) if place is None else Writes((), out_place=place)
+        return _from_flag(function) if place is None else Writes((), out_place=place)
     return None
 
 
@@ -117,6 +119,7 @@ def _from_schemas(schemas: list[Any]) -> Writes | None:
             -1 if argument.kwarg_only else position,
             argument.name,
             isinstance(argument.type, torch.ListType),
+            argument.is_out,
         ): None
         for schema in schemas
         for position, argument in enumerate(schema.arguments)
@@ -150,12 +153,25 @@ def place_of_out(function: FunctionType) -> OutPlace | None:
     return OutPlace(position, names[position:])
 
 
-def _from_inplace_flag(function: FunctionType) -> Writes | None:
+# A flag of functions written in Python, and what they write if it is set; None: the input.
+_FLAGS: dict[str, tuple[str, ...] | None] = {
+    "inplace": None,
+    "max_norm": ("weight",),  # embedding renormalises the rows it reads
+    "training": ("running_mean", "running_var"),  # batch_norm
+    "use_input_stats": ("running_mean", "running_var"),  # instance_norm
+}
+
+
+def _from_flag(function: FunctionType) -> Writes | None:
     parameters = list(inspect.signature(function).parameters)
-    if "inplace" not in parameters:
-        return None
-    flag = Argument(parameters.index("inplace"), "inplace")
-    return Writes((Argument(0, parameters[0]),), only_if=flag)
+    for flag, names in _FLAGS.items():
+        written = (parameters[0],) if names is None and parameters else names or ()
+        if flag in parameters and set(written) <= set(parameters):
+            return Writes(
+                tuple(Argument(parameters.index(name), name) for name in written),
+                only_if=Argument(parameters.index(flag), flag),
+            )
+    return None
 
 
 def written_tensors(
@@ -166,6 +182,8 @@ def written_tensors(
         return
     seen: set[int] = set()
     for argument in writes.arguments:
+        if argument.is_out:
+            continue
         value = _value(argument, args, kwargs)
         is_list = isinstance(value, (list, tuple))
         if argument.is_list not in (None, is_list):
@@ -182,9 +200,11 @@ def _value(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return kwargs.get(argument.name)
 
 
-def out_tensors(out: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an ``out=`` argument: one, or a tuple or list of several."""
-    if isinstance(out, torch.Tensor):
-        yield out
-    elif isinstance(out, (list, tuple)):
-        yield from (item for item in out if isinstance(item, torch.Tensor))
+def out_tensors(writes: Writes | None, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the outputs a call is given: ``out=``, or outputs with names of their own."""
+    names = () if writes is None else tuple(each.name for each in writes.arguments if each.is_out)
+    for name in ("out", *names):
+        out = kwargs.get(name)
+        for item in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(item, torch.Tensor):
+                yield item

@@ -28,7 +28,7 @@ def probe() -> str | None:
     view = t.numpy()
     del owner
     try:
-        t.share_memory_()  # type: ignore[no-untyped-call]
+        t.share_memory_()
     except RuntimeError as error:
         raise NotRunHere("no shared memory on this machine") from error
     if view.ctypes.data != address or owner_is_alive() is not None:

@@ -33,7 +33,7 @@ def _train_with_one_retry() -> tuple[float, int]:
         inputs = torch.arange(2.0 * _BATCH).reshape(_BATCH, 2).requires_grad_()
         if memory_runs_out:
             # Called at the end of the backward, when `last` and `norm` have their gradients.
-            inputs.register_hook(_run_out_of_memory)  # type: ignore[no-untyped-call]
+            inputs.register_hook(_run_out_of_memory)
         try:
             last(norm(inputs)).sum().backward()
         except RuntimeError:
@@ -49,7 +49,7 @@ def _scaler_refuses_the_retry() -> bool:
     scaler = torch.amp.GradScaler("cpu")
     for attempt in range(2):
         weight.grad = None
-        scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(weight.sum()).backward()
         try:
             scaler.unscale_(optimizer)
         except RuntimeError:

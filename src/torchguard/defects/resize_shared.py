@@ -19,7 +19,7 @@ def probe() -> str | None:
     """Grow a shared tensor; a process that survives must have an intact tensor."""
     t = torch.ones(4)
     try:
-        t.share_memory_()  # type: ignore[no-untyped-call]
+        t.share_memory_()
     except RuntimeError as error:
         raise NotRunHere("no shared memory on this machine") from error
     try:

@@ -1,0 +1,51 @@
+# Each target makes the environment it needs, once. `make` alone lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Options for pytest, such as `make test PYTEST_OPTIONS="-x -k resize"`.
+PYTEST_OPTIONS ?=
+# Options for the doctor, such as `make doctor DOCTOR_OPTIONS="--family memory"`.
+DOCTOR_OPTIONS ?=
+
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help doctor test lint types format matrix clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+doctor: $(VENV)/test.stamp ## show which defects torch has and whether the guards close them
+	$(BIN)/python -m torchguard doctor $(DOCTOR_OPTIONS)
+
+test: $(VENV)/test.stamp ## run the whole test suite
+	$(BIN)/python -m pytest -n auto $(PYTEST_OPTIONS)
+
+lint: $(VENV)/dev.stamp ## check style and formatting
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: $(VENV)/dev.stamp ## check types
+	$(BIN)/python -m mypy
+
+format: $(VENV)/dev.stamp ## repair what `make lint` can repair by itself
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+matrix: $(VENV)/dev.stamp ## run the suite on six versions of torch (gigabytes each)
+	$(BIN)/python -m nox -s matrix
+
+clean: ## remove the environment and what tools have left behind
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
+	find src tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is made last: an installation that was interrupted is begun again.
+$(VENV)/test.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/test.stamp
+	$(INSTALL) -e '.[dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""What torchguard costs: programs that measure it, and the records of what they found."""

@@ -1,0 +1,303 @@
+"""What the guards of exception-safe mutation cost when nothing fails.
+
+    python benchmarks/bench_resize.py --json benchmarks/records/2026-11-21-resize-cpu.json
+
+Baseline: the same statement in plain torch, in the same process, in the same
+rounds (see ``harness.py``). CPU always, and CUDA where there is one. Growing: a
+tensor grows once only, so each call gets a fresh one of 16 elements; making it is
+timed in every round as a statement of its own and taken off both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.harness import Comparison, Row, Side, Target, context, measure, report, write_record
+from torchguard import (
+    guarded,
+    install,
+    rollback_on_error,
+    safe_resize_,
+    safe_set_,
+    uninstall,
+)
+
+KIB, MIB = 2**10, 2**20
+
+# The figures that were aimed at. 500 ns on the 400 that resize_ takes are 2.2 times.
+NOT_GROWING = Target(2.2)
+GROWING = Target(1.03)
+WITHOUT_OUT = Target(1.2)
+
+WHY_NOT_GROWING = (
+    "a Python function stands in front of a method written in C; it reads the size and compares, "
+    "and where the answer is no longer obvious it reads the whole metadata"
+)
+WHY_GROWING = (
+    "resize_ reserves memory and touches none of it, which takes microseconds whatever the size; "
+    "reading the metadata and asking whether the storage is shared among processes takes "
+    "microseconds too, at every size alike; the rows that also fill the memory show what is left "
+    "of that where the memory is used"
+)
+WHY_WITHOUT_OUT = (
+    "a Python function that takes any arguments stands in front of a builtin that takes less than "
+    "a microsecond; the call of that function alone is more than the target"
+)
+
+
+def comparisons(device: str) -> Iterator[Comparison]:
+    """Yield every row, in the order of the record."""
+    yield from _not_growing(device)
+    yield from _growing(device)
+    yield from _set(device)
+    yield from _out(device)
+    yield from _scope(device)
+    yield from _block_of_code(device)
+    yield from _not_patched(device)
+
+
+def _not_growing(device: str) -> Iterator[Comparison]:
+    names = {"t": torch.zeros(32, 32, device=device), "safe_resize_": safe_resize_}
+    plain, helper = "t.resize_(32, 32)", "safe_resize_(t, 32, 32)"
+    both = "t.resize_(16, 16); t.resize_(32, 32)"
+    both_helper = "safe_resize_(t, 16, 16); safe_resize_(t, 32, 32)"
+    yield from _both_ways("resize_, same size", "same-size", plain, helper, names)
+    yield from _both_ways(
+        "resize_, to a quarter and back, within the storage",
+        "within-storage",
+        both,
+        both_helper,
+        names,
+        calls=2,
+    )
+
+
+def _both_ways(
+    what: str, name: str, plain: str, helper: str, names: dict[str, Any], *, calls: int = 1
+) -> Iterator[Comparison]:
+    for way, side in (
+        ("helper", Side(helper, names)),
+        ("install", Side(plain, names, partial(install, "resize", only_if_needed=False))),
+    ):
+        yield Comparison(
+            f"{name}-{way}",
+            f"{what}, by {'safe_resize_()' if way == 'helper' else 'install()'}",
+            Side(plain, names),
+            side,
+            calls=calls,
+            target=NOT_GROWING,
+            why=WHY_NOT_GROWING,
+        )
+
+
+def _growing(device: str) -> Iterator[Comparison]:
+    make = f"torch.empty(16, device={device!r})"
+    for size, label in ((KIB, "1 KB"), (MIB, "1 MB"), (64 * MIB, "64 MB")):
+        names = {"torch": torch, "safe_resize_": safe_resize_, "n": 16 + size // 4}
+        yield Comparison(
+            f"grow-{label.replace(' ', '').lower()}",
+            f"resize_, growing by {label}",
+            Side(f"{make}.resize_(n)", names),
+            Side(f"safe_resize_({make}, n)", names),
+            making=Side(make, names),
+            target=GROWING if size >= MIB else None,
+            why=WHY_GROWING,
+        )
+        if size >= MIB:
+            yield Comparison(
+                f"grow-{label.replace(' ', '').lower()}-fill",
+                f"resize_, growing by {label}, and filling it",
+                Side(f"{make}.resize_(n).zero_()", names),
+                Side(f"safe_resize_({make}, n).zero_()", names),
+                making=Side(make, names),
+                target=GROWING,
+                why=WHY_GROWING,
+            )
+
+
+def _set(device: str) -> Iterator[Comparison]:
+    storage = torch.zeros(32, 32, device=device).untyped_storage()
+    names = {"t": torch.empty(0, device=device), "storage": storage, "safe_set_": safe_set_}
+    plain = Side("t.set_(storage, 0, (32, 32), (32, 1))", names)
+    yield Comparison(
+        "set-helper",
+        "set_, by safe_set_()",
+        plain,
+        Side("safe_set_(t, storage, 0, (32, 32), (32, 1))", names),
+    )
+    installed = partial(install, "resize", only_if_needed=False)
+    yield Comparison(
+        "set-install", "set_, by install()", plain, Side(plain.statement, names, installed)
+    )
+
+
+def _out(device: str) -> Iterator[Comparison]:
+    a, b, out = (torch.ones(10, device=device) for _ in range(3))
+    names = {"torch": torch, "a": a, "b": b, "out": out}
+    installed = partial(install, "out", only_if_needed=False)
+    for name, statement, target in (
+        ("without", "torch.add(a, b)", WITHOUT_OUT),
+        ("with", "torch.add(a, b, out=out)", None),
+    ):
+        yield Comparison(
+            f"add-{name}-out",
+            f'torch.add of 10 elements {name} out=, install("out")',
+            Side(statement, names),
+            Side(statement, names, installed),
+            target=target,
+            why=WHY_WITHOUT_OUT,
+        )
+
+
+def _scope(device: str) -> Iterator[Comparison]:
+    a, b, out = (torch.ones(10, device=device) for _ in range(3))
+    names = {"torch": torch, "a": a, "b": b, "out": out}
+    for name, what, statement in (
+        ("plain", "a * b", "a * b"),
+        ("in-place", "a.copy_(b)", "a.copy_(b)"),
+        ("out", "torch.add(a, b, out=out)", "torch.add(a, b, out=out)"),
+    ):
+        yield Comparison(
+            f"guarded-{name}",
+            f"{what} of 10 elements inside guarded()",
+            Side(statement, names),
+            Side(statement, names, guarded),
+        )
+    large = {"a": torch.ones(MIB // 4, device=device), "b": torch.ones(MIB // 4, device=device)}
+    for name, what, operands in (("small", "10 elements", names), ("1mb", "1 MB", large)):
+        yield Comparison(
+            f"guarded-data-{name}",
+            f"a.copy_(b) of {what} inside guarded(data=True)",
+            Side("a.copy_(b)", operands),
+            Side("a.copy_(b)", operands, partial(guarded, data=True)),
+        )
+    with_scope = {**names, "guarded": guarded}
+    yield Comparison(
+        "guarded-enter",
+        "entering and leaving guarded(), with a * b inside",
+        Side("a * b", with_scope),
+        Side("with guarded(): a * b", with_scope),
+    )
+
+
+def _block_of_code(device: str) -> Iterator[Comparison]:
+    for name, what, elements in (("small", "10 elements", 10), ("1mb", "1 MB", MIB // 4)):
+        names = {
+            "a": torch.ones(elements, device=device),
+            "b": torch.ones(elements, device=device),
+            "rollback_on_error": rollback_on_error,
+        }
+        for suffix, arguments in (("", "a"), ("-data", "a, data=True")):
+            if elements > 10 and not suffix:  # noqa: PLR2004  metadata costs the same at any size
+                continue
+            yield Comparison(
+                f"rollback{suffix}-{name}",
+                f"a.copy_(b) of {what} inside rollback_on_error({arguments})",
+                Side("a.copy_(b)", names),
+                Side(f"with rollback_on_error({arguments}): a.copy_(b)", names),
+            )
+
+
+def _not_patched(device: str) -> Iterator[Comparison]:
+    names = {"x": torch.ones(10, device=device)}
+    everything = partial(install, "resize", "out", only_if_needed=False)
+    for name, statement in (("view", "x.view(2, 5)"), ("sum", "x.sum()")):
+        yield Comparison(
+            f"not-patched-{name}",
+            f'{statement}, which nothing patches, install("resize", "out")',
+            Side(statement, names),
+            Side(statement, names, everything),
+        )
+
+
+NAMESPACES = ("Tensor", "linalg", "special", "fft", "nn.functional")
+
+
+def untouched() -> dict[str, Any]:
+    """Compare every attribute of torch's namespaces before and under ``install("resize", "out")``.
+
+    An operation that is not patched is the very object it was, so it can't cost anything.
+    """
+    before = _attributes()
+    with install("resize", "out", only_if_needed=False):
+        under = _attributes()
+    after = _attributes()
+    names = before.keys() | under.keys()
+    patched = sorted(name for name in names if before.get(name) is not under.get(name))
+    return {
+        "attributes": len(names),
+        "patched": len(patched),
+        "the_same_object": len(names) - len(patched),
+        "the_same_object_after_uninstall": sum(
+            before.get(name) is after.get(name) for name in names
+        ),
+        "target": "nothing at all on operations that are not patched",
+        "verdict": "reached: the operations measured are the same objects"
+        if not {"torch.Tensor.view", "torch.Tensor.sum"} & set(patched)
+        else "missed: " + ", ".join(patched),
+    }
+
+
+def _attributes() -> dict[str, Any]:
+    # Strong references: an attribute may be made anew by each look at it.
+    found = {f"torch.{name}": value for name, value in vars(torch).items()}
+    for namespace in NAMESPACES:
+        owner: Any = torch
+        for part in namespace.split("."):
+            owner = getattr(owner, part)
+        inherited = [vars(base) for base in getattr(owner, "__mro__", ())[1:]]
+        for attributes in (*reversed(inherited), vars(owner)):
+            found.update({f"torch.{namespace}.{name}": attributes[name] for name in attributes})
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="one of them only")
+    parser.add_argument("--rounds", type=int, default=51, help="rounds per row (default: 51)")
+    parser.add_argument("--quick", action="store_true", help="3 short rounds: does it run at all?")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch.cuda.is_available() is False here")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: expected 1 or more")
+    torch.set_num_threads(1)  # the work is small; threads would only add noise
+    uninstall()
+    record = context("bench_resize")
+    devices = [options.device] if options.device else ["cpu"]
+    if options.device is None and torch.cuda.is_available():
+        devices.append("cuda")
+    rows: list[Row] = []
+    for device in devices:
+        rows += measure(
+            comparisons(device),
+            device=device,
+            rounds=3 if options.quick else options.rounds,
+            block_seconds=2e-4 if options.quick else 4e-3,
+            progress=lambda row: print(report(row), flush=True),
+        )
+    record["quick"] = options.quick
+    record["untouched"] = untouched()
+    print(f"attributes of torch: {record['untouched']}")
+    if "cuda" not in devices:
+        record["note"] = "not measured on a GPU yet"
+        print(record["note"])
+    if options.json is not None:
+        write_record(options.json, record, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

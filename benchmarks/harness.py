@@ -1,0 +1,297 @@
+"""Measures two ways of doing the same thing against each other, and writes a dated record.
+
+A round times a block of calls of the baseline and a block of the guarded
+statement right after it, and the next round the other way round. A busy moment
+of the machine hits both, so the ratio and the difference of a round are steadier
+than the two times they are made of; their median over all rounds is what counts.
+A block is timed in pieces and the fastest counts, because other programs on the
+machine can only add time. The timer is ``torch.utils.benchmark.Timer``, which warms
+up and synchronises a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.benchmark import Timer
+
+__all__ = [
+    "Comparison",
+    "Row",
+    "Side",
+    "Spread",
+    "Target",
+    "context",
+    "measure",
+    "report",
+    "write_record",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_ADAPTED_AFTER = 100
+_PIECES = 5
+
+Scope = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A statement, the names it uses, and the scope in which all of it runs."""
+
+    statement: str
+    names: Mapping[str, Any] = field(default_factory=dict)
+    scope: Scope = contextlib.nullcontext
+    """Entered once around a block of calls, so that entering is not timed."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was aimed at: a ratio of guarded to baseline that is not exceeded."""
+
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"at most {self.ratio:g} times"
+
+    def verdict(self, row: Row) -> str:
+        """Say whether the median reaches it, or by how much it does not."""
+        if row.ratio.median <= self.ratio:
+            return "reached"
+        allowed = self.ratio * row.baseline_ns.median - row.baseline_ns.median
+        return (
+            f"missed: {row.ratio.median:.3g} times, "
+            f"{row.added_ns.median - allowed:.0f} ns more than it allows"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row to be: the same work without a guard and with it."""
+
+    id: str
+    what: str
+    baseline: Side
+    guarded: Side
+    calls: int = 1
+    """How many calls of the operation one statement makes; times are per call."""
+
+    making: Side | None = None
+    """What both statements also do (make the tensor); timed in each round and taken off."""
+
+    target: Target | None = None
+    why: str = ""
+    """Where the time goes, for a row that misses its target."""
+
+    floor: int = 1
+    """Fewest statements in a block."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of all rounds and the quartiles around it."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Summarise one number per round."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(*(float(f"{value:.5g}") for value in (median, q1, q3)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured: times in nanoseconds per call; n rounds of ``block`` statements."""
+
+    id: str
+    what: str
+    device: str
+    baseline: str
+    guarded: str
+    n: int
+    block: int
+    baseline_ns: Spread
+    guarded_ns: Spread
+    added_ns: Spread
+    ratio: Spread
+    making_ns: Spread | None = None
+    target: str | None = None
+    verdict: str | None = None
+    why: str | None = None
+
+
+def measure(
+    comparisons: Iterable[Comparison],
+    *,
+    device: str,
+    rounds: int,
+    block_seconds: float,
+    progress: Callable[[Row], None],
+) -> list[Row]:
+    """Measure every comparison, one after the other."""
+    rows = []
+    for comparison in comparisons:
+        rows.append(_measure(comparison, device, rounds, block_seconds))
+        progress(rows[-1])
+    return rows
+
+
+class _Timed:
+    """One side, ready to be timed: a block runs inside its scope, warmed up there."""
+
+    def __init__(self, side: Side) -> None:
+        self._timer = Timer(side.statement, globals=dict(side.names))
+        self._scope = side.scope
+
+    def seconds(self, block: int) -> float:
+        """Return the time of one statement."""
+        with self._scope():
+            # The interpreter adapts to what it calls, and entering the scope has changed that.
+            # Timer's own warm-up, a hundredth of the block, is too short for it to adapt again.
+            if block > _ADAPTED_AFTER:
+                self._timer.timeit(max(_ADAPTED_AFTER, block // 10))
+            pieces = _PIECES if block >= _PIECES else 1
+            return min(self._timer.timeit(block // pieces).median for _ in range(pieces))
+
+
+def _measure(comparison: Comparison, device: str, rounds: int, block_seconds: float) -> Row:
+    sides = [comparison.baseline, comparison.guarded]
+    if comparison.making is not None:
+        sides.append(comparison.making)
+    timed = [_Timed(side) for side in sides]
+    block = _block(timed[0], block_seconds, comparison.floor)
+    seconds: list[list[float]] = [[] for _ in timed]
+    for number in range(rounds):
+        order = range(len(timed)) if number % 2 == 0 else reversed(range(len(timed)))
+        for position in order:
+            seconds[position].append(timed[position].seconds(block))
+    calls = comparison.calls
+    making = [1e9 * value / calls for value in seconds[2]] if len(seconds) > 2 else [0.0] * rounds  # noqa: PLR2004
+    baseline = [1e9 * value / calls - part for value, part in zip(seconds[0], making, strict=True)]
+    guarded = [1e9 * value / calls - part for value, part in zip(seconds[1], making, strict=True)]
+    pairs = list(zip(baseline, guarded, strict=True))
+    row = Row(
+        id=comparison.id,
+        what=comparison.what,
+        device=device,
+        baseline=comparison.baseline.statement,
+        guarded=comparison.guarded.statement,
+        n=rounds,
+        block=block,
+        baseline_ns=Spread.of(baseline),
+        guarded_ns=Spread.of(guarded),
+        added_ns=Spread.of([after - before for before, after in pairs]),
+        ratio=Spread.of([after / before for before, after in pairs]),
+        making_ns=None if comparison.making is None else Spread.of(making),
+    )
+    if comparison.target is None:
+        return row
+    verdict = comparison.target.verdict(row)
+    why = None if verdict == "reached" else comparison.why or None
+    added = {"target": str(comparison.target), "verdict": verdict, "why": why}
+    return Row(**(vars(row) | added))
+
+
+def _block(timed: _Timed, block_seconds: float, floor: int) -> int:
+    """Choose how many statements take about ``block_seconds``."""
+    once = timed.seconds(floor)
+    once = timed.seconds(max(floor, min(1000, int(block_seconds / 10 / once))))
+    return max(floor, int(block_seconds / once))
+
+
+def context(benchmark: str) -> dict[str, Any]:
+    """Describe when, with what and on what machine a record was made."""
+    return {
+        "benchmark": benchmark,
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *sys.argv[1:]]),
+        "revision": _revision(),
+        "versions": {
+            "torchguard": importlib.import_module("torchguard").__version__,
+            "torch": torch.__version__,
+            "numpy": importlib.metadata.version("numpy"),
+            "python": platform.python_version(),
+        },
+        "hardware": {
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "threads": torch.get_num_threads(),
+        "load_average_at_start": _load_average(),
+    }
+
+
+def _revision() -> str | None:
+    """Return the commit, with ``-dirty`` behind it where a file of the commit was changed."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _load_average() -> float | None:
+    """Return how busy the machine is, this program not yet included; a quiet one shows 0."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    named = {name.strip(): value.strip() for name, value in fields.items()}
+    model = [named.get("model name", platform.machine())]
+    model += [f"{name} {named[name]}" for name in ("cpu family", "model") if name in named]
+    return ", ".join(model)
+
+
+def write_record(path: Path, record: Mapping[str, Any], rows: Iterable[Row]) -> None:
+    """Write the context and the rows as JSON."""
+    text = json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def report(row: Row) -> str:
+    """Lay a row out for a terminal."""
+    shown = (
+        f"{row.id:34} {row.device:4} {_ns(row.baseline_ns.median):>9} -> "
+        f"{_ns(row.guarded_ns.median):>9} {row.ratio.median:6.3f} times "
+        f"[{row.ratio.q1:.3f}, {row.ratio.q3:.3f}]  {row.added_ns.median:+.0f} ns"
+    )
+    if row.target is not None:
+        shown += f"\n{'':39} target: {row.target}: {row.verdict}"
+    return shown
+
+
+def _ns(nanoseconds: float) -> str:
+    for limit, divisor, unit in ((1e3, 1.0, "ns"), (1e6, 1e3, "us"), (1e9, 1e6, "ms")):
+        if abs(nanoseconds) < limit:
+            return f"{nanoseconds / divisor:.3g} {unit}"
+    return f"{nanoseconds / 1e9:.3g} s"

@@ -1,0 +1,253 @@
+"""Writes what a committed record says into the tables of README.md and docs/guards.md.
+
+    python -m benchmarks.publish            the newest record in benchmarks/records
+    python -m benchmarks.publish --check    change nothing; exit status 1 if a page is out of date
+
+A number in those tables is never typed by hand. ``benchmarks/plot_resize.py``
+draws the same record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+
+BEGIN = "<!-- begin: {name}, written by python -m benchmarks.publish -->"
+END = "<!-- end: {name} -->"
+
+Record = dict[str, Any]
+
+
+def newest_record(folder: Path = RECORDS) -> Path:
+    """Return the newest record of ``bench_resize``; the names begin with the date."""
+    records = sorted(folder.glob("*-resize-*.json"))
+    if not records:
+        raise FileNotFoundError(f"{folder} has no record: run benchmarks/bench_resize.py --json")
+    return records[-1]
+
+
+def read_record(path: Path) -> Record:
+    """Read a record; a quick one is refused, because its figures mean nothing."""
+    record: Record = json.loads(path.read_text(encoding="utf-8"))
+    if record["quick"]:
+        raise ValueError(f"{path} was made with --quick, which shows only that the benchmark runs")
+    return record
+
+
+def costs(record: Record) -> str:
+    """Lay out the README's table: each guard, what it stops and what it costs."""
+
+    def from_to(name: str) -> str:
+        row = _row(record, name)
+        return f"{_from_to(row)} ({_times(row['ratio']['median'])})"
+
+    def adds(name: str) -> str:
+        return _time(_row(record, name)["added_ns"]["median"])
+
+    same = record["untouched"]
+    rows = (
+        (
+            "`safe_resize_()`, `safe_set_()`,<br>`install()`",
+            (
+                "a failed `resize_`, `resize_as_` or `set_` leaves a shape without memory; "
+                "growing a tensor in shared memory kills the process"
+            ),
+            (
+                f"`resize_` to the same size {from_to('same-size-install')}, "
+                f"growing by 64 MB and filling it {from_to('grow-64mb-fill')}; "
+                f"`set_` {from_to('set-install')}"
+            ),
+        ),
+        (
+            '`install("out")`',
+            "a failed `out=` call leaves its output with a shape that is not its own",
+            (
+                f"`torch.add` of 10 elements {from_to('add-without-out')} without `out=`, "
+                f"{from_to('add-with-out')} with"
+            ),
+        ),
+        (
+            "`guarded()`",
+            (
+                "both, for every operation in a scope; and a half-written tensor that a later "
+                "backward would use"
+            ),
+            (
+                f"`a * b` {from_to('guarded-plain')}, `a.copy_(b)` {from_to('guarded-in-place')}; "
+                f"entering the scope {adds('guarded-enter')}"
+            ),
+        ),
+        (
+            "`guarded(data=True)`",
+            "the same, and the old data comes back",
+            (
+                "what is about to be written is copied first: "
+                f"`a.copy_(b)` of 1 MB {from_to('guarded-data-1mb')}"
+            ),
+        ),
+        (
+            "`rollback_on_error()`",
+            "a block of your own code that fails halfway",
+            (
+                f"{adds('rollback-small')} per block and tensor; "
+                f"with `data=True` and 1 MB {adds('rollback-data-1mb')}"
+            ),
+        ),
+        (
+            "`check_consistent()`, `repair_()`",
+            "a tensor that is spoiled already",
+            "nothing until you call it",
+        ),
+        (
+            "what no guard patches",
+            "",
+            (
+                f"nothing: with both installed, {same['the_same_object']:,} of "
+                f"{same['attributes']:,} attributes of torch are the objects they were"
+            ),
+        ),
+    )
+    return _table(("guard", "what it stops", "what it costs when nothing fails"), rows)
+
+
+def every_row(record: Record) -> str:
+    """Lay out the whole record, one row per comparison."""
+    rows = []
+    for row in record["rows"]:
+        ratio = row["ratio"]
+        spread = f"{_times(ratio['median'])} [{ratio['q1']:.3g}, {ratio['q3']:.3g}]"
+        target = "" if row["target"] is None else f"{row['target']}: {row['verdict']}"
+        times = (_time(row["baseline_ns"]["median"]), _time(row["guarded_ns"]["median"]))
+        rows.append((row["what"], row["device"], *times, spread, target))
+    missed = dict.fromkeys(row["why"] for row in record["rows"] if row["why"])
+    same = record["untouched"]
+    notes = [
+        (
+            "Operations that are not patched: with both guards installed, "
+            f"{same['the_same_object']:,} of {same['attributes']:,} attributes of torch are the "
+            f"same objects. Target {same['verdict']}."
+        ),
+        *(f"Why targets are missed: {why}." for why in missed),
+    ]
+    if "note" in record:
+        notes.append(f"This record was {record['note']}.")
+    header = ("per call", "device", "torch", "guarded", "ratio [quartiles]", "target")
+    listed = "\n".join(f"- {note}" for note in notes)
+    return f"{where(record)}\n\n{_table(header, tuple(rows))}\n\n{listed}"
+
+
+def where(record: Record) -> str:
+    """Say in one sentence when and on what a record was made."""
+    versions, hardware = record["versions"], record["hardware"]
+    rounds = record["rows"][0]["n"]
+    busy = record["load_average_at_start"]
+    return (
+        f"Measured on {record['date'][:10]} with torch {versions['torch']} and Python "
+        f"{versions['python']} on {hardware['cores']} cores of an {hardware['cpu']}, "
+        f"{record['threads']} thread, load average {busy} at the start; medians of {rounds} rounds "
+        f"in which both sides took turns. Revision `{record['revision']}`, command "
+        f"`{record['command']}`."
+    )
+
+
+def summary(record: Record) -> str:
+    """Lay out what stands in the README: the table and where the figures come from."""
+    gpu = " Not measured on a GPU yet." if "note" in record else ""
+    source = f"benchmarks/records/{record['file']}"
+    versions, hardware = record["versions"], record["hardware"]
+    return (
+        f"{costs(record)}\n\nMedians on CPU, torch {versions['torch'].partition('+')[0]}, "
+        f"{hardware['cpu'].partition(',')[0]}, "
+        f"{record['date'][:10]} ([record]({source}); [what they mean](docs/guards.md#costs)).{gpu}"
+    )
+
+
+PAGES: dict[str, tuple[str, Callable[[Record], str]]] = {
+    "README.md": ("costs", summary),
+    "docs/guards.md": ("every row", every_row),
+}
+
+
+def rewritten(page: str, name: str, table: str) -> str:
+    """Return the page with what is between its two marks replaced."""
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    before, found_begin, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"the page has lost the lines {begin} and {end}")
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrite the pages, or say which of them are out of date."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("record", nargs="?", type=Path, help="default: the newest one")
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    options = parser.parse_args(arguments)
+    path = options.record or newest_record()
+    record = {**read_record(path), "file": path.name}
+    status = 0
+    for name, (mark, lay_out) in PAGES.items():
+        page = (ROOT / name).read_text(encoding="utf-8")
+        new = rewritten(page, mark, lay_out(record))
+        if new == page:
+            continue
+        if options.check:
+            print(f"{name} does not say what {path.name} says: run python -m benchmarks.publish")
+            status = 1
+        else:
+            (ROOT / name).write_text(new, encoding="utf-8")
+            print(f"{name}: written from {path.name}")
+    return status
+
+
+def _row(record: Record, name: str) -> dict[str, Any]:
+    found: dict[str, Any]
+    for found in record["rows"]:
+        if found["id"] == name and found["device"] == "cpu":
+            return found
+    raise KeyError(f"the record has no row {name!r} measured on the CPU")
+
+
+def _from_to(row: dict[str, Any]) -> str:
+    before, after = row["baseline_ns"]["median"], row["guarded_ns"]["median"]
+    if _unit(before) == _unit(after):
+        return f"{_number(before)} → {_time(after)}"
+    return f"{_time(before)} → {_time(after)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} times"
+
+
+def _unit(nanoseconds: float) -> tuple[float, str]:
+    for limit, divisor, unit in ((1e3, 1.0, "ns"), (1e6, 1e3, "µs")):
+        if abs(nanoseconds) < limit:
+            return divisor, unit
+    return 1e6, "ms"
+
+
+def _number(nanoseconds: float) -> str:
+    value = nanoseconds / _unit(nanoseconds)[0]
+    digits = 0 if abs(value) >= 100 else 1  # noqa: PLR2004
+    return f"{value:.{digits}f}"
+
+
+def _time(nanoseconds: float) -> str:
+    return f"{_number(nanoseconds)} {_unit(nanoseconds)[1]}"
+
+
+def _table(header: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> str:
+    lines = (header, ("---",) * len(header), *rows)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Writes the tables of ``docs/compatibility.md`` from what ``nox -s matrix`` has found."""  # noqa: INP001
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / ".nox" / "results"
+PAGE = DOCS / "compatibility.md"
+
+# What is between these lines is replaced; the rest of the page is written by hand.
+BEGIN = "<!-- begin: written by docs/make_compatibility.py -->"
+END = "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one session of the matrix has found."""
+
+    asked: str
+    """The version that was asked for: ``2.13.0``. The build that answered may say more."""
+
+    tests: dict[str, int]
+    seconds: float
+    date: str
+    doctor: dict[str, Any]
+
+
+def read(folder: Path) -> list[Result]:
+    """Read every finished session, oldest torch first."""
+    results = [
+        _read_one(report, report.with_suffix(".xml"))
+        for report in folder.glob("torch-*.json")
+        if report.with_suffix(".xml").exists() and report.stat().st_size
+    ]
+    return sorted(results, key=lambda result: [int(part) for part in result.asked.split(".")])
+
+
+def _read_one(report: Path, junit: Path) -> Result:
+    suite = ET.parse(junit).getroot().find("testsuite")  # noqa: S314 - our own pytest wrote it
+    if suite is None:
+        raise ValueError(f"{junit} has no test suite in it")
+    tests = dict.fromkeys(("passed", "failed", "skipped", "expected failures"), 0)
+    for case in suite.iter("testcase"):
+        tests[_outcome(case)] += 1
+    return Result(
+        asked=report.stem.removeprefix("torch-"),
+        tests=tests,
+        seconds=float(suite.get("time", "0")),
+        date=suite.get("timestamp", "")[:10],
+        doctor=json.loads(report.read_text(encoding="utf-8")),
+    )
+
+
+def _outcome(case: ET.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    skipped = case.find("skipped")
+    if skipped is None:
+        return "passed"
+    return "expected failures" if skipped.get("type") == "pytest.xfail" else "skipped"
+
+
+def tables(results: list[Result]) -> str:
+    """Lay out the tests and the defects, one column or row per version."""
+    return "\n\n".join((_tests(results), _LEGEND, _defects(results)))
+
+
+def _tests(results: list[Result]) -> str:
+    header = ("torch", "Python", "platform", "GPU", *results[0].tests, "minutes", "date")
+    rows = []
+    for result in results:
+        ran_on = result.doctor["environment"]
+        where = (ran_on["torch"], ran_on["python"], ran_on["platform"], ran_on["gpu"])
+        counts = map(str, result.tests.values())
+        rows.append((*where, *counts, f"{result.seconds / 60:.1f}", result.date))
+    return _table(header, rows)
+
+
+_LEGEND = """\
+What the doctor saw: `-` the defect is absent, `closed` live and closed by its guards, `open` live
+in spite of its guards, `no guard yet` live, `not run` the machine lacked what the probe needs,
+`?` no answer."""
+
+
+def _defects(results: list[Result]) -> str:
+    identifiers = list(
+        dict.fromkeys(row["id"] for result in results for row in result.doctor["rows"])
+    )
+    seen = [{row["id"]: _cell(row) for row in result.doctor["rows"]} for result in results]
+    rows = [(f"`{name}`", *(cells.get(name, "?") for cells in seen)) for name in identifiers]
+    return _table(("defect", *(result.asked for result in results)), rows)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    status = row["bare"]["status"]
+    if status == "absent":
+        return "-"
+    if status == "not run":
+        return "not run"
+    if status in {"broken", "timeout"}:
+        return "?"
+    if not row["guards"]:
+        return "no guard yet"
+    return "closed" if row["guarded"]["status"] == "closed" else "open"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = (header, ("---",) * len(header), *rows)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main() -> int:
+    """Replace the tables of the page."""
+    results = read(RESULTS)
+    if not results:
+        sys.stderr.write(f"nothing in {RESULTS}: run `nox -s matrix` first\n")
+        return 1
+    page = (
+        PAGE.read_text(encoding="utf-8")
+        if PAGE.exists()
+        else f"# Compatibility\n\n{BEGIN}\n{END}\n"
+    )
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.stderr.write(f"{PAGE} has lost the lines that say where the tables go\n")
+        return 1
+    PAGE.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

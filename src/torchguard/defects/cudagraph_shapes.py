@@ -1,0 +1,66 @@
+"""``mode="reduce-overhead"`` records a CUDA graph for every input size it meets.
+
+A CUDA graph replays fixed addresses and sizes, so ``deferred_cudagraphify``
+(``torch/_inductor/cudagraph_trees.py``) keeps one per combination of symbolic sizes,
+without a limit. With batches padded to their longest sequence nearly every step is a
+warm-up or a recording, slower than no CUDA graph at all, and each recording keeps its
+memory. Torch warns at the ninth size (up to 2.9 at the fifty-first) and goes on.
+
+https://github.com/pytorch/pytorch/issues/188150
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._dynamo.utils import counters
+
+from torchguard.defects.catalog import Defect, NotRunHere
+
+_LENGTHS = range(16, 25)
+
+
+def _model(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) + 1
+
+
+def _recorded() -> int:
+    # Rises by the number of inputs with every graph that is recorded; nothing public tells.
+    return counters["inductor"]["cudagraph_recorded_non_static_inputs"]
+
+
+def _count_recordings(device: str) -> int:
+    """Call a compiled model with each length; return for how many a CUDA graph was recorded."""
+    compiled = torch.compile(_model, mode="reduce-overhead")
+    recordings = 0
+    for length in _LENGTHS:
+        x = torch.ones(length, 4, device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        before = _recorded()
+        for _ in range(2):  # the first call with a new size warms up, the second records
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(x)
+        recordings += _recorded() > before
+    return recordings
+
+
+def probe() -> str | None:
+    """Count the CUDA graphs recorded for one model and nine lengths."""
+    if not torch.cuda.is_available():
+        raise NotRunHere("needs a CUDA GPU")
+    recordings = _count_recordings("cuda")
+    if recordings == 0:
+        raise NotRunHere("torch records no CUDA graph here")
+    if recordings < len(_LENGTHS):
+        return None
+    return f"{len(_LENGTHS)} input lengths: {recordings} CUDA graphs recorded"
+
+
+DEFECT = Defect(
+    id="cudagraph-shapes",
+    summary='mode="reduce-overhead", GPU: one CUDA graph recorded for every input size',
+    upstream=("https://github.com/pytorch/pytorch/issues/188150",),
+    family="compile",
+    probe=probe,
+    planned="bucketed",
+    advice="Pad inputs to a few fixed sizes, or compile without CUDA graphs (mode=None).",
+)

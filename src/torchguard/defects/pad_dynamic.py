@@ -1,0 +1,54 @@
+"""Padding a dynamic dim to a multiple (``-n % 16``) reads and writes out of bounds.
+
+Torch bounds every symbolic size. Up to 2.9 it bounded Python's ``%`` with C's rule
+(``torch/utils/_sympy/interp.py``: ``PythonMod: "mod",  # TODO: this is wrong``), so it took
+``-n % 16`` to lie in [-15, 0], where it lies in [0, 15], and the padded size to be no more
+than ``n``. Inductor then leaves out the test for the end of the input, reading whatever
+lies behind (2.6), or carries out the padding in place, in a buffer that is too small (2.8
+and 2.9). On a GPU the autotuner, which copies such a buffer, is the first to notice: the
+report's kernel takes one updated buffer and the size, as the one generated here does.
+
+https://github.com/pytorch/pytorch/issues/169760
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from torchguard.defects.catalog import Defect
+
+# T time, padded from 3 to 4; F features: 2 in, 1 out. So little that what is written behind
+# the 12 bytes of the last tensor stays in the space that malloc leaves there.
+
+
+def _pad(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad ``x`` (T, F), and a product of it, to an even T."""
+    missing = -x.shape[0] % 2
+    padding = (0, 0, 0, missing)
+    return functional.pad(x, padding), functional.pad(torch.relu(x @ weight), padding)
+
+
+def probe() -> str | None:
+    """Compare the padding with eager, and the result's size with that of its memory."""
+    memory = torch.ones(4, 2)
+    x, weight = memory[:3], torch.ones(2, 1)
+    eager, _ = _pad(x, weight)
+    torch._dynamo.mark_dynamic(x, 0)
+    padded, product = torch.compile(_pad)(x, weight)
+    if not torch.equal(padded, eager):
+        return "F.pad(x, (0, 0, 0, -n % 2)) filled in what lies behind x in memory"
+    if product.untyped_storage().nbytes() < product.numel() * product.element_size():
+        return "F.pad(y, (0, 0, 0, -n % 2)) wrote behind the end of the memory of y"
+    return None
+
+
+DEFECT = Defect(
+    id="pad-dynamic",
+    summary="compiled: padding a dynamic dim by -n % 16 reads or writes out of bounds",
+    upstream=("https://github.com/pytorch/pytorch/issues/169760",),
+    family="compile",
+    probe=probe,
+    planned="bucketed",
+    advice="Pad by (n + 15) // 16 * 16 - n instead of -n % 16, or outside the compiled function.",
+)

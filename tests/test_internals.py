@@ -1,0 +1,198 @@
+"""What is private to torch is used in one file only, exists, and has a way out where it does not."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kinds import STRIDED, Wrapper, plain
+
+import torchguard
+from torchguard import internals
+
+SOURCES = Path(inspect.getfile(torchguard)).parent
+
+
+def private_names(source: str) -> set[str]:
+    """Dotted paths in a program that lead to something private of torch's."""
+    tree = ast.parse(source)
+    modules = {
+        alias.asname or alias.name.partition(".")[0]: (
+            alias.name if alias.asname else alias.name.partition(".")[0]
+        )
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.partition(".")[0] == "torch"
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name for name in names if _is_private(name)}
+        elif isinstance(node, ast.Import):
+            found |= {
+                alias.name
+                for alias in node.names
+                if alias.name.startswith("torch.") and _is_private(alias.name)
+            }
+        elif isinstance(node, ast.Attribute):
+            path = _path(node)
+            if path and path.partition(".")[0] in modules and _is_private(path):
+                found.add(path)
+    return found
+
+
+def _path(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = _path(node.value)
+        return None if owner is None else f"{owner}.{node.attr}"
+    return None
+
+
+def _is_private(path: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in path.split("."))
+
+
+def private_attributes(source: str) -> set[str]:
+    """Private names asked of any object but ``self``: ``schema._schema``, ``tensor._version``."""
+    tree = ast.parse(source)
+    own = {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            [node.name]
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            else [node.target.id]
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+            else [node.attr]
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            else []
+        )
+    }
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and _is_private(node.attr)
+        and node.attr not in own
+        and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "sys", "os"})
+    }
+
+
+def test_the_search_finds_what_it_looks_for() -> None:
+    program = """
+import torch, torch._dynamo
+import torch.utils._pytree as tree
+from torch._C import _len_torch_function_stack
+from torch.overrides import _get_overloaded_args
+def f(t):
+    torch.autograd._unsafe(t)
+    return tree, torch.Tensor.__torch_dispatch__, t._version
+"""
+    assert private_names(program) == {
+        "torch._dynamo",
+        "torch.utils._pytree",
+        "torch._C._len_torch_function_stack",
+        "torch.overrides._get_overloaded_args",
+        "torch.autograd._unsafe",
+    }
+    assert "_version" in private_attributes(program)
+
+
+def _guard_sources() -> list[Path]:
+    # Probes of the catalog reproduce defects with whatever shows them.
+    return sorted(path for path in SOURCES.glob("*.py") if path.name != "internals.py")
+
+
+@pytest.mark.parametrize("path", _guard_sources(), ids=lambda path: path.name)
+def test_only_internals_uses_what_is_private_to_torch(path: Path) -> None:
+    source = path.read_text()
+    assert private_names(source) == set()
+    assert private_attributes(source) & _torchs_private_names() == set()
+
+
+def _torchs_private_names() -> set[str]:
+    objects: tuple[Any, ...] = (
+        torch,
+        torch.Tensor,
+        torch.ops.aten.add,
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.add.Tensor._schema,
+        torch.UntypedStorage,
+        torch.autograd,
+    )
+    return {name for each in objects for name in dir(each) if _is_private(name)}
+
+
+def test_each_private_name_of_internals_exists_or_is_asked_for_carefully() -> None:
+    source = Path(inspect.getfile(internals)).read_text()
+    careful = {"torch.jit._builtins._get_builtin_table"}
+    missing = []
+    for path in sorted(private_names(source) - careful):
+        value: Any = torch
+        for part in path.split(".")[1:]:
+            if not hasattr(value, part):
+                missing.append(path)
+                break
+            value = getattr(value, part)
+    assert missing == []
+
+
+def test_nothing_in_internals_is_unused() -> None:
+    users = "".join(path.read_text() for path in SOURCES.rglob("*.py"))
+    unused = [name for name in internals.__all__ if users.count(name) < 3]  # def, __all__, use
+    assert unused == []
+
+
+class TestTheVersionCounter:
+    @pytest.mark.parametrize("version", [0, 1, 7])
+    def test_can_be_set(self, version: int) -> None:
+        tensor = plain().add_(1).add_(1)
+        view = tensor[0]
+        internals.set_version(tensor, version)
+        assert internals.version_of(tensor) == tensor._version == view._version == version
+
+    def test_of_an_inference_tensor_is_none(self) -> None:
+        with torch.inference_mode():
+            assert internals.version_of(plain()) is None
+
+
+def test_a_tensor_with_a_dispatcher_of_its_own_is_told_from_others() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    with FakeTensorMode():
+        assert internals.has_own_dispatch(torch.empty(2))
+    assert internals.has_own_dispatch(Wrapper(plain()))
+    for kind in STRIDED:
+        assert not internals.has_own_dispatch(kind.make()), kind.name
+
+
+def test_out_is_told_from_overloads_without_a_python_binding() -> None:
+    assert internals.has_python_out(torch.add)
+    assert internals.has_python_out(torch.linalg.inv)
+    assert not internals.has_python_out(torch.relu)
+    assert not internals.has_python_out(torch.dropout)
+    assert not internals.has_python_out(torch.is_tensor)
+
+
+def test_function_modes_can_be_taken_off_the_stack_and_put_back() -> None:
+    from torch.overrides import TorchFunctionMode  # noqa: PLC0415
+
+    class Mode(TorchFunctionMode):
+        pass
+
+    with Mode() as outer, Mode() as inner:  # type: ignore[no-untyped-call]
+        stack = internals.torch_function_modes()
+        assert stack == [outer, inner]
+        internals.replace_torch_function_modes([])
+        assert internals.torch_function_modes() == []
+        internals.replace_torch_function_modes(stack)
+        assert internals.torch_function_modes() == [outer, inner]
+    assert internals.torch_function_modes() == []

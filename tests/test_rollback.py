@@ -1,0 +1,355 @@
+"""rollback_on_error: after a block that fails, tensors are as they were before it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import kinds
+import pytest
+import torch
+from kinds import Kind, Wrapper, locked, named, plain, state
+from torch.utils._python_dispatch import TorchDispatchMode
+from ways import differences, ends_the_process, outcome_of
+
+from torchguard import is_consistent, rollback_on_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kinds import State
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+DATA = pytest.mark.parametrize("data", [False, True])
+
+
+class Planned(Exception):  # noqa: N818  raised by the tests, to be rolled back from
+    """What the block raises."""
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "shrinks": lambda t: t.resize_(0),
+    "grows": lambda t: t.resize_(50),
+    "another storage": lambda t: t.set_(torch.zeros(2, dtype=t.dtype)),
+    "nothing left": lambda t: t.set_(),  # type: ignore[call-overload]
+    "other data": lambda t: setattr(t, "data", torch.zeros(7, dtype=t.dtype)),
+    "squeezed": lambda t: t.unsqueeze_(0).squeeze_(),
+    "a failed resize": lambda t: t.resize_(-3),
+}
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "zeroed": lambda t: t.zero_(),
+    "added to": lambda t: t.add_(1),
+    "one element": lambda t: t.view(-1).__setitem__(0, 0),
+    "zeroed, then resized": lambda t: t.zero_().resize_(1),
+}
+
+
+def _before(tensor: torch.Tensor) -> State:
+    if tensor.layout in {torch.sparse_coo, torch.sparse_csr}:
+        return {"elements": tensor.to_dense().tolist()}
+    if tensor.is_nested:
+        return {"elements": [part.tolist() for part in tensor.unbind()]}
+    found = state(tensor)
+    if tensor.requires_grad and not tensor.is_leaf:
+        # Other tests look whether it leads to the right gradient.
+        found.pop("grad_fn")
+    return found
+
+
+def _changed_after(kind: Kind, change: Callable[[torch.Tensor], Any], *, data: bool) -> State:
+    """Roll one change back, and say what it left."""
+    tensor = kind.make()
+    before = _before(tensor)
+    with kind.scope(), pytest.raises(Planned), rollback_on_error(tensor, data=data):
+        outcome_of(lambda: change(tensor))
+        raise Planned
+    return differences(before, _before(tensor))
+
+
+def _survives(kind: Kind, change: Callable[[torch.Tensor], Any], *, data: bool) -> bool:
+    # What a wrapper holds may be without memory if it is not put back rightly.
+    is_wrapper = kind.name == "wrapper"
+    return not is_wrapper or not ends_the_process(lambda: _changed_after(kind, change, data=data))
+
+
+@DATA
+@pytest.mark.parametrize("kind", **named(kinds.ALL))
+def test_brings_the_metadata_of_every_kind_back(kind: Kind, data: bool) -> None:
+    wrong = []
+    for name, change in CHANGES.items():
+        if kind.kills and name == "grows":
+            continue
+        assert _survives(kind, change, data=data), f"{name} ends the process"
+        changed = _changed_after(kind, change, data=data)
+        if not data:
+            changed.pop("version", None)  # what succeeded inside has moved it on
+            changed.pop("bytes", None)
+        if changed and kind.has_metadata:
+            wrong.append(f"{name}: {changed}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", **named(kinds.ALL))
+def test_brings_the_data_of_every_kind_back(kind: Kind) -> None:
+    wrong = []
+    for name, change in WRITES.items():
+        if name == "one element" and "channels_last" in kind.name:
+            continue
+        assert _survives(kind, change, data=True), f"{name} ends the process"
+        changed = _changed_after(kind, change, data=True)
+        if not kind.has_metadata:
+            changed.pop("version", None)
+        if changed:
+            wrong.append(f"{name}: {changed}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("change", [*CHANGES.values()][:5], ids=[*CHANGES][:5])
+def test_nothing_comes_back_without_it(change: Callable[[torch.Tensor], Any]) -> None:
+    tensor = plain()
+    before = state(tensor)
+    change(tensor)
+    assert differences(before, state(tensor)) != {}
+
+
+@DATA
+def test_a_block_that_succeeds_keeps_what_it_did(data: bool) -> None:
+    tensor = plain()
+    with rollback_on_error(tensor, data=data):
+        tensor.zero_().resize_(2)
+    assert tensor.tolist() == [0, 0]
+
+
+@DATA
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_whatever_is_raised_is_let_through(data: bool, error: type[BaseException]) -> None:
+    raised = error()
+    tensor = plain()
+    with pytest.raises(error) as caught, rollback_on_error(tensor, data=data):
+        tensor.resize_(100)
+        raise raised
+    assert caught.value is raised
+    assert tensor.shape == (2, 3)
+
+
+@DATA
+def test_several_tensors_come_back_together(data: bool) -> None:
+    base = torch.arange(12.0)
+    tensors = [base, base[2:8], base.view(3, 4), locked([1.0, 2.0]), torch.nn.Parameter(plain())]
+    before = [state(tensor) for tensor in tensors]
+    with pytest.raises(Planned), rollback_on_error(*tensors, data=data):
+        with torch.no_grad():
+            tensors[4].add_(1)
+        tensors[0].resize_(3)
+        tensors[1].set_(torch.zeros(3))
+        tensors[3].zero_()
+        raise Planned
+    for old, tensor in zip(before, tensors, strict=True):
+        changed = differences(old, state(tensor))
+        if not data:
+            changed.pop("version", None)
+            changed.pop("bytes", None)
+        assert changed == {}
+
+
+def test_the_version_goes_on_counting_without_a_copy() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    saved = torch.arange(3.0)
+    loss = (weight * saved).sum()
+    with pytest.raises(Planned), rollback_on_error(saved):
+        saved.zero_()
+        raise Planned
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_backward_gives_the_right_gradient_with_a_copy() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    saved = torch.arange(3.0)
+    loss = (weight * saved).sum()
+    with pytest.raises(Planned), rollback_on_error(saved, data=True):
+        saved.zero_().resize_(70)
+        raise Planned
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0, 1, 2]
+
+
+def test_requires_grad_comes_back() -> None:
+    for before in (False, True):
+        tensor = plain().requires_grad_(before)
+        with pytest.raises(Planned), rollback_on_error(tensor):
+            tensor.requires_grad_(not before)
+            raise Planned
+        assert tensor.requires_grad is before
+
+
+def test_a_tensor_that_joined_a_graph_inside_has_left_it() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    tensor = torch.ones(3)
+    with pytest.raises(Planned), rollback_on_error(tensor, data=True):
+        tensor.mul_(weight)
+        raise Planned
+    assert not tensor.requires_grad
+    assert tensor.is_leaf
+    assert tensor.tolist() == [1, 1, 1]
+
+
+def test_a_tensor_in_a_graph_still_leads_to_its_leaves() -> None:
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    tensor = weight * 3
+    with pytest.raises(Planned), rollback_on_error(tensor, data=True):
+        tensor.mul_(weight).add_(1)
+        raise Planned
+    assert tensor.tolist() == [3, 6]
+    tensor.sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3]
+
+
+@DATA
+def test_a_parameter_made_half_inside_is_what_it_was(data: bool) -> None:
+    """``module.half()`` gives each parameter other data of another dtype."""
+    module = torch.nn.Linear(2, 3)
+    before = [state(parameter) for parameter in module.parameters()]
+    with pytest.raises(Planned), rollback_on_error(*module.parameters(), data=data):
+        module.half()
+        raise Planned
+    for old, parameter in zip(before, module.parameters(), strict=True):
+        changed = differences(old, state(parameter))
+        changed.pop("version", None)
+        assert changed == {}
+
+
+@DATA
+def test_data_moved_to_another_device_inside_is_back_or_refused_by_torch(data: bool) -> None:
+    tensor = plain()
+    before = state(tensor)
+    other = torch.empty(4, device="meta")
+    with pytest.raises((Planned, RuntimeError)), rollback_on_error(tensor, data=data):
+        tensor.data = other
+        raise Planned
+    changed = differences(before, state(tensor))
+    changed.pop("version", None)
+    assert changed == {}
+
+
+@DATA
+def test_a_storage_emptied_inside_is_consistent_again(data: bool) -> None:
+    tensor = plain()
+
+    def work() -> None:
+        with pytest.raises(Planned), rollback_on_error(tensor, data=data):
+            tensor.untyped_storage().resize_(0)
+            raise Planned
+
+    assert not ends_the_process(work)
+    work()
+    assert is_consistent(tensor)
+    assert tensor.shape == (2, 3)
+    if data:
+        assert tensor.tolist() == plain().tolist()
+
+
+def test_a_second_failure_does_not_hide_the_other_tensors() -> None:
+    first, last = plain(), plain()
+    middle = plain()
+
+    class Hostile(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise ZeroDivisionError
+
+    hostile = middle.as_subclass(Hostile)
+    with pytest.raises(Planned), rollback_on_error(first, hostile, last, data=True):
+        first.zero_()
+        last.zero_()
+        raise Planned
+    assert first.tolist() == last.tolist() == plain().tolist()
+
+
+@DATA
+def test_may_be_nested_and_used_again(data: bool) -> None:
+    tensor = plain()
+    scope = rollback_on_error(tensor, data=data)
+    for _ in range(2):
+        with pytest.raises(Planned), scope:
+            tensor.resize_(20)
+            with pytest.raises(Planned), scope:
+                tensor.resize_(30)
+                raise Planned
+            assert tensor.shape == (20,)
+            raise Planned
+        assert tensor.shape == (2, 3)
+
+
+def test_decorates_nothing_but_says_what_is_wrong_with_its_arguments() -> None:
+    module = torch.nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"tensors\[1\] is a Linear, expected a torch.Tensor"):
+        rollback_on_error(plain(), module)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"\*module.parameters\(\)"):
+        rollback_on_error(module)  # type: ignore[arg-type]
+
+
+def test_no_tensors_are_no_error() -> None:
+    with pytest.raises(Planned), rollback_on_error():
+        raise Planned
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@DATA
+@pytest.mark.parametrize("fails", [False, True])
+def test_modes_and_subclasses_see_nothing_of_it(data: bool, fails: bool) -> None:
+    tensor, watched = plain(), plain().as_subclass(kinds.Watching)
+    kinds.CALLS.clear()
+    with Counting() as mode, pytest.raises(Planned) if fails else warnings.catch_warnings():
+        with rollback_on_error(tensor, watched, data=data):
+            if fails:
+                raise Planned
+    assert mode.seen == []
+    assert kinds.CALLS == []
+
+
+def test_a_wrapper_has_its_inner_data_back() -> None:
+    wrapper = Wrapper(plain())
+    with pytest.raises(Planned), rollback_on_error(wrapper, data=True):
+        wrapper.zero_()
+        raise Planned
+    assert wrapper.inner.tolist() == plain().tolist()
+
+
+@DATA
+def test_is_nothing_to_a_compiled_function(data: bool) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with rollback_on_error(x, data=data):
+            return x.add(1).mul(2)
+
+    torch._dynamo.reset()
+    assert torch.compile(function, backend=backend, fullgraph=True)(torch.ones(2)).tolist() == [
+        4,
+        4,
+    ]
+    assert len(graphs) == 1
+    torch._dynamo.reset()

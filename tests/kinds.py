@@ -32,38 +32,42 @@ class Watching(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         CALLS.append((func, tuple(types), kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 class Wrapper(torch.Tensor):
     """A subclass that holds another tensor and has a dispatcher of its own."""
 
-    inner: torch.Tensor
+    wrapped: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Self:
-        wrapper: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+    def __new__(cls, wrapped: torch.Tensor) -> Self:
+        wrapper: Self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            wrapped.shape,
+            strides=wrapped.stride(),
+            dtype=wrapped.dtype,
+            device=wrapped.device,
         )
-        wrapper.inner = inner
+        wrapper.wrapped = wrapped
         return wrapper
 
-    def __init__(self, inner: torch.Tensor) -> None: ...
+    def __init__(self, wrapped: torch.Tensor) -> None: ...
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
+        return ["wrapped"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Wrapper:
-        return Wrapper(inner["inner"])
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], *_: Any) -> Wrapper:
+        return Wrapper(parts["wrapped"])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        unwrapped = tuple(arg.inner if isinstance(arg, Wrapper) else arg for arg in args)
+        unwrapped = tuple(arg.wrapped if isinstance(arg, Wrapper) else arg for arg in args)
         result = func(*unwrapped, **(kwargs or {}))
         if func.__name__.partition(".")[0].endswith("_"):
             return args[0]
@@ -286,7 +290,7 @@ def _state(tensor: torch.Tensor) -> State:
         "version": _version(tensor),
     }
     if isinstance(tensor, Wrapper):
-        found["inner"] = _state(tensor.inner)
+        found["wrapped"] = _state(tensor.wrapped)
     elif tensor.layout is torch.sparse_coo:
         found["shape"] = tensor.shape
         found["parts"] = [_state(tensor._indices()), _state(tensor._values())]
@@ -327,8 +331,8 @@ def values(tensor: torch.Tensor) -> State:
     found = state(tensor)
     for name in ("storage", "grad_fn"):
         found.pop(name, None)
-    if isinstance(found.get("inner"), dict):
-        found["inner"] = values(tensor.inner)  # type: ignore[attr-defined]
+    if isinstance(found.get("wrapped"), dict):
+        found["wrapped"] = values(tensor.wrapped)  # type: ignore[attr-defined]
     if tensor.layout is torch.sparse_coo:
         with torch._C.DisableTorchFunction():
             found["parts"] = [values(tensor._indices()), values(tensor._values())]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def shared() -> torch.Tensor:
-    return torch.ones(2, 3).share_memory_()
+    return torch.ones(2, 3).share_memory_()  # type: ignore[no-any-return]
 
 
 def corrupt() -> torch.Tensor:
@@ -56,7 +56,7 @@ def _corrupt_csr() -> torch.Tensor:
 def _patched_on_top() -> None:
     installation = torchguard.install()
     ours = torch.Tensor.resize_
-    torch.Tensor.resize_ = lambda *_: None  # type: ignore[assignment, method-assign, return-value]
+    torch.Tensor.resize_ = lambda *_: None  # type: ignore[assignment, method-assign]
     try:
         installation.uninstall()
     finally:

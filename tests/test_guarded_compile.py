@@ -83,13 +83,14 @@ def twice_broken(x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
-@torch._dynamo.disable
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def eager_part(x: torch.Tensor) -> torch.Tensor:
     return x.mul(3)
 
 
 def disabled_inside(x: torch.Tensor) -> torch.Tensor:
-    return eager_part(x + 1) + 1
+    result: torch.Tensor = eager_part(x + 1) + 1
+    return result
 
 
 def branches(x: torch.Tensor) -> torch.Tensor:
@@ -207,6 +208,18 @@ class TestTheSameGraphsAndResults:
         assert counts[0] == counts[1] == counts[2]
 
 
+@pytest.mark.parametrize(
+    "decorate", [lambda function: function, guarded()], ids=["torch", "guarded"]
+)
+def test_many_decorated_functions_do_not_share_one_recompile_limit(decorate: Any) -> None:
+    backend = Counting()
+    for number in range(12):
+        function = eval(f"lambda x: x.mul({number}).add(1)")  # noqa: S307  each has code of its own
+        compiled = torch.compile(decorate(function), backend=backend)
+        assert compiled(X).tolist() == [number * x + 1 for x in X.tolist()]  # type: ignore[no-untyped-call]
+    assert backend.graphs == 12
+
+
 def test_these_tests_can_fail() -> None:
     """A mode that stays on the stack costs a graph."""
     from torch.overrides import TorchFunctionMode  # noqa: PLC0415
@@ -220,7 +233,7 @@ def test_these_tests_can_fail() -> None:
     backend = Counting()
     compiled = torch.compile(plain, backend=backend)
     compiled(X)
-    with Mode():  # type: ignore[no-untyped-call]
+    with Mode():
         compiled(X)
     assert backend.graphs > 1
 
@@ -281,7 +294,7 @@ class TestTheStackOfModes:
             assert torch.empty(2).device.type == "meta"
 
     def test_keeps_a_default_device_set_in_compiled_code(self) -> None:
-        @torch._dynamo.disable
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def set_it() -> None:
             torch.set_default_device("meta")
 
@@ -312,7 +325,7 @@ class TestEagerPartsOfCompiledCode:
     def test_with_a_scope_of_their_own_are_guarded(self, outer: Any) -> None:
         found: list[Any] = []
 
-        @torch._dynamo.disable
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def eager() -> None:
             with guarded():
                 found.append(self.shape_after_failure())

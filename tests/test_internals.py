@@ -1,4 +1,4 @@
-"""What is private to torch is used in one file only, exists, and has a way out where it does not."""
+"""What is private to torch is used in one file only, and exists."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_function_modes_can_be_taken_off_the_stack_and_put_back() -> None:
     class Mode(TorchFunctionMode):
         pass
 
-    with Mode() as outer, Mode() as inner:  # type: ignore[no-untyped-call]
+    with Mode() as outer, Mode() as inner:
         stack = internals.torch_function_modes()
         assert stack == [outer, inner]
         internals.replace_torch_function_modes([])

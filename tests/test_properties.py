@@ -223,7 +223,7 @@ indices = st.lists(st.integers(-3, 6), max_size=4).map(
 PLAIN = tuple(
     kind
     for kind in kinds.STRIDED
-    if kind.name not in {"meta"} and "Parameter" not in kind.name and not kind.kills
+    if kind.name != "meta" and "Parameter" not in kind.name and not kind.kills
 )
 
 

@@ -5,6 +5,8 @@ Three ways in, each complete without the others: call a helper
 for the whole process (:func:`install`).
 """
 
+from torchguard.buckets import Buckets
+from torchguard.collating import BucketCollator
 from torchguard.consistency import check_consistent, is_consistent, repair_
 from torchguard.doctor import doctor
 from torchguard.errors import (
@@ -22,17 +24,27 @@ from torchguard.install import (
     original,
     uninstall,
 )
+from torchguard.masks import attention_mask, length_mask, position_ids
+from torchguard.observed import batch_maxima
+from torchguard.padding import Padded, pad_to_bucket, unpad
+from torchguard.pairs import PairBuckets
 from torchguard.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.rollback import rollback_on_error
 from torchguard.version import __version__
 
 __all__ = [
+    "BucketCollator",
+    "Buckets",
     "InconsistentTensorError",
     "Installation",
     "NonResizableStorageError",
+    "Padded",
+    "PairBuckets",
     "PatchConflictError",
     "TorchGuardError",
     "__version__",
+    "attention_mask",
+    "batch_maxima",
     "check_consistent",
     "doctor",
     "guarded",
@@ -40,11 +52,15 @@ __all__ = [
     "installed",
     "is_consistent",
     "is_installed",
+    "length_mask",
     "original",
+    "pad_to_bucket",
+    "position_ids",
     "repair_",
     "rollback_on_error",
     "safe_resize_",
     "safe_resize_as_",
     "safe_set_",
     "uninstall",
+    "unpad",
 ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from torchguard import run
+from torchguard import plan, run
 from torchguard.doctor import command
 from torchguard.version import __version__
 
-_COMMANDS = (command.add_parser, run.add_parser)
+_COMMANDS = (command.add_parser, run.add_parser, plan.add_parser)
 
 
 def main(arguments: list[str] | None = None) -> int:

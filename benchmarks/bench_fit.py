@@ -1,0 +1,290 @@
+"""Waste of ``Buckets.fit`` against the rules in use elsewhere, and how long planning takes.
+
+Every rule gets the maxima of batches of 16 from one half of the lengths and is judged on
+those of the other half; the longest length is known to all. The numbers are waste in percent
+of the useful cost, the mean of several random halves. Batches are not drawn: their
+distribution is computed, so the spread is that of the halves alone.
+
+The rules: powers of two below the maximum; multiples of the smallest multiple of 64 that makes
+do with the number; equal width; quantiles (fairseq); equal duration, the sum of lengths (lhotse);
+exponential, rounded up to 128, or to 16 below 1024 (vllm-gaudi); geometric from the shortest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import statistics
+import sys
+import sysconfig
+import time
+import tokenize
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if __package__ in {None, ""}:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import context
+from torchguard.buckets import Buckets
+from torchguard.observed import Observed, batch_maxima, observe
+from torchguard.planning import Cost
+
+BATCH = 16
+COUNTS = (4, 8, 16)
+COSTS: tuple[Cost, ...] = ("linear", "quadratic")
+Lengths = NDArray[np.int64]
+Rule = Callable[[Observed, int, int, Any], Buckets]
+
+
+def generated(random: np.random.Generator, number: int) -> dict[str, Lengths]:
+    """Draw lengths of six kinds."""
+    short = random.integers(0, 2, number) == 0
+    kinds = {
+        "lognormal text": random.lognormal(5.5, 0.8, number).clip(1, 4096),
+        "RL bimodal": np.where(
+            short, random.normal(400, 120, number), random.normal(3900, 250, number)
+        ).clip(16, 4096),
+        "speech": (1600 * random.beta(4, 1.6, number)).clip(40, 1600),
+        "docstrings": random.lognormal(3.1, 1.2, number).clip(1, 1500),
+        "sentences": random.gamma(2.2, 11, number).clip(1, 250),
+        "Pareto": (64 * (1 + random.pareto(1.2, number))).clip(1, 16384),
+    }
+    return {name: lengths.astype(np.int64) for name, lengths in kinds.items()}
+
+
+def real() -> dict[str, Lengths]:
+    """Count the tokens of the standard library's docstrings and of its functions."""
+    docstrings, functions = [], []
+    folder = Path(sysconfig.get_path("stdlib"))
+    for path in sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")]):
+        if "packages" in path.parts[-2]:
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+            tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+        except (SyntaxError, UnicodeDecodeError, tokenize.TokenError):
+            continue
+        starts = np.array([token.start[0] for token in tokens])
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node)
+                if text and text.split():
+                    docstrings.append(len(text.split()))
+            if isinstance(node, ast.FunctionDef):
+                first, last = np.searchsorted(starts, [node.lineno, (node.end_lineno or 0) + 1])
+                functions.append(int(last - first))
+    return {
+        "real: docstrings": np.array(docstrings),
+        "real: functions": np.array([length for length in functions if length > 0]),
+    }
+
+
+def _powers_of_two(_seen: Observed, top: int, count: int, _: Any) -> Buckets:
+    below = 1 << (top - 1).bit_length() - 1
+    return Buckets([top, *(below >> n for n in range(count - 1) if below >> n)])
+
+
+def _multiples_of_64(_seen: Observed, top: int, count: int, _: Any) -> Buckets:
+    return Buckets.multiples_of(64 * -(-top // (64 * count)), top)
+
+
+def _equal_width(_seen: Observed, top: int, count: int, _: Any) -> Buckets:
+    return Buckets([-(-top * part // count) for part in range(1, count + 1)])
+
+
+def _parts(seen: Observed, top: int, count: int, mass: NDArray[np.float64]) -> Buckets:
+    shares = mass.cumsum() / mass.sum()
+    wanted = np.arange(1, count) / count
+    return Buckets([*seen.sizes[np.searchsorted(shares, wanted)].tolist(), top])
+
+
+def _quantiles(seen: Observed, top: int, count: int, _: Any) -> Buckets:
+    return _parts(seen, top, count, seen.weights)
+
+
+def _equal_duration(seen: Observed, top: int, count: int, _: Any) -> Buckets:
+    return _parts(seen, top, count, seen.weights * seen.sizes)
+
+
+def _exponential(_seen: Observed, top: int, count: int, _: Any) -> Buckets:
+    step = 128 if top >= 1024 else 16  # noqa: PLR2004 - stated above
+    return Buckets.geometric(step, top, count, multiple_of=step)
+
+
+def _geometric(seen: Observed, top: int, count: int, _: Any) -> Buckets:
+    return Buckets.geometric(int(seen.sizes[0]), top, count, multiple_of=8)
+
+
+def _optimal(seen: Observed, top: int, count: int, cost: Any) -> Buckets:
+    return Buckets.fit(histogram(seen), count, cost=cost, maximum=top)
+
+
+RULES: dict[str, Rule] = {
+    "powers of two": _powers_of_two,
+    "multiples of 64": _multiples_of_64,
+    "equal width": _equal_width,
+    "quantiles": _quantiles,
+    "equal duration": _equal_duration,
+    "exponential": _exponential,
+    "geometric": _geometric,
+    "optimal": _optimal,
+}
+
+
+def histogram(seen: Observed) -> dict[int, float]:
+    """Return what ``Buckets`` takes."""
+    return dict(zip(seen.sizes.tolist(), seen.weights.tolist(), strict=True))
+
+
+def compare(kinds: dict[str, Lengths], splits: int) -> list[dict[str, Any]]:
+    """Return one row per kind of lengths, cost and count: every rule's held-out waste."""
+    rows = []
+    for kind, lengths in kinds.items():
+        top = int(lengths.max())
+        halves = []
+        for split in range(splits):
+            shuffled = np.random.default_rng(split).permutation(lengths)
+            middle = len(shuffled) // 2
+            halves.append([batch_maxima(part, BATCH) for part in np.split(shuffled, [middle])])
+        for cost in COSTS:
+            for count in COUNTS:
+                waste: dict[str, list[float]] = {rule: [] for rule in RULES}
+                for first, second in halves:
+                    seen = observe(first, kind)
+                    for rule, make in RULES.items():
+                        ladder = make(seen, top, count, cost)
+                        waste[rule].append(100 * ladder.waste(second, cost))
+                means = {rule: statistics.fmean(values) for rule, values in waste.items()}
+                best = min((rule for rule in RULES if rule != "optimal"), key=means.__getitem__)
+                over = [a - b for a, b in zip(waste["optimal"], waste[best], strict=True)]
+                rows.append(
+                    {
+                        "kind": kind,
+                        "n": len(lengths),
+                        "cost": cost,
+                        "count": count,
+                        "waste_percent": {rule: round(mean, 2) for rule, mean in means.items()},
+                        "best_other": best,
+                        "over_best_other": round(statistics.fmean(over), 3),
+                        "spread_of_that": round(statistics.stdev(over), 3) if splits > 1 else None,
+                    }
+                )
+                print(_line(rows[-1]), flush=True)
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = " ".join(f"{value:7.1f}" for value in row["waste_percent"].values())
+    return f"{row['kind']:17} {row['cost']:9} {row['count']:2} {cells}"
+
+
+def small_samples(kinds: dict[str, Lengths], draws: int) -> list[dict[str, Any]]:
+    """Return the waste at 8 buckets after a few batches: with and without the prior."""
+    rows = []
+    for kind, lengths in kinds.items():
+        top, random = int(lengths.max()), np.random.default_rng(7)
+        held_out = batch_maxima(lengths, BATCH)
+        powers = _powers_of_two(observe(lengths, kind), top, 8, None).waste(held_out)
+        for number in (4, 8, 16, 32, 128):
+            samples = [random.choice(lengths, (number, BATCH)).max(axis=1) for _ in range(draws)]
+            means = {
+                name: statistics.fmean(
+                    Buckets.fit(sample, 8, maximum=top, prior=prior).waste(held_out)
+                    for sample in samples
+                )
+                for name, prior in (("prior", None), ("no prior", 0.0))
+            }
+            rows.append(
+                {
+                    "kind": kind,
+                    "batches": number,
+                    "draws": draws,
+                    "waste_percent": {
+                        "powers of two": round(100 * powers, 1),
+                        **{name: round(100 * mean, 1) for name, mean in means.items()},
+                    },
+                    "cost_against_powers_of_two": round((1 + means["prior"]) / (1 + powers), 3),
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def planning_times(repeats: int) -> list[dict[str, Any]]:
+    """Return the processor time of planning, the least of several runs."""
+    random = np.random.default_rng(0)
+    drawn = random.lognormal(6, 1, 1_000_000 - 8192).clip(1, 8192).astype(np.int64)
+    sizes = np.concatenate((drawn, np.arange(1, 8193)))
+    listed = sizes.tolist()
+    spread = random.permutation(1_000_000) + 1
+    cases: dict[str, Callable[[], Any]] = {
+        "1,000,000 sizes, 8,192 distinct, 16 buckets": lambda: Buckets.fit(sizes, 16),
+        "the same, quadratic": lambda: Buckets.fit(sizes, 16, cost="quadratic"),
+        "the same, a function": lambda: Buckets.fit(sizes, 16, cost=lambda size: size**1.5),
+        "the same, from a list": lambda: Buckets.fit(listed, 16),
+        "the same, maxima of batches of 16": lambda: Buckets.fit(batch_maxima(sizes, 16), 16),
+        "the same, count chosen too": lambda: Buckets.fit(sizes, None, compile_cost=1e6),
+        "1,000,000 sizes, all distinct, 16 buckets": lambda: Buckets.fit(spread, 16),
+    }
+    rows = []
+    for what, plan in cases.items():
+        seconds = []
+        for _ in range(repeats):
+            begun = time.process_time()
+            plan()
+            seconds.append(time.process_time() - begun)
+        rows.append({"what": what, "n": repeats, "processor_seconds": round(min(seconds), 4)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean over all cells, and the cells in which another rule wins."""
+    means = {
+        rule: round(statistics.fmean(row["waste_percent"][rule] for row in rows), 2)
+        for rule in RULES
+    }
+    beaten = [
+        {key: row[key] for key in ("kind", "cost", "count", "best_other", "over_best_other")}
+        for row in rows
+        if row["over_best_other"] > 0
+    ]
+    return {"cells": len(rows), "mean_waste_percent": means, "cells_another_rule_wins": beaten}
+
+
+def main() -> None:
+    """Run it all and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one split: does it run at all?")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
+    options = parser.parse_args()
+    record = context("bench_fit")
+    splits, draws, repeats = (1, 3, 1) if options.quick else (4, 24, 5)
+    random = np.random.default_rng(11)
+    kinds = generated(random, 4000 if options.quick else 40_000)
+    print(f"{'':30}", " ".join(f"{rule[:7]:>7}" for rule in RULES))
+    rows = compare({**kinds, **real()}, splits)
+    totals = summary(rows)
+    print(json.dumps(totals, indent=1))
+    record |= {
+        "splits": splits,
+        "summary": totals,
+        "rows": rows,
+        "small_samples": small_samples(kinds, draws),
+        "planning_times": planning_times(repeats),
+    }
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

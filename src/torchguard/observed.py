@@ -1,0 +1,229 @@
+"""Observed sizes as a histogram: what a ladder is planned on and judged by.
+
+Shapes: D distinct sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Observed", "Sizes", "batch_maxima", "observe", "positive_integer", "sums", "with_prior"]
+
+Sizes: TypeAlias = Iterable[int] | Mapping[int, float] | NDArray[np.integer[Any]]
+"""What a function that takes observed sizes accepts: one size per observation, or a
+histogram that maps each size to how often it was seen."""
+
+# Counting into an array of this many cells beats sorting the sizes.
+_COUNTING_LIMIT = 1 << 24
+_LARGEST = 1 << 53  # beyond this a float, which is what costs are, does not hold every integer
+
+_NEVER = 1e-12  # a batch as rare as this is left out: rounding weighs as much
+_GAP_POINTS = 4096
+_TAIL_POINTS = 512
+
+
+class Observed(NamedTuple):
+    """A histogram of sizes."""
+
+    sizes: NDArray[np.int64]
+    """(D,) distinct, ascending, positive."""
+
+    weights: NDArray[np.float64]
+    """(D,) how often each was seen; need not be whole numbers."""
+
+    @property
+    def total(self) -> float:
+        """How many observations there are."""
+        return float(self.weights.sum())
+
+
+def observe(sizes: Sizes, operation: str) -> Observed:
+    """Count sizes, or raise an error that says which of them is wrong.
+
+    Raises:
+        TypeError: not sizes at all, or one of them is no integer.
+        ValueError: none, a size that is not positive, a bad weight, not 1-D.
+    """
+    if isinstance(sizes, Mapping):
+        return _from_histogram(sizes, operation)
+    array = _as_array(sizes, operation)
+    if array.ndim != 1:
+        raise ValueError(f"{operation}: sizes has shape {array.shape}, expected one dimension")
+    if not array.size:
+        raise ValueError(f"{operation}: sizes is empty, expected at least one observed size")
+    smallest, largest = int(array.min()), int(array.max())
+    if smallest < 1 or largest > _LARGEST:
+        bad = smallest if smallest < 1 else largest
+        where = int(np.flatnonzero(array == bad)[0])
+        raise ValueError(f"{operation}: sizes[{where}] is {bad}, expected 1 to 2**53")
+    array = array.astype(np.int64, copy=False)
+    # A few sizes far apart would make the counting array larger than sorting is slow.
+    if largest - smallest < min(_COUNTING_LIMIT, 8 * array.size + 1024):
+        counts = np.bincount(array - smallest)
+        seen = np.flatnonzero(counts)
+        return Observed(seen + smallest, counts[seen].astype(np.float64))
+    distinct, counts = np.unique(array, return_counts=True)
+    return Observed(distinct, counts.astype(np.float64))
+
+
+def _as_array(sizes: Any, operation: str) -> NDArray[Any]:
+    """Make an integer array of a list, an array, a tensor or an iterator, and of nothing else."""
+    expected = "expected integers: a list, a numpy array, a tensor, or {size: how often}"
+    if isinstance(sizes, (str, bytes, bytearray, memoryview)) or not isinstance(sizes, Iterable):
+        raise TypeError(f"{operation}: sizes is a {type(sizes).__name__}, {expected}")
+    if hasattr(sizes, "__array__"):
+        try:
+            array = np.asarray(sizes)
+        except (TypeError, RuntimeError) as error:  # a tensor on a GPU, or one with a gradient
+            raise TypeError(
+                f"{operation}: sizes can't be read as an array ({error}); pass sizes.tolist()"
+            ) from error
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{operation}: sizes has dtype {array.dtype}, {expected}")
+        return array
+    listed = list(sizes)
+    types = set(map(type, listed))
+    if types != {int}:
+        for position, size in enumerate(listed):
+            if isinstance(size, (bool, np.bool_)) or not _is_integer(size):
+                raise TypeError(
+                    f"{operation}: sizes[{position}] is {size!r} ({type(size).__name__}), "
+                    "expected an integer"
+                )
+        listed = [operator.index(size) for size in listed]
+    try:
+        return np.array(listed, dtype=np.int64)
+    except OverflowError:
+        where = next(i for i, size in enumerate(listed) if abs(size) > _LARGEST)
+        raise ValueError(
+            f"{operation}: sizes[{where}] is {listed[where]}, expected 1 to 2**53"
+        ) from None
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _from_histogram(histogram: Mapping[Any, Any], operation: str) -> Observed:
+    seen = _as_array(list(histogram), operation)
+    for size, weight in histogram.items():
+        number = isinstance(weight, (int, float, np.integer, np.floating))
+        if not number or isinstance(weight, bool) or not 0 <= weight < math.inf:
+            raise ValueError(
+                f"{operation}: size {size} was seen {weight!r} times, expected a number from 0 on"
+            )
+    weights = np.array([float(weight) for weight in histogram.values()])
+    seen, weights = seen[weights > 0], weights[weights > 0]
+    distinct = observe(seen, operation).sizes
+    totals = sums(np.searchsorted(distinct, seen), weights)
+    return Observed(distinct, totals)
+
+
+def sums(where: NDArray[np.intp], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Add up the weights of each place."""
+    return np.bincount(where.ravel(), weights).astype(np.float64, copy=False)
+
+
+def positive_integer(value: Any, name: str, operation: str, *, least: int = 1) -> int:
+    """Return ``value`` as an ``int``, or raise with the call."""
+    if isinstance(value, (bool, np.bool_)) or not _is_integer(value):
+        raise TypeError(
+            f"{operation}: {name} is {value!r} ({type(value).__name__}), expected an integer"
+        )
+    if not least <= value <= _LARGEST:
+        raise ValueError(f"{operation}: {name} is {value}, expected {least} to 2**53")
+    return operator.index(value)
+
+
+def batch_maxima(sizes: Sizes, batch: int) -> dict[int, float]:
+    """How often each size is the largest of a batch: what a compiled model sees.
+
+    Equals, on average over all orders of the data, cutting the shuffled sizes
+    into batches of ``batch`` and taking each one's maximum. Nothing is drawn at
+    random: of the C(N, n) batches, C(W, n) hold only the W sequences up to some
+    size, so the chance that the maximum is at most that size is their quotient.
+
+    Args:
+        sizes: one size per sequence, or a histogram.
+        batch: sequences per batch.
+
+    Returns:
+        A histogram to pass to ``Buckets.fit``; its total is the number of batches.
+
+    Raises:
+        TypeError, ValueError: as ``Buckets.fit``; more in a batch than there are sequences.
+
+    Example:
+        >>> batch_maxima([10, 20, 30], batch=2)
+        {20: 0.5, 30: 1.0}
+    """
+    observed = observe(sizes, "batch_maxima")
+    batch = positive_integer(batch, "batch", "batch_maxima")
+    if batch > observed.total:
+        raise ValueError(
+            f"batch_maxima: batch is {batch}, expected at most {observed.total:g}, the number of "
+            "sizes"
+        )
+    up_to = np.cumsum(observed.weights)
+    chance = np.ones_like(up_to)
+    for taken in range(batch):
+        chance *= np.maximum(up_to - taken, 0) / (observed.total - taken)
+        if chance[-1] == 0 or not chance[:-1].any():
+            break
+    chance[-1] = 1
+    share = np.diff(chance, prepend=0.0)
+    likely = share > _NEVER
+    weights = share[likely] * (observed.total / batch)
+    return dict(zip(observed.sizes[likely].tolist(), weights.tolist(), strict=True))
+
+
+def with_prior(observed: Observed, maximum: int, mass: float) -> Observed:
+    """Make a few observations stand for what has not been seen yet.
+
+    A new size falls into each of the gaps between the sizes seen about equally often (the
+    assumption A(n) of B. M. Hill, J. Am. Stat. Assoc. 63, 1968), so one observation of each size
+    moves into the gaps beside it, evenly over the logarithm, and one more lies above the largest.
+    ``mass`` pseudo-observations guard the tail: they lie from the smallest size seen to
+    ``maximum``. In both tails a size has a weight of 1 / size^2, the heaviest power law whose
+    sizes still add up to no more than a logarithm; with 1 / size, what might be up there
+    outweighs what was seen and takes most of the ladder.
+    """
+    if mass == 0:
+        return observed
+    sizes, weights = observed
+    # Between many sizes the gaps are too small to matter.
+    parts = min(_GAP_POINTS // len(sizes), 32)
+    moved = np.minimum(weights, 1.0) if parts else np.zeros_like(weights)
+    edges = np.concatenate(([1], sizes)).astype(np.float64)
+    steps = (np.arange(parts) + 0.5) / max(parts, 1)
+    inside = edges[:-1, None] * (edges[1:] / edges[:-1])[:, None] ** steps
+    shares = (np.concatenate(([0.0], moved[:-1])) + moved) / 2
+    seen = Observed(sizes, weights - moved)
+    gaps = Observed(
+        inside.ravel().round().astype(np.int64), np.repeat(shares / max(parts, 1), parts)
+    )
+    above = _tail(int(sizes[-1]), maximum, float(moved[-1]))
+    # In the maxima of batches the first sizes may stand for a millionth of a batch.
+    first = np.searchsorted(weights.cumsum(), min(0.5, observed.total / 2))
+    everywhere = _tail(int(sizes[first]), maximum, mass)
+    joined = [np.concatenate(column) for column in zip(seen, gaps, above, everywhere, strict=True)]
+    distinct, where = np.unique(joined[0], return_inverse=True)
+    totals = sums(where, joined[1])
+    return Observed(distinct[totals > 0], totals[totals > 0])
+
+
+def _tail(smallest: int, largest: int, mass: float) -> Observed:
+    """Spread ``mass`` with a weight of 1 / size^2, on sizes an even factor apart."""
+    borders = np.geomspace(smallest, largest, _TAIL_POINTS + 1)
+    sizes = np.sqrt(borders[1:] * borders[:-1])
+    return Observed(sizes.round().astype(np.int64), mass / sizes / (1 / sizes).sum())

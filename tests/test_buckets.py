@@ -1,0 +1,478 @@
+"""Ladders: the planner finds the optimum, and every bad input is told what is wrong with it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchguard.buckets import Buckets
+from torchguard.observed import Observed, batch_maxima, observe, with_prior
+from torchguard.pairs import PairBuckets
+from torchguard.planning import plan, plans
+
+COSTS: dict[str, Callable[[int], float]] = {
+    "linear": lambda size: size,
+    "quadratic": lambda size: size * size,
+}
+
+
+def padded(ladder: list[int], seen: dict[int, int], cost: Callable[[int], float]) -> float:
+    return sum(times * cost(min(b for b in ladder if b >= size)) for size, times in seen.items())
+
+
+def reference(seen: dict[int, int], count: int, cost: Callable[[int], float]) -> float:
+    """The plain O(n^2 K) dynamic program over the sizes observed."""
+    sizes = sorted(seen)
+    best = [0.0] + [math.inf] * len(sizes)
+    for _ in range(count):
+        best = [0.0] + [
+            min(
+                best[begin] + cost(sizes[end - 1]) * sum(seen[s] for s in sizes[begin:end])
+                for begin in range(end)
+            )
+            for end in range(1, len(sizes) + 1)
+        ]
+    # Fewer buckets never cost less, so exactly count (or one per size) is the best.
+    return best[-1]
+
+
+observations = st.dictionaries(st.integers(1, 300), st.integers(1, 50), min_size=1, max_size=24)
+
+
+@given(observations, st.integers(1, 9), st.sampled_from(sorted(COSTS)))
+def test_fit_equals_the_plain_reference(seen: dict[int, int], count: int, cost: Any) -> None:
+    count = min(count, len(seen))
+    buckets = Buckets.fit(seen, count, cost=cost)
+    assert len(buckets) <= count
+    assert padded(list(buckets), seen, COSTS[cost]) == reference(seen, count, COSTS[cost])
+
+
+@given(
+    st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.lists(st.integers(1, 30), min_size=20, max_size=20),
+    st.sampled_from([1, 2, 3]),
+)
+def test_a_cost_that_falls_somewhere_still_gets_the_optimum_over_all_aligned_sizes(
+    seen: dict[int, int], count: int, table: list[int], step: int
+) -> None:
+    def cost(size: int) -> float:
+        return table[size]
+
+    top = -(-max(seen) // step) * step
+    choices = range(step, top, step)
+    ladders = [
+        [*chosen, top]
+        for number in range(count)
+        for chosen in itertools.combinations(choices, number)
+    ]
+    buckets = Buckets.fit(seen, count, cost=cost, multiple_of=step)
+    best = min(padded(ladder, seen, cost) for ladder in ladders)
+    assert padded(list(buckets), seen, cost) == best
+
+
+@given(
+    st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(0, 40),
+    st.sets(st.integers(1, 16), max_size=3),
+    st.sampled_from([1, 2, 3]),
+    st.booleans(),
+)
+def test_compile_cost_finds_the_least_sum_of_running_and_compiling(
+    seen: dict[int, int], compile_cost: int, free: set[int], step: int, declared: bool
+) -> None:
+    maximum = 14 if declared else None
+    top = maximum or -(-max(seen) // step) * step
+    reach = maximum or max(seen)
+
+    def total(ladder: list[int]) -> float:
+        compiled = sum(bucket not in free for bucket in ladder)
+        return padded(ladder, seen, COSTS["linear"]) * 2 + compile_cost * compiled
+
+    usable = {size for size in free if maximum is None or size <= maximum}
+    choices = sorted({*range(step, top, step), top, *usable})
+    best = min(
+        total(list(ladder))
+        for number in range(1, len(seen) + 2)
+        for ladder in itertools.combinations(choices, number)
+        if ladder[-1] >= reach
+    )
+    buckets = Buckets.fit(
+        seen,
+        None,
+        compile_cost=compile_cost,
+        step_cost=2,
+        free=free,
+        multiple_of=step,
+        maximum=maximum,
+        prior=0,
+    )
+    assert total(list(buckets)) == best
+
+
+@given(observations, st.integers(1, 8), st.integers(1, 70))
+def test_alignment_never_makes_the_largest_bucket_smaller_than_the_largest_size(
+    seen: dict[int, int], count: int, step: int
+) -> None:
+    buckets = Buckets.fit(seen, count, multiple_of=step)
+    assert buckets.sizes[-1] >= max(seen)
+    assert all(size % step == 0 for size in buckets)
+
+
+def test_a_declared_maximum_is_the_largest_bucket_exactly() -> None:
+    buckets = Buckets.fit([10, 20, 700], 3, multiple_of=64, maximum=1000)
+    assert buckets.sizes[-1] == 1000
+    assert all(size % 64 == 0 for size in buckets.sizes[:-1])
+
+
+@given(observations)
+def test_each_further_bucket_saves_less_than_the_last(seen: dict[int, int]) -> None:
+    costs = [each.cost for each in plans(observe(seen, "test"), 24, top=max(seen))]
+    saved = [a - b for a, b in itertools.pairwise(costs)]
+    assert all(a >= b > 0 for a, b in itertools.pairwise(saved))
+    assert costs[-1] == sum(size * times for size, times in seen.items())
+
+
+def test_a_million_sizes_are_planned_in_under_a_second() -> None:
+    # A bound far above what it takes (0.03 s): a quadratic planner needs half a minute.
+    random = np.random.default_rng(0)
+    many = np.clip(random.lognormal(6, 1, 1_000_000 - 8192).astype(int), 1, 8192)
+    sizes = np.concatenate((many, np.arange(1, 8193)))
+    begun = time.process_time()
+    buckets = Buckets.fit(sizes, 16)
+    assert time.process_time() - begun < 1
+    assert len(buckets) == 16
+
+
+@pytest.mark.parametrize("shape", ["convex", "concave", "staircase", "random"])
+def test_the_hull_is_right_where_it_is_large(shape: str) -> None:
+    """Thousands of sizes: too many for the reference above, so its inner loop is numpy's."""
+    random = np.random.default_rng(3)
+    sizes = np.arange(1, 1501)
+    weights = {
+        "convex": 1.0 / sizes**2,
+        "concave": sizes.astype(float) ** 3,
+        "staircase": np.where(sizes % 100 == 0, 1000.0, 1.0),
+        "random": random.integers(1, 1000, 1500).astype(float),
+    }[shape]
+    below = np.concatenate(([0.0], weights.cumsum()))
+    best = np.concatenate(([0.0], sizes * below[1:]))
+    for _ in range(7):
+        lines = best[:-1, None] + sizes * (below[1:] - below[:-1, None])
+        lines[np.tril_indices(1500, -1)] = np.inf
+        best = np.concatenate(([0.0], lines.min(axis=0)))
+    found = plan(Observed(sizes, weights), 8, top=1500)
+    assert found.cost == pytest.approx(best[-1], rel=1e-12)
+
+
+def test_weights_that_vanish_beside_others_are_no_trouble() -> None:
+    seen = {1: 1e-30, 2: 1e-300, 50: 1e6, 60: 1e-12, 70: 1e-12, 100: 1e6, 120: 1e-200}
+    with np.errstate(all="raise"):
+        buckets = Buckets.fit(seen, 3)
+    assert buckets.sizes[-1] == 120
+    assert buckets.waste(seen) < 1e-9
+
+
+def test_the_prior_keeps_eight_samples_of_a_heavy_tail_near_powers_of_two() -> None:
+    random = np.random.default_rng(5)
+    top = 16384
+
+    def draw(number: int) -> Any:
+        return np.minimum(64 * (1 + random.pareto(1.2, (number, 16))), top).astype(int).max(axis=1)
+
+    held_out = draw(20_000)
+    powers = Buckets([top >> power for power in range(8)]).waste(held_out)
+    samples = [draw(8) for _ in range(20)]
+
+    def mean(prior: float | None) -> float:
+        fits = [Buckets.fit(sample, maximum=top, prior=prior) for sample in samples]
+        return float(np.mean([fit.waste(held_out) for fit in fits]))
+
+    assert mean(None) < powers * 1.1 < mean(0)
+
+
+def test_the_prior_spreads_its_mass_and_keeps_the_data_s() -> None:
+    observed = observe([10, 10, 10, 200], "test")
+    spread = with_prior(observed, 1000, 4)
+    assert spread.total == pytest.approx(4 + 4 + 0.5, abs=0.51)
+    assert spread.sizes[-1] <= 1000
+    assert with_prior(observed, 1000, 0) is observed
+    # 1 / size^2: a decade up, a tenth is left. With 1 / size it would be half.
+    tail = with_prior(Observed(np.array([10]), np.array([50.0])), 1000, 4)
+    assert 0.3 < tail.weights[tail.sizes > 100].sum() < 0.6
+    # A billionth of an observation at 1 is no reason to expect any below 100.
+    rare = with_prior(Observed(np.array([1, 100]), np.array([1e-9, 50.0])), 1000, 4)
+    assert rare.weights[rare.sizes < 90].sum() < 1
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+def test_batch_maxima_equal_the_average_over_all_batches(batch: int) -> None:
+    sizes = [3, 5, 5, 8, 13]
+    batches = list(itertools.combinations(sizes, batch))
+    counted = Counter(max(each) for each in batches)
+    scale = len(sizes) / batch / len(batches)
+    expected = {size: times * scale for size, times in counted.items()}
+    assert batch_maxima(sizes, batch) == pytest.approx(expected)
+
+
+def test_planning_on_single_sequences_wastes_more_than_on_batch_maxima() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(5.5, 0.8, 40_000), 1, 4096).astype(int)
+    arriving = random.permutation(lengths[:20_000]).reshape(-1, 16).max(axis=1)
+    on_batches = Buckets.fit(batch_maxima(lengths[20_000:], 16), 8, maximum=4096)
+    on_singles = Buckets.fit(lengths[20_000:], 8, maximum=4096)
+    assert on_singles.waste(arriving) > 1.5 * on_batches.waste(arriving)
+
+
+def test_waste_is_the_share_that_padding_adds() -> None:
+    buckets = Buckets([4, 8])
+    assert buckets.waste([3, 8]) == pytest.approx(12 / 11 - 1)
+    assert buckets.waste([3, 8], "quadratic") == pytest.approx(80 / 73 - 1)
+    assert buckets.waste({3: 1, 8: 1}, lambda size: size + 1) == pytest.approx(14 / 13 - 1)
+    with pytest.raises(ValueError, match="a size is 9, but the largest bucket is 8"):
+        buckets.waste([9])
+
+
+def test_ladders_by_rule() -> None:
+    assert Buckets.powers_of_two(16, 128).sizes == (16, 32, 64, 128)
+    assert Buckets.powers_of_two(17, 100).sizes == (32, 64, 100)
+    assert Buckets.powers_of_two(1, 1).sizes == (1,)
+    assert Buckets.multiples_of(64, 256).sizes == (64, 128, 192, 256)
+    assert Buckets.multiples_of(64, 200).sizes == (64, 128, 192, 200)
+    assert Buckets.geometric(16, 1024, 4, multiple_of=1).sizes == (16, 64, 256, 1024)
+    assert Buckets.geometric(10, 1000, 3).sizes == (16, 104, 1000)
+    assert Buckets.geometric(5, 100, 1).sizes == (100,)
+
+
+def test_looking_up() -> None:
+    buckets = Buckets([512, 64, 128, 64])
+    assert buckets.sizes == (64, 128, 512)
+    assert [buckets.bucket_for(size) for size in (0, 1, 64, 65, 512)] == [64, 64, 64, 128, 512]
+    assert buckets.bucket_for(np.int32(65)) == 128
+    with pytest.raises(ValueError, match="size is 513, but the largest bucket is 512"):
+        buckets.bucket_for(513)
+    with pytest.raises(ValueError, match="size is -1"):
+        buckets.bucket_for(-1)
+    for wrong in (1.5, True, "64", math.nan, 0.0):
+        with pytest.raises(TypeError, match="expected an integer"):
+            buckets.bucket_for(wrong)  # type: ignore[arg-type]
+
+
+def test_is_a_value() -> None:
+    buckets = Buckets([64, 128])
+    assert list(buckets) == [64, 128]
+    assert len(buckets) == 2
+    assert 64 in buckets
+    assert buckets == Buckets([128, 64])
+    assert buckets != Buckets([64])
+    assert {buckets, Buckets((64, 128))} == {buckets}
+    assert repr(buckets) == "Buckets([64, 128])"
+    assert eval(repr(buckets)) == buckets  # noqa: S307
+    assert pickle.loads(pickle.dumps(buckets)) == copy.deepcopy(buckets) == buckets  # noqa: S301
+    with pytest.raises(AttributeError):
+        buckets.sizes = (1,)  # type: ignore[misc]
+
+
+def test_json_round_trip_and_its_version() -> None:
+    buckets = Buckets([64, 128])
+    text = buckets.to_json()
+    assert Buckets.from_json(text) == buckets
+    assert '"version": 1' in text
+    for wrong, message in [
+        ("{", "not JSON"),
+        ("[64, 128]", "expected an object of format"),
+        (text.replace("1,", "2,"), "reads version 1"),
+        (text.replace("[64, 128]", "64"), "expected a list"),
+        (text.replace("64", "6.5"), "expected an integer"),
+        (text.replace("64", "-1"), "expected 1 to"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Buckets.from_json(wrong)
+
+
+def generated() -> object:
+    return (size for size in (10, 20, 20))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [10, 20, 20],
+        (10, 20, 20),
+        np.array([10, 20, 20], dtype=np.uint8),
+        torch.tensor([10, 20, 20]),
+        [np.int64(10), 20, 20],
+        [torch.tensor(10), torch.tensor(20), torch.tensor(20)],
+        {10: 1, 20: 2.0, 30: 0},
+        generated(),
+        iter([10, 20, 20]),
+    ],
+    ids=lambda sizes: type(sizes).__name__,
+)
+def test_every_kind_of_sizes_means_the_same(sizes: object) -> None:
+    assert observe(sizes, "test").sizes.tolist() == [10, 20]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ([], ValueError, "sizes is empty"),
+        ({}, ValueError, "sizes is empty"),
+        ({5: 0}, ValueError, "sizes is empty"),
+        ([4, 0], ValueError, r"sizes\[1\] is 0, expected 1"),
+        ([4, -3], ValueError, r"sizes\[1\] is -3, expected 1"),
+        ([4, 2.0], TypeError, r"sizes\[1\] is 2.0 \(float\), expected an integer"),
+        ([4, math.nan], TypeError, r"sizes\[1\] is nan"),
+        ([4, True], TypeError, r"sizes\[1\] is True \(bool\)"),
+        ([4, None], TypeError, r"sizes\[1\] is None"),
+        ([4, 1 << 70], ValueError, r"sizes\[1\] is 1180591620717411303424"),
+        ([[4, 5]], TypeError, r"sizes\[0\] is \[4, 5\]"),
+        ("64", TypeError, "sizes is a str"),
+        (64, TypeError, "sizes is a int"),
+        (np.array([1.0]), TypeError, "dtype float64"),
+        (np.array([True]), TypeError, "dtype bool"),
+        (np.array([[1]]), ValueError, r"shape \(1, 1\)"),
+        (np.array(5), ValueError, r"shape \(\)"),
+        (torch.tensor([1.5]), TypeError, "dtype float32"),
+        (torch.tensor([1.5], requires_grad=True), TypeError, "tolist"),
+        ({5: -1}, ValueError, "size 5 was seen -1 times"),
+        ({5: math.nan}, ValueError, "size 5 was seen nan times"),
+    ],
+)
+def test_bad_sizes_are_named(sizes: Any, error: type[Exception], message: str) -> None:
+    for call in (Buckets.fit, Buckets([64]).waste):
+        with pytest.raises(error, match=message):
+            call(sizes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"count": 0}, ValueError, "count is 0"),
+        ({"count": 2.0}, TypeError, "count is 2.0"),
+        ({"count": True}, TypeError, "count is True"),
+        ({"maximum": 19}, ValueError, "maximum is 19, but a size of 20 was observed"),
+        ({"multiple_of": 0}, ValueError, "multiple_of is 0"),
+        ({"cost": "cubic"}, ValueError, "cost is 'cubic', expected 'linear'"),
+        ({"cost": 3}, TypeError, "cost is a int"),
+        ({"cost": lambda size: "x"}, TypeError, r"cost\(10\) is 'x', expected a number"),
+        ({"cost": lambda size: math.nan}, ValueError, r"cost\(10\) is nan"),
+        ({"cost": lambda size: 0}, ValueError, r"cost\(10\) is 0"),
+        ({"prior": -1}, ValueError, "prior is -1"),
+        ({"compile_cost": 1}, ValueError, "pass count=None with them"),
+        ({"free": [10]}, ValueError, "pass count=None with them"),
+        ({"count": None}, ValueError, "compile_cost is None, expected seconds"),
+        ({"count": None, "compile_cost": -1}, ValueError, "compile_cost is -1"),
+        ({"count": None, "compile_cost": 1, "free": [0]}, ValueError, "a size in free is 0"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Buckets.fit([10, 20], **arguments)  # type: ignore[arg-type]
+
+
+def test_more_buckets_than_sizes_gives_one_per_size() -> None:
+    assert Buckets.fit([10, 20, 20], 8) == Buckets([10, 20])
+
+
+def test_needs_no_torch() -> None:
+    """The module itself: importing it as part of the package imports the package's torch."""
+    program = (
+        "import sys, types, importlib.util, pathlib;"
+        "root = pathlib.Path(importlib.util.find_spec('torchguard').origin).parent;"
+        "package = types.ModuleType('torchguard'); package.__path__ = [str(root)];"
+        "sys.modules['torchguard'] = package;"
+        "from torchguard.buckets import Buckets;"
+        "assert Buckets.fit([1, 2, 9], 2).sizes == (2, 9);"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# Two sizes.
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=7),
+    st.integers(1, 3),
+)
+def test_pairs_find_the_optimum_of_small_cases(pairs: list[tuple[int, int]], count: int) -> None:
+    def total(shapes: Any) -> float:
+        return sum(
+            min((a * b for a, b in shapes if x <= a and y <= b), default=math.inf) for x, y in pairs
+        )
+
+    grid = list(itertools.product({a for a, _ in pairs}, {b for _, b in pairs}))
+    best = min(
+        total(shapes)
+        for number in range(1, count + 1)
+        for shapes in itertools.combinations(grid, number)
+    )
+    assert total(Buckets.fit_pairs(pairs, count)) <= 1.05 * best
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 6))
+def test_pairs_that_vary_in_one_size_get_its_ladder(sizes: list[int], count: int) -> None:
+    pairs = [(7, size) for size in sizes]
+    one = Buckets.fit(sizes, count).waste(sizes)
+    assert Buckets.fit_pairs(pairs, count).waste(pairs) == pytest.approx(one)
+
+
+def test_pairs_look_up_the_cheapest_that_fits_not_the_first() -> None:
+    shapes = PairBuckets([(10, 100), (50, 10), (100, 100)])
+    assert shapes.bucket_for(9, 9) == (50, 10)
+    assert shapes.bucket_for(10, 11) == (10, 100)
+    assert shapes.bucket_for(11, 11) == (100, 100)
+    assert PairBuckets(shapes, cost=lambda a, b: a).bucket_for(9, 9) == (10, 100)
+    with pytest.raises(ValueError, match=r"holds \(101, 1\)"):
+        shapes.bucket_for(101, 1)
+
+
+def test_pairs_are_aligned_and_reach_the_maximum() -> None:
+    pairs = [(3, 50), (50, 3), (20, 20)] * 5
+    shapes = Buckets.fit_pairs(pairs, 3, multiple_of=(8, 16), maximum=(60, 70))
+    assert (60, 70) in shapes
+    assert all(shapes.bucket_for(a, b) for a, b in pairs)
+    assert all(a % 8 == 0 and b % 16 == 0 for a, b in shapes if (a, b) != (60, 70))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "error"),
+    [([], ValueError), ([(1,)], TypeError), ([1, 2], TypeError), ([(0, 1)], ValueError),
+     ([(1.5, 1)], TypeError), ([(True, 1)], TypeError), ("ab", TypeError), (3, TypeError)],
+)  # fmt: skip
+def test_bad_pairs_are_refused(pairs: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"fit_pairs: "):
+        Buckets.fit_pairs(pairs)  # type: ignore[arg-type]
+
+
+def test_plot_writes_a_picture(tmp_path: object) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"  # type: ignore[operator]
+    Buckets([64, 512]).plot([1, 30, 60, 70, 512], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "matplotlib.pyplot" not in sys.modules
+    Buckets([5]).plot([5], path)  # one size, no waste
+
+
+def test_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"torchguard-runtime\[plot\]"):
+        Buckets([64]).plot([1], "never.png")

@@ -1,0 +1,500 @@
+"""Padding: the data is where it was, the rest is the fill, and nothing else has changed."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, default_collate
+
+from torchguard import padding
+from torchguard.buckets import Buckets
+from torchguard.collating import BucketCollator
+from torchguard.masks import attention_mask, length_mask, position_ids
+from torchguard.padding import Padded, pad_to_bucket, unpad
+
+BUCKETS = Buckets([4, 8, 16])
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex32, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.fixture(params=["constant_pad_nd", "cat"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to pad, whatever the size of the tensor."""
+    limit = 1 << 60 if request.param == "constant_pad_nd" else 0
+    monkeypatch.setattr(padding, "_CAT_FROM_BYTES", limit)
+    way: str = request.param
+    return way
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    count = int(torch.Size(shape).numel())
+    plain = torch.arange(count, dtype=torch.float32).remainder(2 if dtype == torch.bool else 100)
+    if dtype == torch.complex32:
+        return torch.complex(plain, plain).to(dtype).reshape(shape)
+    return plain.to(dtype).reshape(shape)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every bit, which also works for types that can't be compared."""
+    whole = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*whole)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dim", [0, 1, -1, -3])
+@pytest.mark.usefixtures("way")
+def test_every_dtype_dimension_and_side(dtype: torch.dtype, side: Any, dim: int) -> None:
+    x = numbers(3, 5, 6, dtype=dtype)
+    one = torch.ones((), dtype=torch.float32).to(dtype)
+    padded, length = pad_to_bucket(x, dim, BUCKETS, value=1, side=side)
+    assert length == x.shape[dim]
+    assert padded.shape[dim] == BUCKETS.bucket_for(length)
+    missing = padded.shape[dim] - length
+    assert same(unpad(padded, dim, length, side), x)
+    start = 0 if side == "left" else length
+    filled = padded.narrow(dim, start, missing).contiguous()
+    assert same(filled, one.expand(filled.shape))
+
+
+@pytest.mark.usefixtures("way")
+def test_equals_f_pad() -> None:
+    x = torch.randn(2, 3, 5)
+    assert torch.equal(pad_to_bucket(x, 1, 4, value=2.5).tensor, F.pad(x, (0, 0, 0, 1), value=2.5))
+    left = pad_to_bucket(x, -1, BUCKETS, side="left").tensor
+    assert torch.equal(left, F.pad(x, (3, 0)))
+
+
+def test_an_exact_fit_is_the_tensor_itself() -> None:
+    x = torch.randn(2, 8)
+    assert pad_to_bucket(x, 1, BUCKETS).tensor is x
+    assert pad_to_bucket(x, 1, BUCKETS, value="repeat-last").tensor is x
+    assert pad_to_bucket(x, 1, BUCKETS) == Padded(x, 8)
+
+
+def test_unpad_is_a_view() -> None:
+    x = torch.zeros(2, 8)
+    unpad(x, 1, 3, "left").fill_(1)
+    assert x.sum(1).tolist() == [3, 3]
+    assert x[0, -3:].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "side", "expected"),
+    [
+        ("repeat-last", "right", [5, 6, 7, 7]),
+        ("repeat-last", "left", [5, 5, 6, 7]),
+        ("arange", "right", [5, 6, 7, 3]),
+        ("arange", "left", [0, 5, 6, 7]),
+        (lambda x, missing: x.max() * missing, "right", [5, 6, 7, 7]),
+        (lambda x, missing: torch.full((2, missing), 9), "right", [5, 6, 7, 9]),
+        (lambda x, missing: -1, "left", [-1, 5, 6, 7]),
+        (-100, "right", [5, 6, 7, -100]),
+    ],
+)
+def test_fills(value: Any, side: Any, expected: list[int]) -> None:
+    x = torch.tensor([[5, 6, 7], [5, 6, 7]])
+    for out in (None, torch.full((2, 4), 99)):
+        padded = pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out).tensor
+        assert padded.tolist() == [expected, expected]
+
+
+def test_arange_numbers_go_on() -> None:
+    positions = torch.arange(5).expand(2, 5)
+    padded = pad_to_bucket(positions, 1, BUCKETS, value="arange").tensor
+    assert padded.tolist() == [list(range(8))] * 2
+    other_dim = pad_to_bucket(torch.zeros(3, 2), 0, BUCKETS, value="arange").tensor
+    assert other_dim.tolist() == [[0, 0], [0, 0], [0, 0], [3, 3]]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("value", [0, 1.5, -0.0, float("inf"), float("-inf"), float("nan"), True])
+def test_floats_are_filled_with_the_very_number(value: float) -> None:
+    padded = pad_to_bucket(torch.ones(3), 0, 4, value=value).tensor
+    assert same(padded[3:], torch.tensor([float(value)]))
+
+
+@pytest.mark.usefixtures("way")
+def test_large_integers_and_complex_numbers_keep_every_digit() -> None:
+    large = (1 << 62) + 1
+    assert pad_to_bucket(torch.ones(3, dtype=torch.int64), 0, 4, value=large).tensor[3] == large
+    x = torch.ones(3, dtype=torch.complex64)
+    assert pad_to_bucket(x, 0, 4, value=1 + 2j).tensor[3] == 1 + 2j
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.int64, 0.5),
+        (torch.int64, float("nan")),
+        (torch.int64, 1 << 63),
+        (torch.uint8, -1),
+        (torch.int8, 128),
+        (torch.bool, 2),
+        (torch.float32, 1j),
+        (torch.float16, 1e6),
+        (torch.int64, float("inf")),
+        (torch.int32, "half"),
+        (torch.int32, None),
+        (torch.int32, lambda x, missing: "x"),
+        (torch.int32, lambda x, missing: 0.5),
+        (torch.int32, lambda x, missing: torch.zeros(1)),
+        (torch.bool, "arange"),
+    ],
+)
+def test_a_fill_that_does_not_fit_is_refused(dtype: torch.dtype, value: Any) -> None:
+    with pytest.raises(TypeError, match="pad_to_bucket: value"):
+        pad_to_bucket(torch.zeros(3, dtype=dtype), 0, 4, value=value)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("value", [2.0, "repeat-last", lambda x, missing: x[:, :missing] * 2])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_gradients_reach_the_real_part_only(value: Any, side: Any) -> None:
+    x = torch.randn(2, 6, requires_grad=True)
+    padded = pad_to_bucket(x, 1, BUCKETS, value=value, side=side).tensor
+    weights = torch.randn(2, 8)
+    (padded * weights).sum().backward()
+    assert torch.equal(x.grad, unpad(weights, 1, 6, side))  # type: ignore[arg-type]
+
+
+def test_gradients_pass_gradcheck() -> None:
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: pad_to_bucket(x, 1, 5).tensor, (x,))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("value", [0, "repeat-last", "arange"])
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_channels_last_stays_channels_last(value: Any, dim: int) -> None:
+    x = torch.randn(3, 5, 6, 7).to(memory_format=torch.channels_last).requires_grad_()
+    padded = pad_to_bucket(x, dim, BUCKETS, value=value).tensor
+    assert padded.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(unpad(padded, dim, x.shape[dim]), x)
+    volume = torch.randn(2, 3, 3, 3, 3).to(memory_format=torch.channels_last_3d)
+    padded = pad_to_bucket(volume, 4, 4, value=value).tensor
+    assert padded.is_contiguous(memory_format=torch.channels_last_3d)
+    plain = pad_to_bucket(torch.randn(3, 5, 6, 7), dim, BUCKETS, value=value).tensor
+    assert plain.is_contiguous()
+
+
+def test_a_buffer_is_filled_completely() -> None:
+    out = torch.full((2, 8), 99)
+    for length in (8, 5, 7):
+        x = torch.full((2, length), length)
+        padded = pad_to_bucket(x, 1, 8, value=-1, out=out)
+        assert padded.tensor is out
+        assert out.tolist() == [[length] * length + [-1] * (8 - length)] * 2
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(2, 9, dtype=torch.int64),
+        torch.zeros(2, 8),
+        torch.zeros(2, 8, dtype=torch.int64, device="meta"),
+    ],
+)
+def test_a_buffer_of_another_kind_is_refused_and_never_resized(out: torch.Tensor) -> None:
+    shape = out.shape
+    with pytest.raises(ValueError, match="pad_to_bucket: out is"):
+        pad_to_bucket(torch.zeros(2, 5, dtype=torch.int64), 1, 8, out=out)
+    assert out.shape == shape
+
+
+def test_a_buffer_takes_no_gradient() -> None:
+    x = torch.zeros(5, requires_grad=True)
+    with pytest.raises(ValueError, match="carries no gradient"):
+        pad_to_bucket(x, 0, 8, out=torch.zeros(8))
+    with torch.no_grad():
+        pad_to_bucket(x, 0, 8, out=torch.zeros(8))
+
+
+VIEWS = {"is_pinned", "expand", "permute", "narrow", "slice", "detach", "view", "alias", "select"}
+
+
+class Operators(TorchDispatchMode):
+    """Every operator that does something to memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in VIEWS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("value", [0, -100.0, "repeat-last"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("with_out", [False, True])
+def test_one_operator(way: str, value: Any, side: Any, with_out: bool) -> None:
+    x, out = torch.randn(2, 5), torch.empty(2, 8) if with_out else None
+    pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)  # makes the constant, once
+    with Operators() as operators:
+        pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)
+    by_pad = way == "constant_pad_nd" and value != "repeat-last" and not with_out
+    assert operators.seen == ["constant_pad_nd" if by_pad else "cat"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("value", [0, -100.0, "repeat-last"])
+def test_one_kernel_on_a_gpu(value: Any) -> None:
+    x = torch.randn(16, 50, device="cuda")
+    pad_to_bucket(x, 1, 64, value=value)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        pad_to_bucket(x, 1, 64, value=value)
+        torch.cuda.synchronize()
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
+    assert len(kernels) == 1, kernels
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU build pins memory")
+@pytest.mark.parametrize("value", [0, "repeat-last"])
+def test_pinned_memory_stays_pinned(value: Any) -> None:
+    image = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last).pin_memory()
+    for x in (torch.randn(2, 5).pin_memory(), image):
+        padded = pad_to_bucket(x, 1, BUCKETS, value=value).tensor
+        assert padded.is_pinned()
+        assert torch.equal(unpad(padded, 1, x.shape[1]), x)
+
+
+def test_pinned_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine without a GPU can check: the result is allocated as pinned."""
+    asked = []
+    empty = torch.empty
+
+    def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append(kwargs.pop("pin_memory"))
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch, "empty", recording)
+    image = numbers(2, 3, 5, 6).to(memory_format=torch.channels_last)
+    for x in (numbers(3, 5), image):
+        padded = pad_to_bucket(x, 1, BUCKETS, value=7).tensor
+        assert torch.equal(unpad(padded, 1, x.shape[1]), x)
+        assert (padded.narrow(1, x.shape[1], padded.shape[1] - x.shape[1]) == 7).all()
+        assert padded.is_contiguous() or padded.is_contiguous(memory_format=torch.channels_last)
+    assert asked == [True, True]
+
+
+@pytest.mark.usefixtures("way")
+def test_views_empty_tensors_and_scalars() -> None:
+    base = torch.arange(24).reshape(4, 6)
+    assert torch.equal(pad_to_bucket(base.t(), 0, 8).tensor[:6], base.t())
+    assert torch.equal(pad_to_bucket(base[:, ::2], 1, 4).tensor[:, :3], base[:, ::2])
+    assert pad_to_bucket(torch.zeros(2, 0), 1, BUCKETS, value=3).tensor.tolist() == [[3] * 4] * 2
+    assert pad_to_bucket(torch.zeros(0, 3), 1, BUCKETS).tensor.shape == (0, 4)
+    with pytest.raises(ValueError, match="nothing to repeat in dim 1"):
+        pad_to_bucket(torch.zeros(2, 0), 1, BUCKETS, value="repeat-last")
+    with pytest.raises(IndexError, match="dim is 0, but x of shape"):
+        pad_to_bucket(torch.tensor(1.0), 0, BUCKETS)
+
+
+def test_bad_arguments_are_named() -> None:
+    x = torch.zeros(2, 5)
+    for call, error, message in [
+        (lambda: pad_to_bucket([1], 0, BUCKETS), TypeError, "x is a list"),  # type: ignore[arg-type]
+        (lambda: pad_to_bucket(x, 2, BUCKETS), IndexError, "dim is 2"),
+        (lambda: pad_to_bucket(x, 1, Buckets([4])), ValueError, "size is 5, but the largest"),
+        (lambda: pad_to_bucket(x, 1, 4), ValueError, "x has 5 in dim 1, more than 4"),
+        (lambda: pad_to_bucket(x, 1, [8]), TypeError, "buckets is a list"),  # type: ignore[arg-type]
+        (lambda: pad_to_bucket(x, 1, 8, side="top"), ValueError, "side is 'top'"),  # type: ignore[arg-type]
+        (lambda: pad_to_bucket(x, 1, 8, value=lambda *_: torch.zeros(5)), ValueError, "broadcast"),
+        (lambda: unpad(x, 1, 6), ValueError, "length is 6, but x of shape"),
+        (lambda: unpad(x, 1, -1), ValueError, "length is -1"),
+        (lambda: unpad(x, 7, 1), IndexError, "unpad: dim is 7"),
+        (lambda: unpad(x, 1, 1, "top"), ValueError, "side is 'top'"),  # type: ignore[arg-type]
+    ]:
+        with pytest.raises(error, match=message):
+            call()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("way")
+def test_fake_and_meta_tensors_and_vmap() -> None:
+    from torch._subclasses import FakeTensorMode  # noqa: PLC0415
+
+    with FakeTensorMode():  # type: ignore[no-untyped-call,unused-ignore]
+        fake = torch.empty(2, 5)
+        for value in (3.25, "repeat-last"):
+            assert pad_to_bucket(fake, 1, BUCKETS, value=value).tensor.shape == (2, 8)
+    assert pad_to_bucket(torch.ones(5), 0, BUCKETS, value=3.25).tensor[-1] == 3.25
+    assert pad_to_bucket(torch.empty(2, 5, device="meta"), 1, BUCKETS).tensor.shape == (2, 8)
+    mapped = torch.func.vmap(lambda x: pad_to_bucket(x, 0, BUCKETS, value=2).tensor)
+    assert mapped(torch.ones(3, 5)).sum().item() == 3 * (5 + 3 * 2)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_constant_made_in_inference_mode_serves_outside_it() -> None:
+    with torch.inference_mode():
+        pad_to_bucket(torch.ones(5), 0, BUCKETS, value=0.125)
+    x = torch.ones(5, requires_grad=True)
+    pad_to_bucket(x, 0, BUCKETS, value=0.125).tensor.sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, "repeat-last", "arange"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_compiles_in_one_graph(value: Any, side: Any) -> None:
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return pad_to_bucket(x, 1, BUCKETS, value=value, side=side).tensor * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(padded, fullgraph=True, backend="eager", dynamic=False)
+    for length in (3, 4, 5, 8):
+        x = torch.randn(2, length)
+        assert torch.equal(compiled(x), padded(x))
+
+
+# Masks.
+
+
+def test_length_masks() -> None:
+    for lengths in ([0, 2, 4], torch.tensor([0, 2, 4])):
+        assert length_mask(lengths, 4).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1] * 4]
+        left = length_mask(lengths, 4, side="left")
+        assert left.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [1] * 4]
+
+
+def test_positions() -> None:
+    assert position_ids([2, 4], 4).tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert position_ids([2, 4], 4, side="left").tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_attention_over_a_padded_batch_is_that_over_each_sequence(causal: bool, side: Any) -> None:
+    lengths, size = [0, 3, 8], 8
+    q, k, v = torch.randn(3, 3, 2, size, 16, dtype=torch.float64, requires_grad=True).unbind()
+    mask = attention_mask(lengths, size, causal=causal, side=side)
+    result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert result.isfinite().all()
+    for row, length in enumerate(lengths):
+        a, b, c = (unpad(each[row], 1, length, side) for each in (q, k, v))
+        alone = F.scaled_dot_product_attention(a, b, c, is_causal=causal)
+        torch.testing.assert_close(unpad(result[row], 1, length, side), alone)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error"),
+    [([5], ValueError), ([-1], ValueError), ([1.5], TypeError), ([True], TypeError),
+     (torch.tensor([1.5]), TypeError), (torch.tensor([[1]]), ValueError)],
+)  # fmt: skip
+def test_bad_lengths_are_refused(lengths: Any, error: type[Exception]) -> None:
+    for function in (length_mask, attention_mask, position_ids):
+        with pytest.raises(error, match="lengths"):
+            function(lengths, 4)
+
+
+# Collating.
+
+
+def samples(length: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "ids": torch.arange(length),
+            "labels": torch.arange(length),
+            "audio": {"wave": torch.ones(2, 10)},
+            "weight": 1.0,
+        }
+        for _ in range(3)
+    ]
+
+
+COLLATOR = BucketCollator(
+    {"t": BUCKETS, "s": Buckets([16])},
+    {"ids": {1: "t"}, "labels": {-1: "t"}, "audio": {"wave": {2: "s"}}},
+    fill={"labels": -100, "audio": {"wave": "repeat-last"}},
+    length_key="lengths",
+)
+
+
+def test_collates_then_pads_what_is_named() -> None:
+    batch = COLLATOR(samples(5))
+    assert batch["ids"].tolist() == [[0, 1, 2, 3, 4, 0, 0, 0]] * 3
+    assert batch["labels"].tolist() == [[0, 1, 2, 3, 4, -100, -100, -100]] * 3
+    assert torch.equal(batch["audio"]["wave"], torch.ones(3, 2, 16))
+    assert batch["weight"].shape == (3,)
+    assert batch["lengths"] == {"t": 5, "s": 10}
+
+
+def test_pads_in_the_workers() -> None:
+    data: Any = [sample for length in (3, 5, 9) for sample in samples(length)]
+    loader: Any = DataLoader(
+        data,
+        batch_size=3,
+        num_workers=1,
+        collate_fn=pickle.loads(pickle.dumps(COLLATOR)),  # noqa: S301
+    )
+    assert [batch["ids"].shape[1] for batch in loader] == [4, 8, 16]
+
+
+Pair = collections.namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - as torch's own tests do
+
+
+def test_tuples_lists_and_named_tuples_keep_their_type() -> None:
+    given = [(torch.ones(5), 1)] * 2
+    for dims in ([{1: "t"}, None], ({1: "t"},)):
+        padded = BucketCollator(BUCKETS, dims, fill=[7])(given)
+        assert padded[0].tolist() == [[1.0] * 5 + [7.0] * 3] * 2
+        assert padded[1].tolist() == [1, 1]
+    named = BucketCollator(BUCKETS, [{1: "t"}])([Pair(torch.ones(5), 1)])
+    assert type(named) is Pair
+    assert named.x.shape == (1, 8)
+    bare = BucketCollator(BUCKETS, {1: "t"})([torch.ones(5)])
+    assert bare.shape == (1, 8)
+
+
+def test_what_the_collate_function_keeps_is_not_changed() -> None:
+    kept = default_collate(samples(5))
+    BucketCollator(BUCKETS, {"ids": {1: "t"}}, collate_fn=lambda _: kept)([])
+    assert kept["ids"].shape == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((BUCKETS, {}), ValueError, "names no dimension"),
+        ((BUCKETS, {"ids": 1}), TypeError, r"dims\['ids'\] is 1"),
+        ((BUCKETS, {"ids": {1: 2}}), TypeError, "expected {dimension: axis name}"),
+        (({"s": BUCKETS}, {"ids": {1: "t"}}), ValueError, "no buckets for 't'"),
+        ((8, {"ids": {1: "t"}}), TypeError, "buckets is a int"),
+    ],
+)
+def test_a_bad_collator_is_refused_at_once(
+    arguments: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        BucketCollator(*arguments)
+
+
+def test_a_fill_for_what_is_not_padded_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fill\['lables'\] is given, but not padded"):
+        BucketCollator(BUCKETS, {"labels": {1: "t"}}, fill={"lables": -100})
+
+
+def test_a_batch_of_another_structure_is_named() -> None:
+    for dims, error, message in [
+        ({"idz": {1: "t"}}, KeyError, r"there is no batch\['idz'\]"),
+        ({"ids": {2: "t"}}, IndexError, "dims names dimension 2"),
+        ({"audio": {1: "t"}}, TypeError, r"batch\['audio'\] is a dict"),
+        ({"ids": {1: "t"}, "audio": {"wave": {2: "t"}}}, ValueError, "axis 't' is 5 in"),
+    ]:
+        with pytest.raises(error, match=message):
+            BucketCollator(BUCKETS, dims)(samples(5))

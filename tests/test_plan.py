@@ -1,0 +1,207 @@
+"""``python -m torchguard plan``: every kind of file in, a ladder out."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchguard import plan
+from torchguard.buckets import Buckets
+from torchguard.lengths import read_sizes
+from torchguard.observed import batch_maxima
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    plan.add_parser(parser.add_subparsers(required=True))
+    options = parser.parse_args(["plan", *arguments])
+    status: int = options.command(options)
+    return status
+
+
+@pytest.fixture(scope="module")
+def docstrings() -> list[int]:
+    """Words per docstring of part of the standard library: a text that every machine has."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    texts = []
+    for name in ("argparse.py", "ast.py", "doctest.py", "inspect.py", "shutil.py", "subprocess.py"):
+        texts += [
+            ast.get_docstring(node) or ""
+            for node in ast.walk(ast.parse((folder / name).read_text(encoding="utf-8")))
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        ]
+    return [len(text.split()) for text in texts if text]
+
+
+def test_plans_a_real_text_and_draws_it(
+    docstrings: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    lengths, picture, ladder = (tmp_path / name for name in ("in.txt", "out.png", "out.json"))
+    lengths.write_text("\n".join(map(str, docstrings)))
+    options = ("--buckets", "6", "--batch", "4", "--multiple-of", "8", "--cost", "quadratic")
+    assert run(str(lengths), *options, "--plot", str(picture), "--json", str(ladder)) == 0
+    shown = capsys.readouterr().out
+    seen = batch_maxima(docstrings, 4)
+    buckets = Buckets.fit(seen, 6, cost="quadratic", multiple_of=8)
+    assert Buckets.from_json(ladder.read_text()) == buckets
+    assert f"{len(docstrings):,} lengths" in shown
+    assert "6 buckets: " + " ".join(map(str, buckets)) in shown
+    assert f"waste: {100 * buckets.waste(seen, 'quadratic'):.1f} % (quadratic cost)" in shown
+    assert "powers of two" in shown
+    assert "multiples of 64" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_shows_the_waste_of_every_count_up_to_32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [3 * size + size % 7 for size in range(1, 101)]
+    path = tmp_path / "sizes.txt"
+    path.write_text(" ".join(map(str, sizes)))
+    run(str(path))
+    shown = capsys.readouterr().out
+    for count in range(1, 33):
+        waste = Buckets.fit(sizes, count).waste(sizes)
+        assert f"{count:>4} {100 * waste:>7.1f} %" in shown
+
+
+FILES = {
+    "sizes.txt": b"10 20\n20\n",
+    "bom.txt": b"\xef\xbb\xbf10\r\n20\r\n20\r\n",
+    "sizes.csv": b"name,length\na,10\nb,20\nc,20\n",
+    "one.csv": b"10\n20\n20\n",
+    "headed.csv": b"length\n10\n20\n20\n",
+    "list.json": b"[10, 20, 20]",
+    "objects.json": b'[{"length": 10}, {"length": 20}, {"length": 20}]',
+    "column.json": b'{"length": [10, 20, 20]}',
+    "histogram.json": b'{"10": 1, "20": 2}',
+}
+
+
+def npy(array: object) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.asarray(array))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", [*FILES, "sizes.npy"])
+@pytest.mark.parametrize("through", ["file", "standard input"])
+def test_reads_every_kind_of_file(
+    name: str,
+    through: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    content = FILES.get(name) or npy([10, 20, 20])
+    named = name in {"sizes.csv", "objects.json", "column.json"}
+    column = ["--column", "length"] if named else []
+    if through == "file":
+        path = tmp_path / name
+        path.write_bytes(content)
+        run(str(path), *column)
+    else:
+        stdin = io.TextIOWrapper(io.BytesIO(content))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        run(*column)
+    shown = capsys.readouterr().out
+    assert shown.startswith("3 lengths from")
+    assert "2 buckets: 10 20" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column", "message"),
+    [
+        ("a.txt", b"10\n2x\n", None, "a.txt:2: '2x' is not an integer"),
+        ("a.txt", b"10\n2.5\n", None, "a.txt:2: '2.5' is not an integer"),
+        ("a.txt", b"\xff\xfe1", None, "not UTF-8"),
+        ("a.txt", b"1", "length", "has no columns"),
+        ("a.csv", b"a,b\n1,2\n", None, "which column? pass --column with one of a, b"),
+        ("a.csv", b"a,b\n1,2\n", "c", "there is no column 'c'; there are a, b"),
+        ("a.csv", b"a,b\n1,2\n3\n", "b", "a.csv:3: 1 columns, expected 2"),
+        ("a.csv", b"a,b\n1,\n", "b", "a.csv:2: '' is not an integer"),
+        ("a.json", b"[1,", None, "not JSON"),
+        ("a.json", b"3", None, "expected a list"),
+        ("a.json", b'{"a": [1]}', "b", "there is no 'b'; there are a"),
+        ("a.json", b'[{"a": 1}]', None, "which field? pass --column with one of its names: a"),
+        ("a.json", b'{"x": 1}', None, "'x' is not an integer"),
+        ("a.npy", b"nothing", None, "not a .npy file"),
+        ("a.npy", npy([1.5]), None, "found float64"),
+        ("a.npy", npy(["a"]), None, "found <U1"),
+    ],
+)
+def test_says_what_is_wrong_with_a_file(
+    name: str, content: bytes, column: str | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_sizes(io.BytesIO(content), name, name.split(".")[1], column)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "message"),
+    [
+        ((), "", "sizes is empty"),
+        ((), "1 0", "sizes[1] is 0"),
+        (("--maximum", "5"), "10", "maximum is 5, but a size of 10 was observed"),
+        (("--batch", "3"), "1 2", "batch is 3, expected at most 2"),
+        (("--buckets", "0"), "1", "argument --buckets"),
+        (("--cost", "cubic"), "1", "argument --cost"),
+        (("missing.txt",), "", "No such file"),
+    ],
+)
+def test_bad_usage_ends_with_2(
+    arguments: tuple[str, ...],
+    content: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_ladder_alone_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"10 20")))
+    run("--json", "-")
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["sizes"] == [10, 20]
+    assert "2 buckets: 10 20" in shown.err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "patience"), [(Terminal(), 9.0), (io.StringIO(), -1.0)])
+def test_no_bar_for_quick_work_or_without_a_terminal(
+    stream: io.StringIO, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_PATIENCE", patience)
+    with plan._Bar(stream) as bar:
+        bar.show(1, 2)
+    assert not stream.getvalue()
+
+
+def test_a_bar_for_slow_work_that_is_wiped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_PATIENCE", -1.0)
+    stream = Terminal()
+    with plan._Bar(stream) as bar:
+        bar.show(16, 32)
+        assert stream.getvalue().endswith("16 of 32 ladders")
+    assert stream.getvalue().endswith(" \r")

@@ -78,7 +78,7 @@ def _survives(kind: Kind, change: Callable[[torch.Tensor], Any], *, data: bool) 
 def test_brings_the_metadata_of_every_kind_back(kind: Kind, data: bool) -> None:
     wrong = []
     for name, change in CHANGES.items():
-        if kind.kills and name == "grows":
+        if (kind.kills and name == "grows") or (kind.name == "wrapper" and name == "other data"):
             continue
         assert _survives(kind, change, data=data), f"{name} ends the process"
         changed = _changed_after(kind, change, data=data)

@@ -145,7 +145,7 @@ class TestAScript:
             assert program.stdout is not None
             assert program.stdout.readline() == "ready\n"
             program.send_signal(signal.SIGINT)
-            _, errors = program.communicate(timeout=30)
+            _, errors = program.communicate(timeout=120)
         assert program.returncode == -signal.SIGINT
         assert errors.splitlines()[-1] == "KeyboardInterrupt"
         assert "torchguard" not in errors

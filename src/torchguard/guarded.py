@@ -155,7 +155,9 @@ class Guarded(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         # An inner scope needs a mode of its own only if it adds the copies.
-        covered = _scopes.open and (_scopes.open[-1] or not self._data)
+        covered = (
+            _scopes.open and (_scopes.open[-1] or not self._data) and not stepping_aside.is_aside()
+        )
         mode = None
         if not covered:
             patching.apply(_UNSEEN)
@@ -206,6 +208,8 @@ class Guarded(contextlib.ContextDecorator):
                 return function(*args, **kwargs)
             return run(function, args, kwargs)
 
+        # Dynamo keeps its decisions with the code: each function has to have its own.
+        inside.__code__ = inside.__code__.replace()
         return inside  # type: ignore[return-value]
 
     def _run(

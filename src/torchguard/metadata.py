@@ -80,7 +80,8 @@ def restore(tensor: torch.Tensor, saved: Metadata, *, version: int | None) -> No
             for part, metadata in saved.parts:
                 wrote = version != saved.version
                 restore(part, metadata, version=version_of(part) if wrote else metadata.version)
-            if not _is_as_saved(tensor, saved):
+            # A wrapper is what its parts are; its own set_ would reach one of them.
+            if not saved.parts and not _is_as_saved(tensor, saved):
                 _put_back(tensor, saved)
             if version is not None and version_of(tensor) != version:
                 set_version(tensor, version)

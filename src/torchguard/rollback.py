@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from torchguard.internals import (
+    has_own_dispatch,
     is_view,
     version_of,
     without_dispatch_modes,
@@ -147,7 +148,8 @@ class _Entry:
             self._is_leaf = tensor.is_leaf
             # A second tensor over the same storage: keeps dtype, device, conj and neg
             # bit, which an assignment to x.data changes.
-            self._alias = tensor.data if tensor.layout is torch.strided else None
+            plain = tensor.layout is torch.strided and not has_own_dispatch(tensor)
+            self._alias = tensor.data if plain else None
             # Keeps the way back into the graph, for a tensor whose grad_fn the
             # block may replace: copying it in again leads to the old grad_fn.
             self._with_history = tensor.clone() if data and self._grad_fn is not None else None

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torchguard import patching
 from torchguard.internals import replace_torch_function_modes, torch_function_modes
 
-__all__ = ["add", "begin", "end", "remove"]
+__all__ = ["add", "begin", "end", "is_aside", "remove"]
 
 _DYNAMO = "torch._dynamo.eval_frame"
 _HOOK = f"{_DYNAMO}._maybe_set_eval_frame"
@@ -75,6 +75,11 @@ def remove(mode: TorchFunctionMode) -> None:
     _thread.modes.remove(mode)
 
 
+def is_aside() -> bool:
+    """Whether this thread runs compiled code, and its modes are off the stack."""
+    return _thread.frame is not None
+
+
 def _dynamo_was_imported(_: Any) -> None:
     with patching.lock:
         if _users:
@@ -95,20 +100,30 @@ def _hook(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not thread.modes:
             return original(callback)
         caller = sys._getframe(1)
-        if callable(callback):
-            # __enter__ is the old with-statement form: its way out has another frame.
-            if thread.frame is None and caller.f_code.co_name != "__enter__":
-                thread.frame = caller
-                thread.stack = torch_function_modes()
-                replace_torch_function_modes(
-                    [mode for mode in thread.stack if mode not in thread.modes]
-                )
-            return original(callback)
-        prior = original(callback)
-        if thread.frame is caller:
-            replace_torch_function_modes(thread.stack)
+        if thread.frame is caller:  # the way out
+            prior = original(callback)
             thread.frame = None
-            thread.stack = []
-        return prior
+            _put_back(thread)
+            return prior
+        # False runs what is compiled already. __enter__ is the old with-statement
+        # form: its way out has another frame.
+        begins = callable(callback) or callback is False
+        if begins and thread.frame is None and caller.f_code.co_name != "__enter__":
+            thread.frame = caller
+            thread.stack = torch_function_modes()
+            replace_torch_function_modes(_without_ours(thread))
+        return original(callback)
 
     return _maybe_set_eval_frame
+
+
+def _without_ours(thread: _Thread) -> list[TorchFunctionMode]:
+    return [mode for mode in thread.stack if mode not in thread.modes]
+
+
+def _put_back(thread: _Thread) -> None:
+    stack, now = thread.stack, torch_function_modes()
+    if now != _without_ours(thread):  # compiled code has set a default device, for one
+        stack = now + [mode for mode in thread.stack if mode in thread.modes]
+    thread.stack = []
+    replace_torch_function_modes(stack)

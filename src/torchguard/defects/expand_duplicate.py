@@ -7,8 +7,8 @@ original afterwards, in two cases too many:
   view, whose rows are one and the same memory: all of them change. ``index_select`` under
   ``vmap(grad(...))`` has such a write in its gradient.
 - In ``x[index] += 1`` an index that occurs twice has to read the old value twice. The
-  lowering of ``index_put`` stores what is read in a buffer of its own (issue 138908, since
-  2.7), but where the graph computes the indices itself, reads and writes have the same
+  lowering of ``index_put`` stores what is read in a buffer of its own (2.6 did not: issue
+  138908), but where the graph computes the indices itself, reads and writes have the same
   index expression, the scheduler makes one loop of them, and the second read sees the first
   write. That is so up to 2.15.
 

@@ -5,8 +5,8 @@ Torch bounds every symbolic size. Up to 2.9 it bounded Python's ``%`` with C's r
 ``-n % 16`` to lie in [-15, 0], where it lies in [0, 15], and the padded size to be no more
 than ``n``. Inductor then leaves out the test for the end of the input, reading whatever
 lies behind (2.6), or carries out the padding in place, in a buffer that is too small (2.8
-and 2.9). On a GPU the autotuner, which copies such a buffer, is the first to notice: the
-report's kernel takes one updated buffer and the size, as the one generated here does.
+and 2.9). The report, made on a GPU, has the autotuner fail on a kernel that updates one
+buffer in place and takes the size: what 2.9 generates for this program, CPU or GPU.
 
 https://github.com/pytorch/pytorch/issues/169760
 """

@@ -6,7 +6,8 @@ padding reads the sum from a register, but ``TritonOverrides.masked``
 (``torch/_inductor/codegen/triton.py``) still leaves the fill value to a masked load, which
 no longer exists: the test for the border is computed and not used. One sequence of 8193
 to 16384 tokens, a cumulative sum and ``F.pad(..., (1, 0))``, as every user of
-variable-length flash attention writes it, is enough.
+variable-length flash attention writes it, is enough. The kernel is wrong from 2.8 to 2.13
+and right in 2.15.
 
 https://github.com/pytorch/pytorch/issues/189895
 """

@@ -202,7 +202,6 @@ class Guarded(contextlib.ContextDecorator):
             )
         run = self._run_generator if inspect.isgeneratorfunction(function) else self._run
 
-        @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
@@ -210,7 +209,7 @@ class Guarded(contextlib.ContextDecorator):
 
         # Dynamo keeps its decisions with the code: each function has to have its own.
         inside.__code__ = inside.__code__.replace()
-        return inside  # type: ignore[return-value]
+        return functools.wraps(function)(inside)  # type: ignore[return-value]
 
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -262,7 +262,8 @@ def test_looking_up() -> None:
     buckets = Buckets([512, 64, 128, 64])
     assert buckets.sizes == (64, 128, 512)
     assert [buckets.bucket_for(size) for size in (0, 1, 64, 65, 512)] == [64, 64, 64, 128, 512]
-    assert buckets.bucket_for(np.int32(65)) == 128
+    numpy_size: Any = np.int32(65)
+    assert buckets.bucket_for(numpy_size) == 128
     with pytest.raises(ValueError, match="size is 513, but the largest bucket is 512"):
         buckets.bucket_for(513)
     with pytest.raises(ValueError, match="size is -1"):

@@ -216,9 +216,11 @@ def with_prior(observed: Observed, maximum: int, mass: float) -> Observed:
     # In the maxima of batches the first sizes may stand for a millionth of a batch.
     first = np.searchsorted(weights.cumsum(), min(0.5, observed.total / 2))
     everywhere = _tail(int(sizes[first]), maximum, mass)
-    joined = [np.concatenate(column) for column in zip(seen, gaps, above, everywhere, strict=True)]
-    distinct, where = np.unique(joined[0], return_inverse=True)
-    totals = sums(where, joined[1])
+    parts_of_it = (seen, gaps, above, everywhere)
+    joined: NDArray[np.int64] = np.concatenate([each.sizes for each in parts_of_it])
+    joined_weights: NDArray[np.float64] = np.concatenate([each.weights for each in parts_of_it])
+    distinct, where = np.unique(joined, return_inverse=True)
+    totals = sums(where, joined_weights)
     return Observed(distinct[totals > 0], totals[totals > 0])
 
 

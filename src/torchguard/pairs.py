@@ -285,4 +285,5 @@ class _Search:
         keep = [self.pairs[chosen == number].max(axis=0) for number in np.unique(chosen)]
         if self.fixed:
             keep.append(self.corner)
-        return np.unique(np.array(keep), axis=0)
+        distinct: _Integers = np.unique(np.array(keep), axis=0)
+        return distinct

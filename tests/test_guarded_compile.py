@@ -269,11 +269,6 @@ class TestTheStackOfModes:
             assert outcome_of(lambda: tensor.resize_(9)).error is not None
             assert tensor.shape == (1,)
 
-    @pytest.mark.xfail(
-        strict=False,
-        reason="now and then a thread has lost its mode after several threads compiled at once; "
-        "the cause is not known yet",
-    )
     def test_of_other_threads_is_their_own(self) -> None:
         wrong: list[Any] = []
         compiled = torch.compile(broken, backend="eager")

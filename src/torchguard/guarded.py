@@ -131,7 +131,7 @@ class _ModeSeenByDynamo(_Mode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -203,7 +203,7 @@ class Guarded(contextlib.ContextDecorator):
         run = self._run_generator if inspect.isgeneratorfunction(function) else self._run
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 return function(*args, **kwargs)
             return run(function, args, kwargs)
 
@@ -276,6 +276,7 @@ def guarded(*, data: bool = False) -> Guarded:
         ...         print(out.shape)
         torch.Size([0])
     """
-    if torch.compiler.is_compiling():
+    # Not is_compiling(): that is True as well while another thread compiles.
+    if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()  # type: ignore[return-value]
     return Guarded(data=data)

@@ -226,7 +226,7 @@ def rollback_on_error(
         ...     print(table)
         tensor([0., 0., 0.])
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):

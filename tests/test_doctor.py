@@ -356,7 +356,8 @@ class TestTheCatalog:
         """
         line = [sys.executable, "-c", textwrap.dedent(program)]
         done = subprocess.run(line, capture_output=True, text=True, check=True)
-        assert done.stdout == "False\n", "import torch._dynamo inside the probe, not above it"
+        # The last line: a broken plug-in, planted by tests of this file, may print before it.
+        assert done.stdout.split()[-1] == "False", "import torch._dynamo in the probe, not above it"
 
     def test_takes_defects_of_plugins_after_its_own(self, plugin: Path) -> None:
         del plugin

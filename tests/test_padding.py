@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, default_collate
 
@@ -116,6 +117,31 @@ def test_arange_numbers_go_on() -> None:
     assert padded.tolist() == [list(range(8))] * 2
     other_dim = pad_to_bucket(torch.zeros(3, 2), 0, BUCKETS, value="arange").tensor
     assert other_dim.tolist() == [[0, 0], [0, 0], [0, 0], [3, 3]]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.uint16, torch.int64, torch.float16, torch.float64]
+)
+def test_arange_counts_in_every_dtype(dtype: torch.dtype) -> None:
+    for length in (3, 100, 5):  # what is kept of a call serves the next, longer or shorter
+        padded = pad_to_bucket(torch.zeros(length, dtype=dtype), 0, length + 9, value="arange")
+        expected = torch.arange(length, length + 9).to(dtype)
+        assert same(padded.tensor[length:], expected)
+
+
+def test_arange_refuses_to_wrap_around() -> None:
+    with pytest.raises(TypeError, match=r"value='arange' reaches 128, too much for torch\.int8"):
+        pad_to_bucket(torch.zeros(100, dtype=torch.int8), 0, 129, value="arange")
+
+
+@pytest.mark.parametrize("value", [0, 2, "repeat-last", "arange", lambda x, missing: missing])
+def test_fake_tensors_are_padded_to_fake_tensors(value: Any) -> None:
+    pad_to_bucket(torch.ones(2, 5), 1, 8, value=value)  # what this keeps must not be mixed in
+    with FakeTensorMode() as mode:
+        padded = pad_to_bucket(torch.ones(2, 5), 1, 8, value=value).tensor
+    assert padded.shape == (2, 8)
+    assert isinstance(padded, FakeTensor)
+    assert padded.fake_mode is mode
 
 
 @pytest.mark.usefixtures("way")
@@ -238,20 +264,20 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("value", [0, -100.0, "repeat-last"])
+@pytest.mark.parametrize("value", [0, -100.0, "repeat-last", "arange"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("with_out", [False, True])
 def test_one_operator(way: str, value: Any, side: Any, with_out: bool) -> None:
     x, out = torch.randn(2, 5), torch.empty(2, 8) if with_out else None
-    pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)  # makes the constant, once
+    pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)  # makes what is kept, once
     with Operators() as operators:
         pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)
-    by_pad = way == "constant_pad_nd" and value != "repeat-last" and not with_out
+    by_pad = way == "constant_pad_nd" and not isinstance(value, str) and not with_out
     assert operators.seen == ["constant_pad_nd" if by_pad else "cat"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("value", [0, -100.0, "repeat-last"])
+@pytest.mark.parametrize("value", [0, -100.0, "repeat-last", "arange"])
 def test_one_kernel_on_a_gpu(value: Any) -> None:
     x = torch.randn(16, 50, device="cuda")
     pad_to_bucket(x, 1, 64, value=value)

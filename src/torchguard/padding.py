@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from torchguard.buckets import Buckets
 
@@ -28,6 +28,7 @@ Fill: TypeAlias = (
 # From here on writing each byte once (cat) beats one operator less (constant_pad_nd writes the
 # real part twice). Measured by benchmarks/bench_padding.py.
 _CAT_FROM_BYTES = 1 << 19
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # cat of more dimensions is one kernel per input on a GPU (CAT_ARRAY_MAX_INPUT_DIMS).
 # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/Shape.cu
 _CAT_DIMENSIONS = 4
@@ -145,7 +146,7 @@ def _dimension(x: torch.Tensor, dim: int, operation: str) -> int:
 
 def _size(length: int, dim: int, buckets: Buckets | int) -> int:
     if isinstance(buckets, Buckets):
-        if is_compiling():  # bisect is C code, which Dynamo can't follow
+        if is_dynamo_compiling():  # bisect is C code, which Dynamo can't follow
             for size in buckets.sizes:
                 if length <= size:
                     return size
@@ -174,7 +175,7 @@ def _check_buffer(x: torch.Tensor, dim: int, size: int, out: torch.Tensor) -> No
 
 
 def _check_number(value: complex, dtype: torch.dtype) -> None:
-    fits = _fits if is_compiling() else _fits_cached
+    fits = _fits if is_dynamo_compiling() else _fits_cached
     if not fits(value, dtype):
         raise TypeError(f"pad_to_bucket: value={value!r} does not fit {dtype}")
 
@@ -202,7 +203,7 @@ def _one_operator_is_best(x: torch.Tensor) -> bool:
     It takes every kind of tensor. On a GPU it is two kernels, a fill of everything and a
     copy, and cat is one; on a CPU cat wins once the tensor is large.
     """
-    if is_compiling():
+    if is_dynamo_compiling():
         return True
     if x.is_cpu:
         return (x.nbytes < _CAT_FROM_BYTES and not _is_pinned(x)) or not _is_plain(x)
@@ -210,7 +211,7 @@ def _one_operator_is_best(x: torch.Tensor) -> bool:
 
 
 def _is_pinned(x: torch.Tensor) -> bool:
-    if is_compiling():
+    if is_dynamo_compiling():
         return False
     try:
         return x.is_pinned()
@@ -220,7 +221,7 @@ def _is_pinned(x: torch.Tensor) -> bool:
 
 def _is_plain(x: torch.Tensor) -> bool:
     """Whether it may be joined to an ordinary tensor; a subclass has its own padding."""
-    return type(x) in {torch.Tensor, torch.nn.Parameter} and x.layout is torch.strided
+    return type(x) in _PLAIN and x.layout is torch.strided
 
 
 def _padding(x: torch.Tensor, dim: int, missing: int, value: Fill, side: Side) -> torch.Tensor:
@@ -242,7 +243,10 @@ def _padding(x: torch.Tensor, dim: int, missing: int, value: Fill, side: Side) -
         if x.dtype.is_complex or x.dtype == torch.bool:
             raise TypeError(f"pad_to_bucket: value='arange' does not fit {x.dtype}")
         start = 0 if side == "left" else x.shape[dim]
-        numbers = torch.arange(start, start + missing, device=x.device, dtype=x.dtype)
+        last = start + missing - 1
+        if not _fits(last, x.dtype):  # torch would wrap around silently
+            raise TypeError(f"pad_to_bucket: value='arange' reaches {last}, too much for {x.dtype}")
+        numbers = _numbers(start, start + missing, x)
         return numbers.view(-1, *[1] * (x.dim() - 1 - dim)).expand(shape)
     if callable(value):
         return _called(value, x, missing, shape)
@@ -281,32 +285,52 @@ def _called(
         ) from None
 
 
-# One element each, kept so that the next call launches no kernel to make it.
+# Kept so that the next call launches no kernel to make them. One element each,
 _constants: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 _CONSTANTS_KEPT = 256
+# and 0, 1, 2, ... as far as they were needed.
+_ranges: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def _constant(value: complex, x: torch.Tensor) -> torch.Tensor:
     """Return a 0-d tensor of ``x``'s dtype and device."""
+    if not _may_keep(x):
+        return torch.full((), value, dtype=x.dtype, device=x.device)
     key = (repr(value), x.dtype, x.device)
     kept = _constants.get(key)
-    if kept is not None and not is_compiling():
-        return kept
-    if is_compiling() or _capturing(x):
-        # What a CUDA graph makes lives in its pool and is gone with it.
-        return torch.full((), value, dtype=x.dtype, device=x.device)
-    with torch.inference_mode(False):
-        # Copied from the host, and so there before any stream can read it.
-        made = torch.tensor(value, dtype=x.dtype).to(x.device)
-    if type(made) is torch.Tensor:  # and not a fake one, made while something else is traced
-        if len(_constants) >= _CONSTANTS_KEPT:
-            _constants.clear()
-        _constants[key] = made
-    return made
+    if kept is None:
+        with torch.inference_mode(False):
+            # Copied from the host, and so there before any stream can read it.
+            kept = torch.tensor(value, dtype=x.dtype).to(x.device)
+        if type(kept) is torch.Tensor:  # and not a fake one, made while something else is traced
+            if len(_constants) >= _CONSTANTS_KEPT:
+                _constants.clear()
+            _constants[key] = kept
+    return kept
 
 
-def _capturing(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+def _numbers(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
+    """Return ``torch.arange(start, stop)`` of ``x``'s dtype and device."""
+    # Counted as integers: arange itself has no kernel for uint16 and the like.
+    if not _may_keep(x):
+        return torch.arange(start, stop, device=x.device).to(x.dtype)
+    key = (x.dtype, x.device)
+    kept = _ranges.get(key)
+    if kept is None or kept.shape[0] < stop:
+        with torch.inference_mode(False):
+            # A power of two, so that a growing length does not make a new one at every call.
+            kept = torch.arange(1 << (stop - 1).bit_length()).to(x.device, x.dtype)
+        if type(kept) is torch.Tensor:
+            _ranges[key] = kept
+    return kept[start:stop]
+
+
+def _may_keep(x: torch.Tensor) -> bool:
+    """Whether what is joined to ``x`` may be kept for later, and taken from what was kept."""
+    # What a CUDA graph makes lives in its pool and is gone with it; what is made in a trace is
+    # part of the trace; and a tensor subclass, a fake tensor say, wants one of its own kind.
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not is_dynamo_compiling() and not capturing and type(x) in _PLAIN
 
 
 def _join(

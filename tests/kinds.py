@@ -107,6 +107,9 @@ def empty_locked(dtype: torch.dtype, nbytes: int = 0) -> torch.Tensor:
     return torch.empty(0, dtype=dtype).set_(storage, 0, (0,), (1,))
 
 
+COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
 def plain() -> torch.Tensor:
     return torch.arange(6.0).reshape(2, 3)
 
@@ -224,6 +227,13 @@ SPECIAL = (
     Kind("wrapper", lambda: Wrapper(plain()), plain=False),
     Kind("sparse COO", lambda: plain().to_sparse(), has_metadata=False, plain=False),
     Kind("sparse CSR", lambda: plain().to_sparse_csr(), has_metadata=False, plain=False),
+    Kind("sparse CSC", lambda: plain().to_sparse_csc(), has_metadata=False, plain=False),
+    Kind(
+        "sparse BSR, a batch",
+        lambda: torch.stack([plain(), plain()]).to_sparse_bsr((1, 1)),
+        has_metadata=False,
+        plain=False,
+    ),
     Kind(
         "nested strided",
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
@@ -240,6 +250,7 @@ SPECIAL = (
 ALL = (*STRIDED, *SPECIAL)
 LOCKED = tuple(kind for kind in STRIDED if not kind.can_grow and not kind.kills)
 SHARED = tuple(kind for kind in STRIDED if kind.kills)
+COMPRESSED_KINDS = tuple(kind for kind in SPECIAL if kind.make().layout in COMPRESSED)
 
 
 def named(kinds: tuple[Kind, ...]) -> dict[str, Any]:
@@ -279,6 +290,12 @@ def _version(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def compressed_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
 def _state(tensor: torch.Tensor) -> State:
     found: State = {
         "type": type(tensor),
@@ -294,10 +311,11 @@ def _state(tensor: torch.Tensor) -> State:
     elif tensor.layout is torch.sparse_coo:
         found["shape"] = tensor.shape
         found["parts"] = [_state(tensor._indices()), _state(tensor._values())]
-    elif tensor.layout is torch.sparse_csr:
+    elif tensor.layout in COMPRESSED:
         found["shape"] = tensor.shape
         found["parts"] = [
-            _bytes(part) for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+            (part.shape, part.stride(), part.storage_offset(), _bytes(part))
+            for part in compressed_parts(tensor)
         ]
     elif tensor.is_nested:
         found["parts"] = [_bytes(part) for part in tensor.unbind()]

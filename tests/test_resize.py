@@ -56,6 +56,9 @@ RESIZE: Call = {
         t, (4, 3, 20, 20), memory_format=torch.channels_last
     ),
     "no memory": lambda way, t: way.resize_(t, HUGE),
+    "no memory for the rows": lambda way, t: way.resize_(t, HUGE, 2),
+    "no memory for a batch": lambda way, t: way.resize_(t, 2, HUGE, 2),
+    "too many columns": lambda way, t: way.resize_(t, 2, 2**62),
     "too many elements": lambda way, t: way.resize_(t, 2**62, 4),
     "too many bytes": lambda way, t: way.resize_(t, 2**62),
     "beyond int64": lambda way, t: way.resize_(t, 2**70),
@@ -89,6 +92,7 @@ RESIZE_AS: Call = {
         memory_format=torch.preserve_format,
     ),
     "no memory": lambda way, t: way.resize_as_(t, torch.empty(1).expand(HUGE)),
+    "no memory for the rows": lambda way, t: way.resize_as_(t, torch.empty(1).expand(HUGE, 2)),
     "wrong rank": lambda way, t: way.resize_as_(
         t, torch.empty(30, 40), memory_format=torch.channels_last
     ),
@@ -211,8 +215,7 @@ def test_equals_torch_or_changes_nothing(kind: Kind, operation: str, way: Way) -
                 continue
             if type(ours.error) is not type(error):
                 wrong.append(f"{name}: torch raises {error!r}, here {ours.error!r}")
-            # Where there is no metadata to restore (CSR), torch's own failure stays as it is.
-            if changed and kind.has_metadata:
+            if changed:
                 wrong.append(f"{name}: {changed}")
     if wrong:  # not an assertion, which would show all of this twice
         pytest.fail("\n".join(wrong), pytrace=False)
@@ -241,6 +244,27 @@ def test_torch_itself_corrupts_every_strided_kind(kind: Kind) -> None:
         if _on_torch(kind, operation, name)[2]
     }
     assert corrupted >= {"resize_", "set_"}
+
+
+@pytest.mark.parametrize("kind", **named(kinds.COMPRESSED_KINDS))
+def test_torch_itself_corrupts_row_pointers(kind: Kind) -> None:
+    tensor = kind.make()
+    with pytest.raises(RuntimeError):
+        tensor.resize_(HUGE, 3)
+    pointers = kinds.compressed_parts(tensor)[0]
+    assert pointers.numel() > 3 * 2 * pointers.untyped_storage().nbytes()
+
+
+@each_way
+@pytest.mark.parametrize("kind", **named(kinds.COMPRESSED_KINDS))
+def test_a_sparse_tensor_saved_for_backward_keeps_its_version(kind: Kind, way: Way) -> None:
+    tensor = kind.make()
+    with way.scope():
+        for size in ((HUGE, 3), (2, HUGE, 3), (2, 2**62)):
+            before = tensor._version
+            with pytest.raises(RuntimeError):
+                way.resize_(tensor, size)
+            assert tensor._version == before
 
 
 @pytest.mark.parametrize("kind", **named(kinds.LOCKED))

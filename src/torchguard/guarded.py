@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchguard import patching, stepping_aside
 from torchguard.attempt import Attempt, undo_in_place
+from torchguard.compressed import capture_compressed, restore_compressed
 from torchguard.internals import without_torch_function
 from torchguard.metadata import capture
 from torchguard.out import guard_out
@@ -79,7 +80,7 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self._data = data
 
-    def __torch_function__(  # noqa: C901  in one frame: a traceback gains one line
+    def __torch_function__(  # noqa: C901, PLR0912  in one frame: a traceback gains one line
         self,
         func: Callable[..., Any],
         types: Any,
@@ -106,11 +107,16 @@ class _Mode(TorchFunctionMode):
             if writes.only_first and not self._data and args and isinstance(args[0], torch.Tensor):
                 # The common case, x.add_(y), without the general machinery.
                 metadata = capture(args[0])
+                compressed = None
+                if metadata is None and refuse is not None:  # a resize_ of a sparse tensor
+                    compressed = capture_compressed(args[0])
                 try:
                     return func(*args, **kwargs)
                 except BaseException as error:
                     saved = Saved(args[0], metadata, None)
                     undo_in_place(saved, error, elements=writes.elements)
+                    if compressed is not None:
+                        restore_compressed(args[0], compressed)
                     raise
         attempt = Attempt(writes, args, kwargs, data=self._data)
         try:

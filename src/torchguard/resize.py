@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
+from torchguard.compressed import Compressed, capture_compressed, restore_compressed
 from torchguard.internals import (
     has_torch_function_unary,
     overriding,
@@ -173,7 +174,7 @@ safe_resize_: _SafeResize = describe(
     every other alias of the storage are as they were.
 
     Args:
-        tensor: any tensor; one of a layout that has no storage is passed through.
+        tensor: any tensor; a sparse COO or nested one has nothing to restore and is passed through.
         *size: the new size, as integers or as one sequence of integers.
         memory_format: as for ``Tensor.resize_``.
 
@@ -271,7 +272,7 @@ def _begin(
     operation: str,
     count_elements: Callable[[Any], int | None],
     described: Any,
-) -> Metadata | None:
+) -> Metadata | Compressed | None:
     """Read what may have to be put back; refuse what would kill the process.
 
     ``count_elements(described)`` says how many elements the tensor is to hold, or
@@ -284,7 +285,8 @@ def _begin(
         if count and type(saved.nbytes) is int:
             needed = (saved.storage_offset + count) * _itemsize(tensor)
             _refuse_to_grow_shared(operation, saved, needed)
-    return saved
+        return saved
+    return capture_compressed(tensor)
 
 
 def _itemsize(tensor: torch.Tensor) -> int:
@@ -322,8 +324,10 @@ def _begin_set(
     return saved
 
 
-def _undo(tensor: torch.Tensor, saved: Metadata | None) -> None:
-    if saved is not None:
+def _undo(tensor: torch.Tensor, saved: Metadata | Compressed | None) -> None:
+    if isinstance(saved, Compressed):
+        restore_compressed(tensor, saved)
+    elif saved is not None:
         restore(tensor, saved, version=saved.version)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchguard.compressed import COMPRESSED, capture_compressed, restore_compressed
 from torchguard.internals import (
     has_own_dispatch,
     is_view,
@@ -19,9 +20,6 @@ from torchguard.internals import (
 from torchguard.metadata import Metadata, bytes_needed, capture, restore
 
 __all__ = ["Saved", "roll_back", "rollback_on_error", "save"]
-
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class _Data(NamedTuple):
@@ -94,7 +92,7 @@ def _put_back(tensor: torch.Tensor, data: _Data) -> None:
             without_dispatch_modes(tensor),
             torch.inference_mode() if tensor.is_inference() else torch.no_grad(),
         ):
-            if tensor.layout in _COMPRESSED:  # copy_ wants as many elements as there are
+            if tensor.layout in COMPRESSED:  # copy_ wants as many elements as there are
                 tensor.resize_as_sparse_(data.copy)
             target = tensor if data.span is None else _stretch(tensor, data.span)
             target.copy_(data.copy)
@@ -154,6 +152,7 @@ class _Entry:
             # block may replace: copying it in again leads to the old grad_fn.
             self._with_history = tensor.clone() if data and self._grad_fn is not None else None
         self._saved = save(tensor, data=data)
+        self._compressed = None if data else capture_compressed(tensor)
 
     def roll_back(self) -> None:
         tensor, metadata, _ = self._saved
@@ -164,6 +163,8 @@ class _Entry:
         if metadata is not None and not self._data:
             # Whatever succeeded inside the block has moved the counter on.
             restore(tensor, metadata, version=version)
+        elif self._compressed is not None:
+            restore_compressed(tensor, self._compressed._replace(version=version))
         else:
             roll_back(self._saved, wrote=False)
         with without_torch_function():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import collections.abc
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ways import differences, ends_the_process, outcome_of
 from torchguard import InconsistentTensorError, check_consistent, is_consistent, repair_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -241,6 +241,20 @@ class TestPaths:
         [state_of] = optimizers[number].state.values()
         shrunk(state_of["exp_avg_sq"])
         assert self.path(optimizers) == f"obj[{number}].state[0]['exp_avg_sq']"
+
+    def test_lead_through_containers_that_are_made_when_asked_for(self) -> None:
+        # Each list is gone when the next one is made, and that one has its id.
+        class Lazy(collections.abc.Mapping[int, Any]):
+            def __getitem__(self, key: int) -> Any:
+                return [corrupt() if key == 9 else plain()]
+
+            def __iter__(self) -> Iterator[int]:
+                return iter(range(10))
+
+            def __len__(self) -> int:
+                return 10
+
+        assert self.path(Lazy()) == "obj[9][0]"
 
     def test_end_where_containers_contain_themselves(self) -> None:
         loop: list[Any] = [plain()]

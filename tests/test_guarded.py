@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import inspect
 import signal
 import threading
 import traceback
@@ -882,6 +884,22 @@ def test_is_seen_by_the_fixture_if_it_does_not_end() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_function_whose_signature_cannot_be_read_is_called_as_it_is() -> None:
+    # Tensor.__rpow__ of torch 2.6 is one: a Python function that wraps a builtin.
+    @functools.wraps(dict.update)
+    def wrapping_(tensor: torch.Tensor) -> torch.Tensor:
+        if torch.overrides.has_torch_function_unary(tensor):
+            return torch.overrides.handle_torch_function(wrapping_, (tensor,), tensor)  # type: ignore[no-any-return]
+        return tensor + 1
+
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(wrapping_)
+    with guarded():
+        assert wrapping_(torch.ones(2)).tolist() == [2, 2]
+        assert (2 ** torch.ones(2)).tolist() == [2, 2]
+
+
 def test_imports_dynamo_inside_a_scope_and_compiles_there() -> None:
     program = """
         import sys, torch, torchguard

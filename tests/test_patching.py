@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 import pydoc
+import re
 import warnings
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from child_process import output_of
 from torch import nn
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchguard
@@ -437,7 +439,12 @@ def test_make_fx_records_the_same_graph_and_guards(
         guards = [] if environment is None else [str(each.expr) for each in environment.guards]
         return graph(module), str(sorted(set(guards)))
 
-    bare = trace()
+    try:
+        bare = trace()
+    except UnsupportedOperatorException as error:  # fft with symbolic sizes, on torch 2.6
+        with install("resize", "out"), pytest.raises(type(error), match=re.escape(str(error))):
+            trace()
+        return
     with install("resize", "out"):
         guarded = trace()
     assert [row[0:2] for row in guarded[0]] == [row[0:2] for row in bare[0]]

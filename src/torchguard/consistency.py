@@ -75,7 +75,7 @@ def check_consistent(obj: object) -> None:
             "optimizer, or a dict, list, tuple or data class of these"
         )
     with without_torch_function():
-        faults = ((path, _fault(tensor)) for path, tensor in _tensors(obj, "obj", set()))
+        faults = ((path, _fault(tensor)) for path, tensor in _tensors(obj, "obj", {}))
         path, fault = next((found for found in faults if found[1] is not None), ("", None))
     if fault is not None:
         raise InconsistentTensorError(
@@ -176,8 +176,12 @@ def _is_container(obj: object) -> bool:
     ) or (dataclasses.is_dataclass(obj) and not isinstance(obj, type))
 
 
-def _tensors(obj: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor inside ``obj`` with the path that leads to it."""
+def _tensors(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor inside ``obj`` with the path that leads to it.
+
+    ``seen`` holds the containers by their id, and holds on to them: some are made here, and
+    the id of one that is gone would soon be another's.
+    """
     if isinstance(obj, torch.Tensor):
         yield path, obj
         if obj.is_leaf and obj.grad is not None:
@@ -185,7 +189,7 @@ def _tensors(obj: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.T
         return
     if id(obj) in seen:
         return
-    seen.add(id(obj))
+    seen[id(obj)] = obj
     for step, child in _children(obj):
         if isinstance(child, torch.Tensor) or _is_container(child):
             yield from _tensors(child, path + step, seen)

@@ -46,7 +46,7 @@ def begin() -> bool:
     global _users, _waiting_for_dynamo
     with patching.lock:
         _users += 1
-        if _DYNAMO in sys.modules and hasattr(sys.modules[_DYNAMO], "set_eval_frame"):
+        if _is_imported(_DYNAMO):
             return _put_hook()
         if not _waiting_for_dynamo:
             _waiting_for_dynamo = True
@@ -78,6 +78,12 @@ def remove(mode: TorchFunctionMode) -> None:
 def is_aside() -> bool:
     """Whether this thread runs compiled code, and its modes are off the stack."""
     return _thread.frame is not None
+
+
+def _is_imported(name: str) -> bool:
+    """Whether a module is there as a whole; one that is being imported is among the modules too."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 def _dynamo_was_imported(_: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -139,12 +139,19 @@ def _elements(name: str) -> bool:
 def _first_parameter(function: Callable[..., Any]) -> str:
     if not isinstance(function, FunctionType):
         return "self"
-    return next(iter(inspect.signature(function).parameters), "self")
+    return next(iter(_parameters(function)), "self")
+
+
+def _parameters(function: FunctionType) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # it wraps a builtin: Tensor.__rpow__ of torch 2.6
+        return {}
 
 
 def place_of_out(function: FunctionType) -> OutPlace | None:
     """Find ``out`` among the parameters that may be given by position."""
-    parameters = inspect.signature(function).parameters
+    parameters = _parameters(function)
     out = parameters.get("out")
     if out is None or out.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return None
@@ -163,7 +170,7 @@ _FLAGS: dict[str, tuple[str, ...] | None] = {
 
 
 def _from_flag(function: FunctionType) -> Writes | None:
-    parameters = list(inspect.signature(function).parameters)
+    parameters = list(_parameters(function))
     for flag, names in _FLAGS.items():
         written = (parameters[0],) if names is None and parameters else names or ()
         if flag in parameters and set(written) <= set(parameters):

@@ -890,7 +890,7 @@ def test_a_function_whose_signature_cannot_be_read_is_called_as_it_is() -> None:
     @functools.wraps(dict.update)
     def wrapping_(tensor: torch.Tensor) -> torch.Tensor:
         if torch.overrides.has_torch_function_unary(tensor):
-            return torch.overrides.handle_torch_function(wrapping_, (tensor,), tensor)  # type: ignore[no-any-return]
+            return torch.overrides.handle_torch_function(wrapping_, (tensor,), tensor)
         return tensor + 1
 
     with pytest.raises(ValueError, match="signature"):

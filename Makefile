@@ -11,7 +11,7 @@ DOCTOR_OPTIONS ?=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor test lint types format matrix clean
+.PHONY: help doctor test lint types docs format matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ lint: $(VENV)/dev.stamp ## check style and formatting
 
 types: $(VENV)/dev.stamp ## check types
 	$(BIN)/python -m mypy
+
+docs: $(VENV)/dev.stamp ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 format: $(VENV)/dev.stamp ## repair what `make lint` can repair by itself
 	$(BIN)/python -m ruff check --fix .

@@ -1,0 +1,107 @@
+"""Adds to the documentation site what is written elsewhere: README, changes, records, catalog."""  # noqa: INP001
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from torchguard.defects.catalog import Defect
+from torchguard.defects.registry import built_in
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+
+_UPSTREAM = re.compile(r"https://github\.com/([^/]+/[^/]+)/(?:issues|pull)/(\d+)$")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages; mkdocs calls this with the pages it has found."""
+    pages = {
+        "index.md": _readme(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+        "license.md": "# License\n\n" + (ROOT / "LICENSE").read_text(encoding="utf-8"),
+        "defects.md": _catalog(),
+    }
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    for record in sorted(RECORDS.glob("*.json")):
+        files.append(File.generated(config, f"records/{record.name}", abs_src_path=str(record)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Lead links to the records, which lie outside of the pages' folder, to their copies."""
+    return markdown.replace("](../benchmarks/records/", "](records/")
+
+
+def _readme() -> str:
+    """Return the README with its links as seen from the pages' folder."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for before, after in {
+        "](docs/": "](",
+        "](benchmarks/records/": "](records/",
+        "](CHANGELOG.md)": "](changelog.md)",
+        "](LICENSE)": "](license.md)",
+    }.items():
+        text = text.replace(before, after)
+    return text
+
+
+def _catalog() -> str:
+    """Write a section for each defect, with its status for each torch of the matrix."""
+    versions, statuses = _statuses()
+    lines = [
+        "# Defects",
+        "",
+        "Every defect that `python -m torchguard doctor` looks for on your torch. The tables say",
+        "what its probes saw on each version of the [matrix](compatibility.md).",
+    ]
+    families = {"memory": "Memory", "compile": "Compiled code", "gradient": "Gradients"}
+    rows = [row for row in built_in() if isinstance(row, Defect)]
+    for family, title in families.items():
+        lines += ["", f"## {title}"]
+        for row in rows:
+            if row.family == family:
+                lines += ["", *_section(row, versions, statuses.get(row.id))]
+    return "\n".join(lines) + "\n"
+
+
+def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterator[str]:
+    yield f"### {row.id}"
+    yield ""
+    yield f"{row.summary[:1].upper()}{row.summary[1:]}."
+    yield ""
+    guards = ", ".join(f"`{name}`" for name in row.guards)
+    yield f"- closed by: {guards or 'no guard yet'}"
+    if row.advice:
+        yield f"- meanwhile: {row.advice}"
+    if row.upstream:
+        yield f"- upstream: {', '.join(map(_link, row.upstream))}"
+    if seen:
+        yield ""
+        yield "| " + " | ".join(versions) + " |"
+        yield "| " + " | ".join(["---"] * len(versions)) + " |"
+        yield "| " + " | ".join(seen) + " |"
+
+
+def _link(url: str) -> str:
+    found = _UPSTREAM.match(url)
+    return f"[{found[1]}#{found[2]}]({url})" if found else f"<{url}>"
+
+
+def _statuses() -> tuple[list[str], dict[str, list[str]]]:
+    """Read the table of defects from the compatibility page: the versions, and a row for each."""
+    versions: list[str] = []
+    statuses: dict[str, list[str]] = {}
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if cells[0] == "defect":
+            versions = cells[1:]
+        elif versions and re.fullmatch(r"`[a-z0-9-]+`", cells[0]):
+            statuses[cells[0].strip("`")] = cells[1:]
+    return versions, statuses

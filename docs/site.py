@@ -38,6 +38,11 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return markdown.replace("](../benchmarks/records/", "](records/")
 
 
+def on_page_content(html: str, **_: object) -> str:
+    """Take off what Python's own tools read as the kind of a reference: ``:func:``."""
+    return re.sub(r":(?:func|class|meth|mod|data):(?=<code>)", "", html)
+
+
 def _readme() -> str:
     """Return the README with its links as seen from the pages' folder."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -73,7 +78,10 @@ def _catalog() -> str:
 def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterator[str]:
     yield f"### {row.id}"
     yield ""
-    yield f"{row.summary[:1].upper()}{row.summary[1:]}."
+    words = row.summary.split()
+    # A name keeps its spelling, a word begins a sentence.
+    first = words[0].capitalize() if words[0].isalpha() else f"`{words[0]}`"
+    yield " ".join([first, *words[1:]]) + "."
     yield ""
     guards = ", ".join(f"`{name}`" for name in row.guards)
     yield f"- closed by: {guards or 'no guard yet'}"

@@ -197,3 +197,11 @@ def test_help_of_the_program_names_what_the_readme_names(
     commands = set(re.findall(r"python -m torchguard (\w+)", readme))
     assert commands == {"doctor", "run"}
     assert all(command in shown for command in commands)
+
+
+def test_the_reference_has_every_public_name_and_no_other() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
+    # A function that has the name of its module is found by the module's name and its own.
+    names = [path.rpartition(".")[2] for path in listed]
+    assert sorted(names) == sorted(name for name in torchguard.__all__ if name != "__version__")

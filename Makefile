@@ -11,7 +11,7 @@ DOCTOR_OPTIONS ?=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor test lint types docs format matrix clean
+.PHONY: help doctor test lint types docs dist format matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,11 @@ types: $(VENV)/dev.stamp ## check types
 
 docs: $(VENV)/dev.stamp ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+dist: $(VENV)/dev.stamp ## build wheel and source distribution into dist/, the same bytes each time
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 format: $(VENV)/dev.stamp ## repair what `make lint` can repair by itself
 	$(BIN)/python -m ruff check --fix .

@@ -1,0 +1,126 @@
+"""What people install: wheel and source distribution hold everything, and work without ``src/``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torchguard", "pytest_torchguard")
+NEVER = ("torch._dynamo", "torch._inductor", "matplotlib", "rich", "transformers", "pytest")
+
+
+def build(source: Path, target: Path, *kinds: str) -> dict[str, Path]:
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    line = [sys.executable, "-m", "build", "--no-isolation", *kinds, "-o", str(target), str(source)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path.suffix: path for path in target.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build both from the checkout."""
+    return build(ROOT, tmp_path_factory.mktemp("dist"), "--sdist", "--wheel")
+
+
+@pytest.fixture(scope="module")
+def installed(dist: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel into a folder of its own, with nothing that it depends on."""
+    folder = tmp_path_factory.mktemp("installed")
+    options = ("--no-deps", "--no-index", "--quiet", "--target", str(folder))
+    line = [sys.executable, "-m", "pip", "install", *options, str(dist[".whl"])]
+    subprocess.run(line, capture_output=True, check=True)
+    return folder
+
+
+def modules_in(names: list[str]) -> set[str]:
+    return {name for name in names if name.startswith(tuple(f"{each}/" for each in PACKAGES))}
+
+
+def test_the_wheel_holds_every_file_of_the_packages(dist: dict[str, Path]) -> None:
+    with zipfile.ZipFile(dist[".whl"]) as wheel:
+        held = modules_in(wheel.namelist())
+    there = {
+        str(path.relative_to(ROOT / "src"))
+        for package in PACKAGES
+        for path in (ROOT / "src" / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert held == there
+    assert "torchguard/py.typed" in held
+
+
+def test_the_source_distribution_builds_the_same_wheel(
+    dist: dict[str, Path], tmp_path: Path
+) -> None:
+    with tarfile.open(dist[".gz"]) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(tmp_path, filter="data")
+        else:  # an old patch release of Python 3.10
+            archive.extractall(tmp_path)  # noqa: S202  our own
+    [source] = tmp_path.iterdir()
+    assert (source / "tests" / "test_package.py").exists()
+    again = build(source, tmp_path / "again", "--wheel")
+    digests = [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in (dist[".whl"], again[".whl"])
+    ]
+    assert digests[0] == digests[1]
+
+
+def run_installed(installed: Path, *arguments: str, folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    line = [sys.executable, *arguments]
+    done = subprocess.run(
+        line, capture_output=True, text=True, check=False, cwd=folder, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_installed_package_works_without_the_checkout(installed: Path, tmp_path: Path) -> None:
+    program = f"""
+import numpy as np, torch, torchguard
+assert torchguard.__file__.startswith({str(installed)!r}), torchguard.__file__
+torchguard.install("resize", "out")
+tensor = torch.from_numpy(np.zeros(4))
+try:
+    tensor.resize_(5, 5)
+except RuntimeError:
+    print(tuple(tensor.shape))
+"""
+    assert run_installed(installed, "-c", program, folder=tmp_path) == "(4,)\n"
+    shown = run_installed(installed, "-m", "torchguard", "--version", folder=tmp_path)
+    # The version is written in one place; the installed metadata has it from there.
+    [metadata] = installed.glob("torchguard_runtime-*.dist-info")
+    assert shown == f"torchguard {metadata.name.split('-')[1].removesuffix('.dist')}\n"
+    memory = run_installed(
+        installed, "-m", "torchguard", "doctor", "--only", "resize-locked", folder=tmp_path
+    )
+    assert "closed" in memory
+
+
+def test_pytest_finds_the_plugin(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
+    shown = run_installed(
+        installed, "-m", "pytest", "--torchguard", "-p", "no:cacheprovider", folder=tmp_path
+    )
+    assert "torchguard: installed resize" in shown
+    assert "1 passed" in shown
+
+
+def test_importing_it_loads_nothing_heavy_but_torch(tmp_path: Path) -> None:
+    program = f"""
+import sys, torch
+before = set(sys.modules)
+import torchguard
+print(*sorted(set({NEVER}) & (set(sys.modules) - before)))
+"""
+    assert run_installed(ROOT / "src", "-c", program, folder=tmp_path) == "\n"

@@ -273,6 +273,26 @@ class TestTheGuards:
         done = execute(*RUN, "loads.py", folder=tmp_path)
         assert done.stdout.split() == ["guarded", "guarded"], done.stderr
 
+    def test_are_on_in_every_rank_of_torchrun(self, tmp_path: Path) -> None:
+        write(tmp_path / "behaves.py", BEHAVIOUR)
+        program = """
+            import torch.distributed as ranks
+            from behaves import behaviour
+            ranks.init_process_group("gloo")
+            seen = [None, None]
+            ranks.all_gather_object(seen, behaviour())
+            if ranks.get_rank() == 0:
+                print(*seen)
+            ranks.destroy_process_group()
+        """
+        write(tmp_path / "trains.py", program)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        bare = execute(*torchrun, "trains.py", folder=tmp_path, env=environment)
+        assert bare.stdout.split() == ["bare", "bare"], bare.stderr
+        done = execute(*torchrun, *RUN, "trains.py", folder=tmp_path, env=environment)
+        assert done.stdout.split() == ["guarded", "guarded"], done.stderr
+
     @pytest.mark.parametrize(
         ("switches", "expected"),
         [

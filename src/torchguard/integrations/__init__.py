@@ -1,0 +1,1 @@
+"""Callbacks for trainers; each module needs the library it is named after."""

@@ -1,0 +1,70 @@
+"""A callback for Lightning's ``Trainer``. Needs the extra ``lightning``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from torchguard.integrations.session import HasStatistics, Session
+
+__all__ = ["GuardCallback"]
+
+
+class GuardCallback(Callback):
+    """Guards on while the trainer runs, tensors checked before each checkpoint, buckets logged.
+
+    Equals no callback at all, as long as nothing fails.
+
+    Args:
+        guards: names for :func:`torchguard.install`; one or several.
+        buckets: bucketed functions or modules to log, by name. They are logged every
+            ``log_every_n_steps`` as ``torchguard/<name>/waste`` and the like.
+
+    Raises:
+        InconsistentTensorError: at a checkpoint: a parameter, a gradient, a buffer or a
+            moment of an optimizer has a shape that its memory does not back.
+    """
+
+    def __init__(
+        self,
+        guards: str | Iterable[str] = "resize",
+        *,
+        buckets: Mapping[str, HasStatistics] | None = None,
+    ) -> None:
+        super().__init__()
+        self._session = Session(guards, buckets)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Install."""
+        del trainer, pl_module, stage
+        self._session.start()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Uninstall."""
+        del trainer, pl_module, stage
+        self._session.stop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Uninstall: after an exception there is no ``teardown``."""
+        del trainer, pl_module, exception
+        self._session.stop()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Check what is about to be written."""
+        del checkpoint
+        self._session.check(pl_module, *trainer.optimizers)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the buckets."""
+        del pl_module, outputs, batch
+        every = getattr(trainer, "log_every_n_steps", 50)
+        if self._session.buckets and trainer.logger and (batch_idx + 1) % every == 0:
+            trainer.logger.log_metrics(self._session.metrics(), step=trainer.global_step)

@@ -1,0 +1,64 @@
+"""What every trainer's callback does: guards on, tensors checked, buckets reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torchguard
+from torchguard.install import Installation
+
+__all__ = ["HasStatistics", "Session"]
+
+
+class HasStatistics(Protocol):
+    """A function or a module that ``bucketed`` made."""
+
+    def stats(self) -> Any:
+        """Return the statistics, with ``as_dict()``."""
+
+
+class Session:
+    """Guards that are on from :meth:`start` to :meth:`stop`.
+
+    Args:
+        guards: names for :func:`torchguard.install`; one or several.
+        buckets: what to report on, by the name it gets in the logger.
+    """
+
+    def __init__(
+        self,
+        guards: str | Iterable[str] = "resize",
+        buckets: Mapping[str, HasStatistics] | None = None,
+    ) -> None:
+        self.guards = (guards,) if isinstance(guards, str) else tuple(guards)
+        self.buckets = dict(buckets or {})
+        self._installation: Installation | None = None
+
+    def start(self) -> None:
+        """Install the guards; starting twice is starting once."""
+        if self._installation is None:
+            self._installation = torchguard.install(*self.guards)
+
+    def stop(self) -> None:
+        """Let go of the guards."""
+        if self._installation is not None:
+            self._installation.uninstall()
+            self._installation = None
+
+    def check(self, *objects: object) -> None:
+        """Raise if a model or an optimizer holds a tensor whose shape is not backed by memory.
+
+        Raises:
+            InconsistentTensorError: names the tensor. A checkpoint of it would be garbage.
+        """
+        torchguard.check_consistent([each for each in objects if each is not None])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers to log: calls, waste, graphs and compile time of each."""
+        found: dict[str, float] = {}
+        for name, bucketed in self.buckets.items():
+            for key, value in bucketed.stats().as_dict().items():
+                if isinstance(value, (int, float)):
+                    found[f"torchguard/{name}/{key}"] = value
+        return found

@@ -693,6 +693,7 @@ def facts():
     with torch.device("meta"):
         makers = torch.zeros, torch.empty, torch.ones, torch.rand, torch.arange
         yield "device", [make(2).device.type for make in makers]
+    import torch._dynamo  # torch 2.8 would import it inside the mode, and fail
     from torch._prims.context import TorchRefsMode
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -676,6 +676,7 @@ def test_a_subclass_with_its_own_resize_is_asked_first() -> None:
 
 TABLES = """
 import sys, torch, torchguard
+from importlib import import_module
 
 def facts():
     # Each of these fills a table of torch that is kept for the rest of the process.
@@ -693,7 +694,7 @@ def facts():
     with torch.device("meta"):
         makers = torch.zeros, torch.empty, torch.ones, torch.rand, torch.arange
         yield "device", [make(2).device.type for make in makers]
-    import torch._dynamo  # torch 2.8 would import it inside the mode, and fail
+    import_module("torch._dynamo")  # torch 2.8 would import it inside the mode, and fail
     from torch._prims.context import TorchRefsMode
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

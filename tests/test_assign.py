@@ -250,8 +250,8 @@ def _slice_scatter_calls() -> list[Call]:
 def test_every_sample_of_torchs_own_database(make: Callable[[], list[Call]]) -> None:
     calls = make()
     assert calls
-    for t, index, value in calls:
-        t, value = (each.detach().clone().requires_grad_() for each in (t, value))
+    for given_t, index, given_value in calls:
+        t, value = (x.detach().clone().requires_grad_() for x in (given_t, given_value))
         assert same(outcome(sliced_assign, t, index, value), outcome(plain, t, index, value))
 
 

@@ -146,11 +146,13 @@ def _static(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor | None:
     for part in parts:
         if _is_integer_scalar(part.item):
             return _assign_at_scalar(t, parts, part, value)
-    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-        masks = [part for part in parts if _is_mask(part.item)]
-        others = tuple(part.item for part in parts if not _is_mask(part.item))
-        if len(masks) == 1 and is_basic(others):
-            return _assign_at_mask(t, parts, masks[0], value)
+    masks = [part for part in parts if _is_mask(part.item)]
+    others = tuple(part.item for part in parts if not _is_mask(part.item))
+    if len(masks) != 1 or not is_basic(others):
+        return None
+    tensor = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=t.dtype)
+    if (tensor.requires_grad and torch.is_grad_enabled()) or masks[0].item.dim() == 0:
+        return _assign_at_mask(t, parts, masks[0], tensor)
     return None
 
 
@@ -163,12 +165,10 @@ def _is_integer_scalar(item: Any) -> bool:
 
 
 def _is_mask(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.dtype is torch.bool and item.dim() > 0
+    return isinstance(item, torch.Tensor) and item.dtype is torch.bool
 
 
-def _assign_at_scalar(
-    t: torch.Tensor, parts: list[Part], part: Part, value: Value
-) -> torch.Tensor:
+def _assign_at_scalar(t: torch.Tensor, parts: list[Part], part: Part, value: Value) -> torch.Tensor:
     """``t[..., i, ...] = value`` for a tensor ``i`` of one integer: assign to that slice, put back.
 
     The slice is taken first, as torch does: what is left of the index then selects

@@ -47,7 +47,7 @@ def replacements() -> Mapping[str, patching.Make | patching.Computed]:
 def _carry_out(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let the fake tensor of ``m`` go through what ``m[index] = value`` does to autograd's view."""
 
-    def method___setitem__(self: Any, *args: Any) -> Any:  # noqa: N807  torch's name
+    def method___setitem__(self: Any, *args: Any) -> Any:
         result = original(self, *args)
         target, value = fake_of(self), fake_of(args[-1])
         if target is None or value is None or not value.requires_grad or target.requires_grad:

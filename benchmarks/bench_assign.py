@@ -179,9 +179,11 @@ def _compiled(way: Assign, index: Any) -> Assign:
             _of_its_own(lambda t, value: way(t, index, value)), fullgraph=True, dynamic=False
         )
         return lambda t, _, value: inner(t, value)
-    outer: Assign = torch.compile(
-        _of_its_own(lambda t, index, value: way(t, index, value)), fullgraph=True, dynamic=False
-    )
+
+    def assign(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return way(t, index, value)
+
+    outer: Assign = torch.compile(_of_its_own(assign), fullgraph=True, dynamic=False)
     return outer
 
 

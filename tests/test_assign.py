@@ -19,7 +19,7 @@ from torchguard import at, sliced_assign, sliced_assign_
 from torchguard.indexing import describe_index, is_basic, parts_of, positions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -43,7 +43,7 @@ def outcome(assign: Callable[..., torch.Tensor], t: torch.Tensor, index: Any, va
     except Exception as error:  # noqa: BLE001
         return type(error), str(error)
     leaves = [x for x in (t, value) if isinstance(x, torch.Tensor) and x.requires_grad]
-    gradients = []
+    gradients: Sequence[Any] = ()
     if out.requires_grad:
         weights = torch.arange(out.numel()).to(out.dtype).view(out.shape)
         gradients = torch.autograd.grad((out * weights).sum().abs(), leaves, allow_unused=True)
@@ -159,7 +159,7 @@ def assignments(draw: st.DrawFn) -> tuple[torch.Tensor, Any, Any]:
     """A tensor, an index into it (as numpy reads it) and a value that may broadcast, or not."""
     shape = draw(npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
     basic = npst.basic_indices(shape, allow_newaxis=True)
-    choices = [basic]
+    choices: list[st.SearchStrategy[Any]] = [basic]
     if shape and 0 not in shape:
         choices.append(npst.integer_array_indices(shape, dtype=np.dtype(np.int64)))
         choices.append(npst.arrays(np.bool_, shape[: draw(st.integers(1, len(shape)))]))
@@ -411,7 +411,7 @@ def test_functional_gradients_where_only_the_value_is_tracked(name: str) -> None
     t, value = torch.randn(3, 3), torch.randn(shape)
     found = grad(lambda value: sliced_assign(t, index, value).sin().sum())(value)
     assert torch.allclose(found, value.cos())
-    _, tangent = jvp(lambda value: sliced_assign(t, index, value).sum(), (value,), (value,))
+    tangent = jvp(lambda value: sliced_assign(t, index, value).sum(), (value,), (value,))[1]
     assert torch.allclose(tangent, value.sum())
 
 
@@ -521,6 +521,6 @@ def test_parts_of_an_index() -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
     parts = parts_of((0, ..., None, mask, slice(1, 2)), 6)
     assert parts is not None
-    assert [(part.dim, part.count) for part in parts] == [(0, 1), (1, 2), (3, 0), (3, 2), (5, 1)]
+    assert [(part.dim, part.dims) for part in parts] == [(0, 1), (1, 2), (3, 0), (3, 2), (5, 1)]
     assert parts_of((0, 0), 1) is None
     assert parts_of([0, 1], 2) is None

@@ -44,11 +44,11 @@ class Tripled(torch.autograd.Function):
     """Doubles, and triples the gradient; reads requires_grad, as some do to save memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad * 3
 
 
@@ -56,12 +56,12 @@ class Asking(torch.autograd.Function):
     """Decides by what it reads of requires_grad."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, needed: bool) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, needed: bool) -> torch.Tensor:
         ctx.factor = 3 if needed else 0
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return grad * ctx.factor, None
 
 
@@ -283,8 +283,11 @@ def test_compiled_is_as_eager(name: str, cure: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_by_aot_is_as_eager(name: str) -> None:
+    # Up to 2.9 no compiler follows the gradient of a value that a mask spreads, guard or not.
+    fullgraph = name != "by_mask"
     with install("setitem"):
-        compiled, eager = outcome(CASES[name], "aot_eager"), outcome(CASES[name])
+        compiled = outcome(CASES[name], "aot_eager", fullgraph)
+        eager = outcome(CASES[name])
     assert compiled[:3] == eager[:3]
     torch.testing.assert_close(torch.tensor(compiled[3]), torch.tensor(eager[3]))
 

@@ -107,10 +107,8 @@ def told(error: Exception, name: str, t: Any, index: Any, value: Any) -> None:
     """Put the call into the message of an exception of torch's, which goes on its way."""
     # Exceptions with a meaning of their own (a compiler's) are none of these types.
     if type(error) in {IndexError, RuntimeError, TypeError, ValueError} and len(error.args) == 1:
-        error.args = (
-            f"{name}: t is {_shape_of(t)}, index is {describe_index(index)}, "
-            f"value is {_shape_of(value)}: {error.args[0]}",
-        )
+        shapes = f"t is {_shape_of(t)}, index is {describe_index(index)}"
+        error.args = (f"{name}: {shapes}, value is {_shape_of(value)}: {error.args[0]}",)
 
 
 def _shape_of(value: Any) -> str:
@@ -190,11 +188,11 @@ def _assign_at_mask(
     dim = 0  # of the view, where the mask begins
     for part in parts:
         if part.place == mask.place:
-            basic += [slice(None)] * mask.count
+            basic += [slice(None)] * mask.dims
         else:
             basic.append(part.item)
             if part.place < mask.place:
-                kept = part.count if part.item is Ellipsis else 1
+                kept = part.dims if part.item is Ellipsis else 1
                 dim += kept if part.item is None or is_slice(part.item) else 0
     out = t.clone()
     view = out[tuple(basic)]

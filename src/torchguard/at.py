@@ -14,7 +14,7 @@ __all__ = ["At", "Selection", "at"]
 
 Operation = Literal["add", "multiply", "minimum", "maximum"]
 
-_ON_VIEWS = {
+_ON_VIEWS: dict[str, Any] = {
     "add": torch.add,
     "multiply": torch.mul,
     "minimum": torch.minimum,
@@ -126,7 +126,7 @@ def combined(t: torch.Tensor, index: Index, value: Value, operation: Operation) 
 
 
 def _as_tensor(value: Any, t: torch.Tensor) -> torch.Tensor:
-    """Convert a value as an assignment does: to ``t``'s dtype; a lone number moves to its device."""
+    """Convert a value as an assignment does, to ``t``'s dtype; a lone number may move."""
     if isinstance(value, torch.Tensor):
         return value.to(t.device, t.dtype) if value.dim() == 0 else value.to(t.dtype)
     return torch.full((), value, dtype=t.dtype, device=t.device)

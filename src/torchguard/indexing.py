@@ -28,7 +28,7 @@ class Part(NamedTuple):
     dim: int
     """The first dimension it takes."""
 
-    count: int
+    dims: int
     """How many dimensions it takes: 0 for ``None``, one per dimension of a mask, else 1."""
 
 

@@ -10,6 +10,10 @@ import torch
 
 MODULES = ("torch", "torch.linalg", "torch.special", "torch.fft", "torch.nn.functional")
 EVAL_FRAME = "torch._dynamo.eval_frame"
+DYNAMO_CLASSES = {
+    "torch._dynamo.variables.tensor": "TensorVariable",
+    "torch._dynamo.output_graph": "OutputGraph",
+}
 BUILTINS = "TorchScript builtins"
 
 Snapshot = dict[str, dict[Any, Any]]
@@ -25,6 +29,10 @@ def _namespaces() -> Snapshot:
             for name, value in vars(sys.modules[EVAL_FRAME]).items()
             if isinstance(value, (FunctionType, BuiltinFunctionType, type))
         }
+    for module, name in DYNAMO_CLASSES.items():
+        owner = getattr(sys.modules.get(module), name, None)
+        if owner is not None:
+            found[f"{module}.{name}"] = dict(vars(owner))
     table = getattr(torch.jit._builtins, "_get_builtin_table", dict)
     # Other namespaces are libraries, inductor's for one, that register when they are imported.
     found[BUILTINS] = {
@@ -54,13 +62,14 @@ class Residue:
         if EVAL_FRAME in now and EVAL_FRAME not in self._before:
             self._accept_what_importing_dynamo_changed(now)
         for owner, names in now.items():
-            before = self._before[owner]
+            before = self._before.setdefault(owner, _without_ours(names))
             found += [f"{owner}.{name} is gone" for name in before if name not in names]
             for name, value in names.items():
                 if name not in before:
                     # torch imports modules and fills some names lazily.
                     lazy = name == "__slotnames__"  # copyreg keeps it for pickle
-                    if (owner in {"torch.Tensor", BUILTINS} and not lazy) or _ours(value):
+                    strict = owner in {"torch.Tensor", BUILTINS} or _is_class(owner)
+                    if (strict and not lazy) or _ours(value):
                         found.append(f"{owner}.{name} is new: {value!r}")
                 elif value is not before[name] and owner != BUILTINS:
                     found.append(f"{owner}.{name} was replaced by {value!r}")
@@ -77,7 +86,10 @@ class Residue:
         for owner, before in self._before.items():
             if owner == BUILTINS:
                 continue
-            place = torch.Tensor if owner == "torch.Tensor" else sys.modules[owner]
+            place: Any = torch.Tensor if owner == "torch.Tensor" else sys.modules.get(owner)
+            if place is None:
+                module, _, class_name = owner.rpartition(".")
+                place = getattr(sys.modules[module], class_name)
             for name, value in list(vars(place).items()):
                 if name not in before and (owner == "torch.Tensor" or _ours(value)):
                     delattr(place, name)
@@ -94,10 +106,21 @@ class Residue:
             accepted = {name: value for name, value in names.items() if not _ours(value)}
             if owner == BUILTINS:
                 accepted = {k: v for k, v in accepted.items() if v == "aten::manual_seed"}
-            self._before[owner].update(accepted)
+            self._before.setdefault(owner, {}).update(accepted)
+
+
+def _is_class(owner: str) -> bool:
+    return any(owner == f"{module}.{name}" for module, name in DYNAMO_CLASSES.items())
+
+
+def _without_ours(names: dict[Any, Any]) -> dict[Any, Any]:
+    """What a class of Dynamo had when it was imported, for all that can be told afterwards."""
+    return {name: value for name, value in names.items() if not _ours(value)}
 
 
 def _ours(value: object) -> bool:
     if isinstance(value, ModuleType):
         return False
+    if isinstance(value, property):
+        value = value.fget
     return "torchguard" in str(getattr(getattr(value, "__code__", None), "co_filename", ""))

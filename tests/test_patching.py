@@ -36,7 +36,12 @@ def everything_installed() -> Iterator[None]:
 
 
 # Read while nothing is installed: a guard looks for builtins of torch.
-PATHS = [path for guard in GUARDS.values() for path in guard.replacements()]
+PATHS = [
+    path
+    for guard in GUARDS.values()
+    if not guard.patches_dynamo  # what they patch is no function of torch's that anybody calls
+    for path in guard.replacements()
+]
 
 
 def paths() -> list[str]:

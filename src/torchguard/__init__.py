@@ -5,6 +5,8 @@ Three ways in, each complete without the others: call a helper
 for the whole process (:func:`install`).
 """
 
+from torchguard.assign import sliced_assign, sliced_assign_
+from torchguard.at import at
 from torchguard.buckets import Buckets
 from torchguard.collating import BucketCollator
 from torchguard.consistency import check_consistent, is_consistent, repair_
@@ -43,6 +45,7 @@ __all__ = [
     "PatchConflictError",
     "TorchGuardError",
     "__version__",
+    "at",
     "attention_mask",
     "batch_maxima",
     "check_consistent",
@@ -61,6 +64,8 @@ __all__ = [
     "safe_resize_",
     "safe_resize_as_",
     "safe_set_",
+    "sliced_assign",
+    "sliced_assign_",
     "uninstall",
     "unpad",
 ]

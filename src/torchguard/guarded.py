@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchguard import patching, stepping_aside
+from torchguard import patching, stepping_aside, tracing
 from torchguard.attempt import Attempt, undo_in_place
 from torchguard.compressed import capture_compressed, restore_compressed
 from torchguard.internals import without_torch_function
@@ -167,6 +167,7 @@ class Guarded(contextlib.ContextDecorator):
         mode = None
         if not covered:
             patching.apply(_UNSEEN)
+            tracing.begin()
             can_step_aside = stepping_aside.begin()
             mode = (_Mode if can_step_aside else _ModeSeenByDynamo)(data=self._data)
             mode.__enter__()  # type: ignore[no-untyped-call]
@@ -186,6 +187,7 @@ class Guarded(contextlib.ContextDecorator):
             stepping_aside.remove(mode)
             mode.__exit__(exception_type, exception, traceback)  # type: ignore[no-untyped-call]
             stepping_aside.end()
+            tracing.end()
             patching.undo([path for path, _ in _UNSEEN], leave_conflicts=True)
 
     def _modes(self) -> list[_Mode | None]:
@@ -259,7 +261,9 @@ def guarded(*, data: bool = False) -> Guarded:
     values raises instead of computing a wrong gradient.
 
     Inside a compiled function the scope does nothing: what the compiler has
-    turned into kernels can't be undone one operation at a time.
+    turned into kernels can't be undone one operation at a time. What is compiled
+    while a scope is open keeps its gradients: the scope includes the guards
+    ``"setitem"`` and ``"slice_scatter"`` of :func:`torchguard.install`.
 
     Args:
         data: also put the elements back, and then the version counter. Whatever
@@ -270,7 +274,8 @@ def guarded(*, data: bool = False) -> Guarded:
         NonResizableStorageError: a tensor in shared memory would have to grow;
             plain torch kills the process.
 
-    Upstream: https://github.com/pytorch/pytorch/issues/170298
+    Upstream: https://github.com/pytorch/pytorch/issues/170298,
+    https://github.com/pytorch/pytorch/issues/169179
 
     Example:
         >>> import numpy as np, torch, torchguard

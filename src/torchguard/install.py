@@ -13,8 +13,9 @@ import torch
 import wrapt
 from typing_extensions import Self
 
-from torchguard import patching
+from torchguard import patching, scatter, setitem
 from torchguard.internals import (
+    dynamo_is_imported,
     fill_tables,
     has_python_out,
     paths_behind_python,
@@ -40,14 +41,17 @@ class Guard:
     """What ``install(name)`` does."""
 
     name: str
-    replacements: Callable[[], Mapping[str, patching.Make]]
+    replacements: Callable[[], Mapping[str, patching.Make | patching.Computed]]
     """Paths to patch, each with what makes the replacement from the original."""
 
     not_needed: Callable[[], str | None]
     """Tries the defect on this torch: why the guard is not needed, or None if it is."""
 
+    patches_dynamo: bool = False
+    """Whether it has to wait until something imports Dynamo; it is tried again then."""
 
-def _resize_replacements() -> dict[str, patching.Make]:
+
+def _resize_replacements() -> Mapping[str, patching.Make]:
     return {
         "torch.Tensor.resize_": guard_resize_,
         "torch.Tensor.resize_as_": guard_resize_as_,
@@ -77,7 +81,7 @@ _OUT_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.funct
 _OUT_BEHIND_PYTHON = ("norm", "frobenius_norm", "nuclear_norm", "tensordot", "chain_matmul")
 
 
-def _out_replacements() -> dict[str, patching.Make]:
+def _out_replacements() -> Mapping[str, patching.Make]:
     paths = [
         f"{namespace.__name__}.{name}"
         for namespace in _OUT_NAMESPACES
@@ -105,6 +109,8 @@ GUARDS: dict[str, Guard] = {
     for guard in (
         Guard("resize", _resize_replacements, _resize_not_needed),
         Guard("out", _out_replacements, _out_not_needed),
+        Guard("setitem", setitem.replacements, setitem.not_needed, patches_dynamo=True),
+        Guard("slice_scatter", scatter.replacements, scatter.not_needed, patches_dynamo=True),
     )
 }
 """Every guard that ``install()`` knows, by name."""
@@ -114,18 +120,26 @@ _DEFAULT = ("resize",)
 # Who holds each guard, and the paths each guard patched.
 _holders: dict[str, set[Installation]] = {}
 _paths: dict[str, list[str]] = {}
+_waiting: list[str] = []  # guards of Dynamo that is not imported yet
 _watching_dynamo = False
 
 
 class Installation:
     """What :func:`install` did; call :meth:`uninstall`, or use it in a ``with`` statement."""
 
-    def __init__(self, names: tuple[str, ...], skipped: dict[str, str]) -> None:
+    def __init__(
+        self, names: tuple[str, ...], skipped: dict[str, str], *, only_if_needed: bool = True
+    ) -> None:
         self.names = names
         """The guards this installation holds."""
 
         self.skipped = skipped
-        """Guards this torch does not need, each with the reason."""
+        """Guards this torch does not need, each with the reason.
+
+        A guard of Dynamo can move here from ``names`` when Dynamo is imported.
+        """
+
+        self._only_if_needed = only_if_needed
 
     def uninstall(self) -> None:
         """Let go of this installation's guards; those nobody else holds are undone.
@@ -139,6 +153,10 @@ class Installation:
             _undo([name for name in self.names if _holders.get(name) == {self}])
             for name in self.names:
                 _holders.get(name, set()).discard(self)
+
+    def _skip(self, name: str, reason: str) -> None:
+        self.names = tuple(each for each in self.names if each != name)
+        self.skipped[name] = reason
 
     def __enter__(self) -> Self:
         return self
@@ -169,6 +187,15 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
         they fail, as ``safe_resize_`` does.
         ``"out"``: so do the operators with ``out=`` of ``torch``, ``torch.linalg``,
         ``torch.special``, ``torch.fft`` and ``torch.nn.functional`` with their output.
+        ``"setitem"``: in code compiled from then on, ``requires_grad`` is right after
+        ``x[i] = v`` (and any other write in place), for ``x`` and whatever shares
+        its memory, and a custom autograd function that reads it has its backward.
+        ``"slice_scatter"``: in code compiled from then on, ``torch.slice_scatter``,
+        ``select_scatter`` and ``diagonal_scatter`` have the gradient they have in eager.
+
+    The last two patch Dynamo. While nothing has imported that, they wait for it, and
+    count as installed; they are tried then, and may move to ``.skipped``. What was
+    compiled before stays as it is: install first, or call ``torch.compiler.reset()``.
 
     Args:
         *names: which guards; none for the default set.
@@ -181,9 +208,12 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
     Raises:
         ValueError: there is no guard of that name.
 
-    Upstream: https://github.com/pytorch/pytorch/issues/170298
+    Upstream: https://github.com/pytorch/pytorch/issues/170298,
+    https://github.com/pytorch/pytorch/issues/169179,
+    https://github.com/pytorch/pytorch/issues/180164
     """
     wanted = _known(names, "install") or _DEFAULT
+    dynamo = dynamo_is_imported()
     with patching.lock:
         skipped = {
             name: reason
@@ -192,13 +222,20 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
             if (reason := GUARDS[name].not_needed()) is not None
         }
         chosen = tuple(name for name in wanted if name not in skipped)
-        new = {name: GUARDS[name].replacements() for name in chosen if name not in _holders}
+        now = [
+            name
+            for name in chosen
+            if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
+        ]
+        new = {name: GUARDS[name].replacements() for name in now}
         _prepare_dynamo()
         fill_tables()
         patching.apply(pair for pairs in new.values() for pair in pairs.items())
         _paths.update({name: list(replacements) for name, replacements in new.items()})
-        installation = Installation(chosen, skipped)
+        installation = Installation(chosen, skipped, only_if_needed=only_if_needed)
         for name in chosen:
+            if name not in _holders and name not in now:
+                _waiting.append(name)
             _holders.setdefault(name, set()).add(installation)
     return installation
 
@@ -220,22 +257,24 @@ def uninstall(*names: str) -> None:
 def is_installed(name: str | None = None) -> bool:
     """Whether a guard is in force, judged by what stands in torch now, not by a flag.
 
-    Without a name: whether any is.
+    A guard of Dynamo that waits until Dynamo is imported is. Without a name: whether any is.
 
     Raises:
         ValueError: there is no guard of that name.
     """
     if name is None:
-        return any(is_installed(each) for each in list(_paths))
+        return any(is_installed(each) for each in list(_holders))
     if name not in _paths:
         _known((name,), "is_installed")
+    if name in _waiting:
+        return True
     paths = _paths.get(name, [])
     return bool(paths) and all(patching.patched(path) for path in paths)
 
 
 def installed() -> tuple[str, ...]:
     """Return the names of the guards in force, in the order they were installed."""
-    return tuple(name for name in list(_paths) if is_installed(name))
+    return tuple(name for name in list(_holders) if is_installed(name))
 
 
 def original(path: str) -> Any:
@@ -255,6 +294,8 @@ def _undo(names: list[str]) -> None:
     for name in names:
         _holders.pop(name, None)
         _paths.pop(name, None)
+        if name in _waiting:
+            _waiting.remove(name)
 
 
 def _prepare_dynamo() -> None:
@@ -266,8 +307,30 @@ def _prepare_dynamo() -> None:
 
 
 def _dynamo_was_imported(_: Any) -> None:
-    with patching.originals_in_place():
-        rebuild_dynamo_tables()
+    with patching.lock:
+        with patching.originals_in_place():
+            rebuild_dynamo_tables()
+        while _waiting:
+            _apply_late(_waiting.pop(0))
+
+
+def _apply_late(name: str) -> None:
+    """Patch Dynamo for a guard that has waited for it, or let all its holders know why not."""
+    guard, holders = GUARDS[name], _holders[name]
+    anyway = any(not holder._only_if_needed for holder in holders)
+    reason = None if anyway else guard.not_needed()
+    if reason is None:
+        try:
+            replacements = guard.replacements()
+            patching.apply(replacements.items())
+        except AttributeError as error:  # importing Dynamo must not fail for it
+            reason = f"this torch's Dynamo is built differently: {error}"
+        else:
+            _paths[name] = list(replacements)
+            return
+    for holder in holders:
+        holder._skip(name, reason)
+    del _holders[name]
 
 
 def _known(names: Iterable[str], operation: str) -> tuple[str, ...]:

@@ -16,10 +16,13 @@ from types import CodeType
 from typing import Any
 
 import torch
+import wrapt
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 __all__ = [
     "coo_parts",
+    "dynamo_is_imported",
+    "fake_of",
     "fill_tables",
     "follow_in_dynamo",
     "follow_in_torchscript",
@@ -28,6 +31,7 @@ __all__ = [
     "has_python_out",
     "has_torch_function_unary",
     "is_view",
+    "keep_whole_in_graph",
     "operator_schemas",
     "overriding",
     "paths_behind_python",
@@ -38,6 +42,8 @@ __all__ = [
     "set_version",
     "skip_frames",
     "torch_function_modes",
+    "tracing_unseen",
+    "under_functorch",
     "version_of",
     "without_dispatch_modes",
     "without_torch_function",
@@ -98,6 +104,29 @@ def without_dispatch_modes(tensor: torch.Tensor) -> Iterator[None]:
         yield
 
 
+def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
+    """Let Dynamo put a call of each function into its graph as one node, untraced.
+
+    The backend traces it, as it does torch's own functions. Dynamo is told when it
+    is imported: ``torch.compiler.allow_in_graph`` itself would import it.
+    """
+
+    def tell(_: Any) -> None:
+        for function in functions:
+            torch.compiler.allow_in_graph(function)
+
+    wrapt.register_post_import_hook(tell, "torch._dynamo")
+
+
+_INTERPRETERS: Any = getattr(torch._C, "_functorch", None)
+
+
+def under_functorch() -> bool:
+    """Whether this runs inside a transformation such as ``torch.func.vmap``."""
+    peek = getattr(_INTERPRETERS, "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
 def skip_frames(code: CodeType) -> None:
     """Tell Dynamo to run this code, and what is defined inside it, as it is.
 
@@ -116,6 +145,37 @@ def skip_frames(code: CodeType) -> None:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             skip_frames(constant)
+
+
+def fake_of(variable: Any) -> torch.Tensor | None:
+    """Return the fake tensor behind what Dynamo calls a TensorVariable; None if it has none."""
+    node = getattr(getattr(variable, "proxy", None), "node", None)
+    fake = getattr(node, "meta", {}).get("example_value")
+    return fake if isinstance(fake, torch.Tensor) else None
+
+
+@contextlib.contextmanager
+def tracing_unseen() -> Iterator[None]:
+    """Let Dynamo trace something of ours as in a fresh thread, and forget that it did.
+
+    No modes and no inference mode, gradients on; what Dynamo counts (graphs, breaks)
+    is as before afterwards.
+    """
+    utilities: Any = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utilities, "counters", {})
+    before = {name: dict(counted) for name, counted in counters.items()}
+    modes = torch_function_modes()
+    replace_torch_function_modes([])
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            yield
+    finally:
+        replace_torch_function_modes(modes)
+        for name in list(counters):
+            counters[name].clear()
+            counters[name].update(before.get(name, {}))
+            if name not in before:
+                del counters[name]
 
 
 def torch_function_modes() -> list[TorchFunctionMode]:
@@ -217,6 +277,13 @@ def fill_tables() -> None:
     for table in tables:
         if table is not None:
             table()
+
+
+def dynamo_is_imported() -> bool:
+    """Whether Dynamo is there; an import that another thread has begun is waited for."""
+    if "torch._dynamo" in sys.modules:
+        importlib.import_module("torch._dynamo")
+    return hasattr(sys.modules.get("torch._dynamo"), "optimize")
 
 
 def rebuild_dynamo_tables() -> None:

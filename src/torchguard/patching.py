@@ -28,10 +28,31 @@ from torchguard.internals import (
 )
 from torchguard.signatures import describe_as
 
-__all__ = ["Make", "apply", "lock", "original", "originals_in_place", "patched", "undo"]
+__all__ = ["Computed", "Make", "apply", "lock", "original", "originals_in_place", "patched", "undo"]
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes the original and returns its replacement."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """In place of a :data:`Make`: an attribute of instances that is computed when it is read.
+
+    The class has nothing of that name before; instances go on keeping what is
+    assigned to them in ``vars(instance)``.
+    """
+
+    read: Callable[[Any], Any]
+    """Takes the instance; what it keeps is in ``vars(instance)`` under the attribute's name."""
+
+    def property_named(self, name: str) -> property:
+        """Make what stands in the class."""
+
+        def write(instance: Any, value: Any) -> None:
+            vars(instance)[name] = value
+
+        return property(self.read, write)
+
 
 _ABSENT: Any = object()
 
@@ -46,8 +67,8 @@ class _Patch:
     before: Any
     """What ``vars(owner)`` held under the name, or ``_ABSENT``."""
 
-    original: Callable[..., Any]
-    replacement: Callable[..., Any]
+    original: Any
+    replacement: Any
     holders: int = 1
 
 
@@ -59,7 +80,7 @@ _prepared = False
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
-def apply(replacements: Iterable[tuple[str, Make]]) -> None:
+def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
     """Patch every path (``torch.Tensor.resize_``) or, if one can't be patched, none.
 
     A path that is patched already keeps its replacement and gets one more holder.
@@ -155,7 +176,7 @@ def _prepare() -> None:
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
     """Yield what a module defines: its functions, and those of its classes."""
-    for value in vars(module).values():
+    for value in list(vars(module).values()):
         if getattr(value, "__module__", None) == module.__name__:
             # The methods of a class are its own, those that NamedTuple has made included.
             members = vars(value).values() if isinstance(value, type) else (value,)
@@ -165,8 +186,14 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
                     yield function
 
 
-def _patch(path: str, make: Make) -> _Patch:
+def _patch(path: str, make: Make | Computed) -> _Patch:
     owner, name = _resolve(path)
+    if isinstance(make, Computed):
+        if hasattr(owner, name):
+            raise AttributeError(f"{path}: the class has an attribute of its own there")
+        computed = make.property_named(name)
+        setattr(owner, name, computed)
+        return _Patch(owner, name, _ABSENT, _ABSENT, computed)
     original = getattr(owner, name)
     before = vars(owner).get(name, _ABSENT)
     made_for, replacement = _made.get(path, (None, original))

@@ -48,6 +48,6 @@ DEFECT = Defect(
     ),
     family="gradient",
     probe=probe,
-    planned="setitem",
+    guards=("setitem",),
     advice="Write m = m.index_put((b, r, c), v) and y = y.detach() where requires_grad is read.",
 )

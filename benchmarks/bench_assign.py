@@ -1,0 +1,234 @@
+"""What an indexed assignment costs, spelled in seven ways.
+
+    python benchmarks/bench_assign.py --json benchmarks/records/2026-11-21-assign-cpu.json
+
+Baseline: ``out = t.clone(); out[index] = value``, in the same process and the same
+rounds (see ``harness.py``). Eager and compiled by inductor, forward and backward, from
+1e3 to 1e8 elements, CPU always and CUDA where there is one. ``t`` is (rows, 64), which
+makes a hundredth of the rows, or of the elements, the selection. Against writing
+``index_put`` by hand there are rows of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.harness import Comparison, Row, Side, Target, context, measure, report, write_record
+from torchguard import sliced_assign
+
+COLUMNS = 64
+SIZES = (10**3, 10**4, 10**5, 10**6, 10**7, 10**8)
+EAGER_FROM = 10**5  # elements from which on the target is a ratio
+
+QUICK_SIZES = (10**3, 10**5)
+
+
+@dataclass(frozen=True)
+class AddedTarget(Target):
+    """What was aimed at: a time that is not exceeded on top of the baseline's."""
+
+    microseconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"at most {self.microseconds:g} us more"
+
+    def verdict(self, row: Row) -> str:
+        """Say whether the median reaches it, or by how much it does not."""
+        added = row.added_ns.median / 1e3
+        if added <= self.microseconds:
+            return "reached"
+        return f"missed: {added:.3g} us more"
+
+
+EAGER = Target(1.05)
+EAGER_SMALL = AddedTarget(0, 10)
+OVER_INDEX_PUT = AddedTarget(0, 2)
+COMPILED = Target(1.03)
+
+WHY_EAGER = (
+    "a Python function stands in front of the two statements, asks whether the tensor is a "
+    "compiler's and whether a transformation is active, and catches what they raise"
+)
+WHY_COMPILED = "the compiled kernels are the same; this is the spread of the measurement"
+
+Assign = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
+
+
+def plain(t: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
+    """Write the two statements that everything is compared with."""
+    out = t.clone()
+    out[index] = value
+    return out
+
+
+def index_put(t: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
+    """Write it as somebody who knows the operator does."""
+    return t.index_put((index,), value)
+
+
+def slice_scatter(t: torch.Tensor, index: slice, value: torch.Tensor) -> torch.Tensor:
+    """Scatter into a slice of the first dimension."""
+    return torch.slice_scatter(t, value.expand(t[index].shape), 0, index.start, index.stop)
+
+
+def where(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Choose by a mask; ``value`` is one number for all."""
+    return torch.where(index[:, None], value, t)
+
+
+def masked_scatter(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Scatter by a mask; the value has to be spread first."""
+    return t.masked_scatter(index[:, None], value.expand(t.shape))
+
+
+KINDS: dict[str, dict[str, Assign]] = {
+    "slice": {"sliced_assign": sliced_assign, "slice_scatter": slice_scatter},
+    "mask": {
+        "sliced_assign": sliced_assign,
+        "index_put": index_put,
+        "where": where,
+        "masked_scatter": masked_scatter,
+    },
+    "integers": {"sliced_assign": sliced_assign, "index_put": index_put},
+}
+
+
+def index_of(kind: str, rows: int, device: str) -> Any:
+    """Select a hundredth of the rows, at least one."""
+    count = max(1, rows // 100)
+    if kind == "slice":
+        return slice(rows // 4, rows // 4 + count)
+    chosen = torch.arange(count, device=device) * (rows // count)
+    if kind == "integers":
+        return chosen
+    mask = torch.zeros(rows, dtype=torch.bool, device=device)
+    mask[chosen] = True
+    return mask
+
+
+def comparisons(device: str, sizes: Sequence[int]) -> Iterator[Comparison]:
+    """Yield every row, in the order of the record."""
+    for size in sizes:
+        for kind, ways in KINDS.items():
+            yield from _of_kind(device, size, kind, ways, compiled=False)
+            yield from _of_kind(device, size, kind, ways, compiled=True)
+
+
+def _of_kind(
+    device: str, size: int, kind: str, ways: dict[str, Assign], *, compiled: bool
+) -> Iterator[Comparison]:
+    rows = max(1, size // COLUMNS)
+    index = index_of(kind, rows, device)
+    functions: dict[str, Assign] = {"plain": plain, **ways}
+    if compiled:
+        functions = {name: _compiled(way, index) for name, way in functions.items()}
+    names = {"index": index, "torch": torch, **functions}
+    label = f"{kind}-{size:.0e}".replace("+0", "") + ("-compiled" if compiled else "")
+    words = f"{kind}, {size:,} elements, {'compiled' if compiled else 'eager'}"
+    for backward in (False, True):
+        t = torch.zeros(rows, COLUMNS, device=device, requires_grad=backward)
+        value = torch.ones((), device=device, requires_grad=backward)
+        inside = names | {"t": t, "value": value, "ones": torch.ones_like(t)}
+
+        def side(name: str, inside: Any = inside, backward: bool = backward) -> Side:
+            call = f"{name}(t, index, value)"
+            if backward:
+                call = f"torch.autograd.grad({call}, (t, value), ones)"
+            return Side(call, inside)
+
+        pairs = [("plain", way) for way in ways]
+        if "index_put" in ways:
+            pairs.append(("index_put", "sliced_assign"))
+        for baseline, way in pairs:
+            yield Comparison(
+                f"{label}-{'backward' if backward else 'forward'}-{way}"
+                + ("" if baseline == "plain" else f"-over-{baseline}"),
+                f"{way} for {baseline}: {words}, {'and backward' if backward else 'forward'}",
+                side(baseline),
+                side(way),
+                target=_target(baseline, way, size, compiled=compiled),
+                why=WHY_COMPILED if compiled else WHY_EAGER,
+            )
+
+
+def _target(baseline: str, way: str, size: int, *, compiled: bool) -> Target | None:
+    """Return what was aimed at for ``sliced_assign``; the other ways are there to compare."""
+    if way != "sliced_assign":
+        return None
+    if baseline == "index_put":
+        return None if compiled else OVER_INDEX_PUT
+    if compiled:
+        return COMPILED
+    return EAGER if size >= EAGER_FROM else EAGER_SMALL
+
+
+def _compiled(way: Assign, index: Any) -> Assign:
+    """Compile with the index inside, or, where it is a tensor, as an argument."""
+    if isinstance(index, slice):
+        inner = torch.compile(
+            _of_its_own(lambda t, value: way(t, index, value)), fullgraph=True, dynamic=False
+        )
+        return lambda t, _, value: inner(t, value)
+
+    def assign(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return way(t, index, value)
+
+    outer: Assign = torch.compile(_of_its_own(assign), fullgraph=True, dynamic=False)
+    return outer
+
+
+def _of_its_own(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Dynamo keeps its decisions with the code: each function gets its own, and its own limit."""
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="one of them only")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds per row (default: 15)")
+    parser.add_argument("--largest", type=float, default=1e8, help="elements (default: 1e8)")
+    parser.add_argument("--quick", action="store_true", help="3 short rounds: does it run at all?")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch.cuda.is_available() is False here")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: expected 1 or more")
+    torch.set_num_threads(1)  # threads would only add noise
+    record = context("bench_assign")
+    devices = [options.device] if options.device else ["cpu"]
+    if options.device is None and torch.cuda.is_available():
+        devices.append("cuda")
+    sizes = QUICK_SIZES if options.quick else [size for size in SIZES if size <= options.largest]
+    rows: list[Row] = []
+    for device in devices:
+        rows += measure(
+            comparisons(device, sizes),
+            device=device,
+            rounds=3 if options.quick else options.rounds,
+            block_seconds=1e-3 if options.quick else 2e-2,
+            progress=lambda row: print(report(row), flush=True),
+        )
+    record["quick"] = options.quick
+    if "cuda" not in devices:
+        record["note"] = "not measured on a GPU yet"
+        print(record["note"])
+    if options.json is not None:
+        write_record(options.json, record, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

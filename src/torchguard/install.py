@@ -22,6 +22,7 @@ from torchguard.internals import (
 )
 from torchguard.out import guard_out
 from torchguard.resize import guard_resize_, guard_resize_as_, guard_set_
+from torchguard.verified.process_wide import guard_compile
 
 __all__ = [
     "GUARDS",
@@ -100,11 +101,16 @@ def _out_not_needed() -> str | None:
     return "an out= call that fails leaves its output as it was on this torch"
 
 
+def _verify_not_needed() -> str | None:
+    return None  # every torch so far compiles something wrong, and to compile takes seconds
+
+
 GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
         Guard("resize", _resize_replacements, _resize_not_needed),
         Guard("out", _out_replacements, _out_not_needed),
+        Guard("verify", lambda: {"torch.compile": guard_compile}, _verify_not_needed),
     )
 }
 """Every guard that ``install()`` knows, by name."""
@@ -169,6 +175,8 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
         they fail, as ``safe_resize_`` does.
         ``"out"``: so do the operators with ``out=`` of ``torch``, ``torch.linalg``,
         ``torch.special``, ``torch.fft`` and ``torch.nn.functional`` with their output.
+        ``"verify"``: ``torch.compile`` checks every graph that inductor compiles against
+        eager before it is trusted, as ``verified()`` does.
 
     Args:
         *names: which guards; none for the default set.

@@ -61,6 +61,6 @@ DEFECT = Defect(
     ),
     family="gradient",
     probe=probe,
-    planned="slice_scatter",
+    guards=("verify",),
     advice="Write out = x.clone(); out[start:end] = source instead of torch.slice_scatter.",
 )

@@ -1,0 +1,158 @@
+"""One run of a graph, and all that can be seen of it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchguard.internals import has_saved_tensors_hooks
+from torchguard.verified.copies import Copies, tensors_of
+
+__all__ = ["Outcome", "run"]
+
+
+@dataclass
+class Outcome:
+    """What a graph has returned, written, and sent backward."""
+
+    outputs: list[Any] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
+    """The inputs after the run."""
+
+    gradients: list[torch.Tensor | None] | None = None
+    """For every input, or None where nothing is differentiable."""
+
+    sharing: frozenset[tuple[str, str]] = frozenset()
+    """Pairs of an output and an input or another output that overlap in memory."""
+
+    random: bool = False
+    """Whether random numbers were drawn."""
+
+    error: Exception | None = None
+    """What the run has raised."""
+
+    backward_error: Exception | None = None
+
+
+def run(function: Callable[..., Any], copies: Copies) -> Outcome:
+    """Call ``function`` and send a gradient backward; no random state is changed.
+
+    Tensor hooks, ``.grad`` and saved-tensor hooks of the caller see nothing of it.
+
+    Raises:
+        torch.OutOfMemoryError: the memory is too small for a second run.
+
+    """
+    outcome = Outcome(inputs=copies.values)
+    devices = {tensor.device for tensor in tensors_of(copies.values)}
+    with _unseen_by_hooks(), _random_state_kept(devices) as drawn:
+        before = [_function_behind(value) for value in copies.values]
+        try:
+            returned = function(*copies.values)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a graph raises is its outcome
+            outcome.error = error.with_traceback(None)
+            return outcome
+        outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        outcome.random = drawn()
+        outcome.sharing = _sharing(outcome.outputs, copies.values)
+        written = [
+            value
+            for value, function_before in zip(copies.values, before, strict=True)
+            if _function_behind(value) is not function_before
+        ]
+        try:
+            outcome.gradients = _gradients([*outcome.outputs, *written], copies.sources)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - likewise
+            outcome.backward_error = error.with_traceback(None)
+    return outcome
+
+
+def _function_behind(value: Any) -> Any:
+    return value.grad_fn if isinstance(value, torch.Tensor) else None
+
+
+@contextlib.contextmanager
+def _unseen_by_hooks() -> Iterator[None]:
+    if not has_saved_tensors_hooks():
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        yield
+
+
+@contextlib.contextmanager
+def _random_state_kept(devices: set[torch.device]) -> Iterator[Callable[[], bool]]:
+    kinds = {device.type for device in devices} - {"cpu", "meta"}
+    kind = next(iter(kinds), "cuda")
+    module: Any = getattr(torch, kind, None)
+    numbers = sorted({device.index or 0 for device in devices if device.type == kind})
+
+    def states() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(module.get_rng_state(number) for number in numbers)]
+
+    with torch.random.fork_rng(devices=numbers, device_type=kind):
+        before = states()
+        yield lambda: any(
+            not torch.equal(old, new) for old, new in zip(before, states(), strict=True)
+        )
+
+
+def _gradients(results: list[Any], sources: list[Any]) -> list[torch.Tensor | None] | None:
+    """Send a fixed random gradient backward through every differentiable result."""
+    ends = [
+        tensor
+        for tensor in tensors_of(results)
+        if tensor.requires_grad and tensor.grad_fn is not None
+    ]
+    wanted = [source for source in sources if source is not None]
+    if not ends or not wanted:
+        return None
+    sent = [_cotangent(tensor, number) for number, tensor in enumerate(ends)]
+    arrived = iter(torch.autograd.grad(ends, wanted, sent, allow_unused=True))
+    return [None if source is None else next(arrived) for source in sources]
+
+
+def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Half and double precision get the same numbers: one judges the other.
+    exact = torch.complex128 if tensor.is_complex() else torch.float64
+    with torch.device("cpu"):
+        drawn = torch.randn(tensor.shape, dtype=exact, generator=generator)
+    rounded = drawn.to(torch.complex32 if tensor.is_complex() else torch.bfloat16)
+    return rounded.to(device=tensor.device, dtype=tensor.dtype)
+
+
+def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]]:
+    spans = [(f"output {i}", _span(value)) for i, value in enumerate(outputs)]
+    others = [(f"input {i}", _span(value)) for i, value in enumerate(inputs)]
+    return frozenset(
+        (name, other)
+        for position, (name, span) in enumerate(spans)
+        for other, other_span in [*spans[:position], *others]
+        if span is not None and other_span is not None and _overlap(span, other_span)
+    )
+
+
+def _span(value: Any) -> tuple[torch.device, int, int] | None:
+    """Return the device, the first address and the address behind the last element."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    if not value.numel() or not value.untyped_storage().nbytes():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    first = value.data_ptr()
+    return value.device, first, first + (last + 1) * value.element_size()
+
+
+def _overlap(
+    one: tuple[torch.device, int, int], other: tuple[torch.device, int, int]
+) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]

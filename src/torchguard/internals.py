@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 __all__ = [
     "base_of",
+    "compile_in_place",
     "coo_parts",
     "default_backend",
     "dynamo_backend",
@@ -415,6 +416,20 @@ def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
         "dynamic": dynamic,
         "compiler": compiler,
     }
+
+
+def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
+    """Equals ``module.compile(**settings)``, for torch's own modules too.
+
+    Dynamo does not look into a frame of ``torch.nn``, so ``module.compile()`` leaves an
+    ``nn.Sequential`` eager on some releases; ``torch.compile(module)`` knows the way out.
+    """
+    utilities = importlib.import_module("torch._dynamo.external_utils")
+    if hasattr(utilities, "wrap_inline"):
+        call = utilities.wrap_inline(module._call_impl)
+        module._compiled_call_impl = torch.compile(call, **settings)
+    else:
+        module.compile(**settings)
 
 
 def _is_empty(cell: Any) -> bool:

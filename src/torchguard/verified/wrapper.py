@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchguard.internals import settings_of_compiled
+from torchguard.internals import compile_in_place, settings_of_compiled
 from torchguard.verified.backend import VerifiedBackend
 from torchguard.verified.options import Every, OnMismatch, Options
 
@@ -64,7 +64,7 @@ def verified(
         if _is_compiled(function):
             return _compiled_again(function, checks)
         if isinstance(function, torch.nn.Module):
-            function.compile(backend=checked, **compile_options)
+            compile_in_place(function, backend=checked, **compile_options)
             return _with_stats(function, checked)
         return _with_stats(torch.compile(function, backend=checked, **compile_options), checked)
 

@@ -29,6 +29,7 @@ __all__ = [
     "follow_in_dynamo",
     "follow_in_torchscript",
     "forget_in_torchscript",
+    "has_hooks",
     "has_own_dispatch",
     "has_python_out",
     "has_saved_tensors_hooks",
@@ -283,6 +284,11 @@ def _torchscript_builtins() -> dict[int, str]:
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor of which autograd tracks this one as a view, or None."""
     return tensor._base
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody's hooks see the tensor's gradient."""
+    return bool(tensor._backward_hooks)
 
 
 def has_saved_tensors_hooks() -> bool:

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from torchguard.errors import MiscompilationError
-from torchguard.internals import shape_guards, tracing_again
+from torchguard.internals import has_hooks, shape_guards, tracing_again
 from torchguard.verified.comparison import Difference, differences, same
-from torchguard.verified.copies import NotCopied, bytes_of, copy_inputs, tensors_of, why_not_copied
-from torchguard.verified.graphs import copy_graph, in_double, wider
+from torchguard.verified.copies import NotCopied, bytes_of, tensors_of, why_not_copied
+from torchguard.verified.graphs import copy_graph, in_double, owned_tensors, wider
 from torchguard.verified.ladder import EAGER, Step
 from torchguard.verified.options import Options
 from torchguard.verified.outcome import Outcome, run
@@ -59,6 +59,7 @@ class Check:
 
     def __post_init__(self) -> None:
         self.record.runs = self.steps[0].name
+        self.owned = owned_tensors(self.graph)
 
     @property
     def finished(self) -> bool:
@@ -88,7 +89,9 @@ class Check:
             self.record.reason = reason
 
     def _check(self, inputs: Sequence[Any]) -> None:
-        reason = why_not_copied(inputs) or self._too_large(inputs)
+        reason = why_not_copied([*self.owned, *inputs]) or self._too_large(inputs)
+        if reason is None and any(has_hooks(tensor) for tensor in self.owned):
+            reason = "a tensor that the graph owns has hooks"
         if reason is not None:
             raise _Unverified(reason)
         eager = self._eager(inputs)
@@ -102,13 +105,13 @@ class Check:
 
     def _too_large(self, inputs: Sequence[Any]) -> str | None:
         limit = self.options.max_bytes
-        size = 0 if limit is None else bytes_of(inputs)
+        size = 0 if limit is None else bytes_of([*self.owned, *inputs])
         if limit is None or size <= limit:
             return None
         return f"its inputs have {size:,} bytes, max_bytes is {limit:,}"
 
     def _eager(self, inputs: Sequence[Any]) -> Outcome:
-        eager = run(self.graph, copy_inputs(inputs))
+        eager = run(self.graph, inputs, self.owned)
         if eager.random and not self.random_like_eager:
             raise _Unverified(
                 "it draws random numbers, which inductor draws in its own way; with the option "
@@ -119,16 +122,16 @@ class Check:
     def _differences(
         self, function: Callable[..., Any], eager: Outcome, inputs: Sequence[Any]
     ) -> list[Difference]:
-        compiled = run(function, copy_inputs(inputs))
+        compiled = run(function, inputs, self.owned)
         return differences(eager, compiled, lambda: None if eager.random else self._exact(inputs))
 
     def _exact(self, inputs: Sequence[Any]) -> Outcome | None:
         """Return the outcome in double precision, or None where the graph can't be run so."""
-        graph = in_double(self.graph)
+        graph = None if self.owned else in_double(self.graph)
         if graph is None:
             return None
         try:
-            return run(graph, copy_inputs(inputs, wider))
+            return run(graph, inputs, cast=wider)
         except (NotCopied, torch.OutOfMemoryError):
             return None
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["copy_graph", "in_double", "place_of", "wider"]
+__all__ = ["copy_graph", "in_double", "owned_tensors", "place_of", "wider"]
 
 _WIDER = {
     torch.float16: torch.float64,
@@ -67,6 +68,20 @@ def in_double(graph: fx.GraphModule) -> fx.GraphModule | None:
 
 def _doubled(value: object) -> object:
     return wider(value) if isinstance(value, torch.dtype) else value
+
+
+def owned_tensors(graph: fx.GraphModule) -> list[torch.Tensor]:
+    """Return the tensors that the graph holds itself: the parameters of an optimizer."""
+    found: dict[int, torch.Tensor] = {}
+    for part in graph.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                value: Any = part
+                for name in str(node.target).split(".") if node.op == "get_attr" else ():
+                    value = getattr(value, name, None)
+                if isinstance(value, torch.Tensor):
+                    found[id(value)] = value
+    return list(found.values())
 
 
 def place_of(graph: fx.GraphModule) -> tuple[str, str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from torchguard.internals import has_saved_tensors_hooks
-from torchguard.verified.copies import Copies, tensors_of
+from torchguard.internals import has_saved_tensors_hooks, set_version, version_of
+from torchguard.verified.copies import Copies, copy_inputs, tensors_of
 
 __all__ = ["Outcome", "run"]
 
@@ -38,21 +38,54 @@ class Outcome:
     backward_error: Exception | None = None
 
 
-def run(function: Callable[..., Any], copies: Copies) -> Outcome:
-    """Call ``function`` and send a gradient backward; no random state is changed.
+def run(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    owned: Sequence[torch.Tensor] = (),
+    cast: Callable[[torch.dtype], torch.dtype] | None = None,
+) -> Outcome:
+    """Call ``function`` on copies of the inputs, and send a gradient backward.
 
-    Tensor hooks, ``.grad`` and saved-tensor hooks of the caller see nothing of it.
+    Tensors that the graph owns hold copies of their data meanwhile; they are the first
+    inputs of the outcome. No random state is changed, and tensor hooks, ``.grad`` and
+    saved-tensor hooks of the caller see nothing of it.
 
     Raises:
+        NotCopied: an input can't be copied.
         torch.OutOfMemoryError: the memory is too small for a second run.
 
     """
+    copies = copy_inputs([*owned, *inputs], cast)
+    with _holding(owned, copies.values):
+        copies.sources[: len(owned)] = [tensor if tensor.requires_grad else None for tensor in owned]
+        outcome = _outcome(function, copies, len(owned))
+        outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
+    return outcome
+
+
+@contextlib.contextmanager
+def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]:
+    """Let tensors have other data for a while: neither they nor autograd will know."""
+    before = [(tensor, tensor.data, version_of(tensor)) for tensor in owned]
+    try:
+        for tensor, copy in zip(owned, copies, strict=False):
+            tensor.data = copy.detach()
+        yield
+    finally:
+        for tensor, data, version in before:
+            tensor.data = data
+            if version is not None:
+                set_version(tensor, version)
+
+
+def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:
     outcome = Outcome(inputs=copies.values)
+    given = copies.values[owned:]
     devices = {tensor.device for tensor in tensors_of(copies.values)}
     with _unseen_by_hooks(), _random_state_kept(devices) as drawn:
-        before = [_function_behind(value) for value in copies.values]
+        before = [_function_behind(value) for value in given]
         try:
-            returned = function(*copies.values)
+            returned = function(*given)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a graph raises is its outcome
@@ -63,7 +96,7 @@ def run(function: Callable[..., Any], copies: Copies) -> Outcome:
         outcome.sharing = _sharing(outcome.outputs, copies.values)
         written = [
             value
-            for value, function_before in zip(copies.values, before, strict=True)
+            for value, function_before in zip(given, before, strict=True)
             if _function_behind(value) is not function_before
         ]
         try:

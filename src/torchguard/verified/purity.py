@@ -57,11 +57,6 @@ def _reason(graph: fx.GraphModule, node: fx.Node) -> str | None:
             return None
         # torch._dynamo.config.inline_inbuilt_nn_modules is off.
         return f"a {type(module).__name__} is called as a whole, with state of its own"
-    if node.op == "get_attr":
-        value: Any = graph
-        for name in str(node.target).split("."):
-            value = getattr(value, name, None)
-        return f"the graph owns a tensor, {node.target}" if isinstance(value, torch.Tensor) else None
     return _reason_of(node.target) if node.op == "call_function" else None
 
 

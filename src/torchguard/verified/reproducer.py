@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchguard.verified.graphs import owned_tensors
 from torchguard.verified.ladder import Step
 from torchguard.verified.records import GraphRecord
 
@@ -101,7 +102,7 @@ def write_reproducer(
     few elements, the script has their values.
     """
     try:
-        if step.source is None:
+        if step.source is None or owned_tensors(graph):
             return None
         code = _inputs_that_show(inputs, shows)
         text = _script(graph, code, step.source, record, inputs)

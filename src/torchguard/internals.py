@@ -298,7 +298,7 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def operator_name(function: object) -> str | None:
-    """Return ``aten::add`` or ``higher_order::cond`` for something from ``torch.ops``, else None."""
+    """Return ``aten::add`` or ``higher_order::cond`` for what is of ``torch.ops``, else None."""
     if isinstance(function, torch._ops.OpOverload):
         return function._schema.name
     if isinstance(function, torch._ops.OpOverloadPacket):
@@ -360,11 +360,11 @@ def mutation_switches() -> list[str]:
     They are paths of functions that take ``keep_inference_input_mutations``; there
     is no option for it. Empty where there is no such function.
     """
-    paths = []
-    for path in ("torch._inductor.compile_fx", "torch._dynamo.backends.common"):
-        if hasattr(importlib.import_module(path), "aot_autograd"):
-            paths.append(f"{path}.aot_autograd")
-    return paths
+    return [
+        f"{path}.aot_autograd"
+        for path in ("torch._inductor.compile_fx", "torch._dynamo.backends.common")
+        if hasattr(importlib.import_module(path), "aot_autograd")
+    ]
 
 
 def tracing_context() -> Any:

@@ -1,4 +1,4 @@
-"""``python -m torchguard fuzz``: random programs, compiled with the check and compared with eager."""
+"""``python -m torchguard fuzz``: random programs, compiled with the check, against eager."""
 
 from __future__ import annotations
 

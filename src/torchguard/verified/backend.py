@@ -140,6 +140,7 @@ def verified_backend(
     every: Every = "graph",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
+    group: Any = None,
 ) -> VerifiedBackend:
     """Return a backend that compiles with ``inner`` and keeps only what does what eager does.
 
@@ -159,6 +160,8 @@ def verified_backend(
             shapes, ``"graph"`` once.
         mode: as for ``torch.compile``.
         options: as for ``torch.compile``.
+        group: a process group whose ranks take the same step; all of them have to compile
+            the same graphs in the same order, as they do under DDP.
 
     Raises:
         ValueError: an argument is none of these.
@@ -166,7 +169,7 @@ def verified_backend(
     Upstream: https://github.com/pytorch/pytorch/issues/197829 and others; the doctor
     lists them.
     """
-    checks = Options(calls, on_mismatch, max_bytes, every)
+    checks = Options(calls, on_mismatch, max_bytes, every, group)
     return VerifiedBackend(inner, checks, mode=mode, inner_options=options)
 
 
@@ -181,6 +184,7 @@ def _is_symbolic(value: Any) -> bool:
 def _checking(check: Check, calls: int) -> Callable[..., Any]:
     """Check the first calls; from then on, passing the call on is all that is left."""
     remaining = calls
+    target: Callable[..., Any]
 
     def checked(*inputs: Any) -> Any:
         nonlocal target, remaining
@@ -191,7 +195,7 @@ def _checking(check: Check, calls: int) -> Callable[..., Any]:
             target = trusted  # nothing of the check stays alive
         return trusted(*inputs)
 
-    target: Callable[..., Any] = checked
+    target = checked
 
     def run(*inputs: Any) -> Any:
         return target(*inputs)

@@ -12,6 +12,7 @@ from torch import fx
 
 from torchguard.errors import MiscompilationError
 from torchguard.internals import has_hooks, shape_guards, tracing_again
+from torchguard.verified.agreement import lowest_and_highest
 from torchguard.verified.comparison import Difference, differences, same
 from torchguard.verified.copies import NotCopied, bytes_of, tensors_of, why_not_copied
 from torchguard.verified.graphs import copy_graph, in_double, owned_tensors, wider
@@ -72,6 +73,15 @@ class Check:
             return
         start = time.perf_counter()
         try:
+            self._check_here(inputs)
+            if self.options.group is not None and self.options.on_mismatch == "fallback":
+                self._agree(inputs)
+        finally:
+            self.record.checks += 1
+            self.record.seconds += time.perf_counter() - start
+
+    def _check_here(self, inputs: Sequence[Any]) -> None:
+        try:
             self._check(inputs)
         except _Unverified as reason:
             self._leave(str(reason))
@@ -79,9 +89,23 @@ class Check:
             self._leave("the memory is too small for a second run")
         except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
             self._leave(f"the check raised {type(error).__name__}: {error}")
-        finally:
-            self.record.checks += 1
-            self.record.seconds += time.perf_counter() - start
+
+    def _agree(self, inputs: Sequence[Any]) -> None:
+        """Go down to where the rank is that is furthest down; that step has to be right here."""
+        while True:
+            lowest, highest = lowest_and_highest(self.position, self.options.group)
+            if lowest == highest:
+                return
+            if self.position == highest:
+                continue  # the others come down, and may have to go further
+            self.position = highest - 1
+            try:
+                self._descend(
+                    None if self.record.status == "unverified" else self._eager(inputs), inputs
+                )
+            except (_Unverified, NotCopied, torch.OutOfMemoryError):
+                self._descend(None, inputs)
+            self.record.runs = self.steps[self.position].name
 
     def _leave(self, reason: str) -> None:
         if self.record.status == "compiled":
@@ -135,9 +159,7 @@ class Check:
         except (NotCopied, torch.OutOfMemoryError):
             return None
 
-    def _distrust(
-        self, found: list[Difference], eager: Outcome, inputs: Sequence[Any]
-    ) -> None:
+    def _distrust(self, found: list[Difference], eager: Outcome, inputs: Sequence[Any]) -> None:
         again = self._eager(inputs)
         if not _equal(eager, again):
             raise _Unverified("eager itself does not give the same result twice")
@@ -164,8 +186,8 @@ class Check:
         else:
             warn_of(text)
 
-    def _descend(self, eager: Outcome, inputs: Sequence[Any]) -> None:
-        """Take the next step that is right; the last one is eager itself."""
+    def _descend(self, eager: Outcome | None, inputs: Sequence[Any]) -> None:
+        """Take the next step that is right, or can be compiled; the last one is eager itself."""
         while self.position < len(self.steps) - 1:
             self.position += 1
             step = self.steps[self.position]
@@ -173,7 +195,9 @@ class Check:
                 self.trusted = step.compile(self.graph, [])
                 return
             compiled = self._compiled(step, inputs)
-            if compiled is not None and not self._differences(compiled, eager, inputs):
+            if compiled is None:
+                continue
+            if eager is None or not self._differences(compiled, eager, inputs):
                 self.trusted = compiled
                 return
 

@@ -91,9 +91,7 @@ def _part(reference: Callable[[], Outcome | None], name: str) -> list[Any] | Non
     return values
 
 
-def _errors(
-    where: str, eager: Exception | None, compiled: Exception | None
-) -> list[Difference]:
+def _errors(where: str, eager: Exception | None, compiled: Exception | None) -> list[Difference]:
     if (eager is None) == (compiled is None):
         return []
     if eager is None:

@@ -124,14 +124,16 @@ class _Copier:
         storage, dtype = self._storage(tensor)
         with torch.inference_mode(tensor.is_inference()):
             copy = torch.empty(0, dtype=dtype, device=tensor.device)
-            copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+            copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if not tensor.requires_grad:
             return copy
         if tensor.is_leaf:
             return copy.requires_grad_()
         with torch.enable_grad():
             origin = torch.zeros((), dtype=dtype, device=tensor.device).expand_as(copy)
-            made: torch.Tensor = _NotALeaf.apply(origin.detach().requires_grad_(), copy)
+            made: torch.Tensor = _NotALeaf.apply(  # type: ignore[no-untyped-call]
+                origin.detach().requires_grad_(), copy
+            )
         return made
 
     def _storage(self, tensor: torch.Tensor) -> tuple[torch.UntypedStorage, torch.dtype]:
@@ -142,7 +144,7 @@ class _Copier:
                 storage = storage.clone()
             else:
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                whole.set_(storage)  # type: ignore[call-overload]
+                whole.set_(storage)
                 storage = whole.to(dtype).untyped_storage()
             self._storages[key] = (storage, tensor.dtype)
         storage, first = self._storages[key]

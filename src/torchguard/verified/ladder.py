@@ -35,7 +35,13 @@ def _as_it_is(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
 
 EAGER = Step("eager", _as_it_is)
 
-_AOT_EAGER = Step("aot_eager", lambda graph, inputs: dynamo_backend("aot_eager")(graph, inputs))
+
+def _by_aot_autograd(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = dynamo_backend("aot_eager")(graph, inputs)
+    return compiled
+
+
+_AOT_EAGER = Step("aot_eager", _by_aot_autograd)
 
 
 def steps_of(name: str, compiler: Compiler, source: str | None) -> tuple[Step, ...]:
@@ -49,9 +55,7 @@ def steps_of(name: str, compiler: Compiler, source: str | None) -> tuple[Step, .
 def inductor_steps(compiler: Compiler) -> tuple[Step, ...]:
     """Return the ladder below inductor with some mode and options."""
 
-    def with_inputs_written_outside(
-        graph: fx.GraphModule, inputs: list[Any]
-    ) -> Callable[..., Any]:
+    def with_inputs_written_outside(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         paths = mutation_switches()
         patching.apply((path, _without_input_mutations) for path in paths)
         try:

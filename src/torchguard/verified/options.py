@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 __all__ = ["Every", "OnMismatch", "Options"]
 
@@ -19,6 +19,8 @@ class Options:
     on_mismatch: OnMismatch = "fallback"
     max_bytes: int | None = None
     every: Every = "graph"
+    group: Any = None
+    """The ranks that take the same step."""
 
     def __post_init__(self) -> None:
         if type(self.calls) is not int or self.calls < 1:

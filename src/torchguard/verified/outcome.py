@@ -57,7 +57,9 @@ def run(
     """
     copies = copy_inputs([*owned, *inputs], cast)
     with _holding(owned, copies.values):
-        copies.sources[: len(owned)] = [tensor if tensor.requires_grad else None for tensor in owned]
+        copies.sources[: len(owned)] = [
+            tensor if tensor.requires_grad else None for tensor in owned
+        ]
         outcome = _outcome(function, copies, len(owned))
         outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
     return outcome
@@ -180,12 +182,12 @@ def _span(value: Any) -> tuple[torch.device, int, int] | None:
         return None
     if not value.numel() or not value.untyped_storage().nbytes():
         return None
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
     first = value.data_ptr()
     return value.device, first, first + (last + 1) * value.element_size()
 
 
-def _overlap(
-    one: tuple[torch.device, int, int], other: tuple[torch.device, int, int]
-) -> bool:
+def _overlap(one: tuple[torch.device, int, int], other: tuple[torch.device, int, int]) -> bool:
     return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]

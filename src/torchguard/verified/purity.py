@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from torchguard.internals import operator_name
@@ -24,9 +23,9 @@ _HIGHER_ORDER = {
     "associative_scan", "autograd_function_apply", "checkpoint", "cond", "dynamo_bypassing_wrapper",
     "flex_attention", "flex_attention_backward", "hints_wrapper", "inductor_compiled_code",
     "invoke_subgraph", "map", "map_impl", "scan", "tag_activation_checkpoint",
-    "triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation", "trampoline_autograd_apply",
-    "while_loop", "wrap", "wrap_activation_checkpoint", "wrap_with_autocast",
-    "wrap_with_set_grad_enabled",
+    "trampoline_autograd_apply", "triton_kernel_wrapper_functional",
+    "triton_kernel_wrapper_mutation", "while_loop", "wrap", "wrap_activation_checkpoint",
+    "wrap_with_autocast", "wrap_with_set_grad_enabled",
 }  # fmt: skip
 
 # Modules of functions that compute. einops tells Dynamo not to look into its functions.

@@ -84,7 +84,9 @@ class VerificationReport:
             rows.append((name, str(graph.nodes), graph.status, graph.runs, seconds, because))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = [
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]])
+            "  ".join(
+                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]
+            )
             for row in rows
         ]
         return "\n".join(line.rstrip() for line in [*lines, self._summary()])

@@ -151,9 +151,7 @@ def _script(
     )
 
 
-def _class_of(
-    graph: fx.GraphModule, name: str, imports: dict[str, str], classes: list[str]
-) -> str:
+def _class_of(graph: fx.GraphModule, name: str, imports: dict[str, str], classes: list[str]) -> str:
     """Write a module class for the graph, those it holds first."""
     children = []
     for child, module in graph.named_children():
@@ -169,10 +167,10 @@ def _class_of(
         for line in code.src.strip("\n").splitlines()
         if not line.lstrip().startswith("#")
     )
-    made = [f"class {name}(torch.nn.Module):"]
+    lines = [f"class {name}(torch.nn.Module):"]
     if children:
-        made += ["    def __init__(self):", "        super().__init__()", *children, ""]
-    classes.append("\n".join([*made, body, ""]))
+        lines += ["    def __init__(self):", "        super().__init__()", *children, ""]
+    classes.append("\n".join([*lines, body, ""]))
     return name
 
 
@@ -182,7 +180,11 @@ def _import_of(name: str, value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    if module and "." not in qualified and getattr(sys.modules.get(module), qualified, None) is value:
+    if (
+        module
+        and "." not in qualified
+        and getattr(sys.modules.get(module), qualified, None) is value
+    ):
         return f"from {module} import {qualified} as {name}"
     raise _NotWritten
 

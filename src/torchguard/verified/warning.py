@@ -38,8 +38,6 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 
 def _first_of_user(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and (
-        frame.f_code.co_filename.startswith((*_NOT_THE_CALLERS, "<"))
-    ):
+    while frame is not None and (frame.f_code.co_filename.startswith((*_NOT_THE_CALLERS, "<"))):
         frame = frame.f_back
     return frame

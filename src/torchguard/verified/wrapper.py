@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -25,6 +25,7 @@ def verified(
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
+    group: Any = None,
     **compile_options: Any,
 ) -> Callable[[_Callable], _Callable]:
     """Compile a function or a module, and keep of each graph only what does what eager does.
@@ -43,6 +44,7 @@ def verified(
         backend: what compiles, by name or itself.
         mode: as for ``torch.compile``.
         options: as for ``torch.compile``.
+        group: a process group whose ranks take the same step, see :func:`verified_backend`.
         **compile_options: further arguments of ``torch.compile``: ``fullgraph``, ``dynamic``.
 
     Raises:
@@ -51,7 +53,7 @@ def verified(
 
     Upstream: https://github.com/pytorch/pytorch/issues/197829
     """
-    checks = Options(calls, on_mismatch, max_bytes, every)
+    checks = Options(calls, on_mismatch, max_bytes, every, group)
 
     def wrap(function: _Callable) -> _Callable:
         checked = VerifiedBackend(
@@ -62,11 +64,15 @@ def verified(
             dynamic=compile_options.get("dynamic"),
         )
         if _is_compiled(function):
-            return _compiled_again(function, checks)
+            again: _Callable = _compiled_again(function, checks)
+            return again
         if isinstance(function, torch.nn.Module):
             compile_in_place(function, backend=checked, **compile_options)
-            return _with_stats(function, checked)
-        return _with_stats(torch.compile(function, backend=checked, **compile_options), checked)
+            made: _Callable = function
+        else:
+            made = cast("_Callable", torch.compile(function, backend=checked, **compile_options))
+        _give_stats(made, checked)
+        return made
 
     return wrap
 
@@ -90,10 +96,10 @@ def _compiled_again(compiled: Any, checks: Options) -> Any:
         fullgraph=settings["fullgraph"],
         dynamic=settings["dynamic"],
     )
-    return _with_stats(again, checked)
+    _give_stats(again, checked)
+    return again
 
 
-def _with_stats(function: Any, checked: VerifiedBackend) -> Any:
+def _give_stats(function: Any, checked: VerifiedBackend) -> None:
     if not hasattr(function, "stats"):
         function.stats = checked.stats
-    return function

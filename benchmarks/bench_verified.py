@@ -8,6 +8,7 @@ Each first call is a process of its own with an empty cache, plain and checked b
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -61,7 +62,7 @@ def first_call(workload: str, device: str, count: int, *, checked: bool) -> dict
     else:
         x = torch.ones(8, device=device)
         functions = [torch.compile(tiny(number), backend=backend) for number in range(count)]
-        calls = [lambda f=function: f(x) for function in functions]
+        calls = [functools.partial(function, x) for function in functions]
         torch.compile(tiny(-1), backend=inner)(x)  # what is imported lazily
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -173,10 +174,11 @@ def main() -> None:
             count = FEW if options.quick else options.count
             first = first_calls(workload, device, 1 if options.quick else options.rounds, count)
             record["first_calls"].append(first)
+            plain, checked = first["plain_seconds"]["median"], first["checked_seconds"]["median"]
             print(
-                f"{first['id']:34} {device:4} {first['plain_seconds']['median']:.2f} s -> "
-                f"{first['checked_seconds']['median']:.2f} s, {first['ratio']['median']:.3f} times, "
-                f"memory {first['memory_ratio']['median']:.3f} times: {first['verdict']}",
+                f"{first['id']:34} {device:4} {plain:.2f} s -> {checked:.2f} s, "
+                f"{first['ratio']['median']:.2f} times, "
+                f"memory {first['memory_ratio']['median']:.2f} times: {first['verdict']}",
                 flush=True,
             )
         rows += measure(

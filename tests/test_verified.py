@@ -518,7 +518,8 @@ def _with_checkpoint() -> Callable[[], Any]:
     x = torch.ones(2, 3, requires_grad=True)
 
     def block(value: torch.Tensor) -> torch.Tensor:
-        return layer(value).sin()
+        value = layer(value)
+        return value.sin()
 
     return lambda: checkpoint(block, x, use_reentrant=False).sum()
 
@@ -576,7 +577,11 @@ def _no_grad() -> Callable[[], Any]:
 
 def _complex() -> Callable[[], Any]:
     x = torch.arange(4.0) + 1j
-    return lambda: (x * 2j).abs()
+
+    def run() -> Any:
+        return (x * 2j).abs()
+
+    return run
 
 
 MAKERS = [
@@ -611,13 +616,21 @@ def test_all_ranks_take_the_same_step(tmp_path: Path) -> None:
                 return (x + dist.get_rank(),)
             return run
 
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(3, 1)
+
+            def forward(self, x):
+                return self.layer(x)
+
         def train(rank):
             store = dist.FileStore({str(tmp_path / "store")!r}, 2)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             backend = verified_backend(wrong_on_rank_1, group=dist.group.WORLD)
-            model = torch.nn.Linear(3, 1)
+            model = Net()
             data_parallel = torch.nn.parallel.DistributedDataParallel(model)
             compiled = torch.compile(data_parallel, backend=backend)
             loss = compiled(torch.ones(2, 3) * rank).sum()
@@ -625,7 +638,7 @@ def test_all_ranks_take_the_same_step(tmp_path: Path) -> None:
             steps = [graph.runs for graph in backend.stats().graphs]
             statuses = [graph.status for graph in backend.stats().graphs]
             with open({str(tmp_path)!r} + f"/rank{{rank}}", "w") as file:
-                file.write(f"{{steps}} {{statuses}} {{model.weight.grad.tolist()}}")
+                file.write(f"{{steps}} {{statuses}} {{model.layer.weight.grad.tolist()}}")
             dist.destroy_process_group()
 
         if __name__ == "__main__":

@@ -58,6 +58,9 @@ class Check:
     decided: bool = False
     """Whether a difference has been found and the user wants no other step."""
 
+    warning: str | None = None
+    """What to warn of once the check is over."""
+
     def __post_init__(self) -> None:
         self.record.runs = self.steps[0].name
         self.owned = owned_tensors(self.graph)
@@ -72,6 +75,7 @@ class Check:
         if self.finished:
             return
         start = time.perf_counter()
+        self.warning = None
         try:
             self._check_here(inputs)
             if self.options.group is not None and self.options.on_mismatch == "fallback":
@@ -79,11 +83,13 @@ class Check:
         finally:
             self.record.checks += 1
             self.record.seconds += time.perf_counter() - start
+        if self.warning is not None:
+            warn_of(self.warning)  # where warnings are errors, it raises
 
     def _check_here(self, inputs: Sequence[Any]) -> None:
         try:
             self._check(inputs)
-        except _Unverified as reason:
+        except (_Unverified, NotCopied) as reason:
             self._leave(str(reason))
         except torch.OutOfMemoryError:
             self._leave("the memory is too small for a second run")
@@ -121,6 +127,8 @@ class Check:
         eager = self._eager(inputs)
         found = self._differences(self.trusted, eager, inputs)
         if not found:
+            if eager.error is not None:
+                raise _Unverified(f"eager raises {type(eager.error).__name__}")
             if self.record.status != "mismatched":
                 self.record.status = "verified"
                 self.record.reason = ""
@@ -184,7 +192,7 @@ class Check:
             self.record.runs = "nothing"
             self.trusted = _refusal(text)
         else:
-            warn_of(text)
+            self.warning = text
 
     def _descend(self, eager: Outcome | None, inputs: Sequence[Any]) -> None:
         """Take the next step that is right, or can be compiled; the last one is eager itself."""

@@ -125,9 +125,8 @@ def _unseen_by_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_state_kept(devices: set[torch.device]) -> Iterator[Callable[[], bool]]:
-    kinds = {device.type for device in devices} - {"cpu", "meta"}
-    kind = next(iter(kinds), "cuda")
-    module: Any = getattr(torch, kind, None)
+    kind = "xpu" if any(device.type == "xpu" for device in devices) else "cuda"
+    module: Any = getattr(torch, kind)
     numbers = sorted({device.index or 0 for device in devices if device.type == kind})
 
     def states() -> list[torch.Tensor]:
@@ -156,12 +155,13 @@ def _gradients(results: list[Any], sources: list[Any]) -> list[torch.Tensor | No
 
 
 def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
     generator = torch.Generator().manual_seed(seed)
-    # Half and double precision get the same numbers: one judges the other.
-    exact = torch.complex128 if tensor.is_complex() else torch.float64
-    with torch.device("cpu"):
-        drawn = torch.randn(tensor.shape, dtype=exact, generator=generator)
-    rounded = drawn.to(torch.complex32 if tensor.is_complex() else torch.bfloat16)
+    drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+    # The same numbers in every precision: double precision judges the others.
+    rounded = drawn.to(torch.bfloat16).to(torch.float64)
+    if tensor.is_complex():
+        rounded = torch.view_as_complex(rounded)
     return rounded.to(device=tensor.device, dtype=tensor.dtype)
 
 

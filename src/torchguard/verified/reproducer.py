@@ -112,7 +112,7 @@ def write_reproducer(
             number += 1
             path = path.with_name(f"{path.stem.rpartition('-')[0] or path.stem}-{number}.py")
         path.write_text(text, encoding="utf-8")
-    except (_NotWritten, OSError):
+    except Exception:  # noqa: BLE001 - a script that fails must not hide what it is about
         return None
     return str(path)
 

@@ -493,6 +493,20 @@ def test_a_defect_that_shows_in_the_second_call_is_found_with_calls_2() -> None:
     assert backend.stats().graphs[0].status == "mismatched"
 
 
+def test_a_dynamic_graph_that_is_wrong_in_its_second_call_stays_right_for_every_size() -> None:
+    def at_zero(outputs: list[Any], given: list[Any]) -> Any:
+        x = next(value for value in given if isinstance(value, torch.Tensor))
+        return [outputs[0] + 1] if x.sum() == 0 else outputs
+
+    backend = verified_backend(spoiling(at_zero), calls=2)
+    compiled = torch.compile(lambda x: x.expand(2, -1) * 2, backend=backend, dynamic=True)
+    compiled(torch.ones(5))
+    with pytest.warns(MiscompilationWarning):
+        assert compiled(torch.zeros(6)).tolist() == [[0] * 6] * 2
+    assert compiled(torch.ones(7)).tolist() == [[2] * 7] * 2
+    assert backend.stats().graphs[0].runs == "eager"
+
+
 def test_a_dynamic_graph_that_is_wrong_falls_back_too() -> None:
     backend = verified_backend(spoiling(one_value))
     compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=True)
@@ -860,6 +874,11 @@ def test_settings_of_what_was_compiled_already_are_kept() -> None:
     assert torch.equal(found, torch.rand(3))
     (record,) = stats(checked).graphs
     assert record.status == "verified", record
+
+
+def test_what_was_compiled_already_keeps_its_settings_or_is_refused() -> None:
+    with pytest.raises(TypeError, match="keeps its own backend, mode and options"):
+        verified(mode="max-autotune")(torch.compile(lambda x: x))
 
 
 def test_what_another_backend_compiled_is_refused() -> None:

@@ -17,7 +17,7 @@ from torchguard.internals import (
     tracing_context,
 )
 from torchguard.verified.check import Check
-from torchguard.verified.graphs import copy_graph, place_of
+from torchguard.verified.graphs import copy_graph, is_symbolic, place_of
 from torchguard.verified.ladder import Compiler, Step, inductor_steps, steps_of
 from torchguard.verified.options import Every, OnMismatch, Options
 from torchguard.verified.purity import why_not_twice
@@ -66,7 +66,6 @@ class VerifiedBackend:
         if reason is not None:
             record.status, record.reason = "unverified", reason
             return compiled
-        examples = [None if _has_values(value) else value for value in example_inputs]
         # Real tensors are kept alive by nobody between compiling and the first call.
         examples = [None if _has_values(value) else value for value in example_inputs]
         check = Check(
@@ -79,7 +78,7 @@ class VerifiedBackend:
             examples,
             tracing_context(),
         )
-        by_shape = self._options.every == "shape" and any(map(_is_symbolic, examples))
+        by_shape = self._options.every == "shape" and any(map(is_symbolic, examples))
         checking = _checking_every_shape if by_shape else _checking
         return checking(check, self._options.calls)
 
@@ -175,10 +174,6 @@ def verified_backend(
 
 def _has_values(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not has_own_dispatch(value)
-
-
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _checking(check: Check, calls: int) -> Callable[..., Any]:

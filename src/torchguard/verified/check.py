@@ -15,7 +15,7 @@ from torchguard.internals import has_hooks, shape_guards, tracing_again
 from torchguard.verified.agreement import lowest_and_highest
 from torchguard.verified.comparison import Difference, differences, same
 from torchguard.verified.copies import NotCopied, bytes_of, tensors_of, why_not_copied
-from torchguard.verified.graphs import copy_graph, in_double, owned_tensors, wider
+from torchguard.verified.graphs import copy_graph, in_double, is_symbolic, owned_tensors, wider
 from torchguard.verified.ladder import EAGER, Step
 from torchguard.verified.options import Options
 from torchguard.verified.outcome import Outcome, run
@@ -211,6 +211,8 @@ class Check:
 
     def _compiled(self, step: Step, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         """Compile with another step; None if it can't, or only under conditions nobody watches."""
+        if self.record.checks and any(map(is_symbolic, self.examples)):
+            return None  # Dynamo knows the symbols of the tensors it has traced, not of these
         guards = shape_guards(self.context)
         pairs = zip(self.examples, inputs, strict=True)
         examples = [given if example is None else example for example, given in pairs]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["copy_graph", "in_double", "owned_tensors", "place_of", "wider"]
+__all__ = ["copy_graph", "in_double", "is_symbolic", "owned_tensors", "place_of", "wider"]
 
 _WIDER = {
     torch.float16: torch.float64,
@@ -24,6 +24,11 @@ _CASTS = {"half": "double", "bfloat16": "double", "float": "double"}
 def wider(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that stands for this one in double precision."""
     return _WIDER.get(dtype, dtype)
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether it is a size, or a number, that differs from call to call."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
@@ -85,10 +90,16 @@ def owned_tensors(graph: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def place_of(graph: fx.GraphModule) -> tuple[str, str]:
-    """Return the function the graph was traced from, and ``file:line`` of its last statement."""
+    """Return the function the graph was traced from, and ``file:line`` of its last statement.
+
+    A module of torch itself has no line of the user's: then it is the module's class.
+    """
     for node in reversed(graph.graph.nodes):
         found = re.findall(r'File "(.*)", line (\d+), in (.*)', node.stack_trace or "")
         if found:
             file, line, function = found[-1]
             return function, f"{file}:{line}"
-    return "?", "?"
+    for node in graph.graph.nodes:
+        for _, kind in (node.meta.get("nn_module_stack") or {}).values():
+            return getattr(kind, "__name__", str(kind)), "torch.nn"
+    return "graph", "no line known"

@@ -64,6 +64,11 @@ def verified(
             dynamic=compile_options.get("dynamic"),
         )
         if _is_compiled(function):
+            if (backend, mode, options, compile_options) != ("inductor", None, None, {}):
+                raise TypeError(
+                    "verified: this was compiled already and keeps its own backend, mode and "
+                    "options; give them to torch.compile, or pass what was compiled"
+                )
             again: _Callable = _compiled_again(function, checks)
             return again
         if isinstance(function, torch.nn.Module):

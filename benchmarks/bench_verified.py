@@ -65,7 +65,7 @@ def first_call(
         x = torch.ones(8, device=device)
         functions = [torch.compile(tiny(number), backend=backend) for number in range(count)]
         calls = [functools.partial(function, x) for function in functions]
-        torch.compile(tiny(-1), backend=inner)(x)  # what is imported lazily
+        torch.compile(tiny(count), backend=inner)(x)  # what is imported lazily
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# Seeds of which several are compiled wrong by each release from 2.6 to 2.15.
-SEEDS = (2, 5, 9, 11, 14, 18, 23, 27, 31, 36, 42, 50, 56, 58)
+# Of the first 60, 11 are compiled wrong by 2.13; these are six of them, and four others.
+SEEDS = (2, 5, 11, 16, 18, 23, 33, 34, 38, 50)
 
 
 @pytest.fixture(autouse=True)
@@ -144,17 +144,39 @@ def test_with_the_check_no_program_is_wrong_and_without_it_some_are(
     assert len(wrong) >= 2
 
 
-def test_the_command_finds_nothing_wrong_with_the_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fuzz", "--seed", "26", "--count", "2", "--backend", "aot_eager"]) == 0
+@pytest.fixture(scope="module")
+def spoiled_backend() -> str:
+    """A backend known by name that writes into an input it should leave alone."""
+    name = "torchguard_tests_spoiled"
+
+    def spoiled(graph: fx.GraphModule, _: list[Any]) -> Any:
+        def run(*inputs: Any) -> Any:
+            results = graph(*inputs)
+            inputs[0].data[3, 5] += 1
+            return results
+
+        return run
+
+    torch._dynamo.register_backend(spoiled, name)
+    return name
+
+
+def test_the_command_finds_nothing_wrong_with_the_check(
+    spoiled_backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fuzz", "--seed", "1", "--count", "2", "--backend", spoiled_backend]) == 0
     shown = capsys.readouterr()
-    assert "2 programs: 0 wrong with the check; 1 graphs were compiled wrong" in shown.out
-    assert "[2/2] program 27: right" in shown.err
+    assert "2 programs: 0 wrong with the check; 2 graphs were compiled wrong" in shown.out
+    assert "[2/2] program 2: right" in shown.err
 
 
-def test_the_command_shows_what_is_wrong_without(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fuzz", "--seed", "27", "--count", "1", "--backend", "aot_eager", "--bare"]) == 1
+def test_the_command_shows_what_is_wrong_without(
+    spoiled_backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--seed", "2", "--count", "1", "--backend", spoiled_backend, "--bare"]
+    assert main(["fuzz", *options]) == 1
     shown = capsys.readouterr().out
-    assert program(27).source in shown
+    assert program(2).source in shown
     assert "1 programs: 1 wrong, without the check" in shown
 
 

@@ -13,6 +13,8 @@ from torchguard.consistency import check_consistent, is_consistent, repair_
 from torchguard.doctor import doctor
 from torchguard.errors import (
     InconsistentTensorError,
+    MiscompilationError,
+    MiscompilationWarning,
     NonResizableStorageError,
     PatchConflictError,
     TorchGuardError,
@@ -32,6 +34,7 @@ from torchguard.padding import Padded, pad_to_bucket, unpad
 from torchguard.pairs import PairBuckets
 from torchguard.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.rollback import rollback_on_error
+from torchguard.verified import VerificationReport, verification_report, verified, verified_backend
 from torchguard.version import __version__
 
 __all__ = [
@@ -39,11 +42,14 @@ __all__ = [
     "Buckets",
     "InconsistentTensorError",
     "Installation",
+    "MiscompilationError",
+    "MiscompilationWarning",
     "NonResizableStorageError",
     "Padded",
     "PairBuckets",
     "PatchConflictError",
     "TorchGuardError",
+    "VerificationReport",
     "__version__",
     "at",
     "attention_mask",
@@ -68,4 +74,7 @@ __all__ = [
     "sliced_assign_",
     "uninstall",
     "unpad",
+    "verification_report",
+    "verified",
+    "verified_backend",
 ]

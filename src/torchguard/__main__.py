@@ -7,9 +7,10 @@ import sys
 
 from torchguard import plan, run
 from torchguard.doctor import command
+from torchguard.fuzz import command as fuzz
 from torchguard.version import __version__
 
-_COMMANDS = (command.add_parser, run.add_parser, plan.add_parser)
+_COMMANDS = (command.add_parser, run.add_parser, plan.add_parser, fuzz.add_parser)
 
 
 def main(arguments: list[str] | None = None) -> int:

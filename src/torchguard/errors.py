@@ -6,6 +6,8 @@ so ``except RuntimeError`` and out-of-memory retry loops go on working.
 
 __all__ = [
     "InconsistentTensorError",
+    "MiscompilationError",
+    "MiscompilationWarning",
     "NonResizableStorageError",
     "PatchConflictError",
     "TorchGuardError",
@@ -32,3 +34,11 @@ class InconsistentTensorError(TorchGuardError, RuntimeError):
 
 class PatchConflictError(TorchGuardError, RuntimeError):
     """Raised when undoing a patch would overwrite somebody else's."""
+
+
+class MiscompilationError(TorchGuardError, RuntimeError):
+    """Raised with ``on_mismatch="raise"`` when a graph that was compiled wrong is to run."""
+
+
+class MiscompilationWarning(UserWarning):
+    """A compiled graph did not do what eager does; the text says what runs instead."""

@@ -23,6 +23,7 @@ from torchguard.internals import (
 )
 from torchguard.out import guard_out
 from torchguard.resize import guard_resize_, guard_resize_as_, guard_set_
+from torchguard.verified.process_wide import guard_compile
 
 __all__ = [
     "GUARDS",
@@ -104,6 +105,10 @@ def _out_not_needed() -> str | None:
     return "an out= call that fails leaves its output as it was on this torch"
 
 
+def _verify_not_needed() -> str | None:
+    return None  # every torch so far compiles something wrong, and to compile takes seconds
+
+
 GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
@@ -111,6 +116,7 @@ GUARDS: dict[str, Guard] = {
         Guard("out", _out_replacements, _out_not_needed),
         Guard("setitem", setitem.replacements, setitem.not_needed, patches_dynamo=True),
         Guard("slice_scatter", scatter.replacements, scatter.not_needed, patches_dynamo=True),
+        Guard("verify", lambda: {"torch.compile": guard_compile}, _verify_not_needed),
     )
 }
 """Every guard that ``install()`` knows, by name."""
@@ -192,8 +198,10 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
         its memory, and a custom autograd function that reads it has its backward.
         ``"slice_scatter"``: in code compiled from then on, ``torch.slice_scatter``,
         ``select_scatter`` and ``diagonal_scatter`` have the gradient they have in eager.
+        ``"verify"``: ``torch.compile`` checks every graph that inductor compiles against
+        eager before it is trusted, as ``verified()`` does.
 
-    The last two patch Dynamo. While nothing has imported that, they wait for it, and
+    ``"setitem"`` and ``"slice_scatter"`` patch Dynamo. While nothing has imported that, they wait for it, and
     count as installed; they are tried then, and may move to ``.skipped``. What was
     compiled before stays as it is: install first, or call ``torch.compiler.reset()``.
 

@@ -9,6 +9,7 @@ torch at hand, and that nothing private is used anywhere else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -20,18 +21,29 @@ import wrapt
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 __all__ = [
+    "base_of",
+    "compile_in_place",
     "coo_parts",
+    "default_backend",
+    "dynamo_backend",
     "dynamo_is_imported",
     "fake_of",
     "fill_tables",
     "follow_in_dynamo",
     "follow_in_torchscript",
     "forget_in_torchscript",
+    "has_hooks",
     "has_own_dispatch",
     "has_python_out",
+    "has_saved_tensors_hooks",
     "has_torch_function_unary",
+    "inductor_backend",
+    "inductor_draws_like_eager",
+    "inductor_options",
     "is_view",
     "keep_whole_in_graph",
+    "mutation_switches",
+    "operator_name",
     "operator_schemas",
     "overriding",
     "paths_behind_python",
@@ -40,8 +52,12 @@ __all__ = [
     "replace_torch_function_modes",
     "schemas_of",
     "set_version",
+    "settings_of_compiled",
+    "shape_guards",
     "skip_frames",
     "torch_function_modes",
+    "tracing_again",
+    "tracing_context",
     "tracing_unseen",
     "under_functorch",
     "version_of",
@@ -330,3 +346,168 @@ def forget_in_torchscript(replacement: Callable[..., Any]) -> None:
 def _torchscript_builtins() -> dict[int, str]:
     table = getattr(torch.jit._builtins, "_get_builtin_table", None)
     return {} if table is None else table()
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of which autograd tracks this one as a view, or None."""
+    return tensor._base
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody's hooks see the tensor's gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether somebody's hooks see the tensors that autograd saves; True where nobody can say."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None  # True: those that tracing sees too
+
+
+def operator_name(function: object) -> str | None:
+    """Return ``aten::add`` or ``higher_order::cond`` for what is of ``torch.ops``, else None."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function._schema.name
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return function._qualified_op_name
+    if isinstance(function, torch._ops.HigherOrderOperator):
+        return f"higher_order::{function.__name__}"
+    return None
+
+
+def dynamo_backend(name: str) -> Callable[..., Any]:
+    """Return the compiler that ``torch.compile(backend=name)`` uses."""
+    registry = importlib.import_module("torch._dynamo.backends.registry")
+    backend: Callable[..., Any] = registry.lookup_backend(name)
+    return backend
+
+
+def default_backend() -> Any:
+    """Return what ``torch.compile`` compiles with if nobody says; 2.15 lets the user choose."""
+    registry = importlib.import_module("torch._dynamo.backends.registry")
+    chosen: Callable[[], Any] = getattr(registry, "get_default_backend", lambda: "inductor")
+    return chosen()
+
+
+def inductor_backend(
+    mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[..., Any]:
+    """Return what ``torch.compile`` makes of ``backend="inductor"``, a mode and options.
+
+    It raises at once for a mode or an option that inductor does not know, as
+    ``torch.compile`` does, and it equals another one with the same settings.
+    """
+    wrapper: Any = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if wrapper is not None:
+        backend: Callable[..., Any] = wrapper(mode, options, dynamic)
+        return backend
+    if mode is not None and mode != "default":
+        inductor = importlib.import_module("torch._inductor")
+        options = {**inductor.list_mode_options(mode, dynamic), **(options or {})}
+    return functools.partial(dynamo_backend("inductor"), config_patches=options)
+
+
+def inductor_options(backend: Callable[..., Any]) -> dict[str, Any]:
+    """Return the options of something that :func:`inductor_backend` made, those of its mode too."""
+    given = getattr(backend, "config", None) or getattr(backend, "keywords", {}).get(
+        "config_patches"
+    )
+    return dict(given or {})
+
+
+def inductor_draws_like_eager(backend: Callable[..., Any]) -> bool:
+    """Whether inductor takes its random numbers from where eager does."""
+    config = importlib.import_module("torch._inductor.config")
+    return bool(inductor_options(backend).get("fallback_random", config.fallback_random))
+
+
+def mutation_switches() -> list[str]:
+    """Return where inductor asks AOTAutograd to keep mutations of inputs in the graph.
+
+    They are paths of functions that take ``keep_inference_input_mutations``; there
+    is no option for it. Empty where there is no such function.
+    """
+    return [
+        f"{path}.aot_autograd"
+        for path in ("torch._inductor.compile_fx", "torch._dynamo.backends.common")
+        if hasattr(importlib.import_module(path), "aot_autograd")
+    ]
+
+
+def tracing_context() -> Any:
+    """Return what Dynamo knows of the graph it is compiling: its symbols, its fake tensors."""
+    return torch._guards.TracingContext.try_get()
+
+
+@contextlib.contextmanager
+def tracing_again(context: Any) -> Iterator[None]:
+    """Compile once more for a graph whose context was kept from when Dynamo traced it.
+
+    No other thread compiles meanwhile.
+    """
+    frames = importlib.import_module("torch._dynamo.convert_frame")
+    with getattr(frames, "compile_lock", contextlib.nullcontext()), torch._guards.tracing(context):
+        yield
+
+
+def shape_guards(context: Any) -> int | None:
+    """Count the guards on symbolic sizes so far; None where nobody can say."""
+    environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    return None if environment is None else len(environment.guards)
+
+
+def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
+    """Return how ``torch.compile`` was called to make this, or None where it can't be told.
+
+    The keys: ``function`` (a function, or a module), ``fullgraph``, ``dynamic`` and
+    ``compiler`` (what turns a graph into a callable).
+    """
+    frames = importlib.import_module("torch._dynamo.eval_frame")
+    if isinstance(compiled, frames.OptimizedModule):
+        function, context = compiled._orig_mod, compiled.dynamo_ctx
+    else:
+        function = getattr(compiled, "_torchdynamo_orig_callable", None)
+        cells = getattr(compiled, "__closure__", None) or ()
+        contexts = [cell.cell_contents for cell in cells if not _is_empty(cell)]
+        kinds = (frames.OptimizeContext, frames.OptimizeContext.__base__)
+        context = next((value for value in contexts if isinstance(value, kinds)), None)
+    compiler: Any = getattr(context, "callback", None)
+    one_graph = getattr(context, "fullgraph", None)
+    while compiler is not None:
+        one_graph = getattr(compiler, "_one_graph", one_graph)
+        inner = getattr(compiler, "_torchdynamo_orig_backend", None)
+        inner = inner or getattr(compiler, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            break
+        compiler = inner
+    if function is None or not isinstance(compiler, torch._TorchCompileInductorWrapper):
+        return None
+    dynamic = getattr(context, "_dynamic", None)
+    return {
+        "function": function,
+        "fullgraph": bool(one_graph),
+        "dynamic": dynamic,
+        "compiler": compiler,
+    }
+
+
+def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
+    """Equals ``module.compile(**settings)``, for torch's own modules too.
+
+    Dynamo does not look into a frame of ``torch.nn``, so ``module.compile()`` leaves an
+    ``nn.Sequential`` eager on some releases; ``torch.compile(module)`` knows the way out.
+    """
+    utilities = importlib.import_module("torch._dynamo.external_utils")
+    if hasattr(utilities, "wrap_inline"):
+        call = utilities.wrap_inline(module._call_impl)
+        module._compiled_call_impl = torch.compile(call, **settings)
+    else:
+        module.compile(**settings)
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - reading it is the question
+    except ValueError:
+        return True
+    return False

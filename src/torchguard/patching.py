@@ -164,7 +164,12 @@ def _prepare() -> None:
     if _prepared:
         return
     _prepared = True
-    for module in [module for name, module in sys.modules.items() if name.startswith(_PACKAGE)]:
+    # Not the probes of the catalog: what they show is what Dynamo does with them.
+    for module in [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(_PACKAGE) and not name.startswith(_PACKAGE + "defects.")
+    ]:
         for function in _functions(module):
             skip_frames(function.__code__)
     if hasattr(os, "register_at_fork"):

@@ -43,6 +43,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/195582",),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice="Crop outside the compiled function, or to a whole number of channels.",
 )

@@ -57,7 +57,7 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/pull/197039",),
     family="gradient",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice=(
         "Replace the buffer instead of writing into it: "
         "self.variance = self.variance.lerp(new, 0.1), not lerp_."

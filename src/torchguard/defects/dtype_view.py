@@ -38,6 +38,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/198101",),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice="Write the tensor that was viewed outside the compiled function.",
 )

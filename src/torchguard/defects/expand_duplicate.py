@@ -63,7 +63,7 @@ DEFECT = Defect(
     ),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice=(
         "Write x = x.index_put((index,), x[index] + 1) for x[index] += 1, and clone() an "
         "expanded view before writing into it."

@@ -34,6 +34,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/195422",),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice="Update the input itself, not what F.dropout returned.",
 )

@@ -37,7 +37,7 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/198094",),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice=(
         "Compute out of place (y = x.index_fill(0, row, 1)) "
         "and copy the result into x outside the compiled function."

@@ -47,6 +47,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/189895",),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice="Write torch.cat([ends.new_zeros(1), ends]) instead of F.pad(ends, (1, 0)).",
 )

@@ -41,7 +41,7 @@ DEFECT = Defect(
     ),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice=(
         "Compute out of place (y = x.index_copy(0, rows, new); return y + y.flip(0)) "
         "and copy the result into x outside the compiled function."

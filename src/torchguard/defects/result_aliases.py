@@ -38,6 +38,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/195451",),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice="Call .clone() on the result outside the compiled function before updating it in place.",
 )

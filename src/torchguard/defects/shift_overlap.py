@@ -34,7 +34,7 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/197829",),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice=(
         "Return torch.cat((x[:1], x[:-1])) from the compiled function and copy it into x outside."
     ),

@@ -38,7 +38,7 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/198131",),
     family="compile",
     probe=probe,
-    planned="verified",
+    guards=("verify",),
     advice=(
         "Return the new values from the compiled function and copy them into their tensors outside."
     ),

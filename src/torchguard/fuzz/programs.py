@@ -1,0 +1,193 @@
+"""Random programs: a few statements on two tensors, of the kinds that are compiled wrong.
+
+Every statement is one that eager defines: no copy over overlapping memory, no index that
+occurs twice where the order of writes would count.
+"""
+
+from __future__ import annotations
+
+import linecache
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["COLUMNS", "ROWS", "Program", "program"]
+
+ROWS, COLUMNS = 4, 6
+
+# {a} and {b}: tensors of (ROWS, COLUMNS), {b} another one than {a} where it matters.
+# {i} < {j}: rows, {k} < {l}: columns, {c}: a number, {p}: the rows in some order,
+# {r}: some rows, each once, {d}: as many rows, some twice, {n}: how many those are.
+_WRITES = (
+    "{a}[{i}] = {c}",
+    "{a}[{i}] = {b}[{j}]",
+    "{a}[{i}] = {a}[{j}]",
+    "{a}[1:] = {a}[:-1].clone()",
+    "{a}[:-1] = {a}[1:].clone()",
+    "{a}[:, 1:] = {b}[:, :-1].clone()",
+    "{a}[:, {k}] = {b}[:, {l}] * 2",
+    "{a}[:, {k}:{l}] = {b}[:, {k}:{l}] + {c}",
+    "{a}[{i}] += {b}[{j}]",
+    "{a}[{r}] = {b}[:{n}]",
+    "{a}[{r}] = {b}[{d}]",
+    "{a}[{d}] += 1",
+    "{a}[torch.arange(4) % 2] += 1",
+    "{a}[{b} > 0] = {c}",
+    "{a}.index_put_(({r},), {b}[:{n}])",
+    "{a}.index_put_(({d},), {b}[:{n}], accumulate=True)",
+    "{a}.index_copy_(0, {r}, {b}[:{n}])",
+    "{a}.index_add_(0, {d}, {b}[:{n}])",
+    "{a}.index_fill_(0, {r}, {c})",
+    "{a}.scatter_(0, {p}[:, None].expand(4, 6), {b})",
+    "{a}.scatter_add_(0, {d}[:, None].expand({n}, 6), {b}[:{n}])",
+    "{a}.masked_fill_({b} > 0, {c})",
+    "{a}.add_({b})",
+    "{a}.mul_({c})",
+    "{a}.copy_({b})",
+    "{a}.neg_()",
+    "{a}.clamp_(-1, 1)",
+    "{a}.zero_()",
+    "{a}.lerp_({b}, 0.5)",
+    "{a}.t()[{k}] = {c}",
+    "{a}.view(-1)[{i}::7] = {c}",
+    "{a}.diagonal().add_({c})",
+    "torch._foreach_add_([{a}[:2], {a}[2:]], [{b}[:2], {b}[2:]])",
+    "F.dropout({a}, 0.5, training=False).add_({c})",
+    "({a} + 0).mul_(2)",
+)
+_SWAP = "{new} = {a}.clone(); {a}.copy_({b}); {b}.copy_({new})"
+_VALUES = (
+    "{a}.clone()",
+    "{a} + {b}",
+    "{a} * {c}",
+    "{a} * 1",
+    "{a} / 1.0",
+    "{a}.flip(0)",
+    "{a}.flip(1) + {b}",
+    "{a}.roll(1, 0)",
+    "{a}[{p}]",
+    "{a}.index_select(0, {p})",
+    "torch.gather({a}, 0, {p}[:, None].expand(4, 6))",
+    "torch.where({a} > 0, {a}, {b})",
+    "torch.cat([{a}[2:], {b}[:2]])",
+    "torch.cat([{a}[:, 3:], {a}[:, :3]], 1)",
+    "F.pad({a}[:, 1:], (1, 0))",
+    "F.pad({a}, (0, 2))[:, :6]",
+    "{a} - {b}.mean(0)",
+    "{a} * {b}.sum(1, keepdim=True)",
+    "{a}.cumsum(0)",
+    "{a}.softmax(1)",
+    "{a}.sigmoid() * {b}",
+    "{a}.index_put(({r},), {b}[:{n}])",
+    "{a}.index_put(({d},), {b}[:{n}], accumulate=True)",
+    "{a}[:1].expand(4, 6).index_put(({r},), {b}[:{n}])",
+    "{a}.scatter(0, {p}[:, None].expand(4, 6), {b})",
+    "torch.slice_scatter({a}, {b}[:2], 0, 1, 3)",
+    "torch.select_scatter({a}, {b}[{i}], 0, {j})",
+    "torch.diagonal_scatter({a}, {b}.diagonal())",
+    "{a}.t().contiguous().t()",
+)
+_VIEWS = ("{a}[:]", "{a}.view(6, 4).view(4, 6)", "{a}.view_as({a})", "{a}.t().t()")
+_BITS = (
+    "{new} = {a}.view(torch.int32).view(torch.float32)",
+    "{new} = ({a}.view(torch.int32) & -2).view(torch.float32)",
+    "{new} = ({a}.view(torch.int16) & -2).view(torch.float32); {a}.fill_({c})",
+    "{a}.view(torch.int32).bitwise_and_(-256)",
+)
+_RESULTS = ("{a}", "{a}", "{a}", "{a}[1:]", "{a}.sum()", "{a}.t()", "{a} * 2")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of two tensors of shape (4, 6), made from a seed."""
+
+    seed: int
+    source: str
+    gradients: bool
+    """Whether ``x`` requires grad; ``y`` is then what a module would keep in a buffer."""
+
+    def function(self) -> Callable[..., Any]:
+        """Return the function, new each time: nothing of it is compiled yet."""
+        file = f"<program {self.seed}>"
+        linecache.cache[file] = (
+            len(self.source),
+            None,
+            self.source.splitlines(keepends=True),
+            file,
+        )
+        scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+        exec(compile(self.source, file, "exec"), scope)  # noqa: S102 - it was written here
+        function: Callable[..., Any] = scope["program"]
+        return function
+
+    def inputs(self, call: int = 0) -> list[torch.Tensor]:
+        """Return the inputs of a call; each call has other numbers."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + call)
+        x, y = (torch.randn(ROWS, COLUMNS, generator=generator, device="cpu") for _ in "xy")
+        return [x.requires_grad_(self.gradients), y]
+
+
+def program(seed: int) -> Program:
+    """Make a program from a number; the same number makes the same program everywhere.
+
+    What eager refuses to run is made anew.
+    """
+    chance = random.Random(seed)  # noqa: S311 - nothing secret
+    while True:
+        made = Program(seed, *_written(chance))
+        try:
+            with torch.random.fork_rng(devices=[]):
+                _try(made)
+        except RuntimeError:
+            continue  # autograd does not allow this order of reads and writes
+        return made
+
+
+def _try(made: Program) -> None:
+    x, y = made.inputs()
+    results = made.function()(x * 1 if made.gradients else x, y)
+    ends = [result.sum() for result in results if result.requires_grad]
+    if ends:
+        torch.autograd.grad(sum(ends[1:], ends[0]), x, allow_unused=True)
+
+
+def _written(chance: random.Random) -> tuple[str, bool]:
+    gradients = chance.random() < 1 / 3
+    names = ["x", "y"]
+    lines = []
+    for number in range(chance.randint(3, 6)):
+        new = "abcdef"[number]
+        kind = chance.choices(
+            (_WRITES, _VALUES, _VIEWS, _BITS, (_SWAP,)),
+            (50, 32, 8, 0 if gradients else 5, 5),
+        )[0]
+        template = chance.choice(kind)
+        if kind in (_VALUES, _VIEWS):
+            template = f"{{new}} = {template}"
+        lines.append(_filled(template, names, new, chance))
+        if "{new}" in template:
+            names.append(new)
+    count = chance.randint(0 if not gradients else 1, 3)
+    results = [_filled(chance.choice(_RESULTS), names, "", chance) for _ in range(count)]
+    lines.append(f"return ({''.join(f'{result}, ' for result in results)})")
+    body = "\n".join(f"    {line}" for line in lines)
+    return f"def program(x, y):\n{body}\n", gradients
+
+
+def _filled(template: str, names: list[str], new: str, chance: random.Random) -> str:
+    a = chance.choice(names)
+    # Views of a tensor have other names, so writes that read {b} may only do so from a copy.
+    b = chance.choice([name for name in names if name != a])
+    i, j = sorted(chance.sample(range(ROWS), 2))
+    k, l = sorted(chance.sample(range(COLUMNS), 2))  # noqa: E741
+    rows = chance.sample(range(ROWS), chance.randint(2, 3))
+    twice = [chance.randrange(ROWS) for _ in rows]
+    twice[-1] = twice[0]
+    order = chance.sample(range(ROWS), ROWS)
+    return template.format(
+        a=a, b=b, i=i, j=j, k=k, l=l, c=chance.choice((0.0, 1.0, 2.0, -3.0)), n=len(rows), new=new,
+        r=f"torch.tensor({rows})", d=f"torch.tensor({twice})", p=f"torch.tensor({order})",
+    )  # fmt: skip

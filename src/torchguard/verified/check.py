@@ -1,0 +1,264 @@
+"""The check of one graph: down the ladder to the first step that does what eager does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchguard.errors import MiscompilationError
+from torchguard.internals import has_hooks, shape_guards, tracing_again
+from torchguard.verified.agreement import lowest_and_highest
+from torchguard.verified.comparison import Difference, differences, same
+from torchguard.verified.copies import NotCopied, bytes_of, tensors_of, why_not_copied
+from torchguard.verified.graphs import copy_graph, in_double, is_symbolic, owned_tensors, wider
+from torchguard.verified.ladder import EAGER, Step
+from torchguard.verified.options import Options
+from torchguard.verified.outcome import Outcome, run
+from torchguard.verified.records import GraphRecord
+from torchguard.verified.reproducer import write_reproducer
+from torchguard.verified.warning import warn_of
+
+__all__ = ["Check"]
+
+
+class _Unverified(Exception):  # noqa: N818 - it is an answer, not an error
+    """The graph can't be checked; the text says why."""
+
+
+@dataclass
+class Check:
+    """Knows a graph, the ladder, and what runs at the moment."""
+
+    graph: fx.GraphModule
+    """As Dynamo traced it: what eager is."""
+
+    steps: tuple[Step, ...]
+    options: Options
+    record: GraphRecord
+    random_like_eager: bool
+    """Whether the first step draws the random numbers that eager draws."""
+
+    trusted: Callable[..., Any]
+    """What runs: first what the first step made of the graph."""
+
+    examples: list[Any]
+    """What Dynamo gave to compile with, None in place of tensors that hold values."""
+
+    context: Any
+    """What Dynamo knew when it traced the graph, to compile it again."""
+
+    position: int = 0
+    """The step of the ladder that runs."""
+
+    decided: bool = False
+    """Whether a difference has been found and the user wants no other step."""
+
+    warning: str | None = None
+    """What to warn of once the check is over."""
+
+    def __post_init__(self) -> None:
+        self.record.runs = self.steps[0].name
+        self.owned = owned_tensors(self.graph)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to check: eager runs, or what has been decided on."""
+        return self.decided or self.steps[self.position] is EAGER
+
+    def __call__(self, inputs: Sequence[Any]) -> None:
+        """Check what runs with the inputs of one call; afterwards the right one runs."""
+        if self.finished:
+            return
+        start = time.perf_counter()
+        self.warning = None
+        try:
+            self._check_here(inputs)
+            if self.options.group is not None and self.options.on_mismatch == "fallback":
+                self._agree(inputs)
+        finally:
+            self.record.checks += 1
+            self.record.seconds += time.perf_counter() - start
+        if self.warning is not None:
+            warn_of(self.warning)  # where warnings are errors, it raises
+
+    def _check_here(self, inputs: Sequence[Any]) -> None:
+        try:
+            self._check(inputs)
+        except (_Unverified, NotCopied) as reason:
+            self._leave(str(reason))
+        except torch.OutOfMemoryError:
+            self._leave("the memory is too small for a second run")
+        except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
+            self._leave(f"the check raised {type(error).__name__}: {error}")
+
+    def _agree(self, inputs: Sequence[Any]) -> None:
+        """Go down to where the rank is that is furthest down; that step has to be right here."""
+        while True:
+            lowest, highest = lowest_and_highest(self.position, self.options.group)
+            if lowest == highest:
+                return
+            if self.position == highest:
+                continue  # the others come down, and may have to go further
+            self.position = highest - 1
+            try:
+                self._descend(
+                    None if self.record.status == "unverified" else self._eager(inputs), inputs
+                )
+            except (_Unverified, NotCopied, torch.OutOfMemoryError):
+                self._descend(None, inputs)
+            self.record.runs = self.steps[self.position].name
+
+    def _leave(self, reason: str) -> None:
+        if self.record.status == "compiled":
+            self.record.status = "unverified"
+            self.record.reason = reason
+
+    def _check(self, inputs: Sequence[Any]) -> None:
+        reason = why_not_copied([*self.owned, *inputs]) or self._too_large(inputs)
+        if reason is None and any(has_hooks(tensor) for tensor in self.owned):
+            reason = "a tensor that the graph owns has hooks"
+        if reason is not None:
+            raise _Unverified(reason)
+        eager = self._eager(inputs)
+        found = self._differences(self.trusted, eager, inputs)
+        if not found:
+            if eager.error is not None:
+                raise _Unverified(f"eager raises {type(eager.error).__name__}")
+            if self.record.status != "mismatched":
+                self.record.status = "verified"
+                self.record.reason = ""
+            return
+        self._distrust(found, eager, inputs)
+
+    def _too_large(self, inputs: Sequence[Any]) -> str | None:
+        limit = self.options.max_bytes
+        size = 0 if limit is None else bytes_of([*self.owned, *inputs])
+        if limit is None or size <= limit:
+            return None
+        return f"its inputs have {size:,} bytes, max_bytes is {limit:,}"
+
+    def _eager(self, inputs: Sequence[Any]) -> Outcome:
+        eager = run(self.graph, inputs, self.owned)
+        if eager.random and not self.random_like_eager:
+            raise _Unverified(
+                "it draws random numbers, which inductor draws in its own way; with the option "
+                "fallback_random=True it can be checked"
+            )
+        return eager
+
+    def _differences(
+        self, function: Callable[..., Any], eager: Outcome, inputs: Sequence[Any]
+    ) -> list[Difference]:
+        compiled = run(function, inputs, self.owned)
+        return differences(eager, compiled, lambda: None if eager.random else self._exact(inputs))
+
+    def _exact(self, inputs: Sequence[Any]) -> Outcome | None:
+        """Return the outcome in double precision, or None where the graph can't be run so."""
+        graph = None if self.owned else in_double(self.graph)
+        if graph is None:
+            return None
+        try:
+            return run(graph, inputs, cast=wider)
+        except (NotCopied, torch.OutOfMemoryError):
+            return None
+
+    def _distrust(self, found: list[Difference], eager: Outcome, inputs: Sequence[Any]) -> None:
+        again = self._eager(inputs)
+        if not _equal(eager, again):
+            raise _Unverified("eager itself does not give the same result twice")
+        wrong, runs = self.trusted, self.steps[self.position].name
+        if self.options.on_mismatch == "fallback":
+            self._descend(eager, inputs)
+            runs = self.steps[self.position].name
+        self.record.status = "mismatched"
+        self.record.runs = runs
+        self.record.differences = tuple(map(str, found))
+        if self.record.reproducer is None:
+            self.record.reproducer = write_reproducer(
+                self.graph,
+                inputs,
+                self.steps[0],
+                self.record,
+                lambda values: bool(self._differences(wrong, self._eager(values), values)),
+            )
+        text = _message(self.record, found, self.options.on_mismatch)
+        self.decided = self.options.on_mismatch != "fallback"
+        if self.options.on_mismatch == "raise":
+            self.record.runs = "nothing"
+            self.trusted = _refusal(text)
+        else:
+            self.warning = text
+
+    def _descend(self, eager: Outcome | None, inputs: Sequence[Any]) -> None:
+        """Take the next step that is right, or can be compiled; the last one is eager itself."""
+        while self.position < len(self.steps) - 1:
+            self.position += 1
+            step = self.steps[self.position]
+            if step is EAGER:
+                self.trusted = step.compile(self.graph, [])
+                return
+            compiled = self._compiled(step, inputs)
+            if compiled is None:
+                continue
+            if eager is None or not self._differences(compiled, eager, inputs):
+                self.trusted = compiled
+                return
+
+    def _compiled(self, step: Step, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        """Compile with another step; None if it can't, or only under conditions nobody watches."""
+        if self.record.checks and any(map(is_symbolic, self.examples)):
+            return None  # Dynamo knows the symbols of the tensors it has traced, not of these
+        guards = shape_guards(self.context)
+        pairs = zip(self.examples, inputs, strict=True)
+        examples = [given if example is None else example for example, given in pairs]
+        try:
+            with tracing_again(self.context):
+                compiled = step.compile(copy_graph(self.graph), examples)
+        except Exception:  # noqa: BLE001 - then the next step has to do
+            return None
+        return compiled if shape_guards(self.context) == guards else None
+
+
+def _equal(one: Outcome, other: Outcome) -> bool:
+    """Whether two runs of eager came to the same."""
+    if (one.error is None) != (other.error is None):
+        return False
+    pairs = zip(
+        tensors_of([*one.outputs, *one.inputs, *(one.gradients or [])]),
+        tensors_of([*other.outputs, *other.inputs, *(other.gradients or [])]),
+        strict=False,
+    )
+    return all(a.shape == b.shape and same(a.detach(), b.detach()) for a, b in pairs)
+
+
+def _refusal(text: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise MiscompilationError(text)
+
+    return refuse
+
+
+def _message(record: GraphRecord, found: list[Difference], on_mismatch: str) -> str:
+    largest = max((d.largest for d in found if d.largest is not None), default=None)
+    shown = [str(difference) for difference in found[:3]]
+    if len(found) > len(shown):
+        shown.append(f"and {len(found) - len(shown)} more differences")
+    now = {
+        "fallback": f"{record.runs} runs instead",
+        "warn": 'the wrong graph runs all the same, because of on_mismatch="warn"',
+        "raise": "it is not run",
+    }[on_mismatch]
+    lines = [
+        f"torch.compile (torch {torch.__version__}) compiled {record.function} wrong:",
+        *(f"  {line}" for line in shown),
+        f"  last statement: {record.place}",
+        *([] if largest is None else [f"  largest difference: {largest:.3g}"]),
+        f"  now: {now}",
+        f"  reproducer: {record.reproducer or 'none could be written'}",
+    ]
+    return "\n".join(lines)

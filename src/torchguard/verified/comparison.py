@@ -1,0 +1,254 @@
+"""What two runs of one graph differ in, and what may differ by rounding alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchguard.verified.outcome import Outcome
+
+__all__ = ["Difference", "differences", "same"]
+
+# Relative and absolute tolerances: those of torch.testing.assert_close, and one unit in the
+# last place of the 8-bit types.
+_TOLERANCES = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float64: (1e-7, 1e-7),
+    torch.complex32: (1e-3, 1e-5),
+    torch.complex64: (1.3e-6, 1e-5),
+    torch.complex128: (1e-7, 1e-7),
+}
+_EIGHT_BITS = (0.26, 1e-2)
+
+_MULTIPLE = 4.0
+"""How many times eager's own rounding error the compiled result may be off."""
+
+_TRUSTED = 0.05
+"""A reference further away from eager than this, relative to its size, computed something else."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that the compiled graph does otherwise than eager."""
+
+    where: str
+    """``output 0``, ``input 1 after the call``, ``gradient of input 2``."""
+
+    what: str
+    largest: float | None = None
+    """The largest absolute difference of the values; None if it isn't one of values."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+def differences(
+    eager: Outcome, compiled: Outcome, reference: Callable[[], Outcome | None]
+) -> list[Difference]:
+    """Return what differs; empty if the compiled graph is right.
+
+    ``reference`` makes the outcome in double precision. It is asked only where values
+    differ by more than the tolerance of their dtype.
+    """
+    if eager.error is not None or compiled.error is not None:
+        return _errors("the run", eager.error, compiled.error)
+    if len(eager.outputs) != len(compiled.outputs):
+        what = f"{len(compiled.outputs)} outputs where eager has {len(eager.outputs)}"
+        return [Difference("the run", what)]
+    reference = functools.cache(reference)
+    found = _all("output {}", eager.outputs, compiled.outputs, lambda: _part(reference, "outputs"))
+    found += _all(
+        "input {} after the call",
+        eager.inputs,
+        compiled.inputs,
+        lambda: _part(reference, "inputs"),
+    )
+    found += _sharing(eager, compiled)
+    if found or eager.backward_error is not None:
+        return found  # eager has no gradients to compare with, or the outputs are wrong already
+    if compiled.backward_error is not None:
+        return _errors("the backward pass", None, compiled.backward_error)
+    if eager.gradients is None or compiled.gradients is None:
+        return found
+    return _all(
+        "gradient of input {}",
+        *_zeros_for_none(eager.gradients, compiled.gradients),
+        lambda: _part(reference, "gradients"),
+    )
+
+
+def _part(reference: Callable[[], Outcome | None], name: str) -> list[Any] | None:
+    outcome = reference()
+    if outcome is None or outcome.error is not None or outcome.backward_error is not None:
+        return None
+    values: list[Any] | None = getattr(outcome, name)
+    return values
+
+
+def _errors(where: str, eager: Exception | None, compiled: Exception | None) -> list[Difference]:
+    if (eager is None) == (compiled is None):
+        return []
+    if eager is None:
+        return [Difference(where, f"raises {_shown(compiled)}, eager does not")]
+    return [Difference(where, f"does not raise, eager raises {_shown(eager)}")]
+
+
+def _shown(error: Exception | None) -> str:
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _zeros_for_none(
+    eager: list[torch.Tensor | None], compiled: list[torch.Tensor | None]
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """No gradient and a gradient of zeros are the same number."""
+    pairs = list(zip(eager, compiled, strict=True))
+    return (
+        [torch.zeros_like(b) if a is None and b is not None else a for a, b in pairs],
+        [torch.zeros_like(a) if b is None and a is not None else b for a, b in pairs],
+    )
+
+
+def _sharing(eager: Outcome, compiled: Outcome) -> list[Difference]:
+    found = [
+        Difference(name, f"shares memory with {other}, in eager it does not")
+        for name, other in sorted(compiled.sharing - eager.sharing)
+    ]
+    return found + [
+        Difference(name, f"does not share memory with {other}, in eager it does")
+        for name, other in sorted(eager.sharing - compiled.sharing)
+    ]
+
+
+def _all(
+    name: str,
+    eager: list[Any],
+    compiled: list[Any],
+    references: Callable[[], list[Any] | None],
+) -> list[Difference]:
+    found = []
+    for position, (expected, actual) in enumerate(zip(eager, compiled, strict=True)):
+
+        def reference(position: int = position) -> Any:
+            values = references()
+            return None if values is None else values[position]
+
+        difference = _compare(expected, actual, reference)
+        if difference is not None:
+            what, largest = difference
+            found.append(Difference(name.format(position), what, largest))
+    return found
+
+
+def _compare(
+    expected: Any, actual: Any, reference: Callable[[], Any]
+) -> tuple[str, float | None] | None:
+    if not isinstance(expected, torch.Tensor) or not isinstance(actual, torch.Tensor):
+        if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
+            return f"a {type(actual).__name__}, eager has a {type(expected).__name__}", None
+        right = expected == actual or (expected != expected and actual != actual)  # noqa: PLR0124 - NaN
+        return None if right else (f"{actual!r}, eager has {expected!r}", None)
+    for name in ("shape", "dtype", "device", "layout", "requires_grad"):
+        want, got = getattr(expected, name), getattr(actual, name)
+        if want != got:
+            return f"{name} {_plain(got)}, eager has {_plain(want)}", None
+    if expected.layout is not torch.strided:
+        return None
+    order = _order(expected)
+    if order is not None and order != _order(actual):
+        return f"strides {actual.stride()}, eager has {expected.stride()}", None
+    return _compare_values(expected.detach(), actual.detach(), reference)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims from the largest stride to the smallest; dims of size 1 have no say.
+
+    None where a dim is expanded: a compiler may write out what eager returns as a view, but
+    not the other way round, for nobody could write into it any more.
+    """
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [(stride, dim) for dim, (size, stride) in enumerate(sizes) if size > 1]
+    if not tensor.numel() or any(stride == 0 for stride, _ in strides):
+        return None
+    return tuple(dim for _, dim in sorted(strides, key=lambda pair: (-pair[0], pair[1])))
+
+
+def same(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    """Whether all values are equal within the tolerance of their dtype, NaN where there is NaN."""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(expected, actual)
+    relative, absolute = _TOLERANCES.get(expected.dtype, _EIGHT_BITS)
+    wide = _wide(expected), _wide(actual)
+    return torch.allclose(wide[1], wide[0], relative, absolute, equal_nan=True)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj().to(torch.complex128))
+    return tensor.to(torch.float64)
+
+
+def _compare_values(
+    expected: torch.Tensor, actual: torch.Tensor, reference: Callable[[], Any]
+) -> tuple[str, float | None] | None:
+    if same(expected, actual):
+        return None
+    exact = reference()
+    if isinstance(exact, torch.Tensor) and exact.shape == expected.shape:
+        exact = exact.detach()
+        if expected.is_floating_point() or expected.is_complex():
+            if _as_near(expected, actual, exact):
+                return None
+        elif exact.dtype == actual.dtype and torch.equal(exact, actual):
+            return None
+    return _describe(expected, actual)
+
+
+def _as_near(expected: torch.Tensor, actual: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether the compiled result is about as near to the exact one as eager's is."""
+    wide, narrow, true = _wide(expected), _wide(actual), _wide(exact)
+    places = torch.isfinite(true)
+    for values in (wide, narrow):
+        if not torch.equal(torch.isfinite(values), places):
+            return False
+        if not torch.equal(values[~places].nan_to_num(), true[~places].nan_to_num()):
+            return False
+    wide, narrow, true = wide[places], narrow[places], true[places]
+    if not true.numel():
+        return True
+    eager_error = (wide - true).abs()
+    if eager_error.square().mean() > (_TRUSTED**2) * true.square().mean():
+        return False  # it is no reference for this graph
+    relative, absolute = _TOLERANCES.get(expected.dtype, _EIGHT_BITS)
+    allowed = torch.clamp(absolute + relative * true.abs(), min=_MULTIPLE * eager_error.max())
+    return bool(((narrow - true).abs() <= allowed).all())
+
+
+def _describe(expected: torch.Tensor, actual: torch.Tensor) -> tuple[str, float | None]:
+    if not (expected.is_floating_point() or expected.is_complex()):
+        wrong = expected != actual
+        off = (expected.to(torch.float64) - actual.to(torch.float64)).abs()
+        return _counted(wrong, None if expected.dtype == torch.bool else float(off.max()))
+    wide, narrow = _wide(expected), _wide(actual)
+    for name, test in (("NaN", torch.isnan), ("infinite", torch.isinf)):
+        wrong = test(wide) != test(narrow)
+        if wrong.any():
+            return f"{int(wrong.sum())} of {wrong.numel()} elements are {name} in one only", None
+    relative, absolute = _TOLERANCES.get(expected.dtype, _EIGHT_BITS)
+    wrong = ~torch.isclose(narrow, wide, relative, absolute, equal_nan=True)
+    return _counted(wrong, float((wide - narrow).abs().nan_to_num().max()))
+
+
+def _counted(wrong: torch.Tensor, largest: float | None) -> tuple[str, float | None]:
+    text = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
+    return (text if largest is None else f"{text}, the largest by {largest:.3g}"), largest

@@ -1,0 +1,39 @@
+"""What a user can choose about the check, and that it makes sense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+__all__ = ["Every", "OnMismatch", "Options"]
+
+OnMismatch = Literal["fallback", "raise", "warn"]
+Every = Literal["graph", "shape"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a graph is checked."""
+
+    calls: int = 1
+    on_mismatch: OnMismatch = "fallback"
+    max_bytes: int | None = None
+    every: Every = "graph"
+    group: Any = None
+    """The ranks that take the same step."""
+
+    def __post_init__(self) -> None:
+        if type(self.calls) is not int or self.calls < 1:
+            raise ValueError(f"verified: calls is {self.calls!r}, expected a number of 1 or more")
+        _one_of("on_mismatch", self.on_mismatch, get_args(OnMismatch))
+        _one_of("every", self.every, get_args(Every))
+        if self.max_bytes is not None and (type(self.max_bytes) is not int or self.max_bytes < 0):
+            raise ValueError(
+                f"verified: max_bytes is {self.max_bytes!r}, expected a number of bytes or None"
+            )
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        choices = " or ".join(repr(choice) for choice in known)
+        raise ValueError(f"verified: {name} is {value!r}, expected {choices}")

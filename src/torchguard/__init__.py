@@ -5,6 +5,7 @@ Three ways in, each complete without the others: call a helper
 for the whole process (:func:`install`).
 """
 
+from torchguard.bucketed import bucketed, no_recompile
 from torchguard.buckets import Buckets
 from torchguard.collating import BucketCollator
 from torchguard.consistency import check_consistent, is_consistent, repair_
@@ -12,7 +13,9 @@ from torchguard.doctor import doctor
 from torchguard.errors import (
     InconsistentTensorError,
     NonResizableStorageError,
+    PaddingLeakError,
     PatchConflictError,
+    RecompileError,
     TorchGuardError,
 )
 from torchguard.guarded import guarded
@@ -39,12 +42,15 @@ __all__ = [
     "Installation",
     "NonResizableStorageError",
     "Padded",
+    "PaddingLeakError",
     "PairBuckets",
     "PatchConflictError",
+    "RecompileError",
     "TorchGuardError",
     "__version__",
     "attention_mask",
     "batch_maxima",
+    "bucketed",
     "check_consistent",
     "doctor",
     "guarded",
@@ -53,6 +59,7 @@ __all__ = [
     "is_consistent",
     "is_installed",
     "length_mask",
+    "no_recompile",
     "original",
     "pad_to_bucket",
     "position_ids",

@@ -7,7 +7,9 @@ so ``except RuntimeError`` and out-of-memory retry loops go on working.
 __all__ = [
     "InconsistentTensorError",
     "NonResizableStorageError",
+    "PaddingLeakError",
     "PatchConflictError",
+    "RecompileError",
     "TorchGuardError",
 ]
 
@@ -32,3 +34,11 @@ class InconsistentTensorError(TorchGuardError, RuntimeError):
 
 class PatchConflictError(TorchGuardError, RuntimeError):
     """Raised when undoing a patch would overwrite somebody else's."""
+
+
+class PaddingLeakError(TorchGuardError, AssertionError):
+    """Raised when padding an input to its bucket changes the answer or a gradient."""
+
+
+class RecompileError(TorchGuardError, RuntimeError):
+    """Raised when something compiles where nothing may."""

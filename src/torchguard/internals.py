@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
 
 __all__ = [
     "SymbolicSizes",
@@ -279,7 +280,7 @@ def _torchscript_builtins() -> dict[int, str]:
 # ---- what torch.compile keeps about a compiled function ----
 
 
-def compiler_of(compiled: Callable[..., Any]) -> tuple[Any, Callable[..., Any]] | None:
+def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
     """Return what ``torch.compile`` was given and how to compile something else the same way.
 
     None for what is not compiled. A compiled module says both itself, a compiled function has
@@ -370,7 +371,7 @@ class SymbolicSizes:
         shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
         fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
         source: Any = importlib.import_module("torch._dynamo.source")
-        self._shapes = shapes.ShapeEnv() if hints else None
+        self._shapes: Any = shapes.ShapeEnv() if hints else None
         self._mode = fake.FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
         self._symbols: dict[str, Any] = {}
         self._sizes: dict[str, Any] = {}
@@ -382,7 +383,7 @@ class SymbolicSizes:
             self._symbols[name] = symbol
             self._sizes[name] = self._shapes.create_symintnode(symbol, hint=hint, source=where)
 
-    def __enter__(self) -> SymbolicSizes:
+    def __enter__(self) -> Self:
         self._mode.__enter__()
         return self
 

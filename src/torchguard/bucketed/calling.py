@@ -23,13 +23,13 @@ from torchguard.bucketed.outputs import (
     as_reasoned,
     leaves_of,
 )
-from torchguard.bucketed.plans import BucketCount, Place, Plan, Planner
+from torchguard.bucketed.plans import BucketCount, Input, Place, Plan, Planner
 from torchguard.bucketed.trees import Path, flattened, parts, replaced, spelled
 from torchguard.bucketed.variants import COMPILING, Source, Variant, separated
 from torchguard.bucketed.verification import Arguments, Run, backward, compared, other_filler, ran
 from torchguard.errors import RecompileError
 from torchguard.internals import SymbolicSizes
-from torchguard.padding import pad_to_bucket, unpad
+from torchguard.padding import pad_to_bucket
 
 __all__ = ["Caller"]
 
@@ -61,9 +61,9 @@ class Caller:
         self.planner = planner
         self.options = planner.options
         self.name = name
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
         self.counts: dict[tuple[int, ...], BucketCount] = {}
-        self.seen: Counter[tuple[int, ...]] = Counter()
+        self._seen: dict[tuple[int, ...], list[int]] = {}
         self.variants: dict[Any, Variant] = {}
         self.verified: set[Any] = set()
         self._forms: dict[Any, _Form] = {}
@@ -72,6 +72,11 @@ class Caller:
         self._always = self.options.verify == "always"
         self._fitting = any(ladder.automatic for ladder in planner.ladders.values())
         self._copies = 0
+
+    @property
+    def seen(self) -> dict[tuple[int, ...], int]:
+        """How often each combination of sizes was called."""
+        return {sizes: cell[0] for sizes, cell in list(self._seen.items()) if cell[0]}
 
     # ---- the way of every call ----
 
@@ -92,11 +97,19 @@ class Caller:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if plan.pads or plan.extras:
+        if plan.flat and plan.ready and not plan.extras:  # nearly always
+            given = [*owner, *args]
+            before = len(owner)
+            named = kwargs.copy()
+            for place, _, pad in plan.pads:
+                if type(place) is int:
+                    given[place + before] = pad.quickly(given[place + before])
+                else:
+                    named[place] = pad.quickly(named[place])  # type: ignore[index]
+            output = run(*given, **named)
+        else:
             given, named = self.padded(plan, args, kwargs)
             output = run(*owner, *given, **named)
-        else:
-            output = run(*owner, *args, **kwargs)
         if plan.variant.cuda_graphs:
             output = _cloned(output)
         if plan.pads:
@@ -106,14 +119,12 @@ class Caller:
             count.calls += 1
             count.real += plan.real
             count.padded += plan.padded
-            self.seen[plan.combination] += 1
+            plan.seen[0] += 1
             if self._fitting:
                 self._refit()
         return output
 
-    def _plan(
-        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Plan:
+    def _plan(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         names = (len(args), *kwargs)
         form = self._forms.get(names)
         if form is None:
@@ -127,12 +138,16 @@ class Caller:
             value = args[place] if type(place) is int else kwargs[place]  # type: ignore[index]
             if isinstance(value, torch.Tensor):
                 key.append(value.shape)
+                key.append(value.dtype)
                 if self._extra:
                     key.append(value.device)
             elif value is None:
                 key.append(None)
             else:
-                key += [(f.path, f.tensor.shape) for f in self.planner.found(name, value)]
+                key += [
+                    (each.path, each.tensor.shape, each.tensor.dtype)
+                    for each in self.planner.found(name, value)
+                ]
         fixed = tuple(key)
         plan = form.plans.get(fixed)
         if plan is None:
@@ -147,7 +162,8 @@ class Caller:
         """Agree with the other ranks on the bucket."""
         axes = self.planner.ladders
         problem: Exception | None = None
-        inputs, sizes = (), dict.fromkeys(axes, 0)
+        inputs: tuple[Input, ...] = ()
+        sizes = dict.fromkeys(axes, 0)
         try:
             inputs, sizes = self.planner.inputs(form.entries, args, kwargs)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting
@@ -167,13 +183,12 @@ class Caller:
         buckets = self.planner.buckets(together, inputs)
         fixed = (
             mode,
-            tuple((each.label, each.shape, each.device) for each in inputs),
+            tuple((each.label, each.shape, each.fill, each.device) for each in inputs),
             tuple(largest),
         )
         plan = form.plans.get(fixed)
         if plan is None:
-            plan = self._new_plan(form, fixed, inputs, sizes, buckets, mode, args, kwargs)
-            plan.combination = tuple(together.values())
+            plan = self._new_plan(form, fixed, inputs, sizes, buckets, mode, args, kwargs, together)
             # A check may contain collectives, so all ranks make it or none does.
             plan.checked_by_all = buckets is not None and smallest != list(buckets.values())
         return plan
@@ -188,11 +203,13 @@ class Caller:
         mode: tuple[Any, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        together: Sizes | None = None,
     ) -> Plan:
         extras = self.planner.extras(inputs, sizes, buckets, args, kwargs)
         with self.lock:
+            seen = self._seen.setdefault(tuple((together or sizes).values()), [0])
             plan = self.planner.plan(
-                inputs, sizes, buckets, extras, mode, self._variant, self._count_for
+                inputs, sizes, buckets, extras, mode, self._variant, self._count_for, seen
             )
             if len(form.plans) >= _PLANS_KEPT:
                 form.plans.clear()
@@ -234,14 +251,17 @@ class Caller:
         side = self.options.side
         given, named = list(args), dict(kwargs)
         inside: dict[Place, dict[Path, Any]] = {}
-        for place, path, dims, declared in plan.pads:
+        for place, path, pad in plan.pads:
             target: Any = given if type(place) is int else named
             tensor = target[place]
             for key in path:
                 tensor = dict(parts(tensor) or ())[key]
-            fill = declared if fills is None else fills.get((place, path), declared)
-            for dim, size in dims:
-                tensor = pad_to_bucket(tensor, dim, size, value=fill, side=side).tensor
+            fill = None if fills is None else fills.get((place, path))
+            if fill is None:
+                tensor = pad.carefully(tensor)
+            else:
+                for dim, size in pad.dims:
+                    tensor = pad_to_bucket(tensor, dim, size, value=fill, side=side).tensor
             if path:
                 inside.setdefault(place, {})[path] = tensor
             else:
@@ -253,9 +273,7 @@ class Caller:
             if internals.version_of(value) != 0:
                 # Whoever wrote to it would have spoiled it for the next call.
                 buckets = plan.buckets or None
-                plan.extras, _ = self.planner.extras(
-                    plan.inputs, plan.sizes, buckets, args, kwargs
-                )
+                plan.extras, _ = self.planner.extras(plan.inputs, plan.sizes, buckets, args, kwargs)
                 value = plan.extras[argument]  # noqa: PLW2901
             place = plan.extra_places[argument]
             target = given if type(place) is int else named
@@ -285,23 +303,20 @@ class Caller:
             plan.programs[key] = program
         if not program.cuts and not program.numbers:
             return output
-        side = self.options.side
         if type(output) is torch.Tensor:
-            for dim, length in program.cuts[0][1]:
-                output = unpad(output, dim, length, side)
+            for dim, start, length in program.cuts[0][1]:
+                output = output.narrow(dim, start, length)
             return output
         new: dict[Path, Any] = dict(program.numbers)
         values = dict(flattened(output))
         for path, cuts in program.cuts:
             tensor = values[path]
-            for dim, length in cuts:
-                tensor = unpad(tensor, dim, length, side)
+            for dim, start, length in cuts:
+                tensor = tensor.narrow(dim, start, length)
             new[path] = tensor
         return replaced(output, new)
 
-    def _program(
-        self, plan: Plan, leaves: list[Leaf], whole: Any, given: Arguments
-    ) -> Program:
+    def _program(self, plan: Plan, leaves: list[Leaf], whole: Any, given: Arguments) -> Program:
         """Find out how long the real part of each output is.
 
         Raises:
@@ -313,22 +328,25 @@ class Caller:
             for _, value in leaves
         ):
             return Program((), ())
+        side = self.options.side
         if self.options.outputs is not None:
-            return as_declared(self.options.outputs, leaves, plan.sizes, plan.buckets, whole)
+            return as_declared(self.options.outputs, leaves, plan.sizes, plan.buckets, whole, side)
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
         usual = min(plan.sizes.values()) >= 2  # noqa: PLR2004
         if usual:
             formula = self._formula(plan, leaves, given)
-            program = formula and as_reasoned(formula, leaves, plan.sizes, plan.buckets)
+            program = None
+            if formula is not None:
+                program = as_reasoned(formula, leaves, plan.sizes, plan.buckets, side)
             if program is not None:
                 return program
         try:
-            return as_measured(self._imagined(plan, given, {}), leaves, whole)
+            return as_measured(self._imagined(plan, given, {}), leaves, whole, side)
         except Exception as error:
             formula = None if usual else self._formula(plan, leaves, given)
-            program = formula and as_reasoned(
-                formula, leaves, plan.sizes, plan.buckets, anyhow=True
-            )
+            program = None
+            if formula is not None:
+                program = as_reasoned(formula, leaves, plan.sizes, plan.buckets, side, anyhow=True)
             if program is not None:  # an empty input, which the function itself does not take
                 return program
             names = ", ".join(self.planner.ladders)
@@ -368,8 +386,8 @@ class Caller:
             for each in plan.inputs:
                 path = _path_of(each.place, each.path, before)
                 new[path] = world.empty(each.symbolic(names), values[path])
-            args, kwargs = given.with_parts(new)
-            args, kwargs = list(args), dict(kwargs)
+            changed = given.with_parts(new)
+            args, kwargs = list(changed.args), dict(changed.kwargs)
             extras = plan.extras if hints else self.planner.real_extras(plan)
             for argument, value in extras.items():
                 place = plan.extra_places[argument]
@@ -441,9 +459,7 @@ class Caller:
         plan.owned = len(owner)
         function = self.source.function
         modules = modules_of(function, (*owner, *args))
-        names = {
-            _path_of(each.place, each.path, len(owner)): each.label for each in plan.inputs
-        }
+        names = {_path_of(each.place, each.path, len(owner)): each.label for each in plan.inputs}
 
         def once(given: Any, named: Any, parameters: Any = None, *, cut: bool) -> Run:
             return ran(
@@ -499,9 +515,7 @@ class Caller:
                     fills[each.place, each.path] = fill
         return fills
 
-    def verify(
-        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def verify(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check these inputs, whatever was checked before.
 
         Raises:
@@ -515,9 +529,7 @@ class Caller:
             )
         self.check(plan, owner, args, kwargs)
 
-    def warm(
-        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def warm(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile the variant for inputs that have the sizes of a bucket, backward included."""
         plan = self._plan(owner, args, kwargs)
         variant = plan.variant
@@ -537,14 +549,13 @@ class Caller:
 
     def _refit(self) -> None:
         """Fit automatic ladders once enough calls were seen."""
-        if sum(self.seen.values()) < 2:  # noqa: PLR2004
-            return
         changed = False
+        seen = self.seen
         for index, (axis, ladder) in enumerate(self.planner.ladders.items()):
             if not ladder.fitting:
                 continue
             sizes: Counter[int] = Counter()
-            for combination, count in self.seen.items():
+            for combination, count in seen.items():
                 sizes[combination[index]] += count
             ran_with = {buckets[index] for buckets in self.counts if buckets}
             changed |= ladder.observe(sizes, ran_with)
@@ -565,9 +576,7 @@ def _path_of(place: Place, path: Path, before: int) -> Path:
 def _cloned(output: Any) -> Any:
     """Copy tensors out of the memory of a CUDA graph, which the next call overwrites."""
     new = {
-        path: value.clone()
-        for path, value in flattened(output)
-        if isinstance(value, torch.Tensor)
+        path: value.clone() for path, value in flattened(output) if isinstance(value, torch.Tensor)
     }
     return replaced(output, new)
 

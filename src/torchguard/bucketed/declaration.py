@@ -44,9 +44,7 @@ def _name(axis: Any, where: str) -> str | None:
     name = getattr(axis, "__name__", None)
     if isinstance(name, str):
         return name
-    raise TypeError(
-        f"bucketed: {where} is {axis!r}, expected the name of an axis, such as 't'"
-    )
+    raise TypeError(f"bucketed: {where} is {axis!r}, expected the name of an axis, such as 't'")
 
 
 def axis_names(spec: Dims, where: str = "dims") -> Iterator[str]:
@@ -143,9 +141,7 @@ class Declaration:
 
     def locations(self, count: int, keywords: tuple[str, ...]) -> list[tuple[int | str, str]]:
         """Say where a call of this form has its declared arguments: (place, name)."""
-        names = [
-            self.parameters[i] if i < len(self.parameters) else f"*{i}" for i in range(count)
-        ]
+        names = [self.parameters[i] if i < len(self.parameters) else f"*{i}" for i in range(count)]
         found: list[tuple[int | str, str]] = [
             (index, name) for index, name in enumerate(names) if name in self.dims
         ]
@@ -161,9 +157,7 @@ class Declaration:
         yield from _find(name, value, self.dims[name], self.fill.get(name), (), value)
 
 
-def _find(
-    label: str, value: Any, spec: Dims, fill: Any, path: Path, whole: Any
-) -> Iterator[Found]:
+def _find(label: str, value: Any, spec: Dims, fill: Any, path: Path, whole: Any) -> Iterator[Found]:
     if spec is None or value is None:
         return
     where = spelled(label, path, whole)

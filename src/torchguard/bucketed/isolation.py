@@ -12,7 +12,16 @@ import torch
 
 from torchguard import internals
 
-__all__ = ["Undone", "address", "buffers_kept", "eager", "forked_random_state", "modules_of", "python_state_kept", "quiet"]
+__all__ = [
+    "Undone",
+    "address",
+    "buffers_kept",
+    "eager",
+    "forked_random_state",
+    "modules_of",
+    "python_state_kept",
+    "quiet",
+]
 
 
 def modules_of(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
@@ -122,16 +131,14 @@ class Undone(internals.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: set[str] = set()
         """The names of the operators that ran."""
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._versions: list[tuple[torch.Tensor, int | None]] = []
         self._own: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schemas = internals.schemas_of(func)
         if schemas is None:  # a higher-order operator, such as flex_attention

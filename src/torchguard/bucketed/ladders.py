@@ -70,7 +70,10 @@ class Ladder:
         largest = int(observed.sizes[-1])
         free = sorted(set(compiled))
         fitted = Buckets.fit(
-            seen, None, compile_cost=price, free=[size for size in free if size <= largest],
+            seen,
+            None,
+            compile_cost=price,
+            free=[size for size in free if size <= largest],
             multiple_of=min(8, largest),
         )
         # Longer sizes than any so far still find the coarse bucket that is compiled.

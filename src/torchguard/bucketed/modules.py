@@ -106,7 +106,7 @@ def module_around(given: torch.nn.Module, options: Options) -> torch.nn.Module:
             "function"
         )
     core = Core(own.forward, static, dynamic, options, bound=True, name=name)
-    made = object.__new__(_class_around(own))
+    made: torch.nn.Module = object.__new__(_class_around(own))
     object.__setattr__(made, "__dict__", module.__dict__)
     object.__setattr__(made, "_bucketed", (module, options, given, core, core.caller()))
     return made

@@ -16,6 +16,7 @@ import torch
 
 from torchguard.bucketed.trees import Path, flattened, is_leaf, parts, spelled
 from torchguard.internals import SymbolicSizes
+from torchguard.padding import Side
 
 __all__ = ["Formula", "Leaf", "Program", "as_declared", "as_measured", "as_reasoned", "leaves_of"]
 
@@ -33,8 +34,8 @@ class Leaf(NamedTuple):
 class Program(NamedTuple):
     """What to do to an output."""
 
-    cuts: tuple[tuple[Path, tuple[tuple[int, int], ...]], ...]
-    """For each tensor to cut: (dim, length) of its real part."""
+    cuts: tuple[tuple[Path, tuple[tuple[int, int, int], ...]], ...]
+    """For each tensor to cut: (dim, start, length) of its real part."""
     numbers: tuple[tuple[Path, int], ...]
     """Integers that say how long something is."""
 
@@ -83,7 +84,7 @@ class Formula:
         world = SymbolicSizes(hints)
         with world:
             leaves = leaves_of(run(world))
-            sizes = []
+            sizes: list[Any] = []
             for _, value in leaves:
                 if isinstance(value, torch.Tensor):
                     sizes.append(tuple(world.expression(size) for size in value.shape))
@@ -96,7 +97,9 @@ class Formula:
 
     def at(self, sizes: Sizes, *, anyhow: bool = False) -> list[Any] | None:
         """Put sizes in; None where the formula does not hold, unless it is to be used anyhow."""
-        if not anyhow and any(self.world.value(each, sizes) is not True for each in self.conditions):
+        if not anyhow and any(
+            self.world.value(each, sizes) is not True for each in self.conditions
+        ):
             return None
         found: list[Any] = []
         for expressions in self.sizes:
@@ -117,6 +120,7 @@ def as_reasoned(
     leaves: Sequence[Leaf],
     sizes: Sizes,
     buckets: Sizes,
+    side: Side,
     *,
     anyhow: bool = False,
 ) -> Program | None:
@@ -133,10 +137,10 @@ def as_reasoned(
             return None
     if any(isinstance(found, tuple) and min(found, default=0) < 0 for found in real):
         return None
-    return _program(leaves, real)
+    return _program(leaves, real, side)
 
 
-def as_measured(formula: Formula, leaves: Sequence[Leaf], whole: Any) -> Program:
+def as_measured(formula: Formula, leaves: Sequence[Leaf], whole: Any, side: Side) -> Program:
     """Cut to the sizes of a run at the real sizes, without data.
 
     Raises:
@@ -161,15 +165,17 @@ def as_measured(formula: Formula, leaves: Sequence[Leaf], whole: Any) -> Program
                 f"bucketed: {where} is {tuple(leaf.value.shape)} after padding, which has no part "
                 f"of the shape {sizes} it would have without"
             )
-    return _program(leaves, real)
+    return _program(leaves, real, side)
 
 
-def _program(leaves: Sequence[Leaf], real: Sequence[Any]) -> Program:
+def _program(leaves: Sequence[Leaf], real: Sequence[Any], side: Side) -> Program:
     cuts, numbers = [], []
     for (path, value), sizes in zip(leaves, real, strict=True):
         if isinstance(value, torch.Tensor):
             shape = value.shape
-            changed = tuple((d, n) for d, n in enumerate(sizes) if n != shape[d])
+            changed = tuple(
+                _cut(d, n, shape[d], side) for d, n in enumerate(sizes) if n != shape[d]
+            )
             if changed:
                 cuts.append((path, changed))
         elif type(value) is int and isinstance(sizes, int) and sizes != value:
@@ -177,8 +183,12 @@ def _program(leaves: Sequence[Leaf], real: Sequence[Any]) -> Program:
     return Program(tuple(cuts), tuple(numbers))
 
 
+def _cut(dim: int, length: int, padded: int, side: Side) -> tuple[int, int, int]:
+    return dim, 0 if side == "right" else padded - length, length
+
+
 def as_declared(
-    outputs: Any, leaves: Sequence[Leaf], sizes: Sizes, buckets: Sizes, whole: Any
+    outputs: Any, leaves: Sequence[Leaf], sizes: Sizes, buckets: Sizes, whole: Any, side: Side
 ) -> Program:
     """Cut as ``outputs=`` says.
 
@@ -223,7 +233,7 @@ def as_declared(
                     f"{_spelled_sizes(sizes)}, expected 0 to {padded}"
                 )
             if length != padded:
-                cut.append((dim % value.dim(), length))
+                cut.append(_cut(dim % value.dim(), length, padded, side))
         if cut:
             cuts.append((path, tuple(cut)))
     return Program(tuple(cuts), ())

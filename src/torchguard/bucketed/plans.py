@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -16,9 +16,12 @@ from torchguard.bucketed.options import Options
 from torchguard.bucketed.outputs import Program, Sizes
 from torchguard.bucketed.trees import Path
 from torchguard.bucketed.variants import Variant
-from torchguard.padding import Fill
+from torchguard.padding import Fill, Side, pad_to_bucket
 
-__all__ = ["BucketCount", "Input", "Plan", "Planner"]
+__all__ = ["BucketCount", "Input", "Padder", "Plan", "Planner", "padder"]
+
+# Below this many bytes one operator less is faster; above, pad_to_bucket chooses.
+SMALL = 1 << 19
 
 Place: TypeAlias = "int | str"
 """Of an argument in a call: its position or its name."""
@@ -77,10 +80,14 @@ class Plan:
     extra_places: dict[str, Place]
     mode: tuple[Any, ...]
     """Whether gradients are on, and whether the module trains."""
-    pads: tuple[tuple[Place, Path, tuple[tuple[int, int], ...], Fill], ...] = ()
+    seen: list[int]
+    """How many calls had these sizes, in a list that plans for the same sizes share."""
+    side: Side
+    pads: tuple[tuple[Place, Path, Padder], ...] = ()
+    flat: bool = False
+    """Whether all pads are of arguments themselves, not of something inside."""
     programs: dict[Any, Program] = field(default_factory=dict)
     ready: bool = False
-    combination: tuple[int, ...] = ()
     owned: int = 0
     """How many arguments come before those of the caller: ``self``."""
     checked_by_all: bool = False
@@ -89,7 +96,6 @@ class Plan:
     padded: int = 1
 
     def __post_init__(self) -> None:
-        self.combination = tuple(self.sizes.values())
         pads = []
         for each in self.inputs if self.buckets else ():
             dims = tuple(
@@ -98,11 +104,46 @@ class Plan:
                 if each.shape[dim] != self.buckets[axis]
             )
             if dims:
-                pads.append((each.place, each.path, dims, each.fill))
+                pads.append((each.place, each.path, padder(each.shape, dims, each.fill, self.side)))
         self.pads = tuple(pads)
+        self.flat = not any(path for _, path, _ in pads)
         for axis, size in self.sizes.items():
             self.real *= size
             self.padded *= self.buckets.get(axis, size)
+
+
+def padder(
+    shape: tuple[int, ...], dims: tuple[tuple[int, int], ...], fill: Fill, side: Side
+) -> Padder:
+    """Return a function that pads these dims of a tensor of this shape: (dim, size) each."""
+    pads = [0] * (2 * len(shape))
+    for dim, size in dims:
+        # constant_pad_nd counts from the last dim, left before right.
+        pads[2 * (len(shape) - 1 - dim) + (side == "right")] = size - shape[dim]
+    number = fill if isinstance(fill, (bool, int, float, complex)) else None
+    pad = torch.constant_pad_nd
+
+    def carefully(x: torch.Tensor) -> torch.Tensor:
+        for dim, size in dims:
+            x = pad_to_bucket(x, dim, size, value=fill, side=side).tensor
+        return x
+
+    def quickly(x: torch.Tensor) -> torch.Tensor:
+        # What pad_to_bucket does in the end; it has checked the first call of this kind.
+        if x.is_cpu and x.nbytes < SMALL and type(x) is torch.Tensor:
+            return pad(x, pads, number)  # type: ignore[arg-type]
+        return carefully(x)
+
+    return Padder(carefully if number is None else quickly, carefully, dims, fill)
+
+
+class Padder(NamedTuple):
+    """How to pad one tensor."""
+
+    quickly: Callable[[torch.Tensor], torch.Tensor]
+    carefully: Callable[[torch.Tensor], torch.Tensor]
+    dims: tuple[tuple[int, int], ...]
+    fill: Fill
 
 
 class Planner:
@@ -268,6 +309,7 @@ class Planner:
         mode: tuple[Any, ...],
         variant: Callable[[Any], Variant],
         count: Callable[[tuple[int, ...]], BucketCount],
+        seen: list[int],
     ) -> Plan:
         """Put a plan together."""
         if buckets is None:
@@ -285,6 +327,8 @@ class Planner:
             extras=extras[0],
             extra_places=extras[1],
             mode=mode,
+            seen=seen,
+            side=self.options.side,
         )
 
 

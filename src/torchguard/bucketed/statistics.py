@@ -142,7 +142,7 @@ def report_of(
         ImportError: a path is given, but matplotlib is not installed.
     """
     with caller.lock:
-        seen = dict(caller.seen)
+        seen = caller.seen
     axes = []
     for index, (axis, ladder) in enumerate(ladders.items()):
         sizes: Counter[int] = Counter()

@@ -46,7 +46,7 @@ def rebuilt(value: Any, new: Mapping[Any, Any]) -> Any:
     copied = copy.copy(value)
     if isinstance(value, (Mapping, list)):
         for key, part in new.items():
-            copied[key] = part  # type: ignore[index]
+            copied[key] = part
     else:
         for name, part in new.items():
             object.__setattr__(copied, name, part)  # a frozen dataclass refuses its own

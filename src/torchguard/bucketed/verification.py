@@ -264,8 +264,10 @@ _CULPRITS = (
         {"_softmax", "_log_softmax", "softmax", "scaled_dot_product", "_scaled_dot_product"},
         "softmax or attention without a mask",
     ),
-    ({"sum", "norm", "linalg_vector_norm", "amax", "max", "mse_loss"}, "a sum, maximum or loss "
-     "over the padded dim without weights"),
+    (
+        {"sum", "norm", "linalg_vector_norm", "amax", "max", "mse_loss"},
+        "a sum, maximum or loss over the padded dim without weights",
+    ),
 )
 
 
@@ -275,11 +277,14 @@ def _causes(operators: set[str], modules: Sequence[torch.nn.Module]) -> str:
     found = [
         culprit
         for marks, culprit in _CULPRITS
-        if any(name == mark or (len(mark) > 6 and name.startswith(mark)) for mark in marks for name in names)
+        if any(
+            name == mark or (len(mark) > 6 and name.startswith(mark))
+            for mark in marks
+            for name in names
+        )
     ]
     normalised = any(
-        isinstance(module, _BATCH_NORMS) and module.training
-        for module in modules
+        isinstance(module, _BATCH_NORMS) and module.training for module in modules
     ) or (not modules and any("batch_norm" in name for name in names))
     if normalised:
         found.insert(0, "BatchNorm in training mode, whose statistics include the padding")
@@ -303,4 +308,3 @@ def other_filler(tensor: torch.Tensor) -> Any:
     # Numbers of tokens: only those that are there are known to be valid.
     other = tensor[tensor != 0]
     return int(other.flatten()[0]) if other.numel() else None
-

@@ -8,6 +8,7 @@ import time
 from typing import Any, TextIO
 
 import torch
+from typing_extensions import Self
 
 from torchguard.bucketed.calling import Caller
 from torchguard.bucketed.isolation import (
@@ -94,11 +95,13 @@ class _Bar:
         filled = _WIDTH * done // self._total
         now = ", ".join(f"{name} = {size}" for name, size in buckets.items())
         seconds = time.monotonic() - self._begun
-        line = f"compiling [{'#' * filled:<{_WIDTH}}] {done} of {self._total}, {seconds:.0f} s {now}"
+        line = (
+            f"compiling [{'#' * filled:<{_WIDTH}}] {done} of {self._total}, {seconds:.0f} s {now}"
+        )
         self._stream.write(f"\r{line:<78}")
         self._stream.flush()
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

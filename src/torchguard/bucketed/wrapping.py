@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import threading
@@ -245,6 +244,7 @@ class Bucketed:
             return self._unbound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Pad, run, cut."""
         unbound = self._unbound or self._alone()
         return unbound[1]((), args, kwargs)
 
@@ -266,7 +266,7 @@ class Bucketed:
             caller = self._in_class.caller()
             instances = self._of_instances
             try:
-                reference = weakref.ref(instance, lambda _: instances.pop(key, None))
+                reference: Any = weakref.ref(instance, lambda _: instances.pop(key, None))
             except TypeError:  # __slots__ without __weakref__: shared by all of the class
                 key, reference = 0, lambda: None
                 if 0 in instances:
@@ -337,6 +337,7 @@ class BoundMethod:
         self._caller = caller
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Pad, run, cut."""
         return self._caller((self.__self__,), args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -366,7 +367,7 @@ class BoundMethod:
         write_plan(path, self._core.ladders, self._caller.seen)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.__self__, self.__func__.__name__)
+        return getattr, (self.__self__, self.__func__.__dict__["__name__"])
 
 
 def _seems_a_method(function: Any) -> bool:

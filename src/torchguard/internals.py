@@ -35,6 +35,7 @@ __all__ = [
     "has_own_dispatch",
     "has_python_out",
     "has_torch_function_unary",
+    "inside_compiled",
     "inside_transform",
     "is_view",
     "mark_untraced",
@@ -349,6 +350,13 @@ def mark_untraced(function: Callable[..., Any]) -> None:
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "torchguard.bucketed"  # type: ignore[attr-defined]
+
+
+def inside_compiled() -> bool:
+    """Whether Dynamo is watching the frames of this thread: a compiled function has called us."""
+    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    callback = getattr(hooks, "get_eval_frame_callback", None)
+    return callback is not None and callback() not in {None, False}
 
 
 def inside_transform() -> bool:

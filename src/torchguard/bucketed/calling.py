@@ -71,7 +71,6 @@ class Caller:
         self._extra = bool(planner.masks or planner.lengths)
         self._always = self.options.verify == "always"
         self._fitting = any(ladder.automatic for ladder in planner.ladders.values())
-        self._copies = 0
 
     @property
     def seen(self) -> dict[tuple[int, ...], int]:
@@ -230,8 +229,9 @@ class Caller:
         elif source.static is None:
             variant = Variant(source.function, None, ready=True)
         else:
-            self._copies += 1
-            copied = separated(source.function, f"bucket{self._copies}")
+            # Dynamo keeps the sizes it has seen under this name, in a file too.
+            sizes = "_".join("x".join(map(str, shape)) for _, shape in key)
+            copied = separated(source.function, f"bucket_{sizes}")
             compiled = source.static(copied)
             variant = Variant(compiled, copied.__code__)
             variant.cuda_graphs = internals.records_cuda_graphs(compiled)
@@ -351,12 +351,15 @@ class Caller:
                 return program
             names = ", ".join(self.planner.ladders)
             path, value = next(
-                (path, value) for path, value in leaves if isinstance(value, torch.Tensor)
+                (path, value)
+                for path, value in leaves
+                if not isinstance(value, torch.Tensor) or value.dim()
             )
+            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(
-                f"bucketed: how much of {spelled('output', path, whole)} of {self.name} (shape "
-                f"{tuple(value.shape)} after padding) is real can't be told from the sizes of the "
+                f"bucketed: how much of {spelled('output', path, whole)} of {self.name} ({shown} "
+                "after padding) is real can't be told from the sizes of the "
                 f"inputs: {reason}. Say it in outputs=, in the structure of what it returns: "
                 f"{{dim: axis}} with an axis of {names}, or a function of them for another length"
             ) from error
@@ -461,28 +464,28 @@ class Caller:
         modules = modules_of(function, (*owner, *args))
         names = {_path_of(each.place, each.path, len(owner)): each.label for each in plan.inputs}
 
-        def once(given: Any, named: Any, parameters: Any = None, *, cut: bool) -> Run:
-            return ran(
-                function,
-                Arguments((*owner, *given), named),
-                (lambda output: self._cut(plan, output, owner, args, kwargs))
-                if cut
-                else (lambda output: output),
-                names,
-                modules,
-                parameters,
-            )
+        def once(fills: Any, parameters: Any = None) -> Run:
+            def prepare(given: Arguments) -> Arguments:
+                real = given.args[len(owner) :]
+                if fills is None:
+                    changed, named = self._unpadded(plan, real, given.kwargs)
+                else:
+                    changed, named = self.padded(plan, real, given.kwargs, fills)
+                return Arguments((*owner, *changed), named)
+
+            def cut(output: Any) -> Any:
+                return output if fills is None else self._cut(plan, output, owner, args, kwargs)
+
+            given = Arguments((*owner, *args), kwargs)
+            return ran(function, given, prepare, cut, names, modules, parameters)
 
         with COMPILING, eager():
-            real = self._unpadded(plan, args, kwargs)
-            without = once(*real, cut=False)
-            given, named = self.padded(plan, args, kwargs)
-            padded = once(given, named, without.parameters, cut=True)
+            without = once(None)
+            padded = once({}, without.parameters)
             compared(without, padded, what=told(plan), function=self.name, modules=modules)
             fills = self._other_fills(plan, args, kwargs)
             if fills:
-                given, named = self.padded(plan, args, kwargs, fills)
-                other = once(given, named, without.parameters, cut=True)
+                other = once(fills, without.parameters)
                 labels = ", ".join(
                     each.label for each in plan.inputs if (each.place, each.path) in fills
                 )

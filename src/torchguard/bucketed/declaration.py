@@ -162,6 +162,11 @@ def _find(label: str, value: Any, spec: Dims, fill: Any, path: Path, whole: Any)
         return
     where = spelled(label, path, whole)
     if isinstance(value, torch.Tensor):
+        if not isinstance(spec, (Mapping, list, tuple)):
+            raise TypeError(
+                f"bucketed: {where} is a tensor, but dims has {spec!r} for it, expected "
+                "{dim: name}"
+            )
         items = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
         axes = []
         for dim, axis in items:

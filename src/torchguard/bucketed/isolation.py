@@ -176,13 +176,13 @@ class Undone(internals.TorchDispatchMode):
                 continue
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for tensor in _tensors((value,)):
-                place = address(tensor)
-                if place == 0 or place in self._own:
+                begin = address(tensor)
+                if begin == 0 or begin in self._own:
                     continue
                 self._versions.append((tensor, internals.version_of(tensor)))
-                if place not in self._saved:
+                if begin not in self._saved:
                     storage = tensor.untyped_storage()
-                    self._saved[place] = (storage, storage.clone())
+                    self._saved[begin] = (storage, storage.clone())
 
 
 # The schema of native_batch_norm does not say that it writes them.

@@ -43,14 +43,18 @@ class Ladder:
 
     def bucket_for(self, size: int) -> int | None:
         """Return the bucket for a size, None if there is none and none may be added."""
+        if self.fitting:  # powers of two, as they are needed
+            bucket = max(_COARSE_FROM, 1 << (size - 1).bit_length())
+            before = () if self.buckets is None else self.buckets.sizes
+            if bucket not in before:
+                self.buckets = Buckets([*before, bucket])
+            return bucket
         if self.buckets is not None and size <= self.buckets.sizes[-1]:
             return self.buckets.bucket_for(size)
         if not self._growing:
             return None
         sizes = () if self.buckets is None else self.buckets.sizes
         bucket = max(_COARSE_FROM, 2 * sizes[-1] if sizes else 0, 1 << (size - 1).bit_length())
-        if self.fitting:  # a coarse ladder has a factor of two everywhere
-            bucket = max(_COARSE_FROM, 1 << (size - 1).bit_length())
         self.buckets = Buckets([*sizes, bucket])
         return bucket
 

@@ -33,6 +33,8 @@ class BucketedModule:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Pad, run the module's own forward, cut."""
         module, _, _, _, caller = self._bucketed
+        if internals.inside_compiled():  # which must not compile what is here
+            return torch.compiler.disable(caller)((module,), args, kwargs)
         return caller((module,), args, kwargs)
 
     def stats(self) -> Statistics:

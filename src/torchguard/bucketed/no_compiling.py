@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 import torch
 
@@ -56,28 +56,33 @@ def refused() -> bool:
 
 
 def _said(error: RuntimeError) -> str:
-    """Say what was about to compile: Dynamo's own frames hold the frame it was given."""
+    """Say what was about to compile: the frame that called it knows the function and its input.
+
+    Dynamo's own object for the frame to compile, also in the traceback, is not to be touched:
+    it reads memory that is gone by now.
+    """
     trace: TracebackType | None = error.__traceback__
+    found = None
     while trace is not None:
-        values = trace.tb_frame.f_locals
-        if trace.tb_frame.f_code.co_name == "fail_callback":
-            given = values.get("frame", values.get("args"))
-            frame = given[0] if isinstance(given, tuple) and given else given
-            if hasattr(frame, "f_locals"):
-                return _described(frame)
+        if trace.tb_frame.f_code.co_name in {"compile_wrapper", "_fn"}:
+            values = trace.tb_frame.f_locals
+            if callable(values.get("fn")) and "args" in values:
+                found = (values["fn"], values["args"], values.get("kwargs", {}))
         trace = trace.tb_next
-    return f"no_recompile: something was about to compile: {error}"
-
-
-def _described(frame: FrameType | Any) -> str:
+    if found is None:
+        return f"no_recompile: something was about to compile: {error}"
+    function, args, kwargs = found
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
     shapes = ", ".join(
         f"{name} of shape {tuple(value.shape)}"
-        for name, value in frame.f_locals.items()
+        for name, value in given.items()
         if isinstance(value, torch.Tensor)
     )
-    code = frame.f_code
-    name = getattr(code, "co_qualname", code.co_name)
+    name = getattr(function, "__qualname__", type(function).__name__)
     return (
-        f"no_recompile: {name} ({code.co_filename}:{code.co_firstlineno}) was about to compile "
-        f"with {shapes or 'no tensor among its arguments'}: call it with these sizes before"
+        f"no_recompile: {name} was about to compile with "
+        f"{shapes or 'no tensor among its arguments'}: call it with these sizes before"
     )

@@ -64,6 +64,7 @@ class Run(NamedTuple):
 def ran(
     function: Callable[..., Any],
     given: Arguments,
+    prepare: Callable[[Arguments], Arguments],
     cut: Callable[[Any], Any],
     names: dict[Path, str],
     modules: Sequence[torch.nn.Module],
@@ -73,7 +74,8 @@ def ran(
 
     Args:
         function: runs eagerly.
-        given: its arguments.
+        given: its arguments, not padded.
+        prepare: pads them.
         cut: takes the real part of the output.
         names: what to call the inputs by path.
         modules: those the function may change.
@@ -85,15 +87,15 @@ def ran(
             # A new leaf: the gradient must not run on into what made the input.
             leaves[path] = value.detach().requires_grad_()
     aside = Undone()
-    inputs = {
-        address(value): names[path]
-        for path, value in given.leaves()
-        if path in names and isinstance(value, torch.Tensor)
-    }
     try:
         with forked_random_state(), python_state_kept(modules):
             torch.manual_seed(0)
-            fresh = given.with_parts(dict(leaves))
+            fresh = prepare(given.with_parts(dict(leaves)))
+            inputs = {
+                address(value): names[path]
+                for path, value in fresh.leaves()
+                if path in names and isinstance(value, torch.Tensor)
+            }
             with aside:
                 output = function(*fresh.args, **fresh.kwargs)
             output = cut(output)  # which may run the function on tensors without data

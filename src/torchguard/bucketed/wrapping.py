@@ -245,6 +245,8 @@ class Bucketed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Pad, run, cut."""
+        if internals.inside_compiled():
+            return _outside(self._alone()[1], (), args, kwargs)
         unbound = self._unbound or self._alone()
         return unbound[1]((), args, kwargs)
 
@@ -338,6 +340,8 @@ class BoundMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Pad, run, cut."""
+        if internals.inside_compiled():
+            return _outside(self._caller, (self.__self__,), args, kwargs)
         return self._caller((self.__self__,), args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -368,6 +372,11 @@ class BoundMethod:
 
     def __reduce__(self) -> Any:
         return getattr, (self.__self__, self.__func__.__dict__["__name__"])
+
+
+def _outside(caller: Caller, owner: Any, args: Any, kwargs: Any) -> Any:
+    """Call from a compiled function, which must not compile what is here."""
+    return torch.compiler.disable(caller)(owner, args, kwargs)
 
 
 def _seems_a_method(function: Any) -> bool:

@@ -255,9 +255,7 @@ class Recurrent(nn.Module):
 def test_an_embedding_and_a_gru_on_packed_sequences_outside() -> None:
     model = Recurrent()
     wrapped = copy.deepcopy(model)
-    wrapped.tagger = bucketed(
-        wrapped.tagger, dims={"ids": {1: "t"}}, buckets=LADDER, compile=True
-    )
+    wrapped.tagger = bucketed(wrapped.tagger, dims={"ids": {1: "t"}}, buckets=LADDER, compile=True)
     for lengths in ([7, 5], [14, 3]):
         ids = torch.randint(0, 20, (2, lengths[0]))
         expected, found = model(ids, torch.tensor(lengths)), wrapped(ids, torch.tensor(lengths))

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 # Arguments: rank, port. Each prints one line of JSON.
-WORKER = '''
+WORKER = """
 import datetime, json, os, sys
 import torch, torch.distributed as dist
 from torch import nn
@@ -85,7 +85,7 @@ result["trained"] = True
 print(json.dumps(result), flush=True)
 dist.barrier()
 dist.destroy_process_group()
-'''
+"""
 
 
 @pytest.fixture(scope="module")

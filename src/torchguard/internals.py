@@ -379,17 +379,18 @@ class SymbolicSizes:
         shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
         fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
         source: Any = importlib.import_module("torch._dynamo.source")
-        self._shapes: Any = shapes.ShapeEnv() if hints else None
+        environment: Any = shapes.ShapeEnv()
+        self._shapes: Any = environment if hints else None
         self._mode = fake.FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
         self._symbols: dict[str, Any] = {}
         self._sizes: dict[str, Any] = {}
         for name, hint in hints.items():
             where = source.ConstantSource(f"size_of_{len(self._symbols)}")
-            symbol = self._shapes.create_symbol(
+            symbol = environment.create_symbol(
                 hint, source=where, dynamic_dim=shapes.DimDynamic.DYNAMIC, constraint_dim=None
             )
             self._symbols[name] = symbol
-            self._sizes[name] = self._shapes.create_symintnode(symbol, hint=hint, source=where)
+            self._sizes[name] = environment.create_symintnode(symbol, hint=hint, source=where)
 
     def __enter__(self) -> Self:
         self._mode.__enter__()

@@ -12,24 +12,14 @@ import torch
 
 from torchguard import internals
 from torchguard.bucketed import no_compiling, ranks
-from torchguard.bucketed.isolation import eager, modules_of, python_state_kept, quiet
-from torchguard.bucketed.outputs import (
-    Formula,
-    Leaf,
-    Program,
-    Sizes,
-    as_declared,
-    as_measured,
-    as_reasoned,
-    leaves_of,
-)
-from torchguard.bucketed.plans import BucketCount, Input, Place, Plan, Planner
-from torchguard.bucketed.trees import Path, flattened, parts, replaced, spelled
+from torchguard.bucketed.checking import check
+from torchguard.bucketed.cutting import Cutter
+from torchguard.bucketed.outputs import Sizes
+from torchguard.bucketed.plans import BucketCount, Input, Place, Plan, Planner, told
+from torchguard.bucketed.trees import flattened, replaced
 from torchguard.bucketed.variants import COMPILING, Source, Variant, separated
-from torchguard.bucketed.verification import Arguments, Run, backward, compared, other_filler, ran
+from torchguard.bucketed.verification import Arguments, backward
 from torchguard.errors import RecompileError
-from torchguard.internals import SymbolicSizes
-from torchguard.padding import pad_to_bucket
 
 __all__ = ["Caller"]
 
@@ -67,7 +57,7 @@ class Caller:
         self.variants: dict[Any, Variant] = {}
         self.verified: set[Any] = set()
         self._forms: dict[Any, _Form] = {}
-        self._formulas: dict[Any, Formula | None] = {}
+        self._cutter = Cutter(source, planner, name)
         self._extra = bool(planner.masks or planner.lengths)
         self._always = self.options.verify == "always"
         self._fitting = any(ladder.automatic for ladder in planner.ladders.values())
@@ -107,12 +97,12 @@ class Caller:
                     named[place] = pad.quickly(named[place])  # type: ignore[index]
             output = run(*given, **named)
         else:
-            given, named = self.padded(plan, args, kwargs)
+            given, named = self.planner.padded(plan, args, kwargs)
             output = run(*owner, *given, **named)
         if plan.variant.cuda_graphs:
             output = _cloned(output)
         if plan.pads:
-            output = self._cut(plan, output, owner, args, kwargs)
+            output = self._cutter.cut(plan, output, Arguments((*owner, *args), kwargs))
         with self.lock:
             count = plan.count
             count.calls += 1
@@ -131,7 +121,7 @@ class Caller:
             self._forms[names] = form
         mode = (torch.is_grad_enabled(), owner[0].training if _is_module(owner) else None)
         if self.options.group is not None:
-            return self._shared_plan(form, mode, args, kwargs)
+            return self._shared_plan(form, mode, len(owner), Arguments(args, kwargs))
         key: list[Any] = [mode]
         for place, name in form.entries:
             value = args[place] if type(place) is int else kwargs[place]  # type: ignore[index]
@@ -151,12 +141,20 @@ class Caller:
         plan = form.plans.get(fixed)
         if plan is None:
             inputs, sizes = self.planner.inputs(form.entries, args, kwargs)
-            buckets = self.planner.buckets(sizes, inputs)
-            plan = self._new_plan(form, fixed, inputs, sizes, buckets, mode, args, kwargs)
+            plan = self._new_plan(
+                form,
+                fixed,
+                inputs=inputs,
+                sizes=sizes,
+                together=sizes,
+                mode=mode,
+                owned=len(owner),
+                given=Arguments(args, kwargs),
+            )
         return plan
 
     def _shared_plan(
-        self, form: _Form, mode: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, form: _Form, mode: tuple[Any, ...], owned: int, given: Arguments
     ) -> Plan:
         """Agree with the other ranks on the bucket."""
         axes = self.planner.ladders
@@ -164,7 +162,7 @@ class Caller:
         inputs: tuple[Input, ...] = ()
         sizes = dict.fromkeys(axes, 0)
         try:
-            inputs, sizes = self.planner.inputs(form.entries, args, kwargs)
+            inputs, sizes = self.planner.inputs(form.entries, given.args, given.kwargs)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting
             problem = error
         own = list(sizes.values())
@@ -179,7 +177,6 @@ class Caller:
             )
         together = dict(zip(axes, largest, strict=False))
         smallest = [-size for size in largest[len(axes) :]]
-        buckets = self.planner.buckets(together, inputs)
         fixed = (
             mode,
             tuple((each.label, each.shape, each.fill, each.device) for each in inputs),
@@ -187,36 +184,54 @@ class Caller:
         )
         plan = form.plans.get(fixed)
         if plan is None:
-            plan = self._new_plan(form, fixed, inputs, sizes, buckets, mode, args, kwargs, together)
+            plan = self._new_plan(
+                form,
+                fixed,
+                inputs=inputs,
+                sizes=sizes,
+                together=together,
+                mode=mode,
+                owned=owned,
+                given=given,
+            )
             # A check may contain collectives, so all ranks make it or none does.
-            plan.checked_by_all = buckets is not None and smallest != list(buckets.values())
+            plan.checked_by_all = smallest != list(plan.buckets.values())
         return plan
 
     def _new_plan(
         self,
         form: _Form,
         key: Any,
-        inputs: Any,
+        *,
+        inputs: tuple[Input, ...],
         sizes: Sizes,
-        buckets: Sizes | None,
+        together: Sizes,
         mode: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        together: Sizes | None = None,
+        owned: int,
+        given: Arguments,
     ) -> Plan:
-        extras = self.planner.extras(inputs, sizes, buckets, args, kwargs)
+        """Make the plan for these sizes; ``together`` decides the bucket."""
+        buckets = self.planner.buckets(together, inputs)
+        extras, places = self.planner.extras(inputs, sizes, buckets, given.args, given.kwargs)
+        shapes = buckets and tuple((each.label, each.padded(buckets)) for each in inputs)
         with self.lock:
-            seen = self._seen.setdefault(tuple((together or sizes).values()), [0])
-            plan = self.planner.plan(
-                inputs, sizes, buckets, extras, mode, self._variant, self._count_for, seen
+            plan = Plan(
+                inputs=inputs,
+                sizes=sizes,
+                buckets=buckets or {},
+                variant=self._variant(shapes),
+                count=self.counts.setdefault(tuple((buckets or {}).values()), BucketCount()),
+                extras=extras,
+                extra_places=places,
+                mode=mode,
+                seen=self._seen.setdefault(tuple(together.values()), [0]),
+                side=self.options.side,
+                owned=owned,
             )
             if len(form.plans) >= _PLANS_KEPT:
                 form.plans.clear()
             form.plans[key] = plan
         return plan
-
-    def _count_for(self, combination: tuple[int, ...]) -> BucketCount:
-        return self.counts.setdefault(combination, BucketCount())
 
     def _variant(self, key: Any) -> Variant:
         found = self.variants.get(key)
@@ -238,184 +253,13 @@ class Caller:
         self.variants[key] = variant
         return variant
 
-    # ---- padding and cutting ----
-
-    def padded(
-        self,
-        plan: Plan,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        fills: dict[tuple[Place, Path], Any] | None = None,
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments at the sizes of their buckets; ``fills`` replaces what is given."""
-        side = self.options.side
-        given, named = list(args), dict(kwargs)
-        inside: dict[Place, dict[Path, Any]] = {}
-        for place, path, pad in plan.pads:
-            target: Any = given if type(place) is int else named
-            tensor = target[place]
-            for key in path:
-                tensor = dict(parts(tensor) or ())[key]
-            fill = None if fills is None else fills.get((place, path))
-            if fill is None:
-                tensor = pad.carefully(tensor)
-            else:
-                for dim, size in pad.dims:
-                    tensor = pad_to_bucket(tensor, dim, size, value=fill, side=side).tensor
-            if path:
-                inside.setdefault(place, {})[path] = tensor
-            else:
-                target[place] = tensor
-        for place, new in inside.items():
-            target = given if type(place) is int else named
-            target[place] = replaced(target[place], new)
-        for argument, value in plan.extras.items():
-            if internals.version_of(value) != 0:
-                # Whoever wrote to it would have spoiled it for the next call.
-                buckets = plan.buckets or None
-                plan.extras, _ = self.planner.extras(plan.inputs, plan.sizes, buckets, args, kwargs)
-                value = plan.extras[argument]  # noqa: PLW2901
-            place = plan.extra_places[argument]
-            target = given if type(place) is int else named
-            target[place] = value
-        return given, named
-
-    def _cut(
-        self,
-        plan: Plan,
-        output: Any,
-        owner: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Take the real part out of an output."""
-        if type(output) is torch.Tensor:
-            key: Any = output.shape
-        else:
-            key = tuple(
-                (path, value.shape if isinstance(value, torch.Tensor) else type(value))
-                for path, value in flattened(output)
-            )
-        program = plan.programs.get(key)
-        if program is None:
-            leaves = leaves_of(output)
-            program = self._program(plan, leaves, output, Arguments((*owner, *args), kwargs))
-            plan.programs[key] = program
-        if not program.cuts and not program.numbers:
-            return output
-        if type(output) is torch.Tensor:
-            for dim, start, length in program.cuts[0][1]:
-                output = output.narrow(dim, start, length)
-            return output
-        new: dict[Path, Any] = dict(program.numbers)
-        values = dict(flattened(output))
-        for path, cuts in program.cuts:
-            tensor = values[path]
-            for dim, start, length in cuts:
-                tensor = tensor.narrow(dim, start, length)
-            new[path] = tensor
-        return replaced(output, new)
-
-    def _program(self, plan: Plan, leaves: list[Leaf], whole: Any, given: Arguments) -> Program:
-        """Find out how long the real part of each output is.
-
-        Raises:
-            ValueError: it can't be found out.
-        """
-        if all(
-            (isinstance(value, torch.Tensor) and value.dim() == 0)
-            or (not isinstance(value, torch.Tensor) and type(value) is not int)
-            for _, value in leaves
-        ):
-            return Program((), ())
-        side = self.options.side
-        if self.options.outputs is not None:
-            return as_declared(self.options.outputs, leaves, plan.sizes, plan.buckets, whole, side)
-        # 0 and 1 are sizes of their own kind: torch's own code asks for them.
-        usual = min(plan.sizes.values()) >= 2  # noqa: PLR2004
-        if usual:
-            formula = self._formula(plan, leaves, given)
-            program = None
-            if formula is not None:
-                program = as_reasoned(formula, leaves, plan.sizes, plan.buckets, side)
-            if program is not None:
-                return program
-        try:
-            return as_measured(self._imagined(plan, given, {}), leaves, whole, side)
-        except Exception as error:
-            formula = None if usual else self._formula(plan, leaves, given)
-            program = None
-            if formula is not None:
-                program = as_reasoned(formula, leaves, plan.sizes, plan.buckets, side, anyhow=True)
-            if program is not None:  # an empty input, which the function itself does not take
-                return program
-            names = ", ".join(self.planner.ladders)
-            path, value = next(
-                (path, value)
-                for path, value in leaves
-                if not isinstance(value, torch.Tensor) or value.dim()
-            )
-            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise ValueError(
-                f"bucketed: how much of {spelled('output', path, whole)} of {self.name} ({shown} "
-                "after padding) is real can't be told from the sizes of the "
-                f"inputs: {reason}. Say it in outputs=, in the structure of what it returns: "
-                f"{{dim: axis}} with an axis of {names}, or a function of them for another length"
-            ) from error
-
-    def _formula(self, plan: Plan, leaves: list[Leaf], given: Arguments) -> Formula | None:
-        """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
-        key = (id(plan.variant), plan.mode, tuple(path for path, _ in leaves))
-        if key not in self._formulas:
-            hints = {
-                axis: size if size > 1 else max(plan.buckets[axis], 2)
-                for axis, size in plan.sizes.items()
-            }
-            try:
-                self._formulas[key] = self._imagined(plan, given, hints)
-            except Exception:  # noqa: BLE001 - torch can't always; a run at each size is left
-                self._formulas[key] = None
-        return self._formulas[key]
-
-    def _imagined(self, plan: Plan, given: Arguments, hints: Sizes) -> Formula:
-        """Run the function on tensors without data, at the real sizes or with symbols."""
-        before = plan.owned
-
-        def run(world: SymbolicSizes) -> Any:
-            new: dict[Path, Any] = {}
-            names = set(hints)
-            values = dict(given.leaves())
-            for each in plan.inputs:
-                path = _path_of(each.place, each.path, before)
-                new[path] = world.empty(each.symbolic(names), values[path])
-            changed = given.with_parts(new)
-            args, kwargs = list(changed.args), dict(changed.kwargs)
-            extras = plan.extras if hints else self.planner.real_extras(plan)
-            for argument, value in extras.items():
-                place = plan.extra_places[argument]
-                mask = self.planner.masks.get(argument)
-                extra = value
-                if mask is not None and hints:
-                    extra = world.empty((*value.shape[:-1], mask.axis), value)
-                if isinstance(place, int):
-                    args[place + before] = extra
-                else:
-                    kwargs[place] = extra
-            return self.source.function(*args, **kwargs)
-
-        modules = modules_of(self.source.function, given.args)
-        with COMPILING, eager(), quiet(), python_state_kept(modules):
-            return Formula.of(run, hints)
-
     # ---- the first call of a shape ----
 
     def _run_carefully(
         self, plan: Plan, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        plan.owned = len(owner)
         if self._to_be_checked(plan):
-            self.check(plan, owner, args, kwargs)
+            self._check(plan, owner, args, kwargs)
         run = plan.variant.run if plan.variant.ready else self._first_run(plan)
         output = self._run(plan, run, owner, args, kwargs)
         plan.ready = True
@@ -451,72 +295,12 @@ class Caller:
 
         return run
 
-    def check(
+    def _check(
         self, plan: Plan, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Raise unless padding leaves the answer and the gradients as they are.
-
-        Raises:
-            PaddingLeakError: it does not.
-        """
-        plan.owned = len(owner)
-        function = self.source.function
-        modules = modules_of(function, (*owner, *args))
-        names = {_path_of(each.place, each.path, len(owner)): each.label for each in plan.inputs}
-
-        def once(fills: Any, parameters: Any = None) -> Run:
-            def prepare(given: Arguments) -> Arguments:
-                real = given.args[len(owner) :]
-                if fills is None:
-                    changed, named = self._unpadded(plan, real, given.kwargs)
-                else:
-                    changed, named = self.padded(plan, real, given.kwargs, fills)
-                return Arguments((*owner, *changed), named)
-
-            def cut(output: Any) -> Any:
-                return output if fills is None else self._cut(plan, output, owner, args, kwargs)
-
-            given = Arguments((*owner, *args), kwargs)
-            return ran(function, given, prepare, cut, names, modules, parameters)
-
-        with COMPILING, eager():
-            without = once(None)
-            padded = once({}, without.parameters)
-            compared(without, padded, what=told(plan), function=self.name, modules=modules)
-            fills = self._other_fills(plan, args, kwargs)
-            if fills:
-                other = once(fills, without.parameters)
-                labels = ", ".join(
-                    each.label for each in plan.inputs if (each.place, each.path) in fills
-                )
-                what = f"{told(plan)}; with another value in the padding of {labels}"
-                compared(padded, other, what=what, function=self.name, modules=modules)
+        given = Arguments(args, kwargs)
+        check(self._cutter, plan, owner, given)
         self.verified.add((tuple(plan.buckets.values()), plan.mode))
-
-    def _unpadded(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the real arguments and the lengths; masks only if the function needs one."""
-        given, named = list(args), dict(kwargs)
-        for argument, value in self.planner.real_extras(plan).items():
-            place = plan.extra_places[argument]
-            target: Any = given if type(place) is int else named
-            target[place] = value
-        return given, named
-
-    def _other_fills(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[tuple[Place, Path], Any]:
-        fills = {}
-        for each in plan.inputs:
-            value: Any = args[each.place] if isinstance(each.place, int) else kwargs[each.place]
-            for key in each.path:
-                value = dict(parts(value) or ())[key]
-            if not each.declared and each.shape != each.padded(plan.buckets):
-                fill = other_filler(value)
-                if fill is not None:
-                    fills[each.place, each.path] = fill
-        return fills
 
     def verify(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check these inputs, whatever was checked before.
@@ -530,7 +314,7 @@ class Caller:
             raise ValueError(
                 f"bucketed: nothing to check: {told(plan)} is above the largest bucket"
             )
-        self.check(plan, owner, args, kwargs)
+        self._check(plan, owner, args, kwargs)
 
     def warm(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile the variant for inputs that have the sizes of a bucket, backward included."""
@@ -538,7 +322,7 @@ class Caller:
         variant = plan.variant
         if variant.ready:
             return
-        given, named = self.padded(plan, args, kwargs)
+        given, named = self.planner.padded(plan, args, kwargs)
         run = self._first_run(plan)
         for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs else 1):
             output = (run if turn == 0 else variant.run)(*owner, *given, **named)
@@ -554,7 +338,7 @@ class Caller:
         """Fit automatic ladders once enough calls were seen."""
         changed = False
         seen = self.seen
-        for index, (axis, ladder) in enumerate(self.planner.ladders.items()):
+        for index, ladder in enumerate(self.planner.ladders.values()):
             if not ladder.fitting:
                 continue
             sizes: Counter[int] = Counter()
@@ -572,23 +356,9 @@ def _is_module(owner: tuple[Any, ...]) -> bool:
     return bool(owner) and isinstance(owner[0], torch.nn.Module)
 
 
-def _path_of(place: Place, path: Path, before: int) -> Path:
-    return (0, place + before, *path) if isinstance(place, int) else (1, place, *path)
-
-
 def _cloned(output: Any) -> Any:
     """Copy tensors out of the memory of a CUDA graph, which the next call overwrites."""
     new = {
         path: value.clone() for path, value in flattened(output) if isinstance(value, torch.Tensor)
     }
     return replaced(output, new)
-
-
-def told(plan: Plan) -> str:
-    """Say which sizes a call has: ``t: 37 -> 64 (ids)``."""
-    said = []
-    for axis, size in plan.sizes.items():
-        label = next((e.label for e in plan.inputs for _, name in e.axes if name == axis), "")
-        target = f" -> {plan.buckets[axis]}" if axis in plan.buckets else ""
-        said.append(f"{axis}: {size}{target} in {label}")
-    return ", ".join(said)

@@ -93,42 +93,25 @@ class Declaration:
         positional, keywords, variadic, others, required = _parameters(function)
         if bound and positional:
             positional = positional[1:]
-        if isinstance(dims, Mapping) and not _is_dims(dims):
-            named = dict(dims)
-        elif isinstance(dims, Sequence) and not isinstance(dims, str):
-            if len(dims) > len(positional) and variadic is None:
-                raise TypeError(
-                    f"bucketed: dims has {len(dims)} entries, but {_called(function)} takes "
-                    f"{len(positional)} arguments"
-                )
-            names = [*positional, *(f"*{i}" for i in range(len(positional), len(dims)))]
-            named = dict(zip(names, dims, strict=False))
-        else:
-            raise TypeError(
-                f"bucketed: dims is {dims!r}, expected {{argument: {{dim: name}}}}, such as "
-                "{'ids': {1: 't'}}"
-            )
+        named = _by_name(dims, positional, variadic, _called(function))
         if variadic in named:
-            behind = named.pop(variadic)
-            for index, inner in enumerate(behind or ()):
+            for index, inner in enumerate(named.pop(variadic) or ()):
                 named[f"*{len(positional) + index}"] = inner
         if others in named:
             named |= named.pop(others) or {}
         fills = dict(fill or {})
-        known = {*positional, *keywords}
-        for given, what in ((named, "dims"), (fills, "fill")):
-            for name in given:
-                if name not in known and others is None and not name.startswith("*"):
-                    raise TypeError(
-                        f"bucketed: {what} names {name!r}, but {_called(function)} takes "
-                        f"{', '.join(sorted(known)) or 'nothing'}"
-                    )
+        known = None if others is not None else frozenset((*positional, *keywords))
+        for name, what in (*((n, "dims") for n in named), *((n, "fill") for n in fills)):
+            if known is not None and name not in known and not name.startswith("*"):
+                raise TypeError(
+                    f"bucketed: {what} names {name!r}, but {_called(function)} takes "
+                    f"{', '.join(sorted(known)) or 'nothing'}"
+                )
         for name in fills:
             if named.get(name) is None:
                 raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
         named = {name: spec for name, spec in named.items() if spec is not None}
-        everything = None if others is not None else frozenset(known)
-        return cls(named, fills, tuple(positional), everything, required)
+        return cls(named, fills, tuple(positional), known, required)
 
     def check_arguments(self, names: Sequence[str]) -> None:
         """Raise unless the function takes all of these."""
@@ -154,33 +137,41 @@ class Declaration:
         Raises:
             TypeError, IndexError, KeyError: the argument is not what was declared.
         """
-        yield from _find(name, value, self.dims[name], self.fill.get(name), (), value)
+        spec, fill = self.dims[name], self.fill.get(name)
+        label = f"argument {name[1:]}" if name.startswith("*") else name
+        yield from _find(label, value, spec, fill, path=(), whole=value)
 
 
-def _find(label: str, value: Any, spec: Dims, fill: Any, path: Path, whole: Any) -> Iterator[Found]:
+def _by_name(
+    dims: Dims, positional: Sequence[str], variadic: str | None, function: str
+) -> dict[str, Dims]:
+    """Return a declaration by name; those behind ``*args`` are called ``"*2"``."""
+    if isinstance(dims, Mapping) and not _is_dims(dims):
+        return dict(dims)
+    if not isinstance(dims, Sequence) or isinstance(dims, str):
+        raise TypeError(
+            f"bucketed: dims is {dims!r}, expected {{argument: {{dim: name}}}}, such as "
+            "{'ids': {1: 't'}}"
+        )
+    if len(dims) > len(positional) and variadic is None:
+        raise TypeError(
+            f"bucketed: dims has {len(dims)} entries, but {function} takes "
+            f"{len(positional)} arguments"
+        )
+    names = [*positional, *(f"*{i}" for i in range(len(positional), len(dims)))]
+    return dict(zip(names, dims, strict=False))
+
+
+def _find(
+    label: str, value: Any, spec: Dims, fill: Any, *, path: Path, whole: Any
+) -> Iterator[Found]:
     if spec is None or value is None:
         return
     where = spelled(label, path, whole)
     if isinstance(value, torch.Tensor):
-        if not isinstance(spec, (Mapping, list, tuple)):
-            raise TypeError(
-                f"bucketed: {where} is a tensor, but dims has {spec!r} for it, expected "
-                "{dim: name}"
-            )
-        items = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
-        axes = []
-        for dim, axis in items:
-            name = _name(axis, f"dims of {where}")
-            if name is None:
-                continue
-            if not -value.dim() <= dim < value.dim():
-                raise IndexError(
-                    f"bucketed: {where} has shape {tuple(value.shape)}, but dims names its "
-                    f"dimension {dim}"
-                )
-            axes.append((dim % value.dim(), name))
+        axes = _axes_of(value, spec, where)
         if axes:
-            yield Found(where, path, value, tuple(axes), fill)
+            yield Found(where, path, value, axes, fill)
         return
     inside = parts(value)
     if inside is None:
@@ -193,12 +184,35 @@ def _find(label: str, value: Any, spec: Dims, fill: Any, path: Path, whole: Any)
             continue
         if key not in children:
             raise KeyError(f"bucketed: {where} has no part {key!r}, but dims names it")
-        part = fill
-        if isinstance(fill, Mapping):
-            part = fill.get(key)
-        elif isinstance(fill, (list, tuple)):
-            part = fill[key] if key < len(fill) else None
-        yield from _find(label, children[key], inner, part, (*path, key), whole)
+        part = _part(fill, key)
+        yield from _find(label, children[key], inner, part, path=(*path, key), whole=whole)
+
+
+def _axes_of(tensor: torch.Tensor, spec: Dims, where: str) -> tuple[tuple[int, str], ...]:
+    if not isinstance(spec, (Mapping, list, tuple)):
+        raise TypeError(
+            f"bucketed: {where} is a tensor, but dims has {spec!r} for it, expected {{dim: name}}"
+        )
+    axes = []
+    for dim, axis in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
+        name = _name(axis, f"dims of {where}")
+        if name is None:
+            continue
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise IndexError(
+                f"bucketed: {where} has shape {tuple(tensor.shape)}, but dims names its "
+                f"dimension {dim}"
+            )
+        axes.append((dim % tensor.dim(), name))
+    return tuple(axes)
+
+
+def _part(fill: Any, key: Any) -> Any:
+    if isinstance(fill, Mapping):
+        return fill.get(key)
+    if isinstance(fill, (list, tuple)):
+        return fill[key] if key < len(fill) else None
+    return fill
 
 
 def _parameters(

@@ -188,7 +188,7 @@ def _cut(dim: int, length: int, padded: int, side: Side) -> tuple[int, int, int]
 
 
 def as_declared(
-    outputs: Any, leaves: Sequence[Leaf], sizes: Sizes, buckets: Sizes, whole: Any, side: Side
+    outputs: Any, leaves: Sequence[Leaf], sizes: Sizes, buckets: Sizes, *, whole: Any, side: Side
 ) -> Program:
     """Cut as ``outputs=`` says.
 
@@ -197,22 +197,12 @@ def as_declared(
     """
     cuts = []
     for path, value in leaves:
-        if not isinstance(value, torch.Tensor):
-            continue
-        spec = outputs
-        for key in path:
-            if isinstance(spec, Mapping):
-                spec = spec.get(key)
-            elif isinstance(spec, (tuple, list)) and isinstance(key, int) and key < len(spec):
-                spec = spec[key]
-            else:
-                spec = None
+        spec = _spec_at(outputs, path) if isinstance(value, torch.Tensor) else None
         if spec is None:
             continue
         where = spelled("output", path, whole)
-        items = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
         cut = []
-        for dim, size in items:
+        for dim, size in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
             if size is None:
                 continue
             if type(dim) is not int or not -value.dim() <= dim < value.dim():
@@ -220,13 +210,12 @@ def as_declared(
                     f"bucketed: outputs names dimension {dim!r} of {where}, which has shape "
                     f"{tuple(value.shape)}"
                 )
-            padded = _evaluated(size, buckets, where)
+            padded, length = (_evaluated(size, given, where) for given in (buckets, sizes))
             if value.shape[dim] != padded:
                 raise ValueError(
                     f"bucketed: outputs says that dimension {dim} of {where} is {padded} for "
                     f"{_spelled_sizes(buckets)}, but it is {value.shape[dim]}"
                 )
-            length = _evaluated(size, sizes, where)
             if not 0 <= length <= padded:
                 raise ValueError(
                     f"bucketed: outputs gives {length} for dimension {dim} of {where} at "
@@ -237,6 +226,18 @@ def as_declared(
         if cut:
             cuts.append((path, tuple(cut)))
     return Program(tuple(cuts), ())
+
+
+def _spec_at(outputs: Any, path: Path) -> Any:
+    """Return what is declared for one part of an output, None if nothing is."""
+    for key in path:
+        if isinstance(outputs, Mapping):
+            outputs = outputs.get(key)
+        elif isinstance(outputs, (tuple, list)) and isinstance(key, int) and key < len(outputs):
+            outputs = outputs[key]
+        else:
+            return None
+    return outputs
 
 
 def _evaluated(size: Any, sizes: Sizes, where: str) -> int:

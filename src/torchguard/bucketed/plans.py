@@ -9,16 +9,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from torchguard import internals
 from torchguard.bucketed.declaration import Declaration, Found
 from torchguard.bucketed.ladders import Ladder
 from torchguard.bucketed.masks_and_lengths import Mask
 from torchguard.bucketed.options import Options
 from torchguard.bucketed.outputs import Program, Sizes
-from torchguard.bucketed.trees import Path
+from torchguard.bucketed.trees import Path, parts, replaced
 from torchguard.bucketed.variants import Variant
 from torchguard.padding import Fill, Side, pad_to_bucket
 
-__all__ = ["BucketCount", "Input", "Padder", "Plan", "Planner", "padder"]
+__all__ = ["BucketCount", "Input", "Padder", "Plan", "Planner", "padder", "told"]
 
 # Below this many bytes one operator less is faster; above, pad_to_bucket chooses.
 SMALL = 1 << 19
@@ -49,6 +50,19 @@ class Input:
     declared: bool
     """Whether the fill means something, because somebody has chosen it."""
     device: torch.device
+
+    def path_in(self, before: int) -> Path:
+        """Return where it is in (args, kwargs), with so many arguments before the caller's."""
+        if isinstance(self.place, int):
+            return (0, self.place + before, *self.path)
+        return (1, self.place, *self.path)
+
+    def of(self, args: Any, kwargs: Any) -> torch.Tensor:
+        """Return the tensor itself out of a call."""
+        value: Any = args[self.place] if isinstance(self.place, int) else kwargs[self.place]
+        for key in self.path:
+            value = dict(parts(value) or ())[key]
+        return value  # type: ignore[no-any-return]
 
     def padded(self, buckets: Sizes) -> tuple[int, ...]:
         """Return its shape after padding."""
@@ -300,38 +314,68 @@ class Planner:
                 )
         return wanted
 
-    def plan(
+    def padded(
         self,
-        inputs: tuple[Input, ...],
-        sizes: Sizes,
-        buckets: Sizes | None,
-        extras: tuple[dict[str, torch.Tensor], dict[str, Place]],
-        mode: tuple[Any, ...],
-        variant: Callable[[Any], Variant],
-        count: Callable[[tuple[int, ...]], BucketCount],
-        seen: list[int],
-    ) -> Plan:
-        """Put a plan together."""
-        if buckets is None:
-            key: Any = None
-            counted = count(())
-        else:
-            key = tuple((each.label, each.padded(buckets)) for each in inputs)
-            counted = count(tuple(buckets.values()))
-        return Plan(
-            inputs=inputs,
-            sizes=sizes,
-            buckets=buckets or {},
-            variant=variant(key),
-            count=counted,
-            extras=extras[0],
-            extra_places=extras[1],
-            mode=mode,
-            seen=seen,
-            side=self.options.side,
-        )
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fills: dict[tuple[Place, Path], Any] | None = None,
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments at the sizes of their buckets; ``fills`` replaces what is given."""
+        side = self.options.side
+        given, named = list(args), dict(kwargs)
+        inside: dict[Place, dict[Path, Any]] = {}
+        for place, path, pad in plan.pads:
+            target: Any = given if type(place) is int else named
+            tensor = target[place]
+            for key in path:
+                tensor = dict(parts(tensor) or ())[key]
+            fill = None if fills is None else fills.get((place, path))
+            if fill is None:
+                tensor = pad.carefully(tensor)
+            else:
+                for dim, size in pad.dims:
+                    tensor = pad_to_bucket(tensor, dim, size, value=fill, side=side).tensor
+            if path:
+                inside.setdefault(place, {})[path] = tensor
+            else:
+                target[place] = tensor
+        for place, new in inside.items():
+            target = given if type(place) is int else named
+            target[place] = replaced(target[place], new)
+        for argument, value in plan.extras.items():
+            if internals.version_of(value) != 0:
+                # Whoever wrote to it would have spoiled it for the next call.
+                buckets = plan.buckets or None
+                plan.extras, _ = self.extras(plan.inputs, plan.sizes, buckets, args, kwargs)
+                value = plan.extras[argument]  # noqa: PLW2901
+            place = plan.extra_places[argument]
+            target = given if type(place) is int else named
+            target[place] = value
+        return given, named
+
+    def unpadded(
+        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the real arguments and the lengths; masks only if the function needs one."""
+        given, named = list(args), dict(kwargs)
+        for argument, value in self.real_extras(plan).items():
+            place = plan.extra_places[argument]
+            target: Any = given if type(place) is int else named
+            target[place] = value
+        return given, named
 
 
 def _holder(inputs: tuple[Input, ...], axis: str) -> tuple[Input, int]:
     """Return the first input that has an axis, and the dim it is."""
     return next((each, dim) for each in inputs for dim, name in each.axes if name == axis)
+
+
+def told(plan: Plan) -> str:
+    """Say which sizes a call has: ``t: 37 -> 64 (ids)``."""
+    said = []
+    for axis, size in plan.sizes.items():
+        label = next((e.label for e in plan.inputs for _, name in e.axes if name == axis), "")
+        target = f" -> {plan.buckets[axis]}" if axis in plan.buckets else ""
+        said.append(f"{axis}: {size}{target} in {label}")
+    return ", ".join(said)

@@ -54,8 +54,10 @@ class Statistics:
         title = " x ".join(self.axes)
         width = max(len(title), 8)
         lines = [
-            f"{self.name}: {self.calls:,} calls, waste {100 * self.waste:.1f} %, "
-            f"{self.graphs} graphs, {self.compile_seconds:.1f} s compiling",
+            (
+                f"{self.name}: {self.calls:,} calls, waste {100 * self.waste:.1f} %, "
+                f"{self.graphs} graphs, {self.compile_seconds:.1f} s compiling"
+            ),
             f"{title:>{width}} {'calls':>10}",
         ]
         for sizes, count in sorted(self.hits.items()):
@@ -117,8 +119,10 @@ class Report:
         for each in self.axes:
             lines += [
                 "",
-                f"{each.axis}: {len(each.buckets)} buckets {' '.join(map(str, each.buckets))}, "
-                f"waste {100 * each.waste:.1f} %",
+                (
+                    f"{each.axis}: {len(each.buckets)} buckets {' '.join(map(str, each.buckets))}, "
+                    f"waste {100 * each.waste:.1f} %"
+                ),
             ]
             lines += [
                 f"  the best {count}: {' '.join(map(str, sizes))}, waste {100 * waste:.1f} %"

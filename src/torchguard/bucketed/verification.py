@@ -64,6 +64,7 @@ class Run(NamedTuple):
 def ran(
     function: Callable[..., Any],
     given: Arguments,
+    *,
     prepare: Callable[[Arguments], Arguments],
     cut: Callable[[Any], Any],
     names: dict[Path, str],
@@ -206,7 +207,7 @@ def compared(
                 f"padded run, and {tuple(wanted.shape)} without padding ({what}): say in outputs= "
                 "how long it is"
             )
-        _compare(wanted, value, 0.0, f"{where} of {function}", what, causes)
+        _compare(wanted, value, where=f"{where} of {function}", what=what, causes=causes)
     largest = max((_largest(g) for _, g in expected.gradients if g is not None), default=0.0)
     for (name, wanted), (_, value) in zip(expected.gradients, got.gradients, strict=True):
         if wanted is None and value is None:
@@ -216,15 +217,21 @@ def compared(
         _compare(
             torch.zeros_like(zero) if wanted is None else wanted,
             torch.zeros_like(zero) if value is None else value,
-            _OF_LARGEST * largest,
-            f"the gradient of {name} in {function}",
-            what,
-            causes,
+            scale=_OF_LARGEST * largest,
+            where=f"the gradient of {name} in {function}",
+            what=what,
+            causes=causes,
         )
 
 
 def _compare(
-    wanted: torch.Tensor, value: torch.Tensor, scale: float, where: str, what: str, causes: str
+    wanted: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    where: str,
+    what: str,
+    causes: str,
+    scale: float = 0.0,
 ) -> None:
     if wanted.dtype.is_floating_point or wanted.dtype.is_complex:
         tolerance = _TOLERANCES.get(wanted.dtype, _COARSEST)
@@ -254,20 +261,23 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(size[size.isfinite()].max()) if bool(size.isfinite().any()) else 0.0
 
 
+_BATCH_NORM = "BatchNorm in training mode, whose statistics include the padding"
 _BATCH_NORMS = (
     torch.nn.BatchNorm1d,
     torch.nn.BatchNorm2d,
     torch.nn.BatchNorm3d,
     torch.nn.SyncBatchNorm,
 )
+# By the beginnings of operators' names.
 _CULPRITS = (
-    ({"mean", "mean_dim", "var", "var_mean", "std"}, "a mean or variance over the padded dim"),
+    (("native_batch_norm", "_native_batch_norm", "_batch_norm", "cudnn_batch_norm"), _BATCH_NORM),
+    (("mean", "var", "std"), "a mean or variance over the padded dim"),
     (
-        {"_softmax", "_log_softmax", "softmax", "scaled_dot_product", "_scaled_dot_product"},
+        ("_softmax", "_log_softmax", "_scaled_dot_product"),
         "softmax or attention without a mask",
     ),
     (
-        {"sum", "norm", "linalg_vector_norm", "amax", "max", "mse_loss"},
+        ("sum", "norm", "linalg_vector_norm", "amax", "max", "mse_loss"),
         "a sum, maximum or loss over the padded dim without weights",
     ),
 )
@@ -275,21 +285,13 @@ _CULPRITS = (
 
 def _causes(operators: set[str], modules: Sequence[torch.nn.Module]) -> str:
     """Name the usual culprits, those that ran first."""
-    names = {name.removeprefix("aten::") for name in operators}
+    names = [name.removeprefix("aten::") for name in operators]
+    trains = not modules or any(isinstance(m, _BATCH_NORMS) and m.training for m in modules)
     found = [
         culprit
-        for marks, culprit in _CULPRITS
-        if any(
-            name == mark or (len(mark) > 6 and name.startswith(mark))
-            for mark in marks
-            for name in names
-        )
+        for beginnings, culprit in _CULPRITS
+        if any(name.startswith(beginnings) for name in names) and (culprit != _BATCH_NORM or trains)
     ]
-    normalised = any(
-        isinstance(module, _BATCH_NORMS) and module.training for module in modules
-    ) or (not modules and any("batch_norm" in name for name in names))
-    if normalised:
-        found.insert(0, "BatchNorm in training mode, whose statistics include the padding")
     if not found:
         found = ["a mean, a softmax without a mask, BatchNorm in training mode"]
     return (

@@ -3,7 +3,7 @@
     python docs/make_bucketed_plots.py
 
 Counts, not times: the same on every machine. The backend only counts graphs and calls.
-"""
+"""  # noqa: INP001
 
 from __future__ import annotations
 

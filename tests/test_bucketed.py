@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import inspect
 import json
 import pickle
 import threading
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 from torchguard import (
     Buckets,
@@ -160,7 +162,7 @@ class TestWhatReachesTheCompiler:
         )
 
         @torch.compile(backend="eager", dynamic=False)
-        def outer(x: torch.Tensor) -> torch.Tensor:
+        def outer(x: torch.Tensor) -> Any:
             return wrapped(x + 1) + 1
 
         assert torch.equal(outer(torch.ones(3)), torch.full((3,), 5.0))
@@ -235,7 +237,7 @@ class TestOutputs:
     def test_a_model_dimension_equal_to_a_bucket_is_not_cut(self) -> None:
         linear = nn.Linear(3, 8)  # 8 features, and 8 is a bucket
 
-        def project(x: torch.Tensor) -> torch.Tensor:
+        def project(x: torch.Tensor) -> Any:
             return linear(x)
 
         wrapped = bucketed(project, dims={"x": {0: "t"}}, buckets=LADDER)
@@ -306,7 +308,7 @@ class TestInputs:
             dims={"batch": {"a": {"b": {1: "t"}}}, "extra": [{0: "t"}, None]},
             buckets=LADDER,
         )
-        batch = {"a": {"b": torch.ones(2, 5)}, "other": "text"}
+        batch: dict[str, Any] = {"a": {"b": torch.ones(2, 5)}, "other": "text"}
         extra = [torch.arange(5.0), torch.ones(3)]
         assert torch.equal(wrapped(batch, extra, 2.0), mixed(batch, extra, 2.0))
         assert batch["a"]["b"].shape == (2, 5)  # the caller's own is left alone
@@ -318,11 +320,12 @@ class TestInputs:
             return x + y
 
         x, y = torch.ones(2, 5), torch.ones(2, 5)
-        for dims in (
+        forms: tuple[Any, ...] = (
             {"x": {1: dim}, "y": {1: dim}},
             {"x": (None, "t"), "y": [None, "t"]},
             ({1: "t"}, {-1: "t"}),
-        ):
+        )
+        for dims in forms:
             assert torch.equal(bucketed(add, dims=dims, buckets=LADDER)(x, y=y), x + y)
 
     def test_several_axes(self, backend: Counting) -> None:
@@ -490,13 +493,16 @@ class TestOverflow:
 
 
 class Net(nn.Module):
+    steps: torch.Tensor
+    name: str
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.dropout = nn.Dropout(0.5)
         self.register_buffer("steps", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         self.steps += 1
         return self.dropout(self.linear(x))
 
@@ -525,6 +531,26 @@ class TestModules:
         assert net.name == "new"
         with pytest.raises(AttributeError):
             _ = wrapped.missing
+
+    def test_keep_the_signature_of_forward(self) -> None:
+        net, wrapped = wrapped_net()
+        assert inspect.signature(wrapped.forward) == inspect.signature(net.forward)
+
+    def test_compiled_already_take_sizes_above_the_buckets(self, backend: Counting) -> None:
+        net = nn.Linear(3, 3)
+        seen = []
+        net.register_forward_hook(lambda *_: seen.append(1))
+        wrapped = bucketed(
+            torch.compile(net, backend="eager"),
+            dims={"input": {0: "t"}},
+            buckets=LADDER,
+            overflow="dynamic",
+        )
+        for length in (17, 20, 30):
+            x = torch.randn(length, 3)
+            torch.testing.assert_close(wrapped(x), functional.linear(x, net.weight, net.bias))
+        assert len(seen) == 3
+        assert wrapped.stats().overflowed == 3
 
     def test_hooks_see_real_sizes(self) -> None:
         net, wrapped = wrapped_net()
@@ -649,7 +675,11 @@ class TestVerification:
             def backward(ctx: Any, gradient: torch.Tensor) -> Any:
                 return gradient / gradient.shape[0]
 
-        wrapped = bucketed(Leaky.apply, dims=({0: "t"},), buckets=LADDER)
+        wrapped = bucketed(
+            Leaky.apply,  # type: ignore[no-untyped-call]
+            dims=({0: "t"},),
+            buckets=LADDER,
+        )
         with pytest.raises(PaddingLeakError, match="the gradient of argument 0"):
             wrapped(torch.randn(5, requires_grad=True))
 
@@ -743,7 +773,7 @@ class TestWays:
     def test_activation_checkpointing(self) -> None:
         linear = nn.Linear(3, 3)
 
-        def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        def checkpointed(x: torch.Tensor) -> Any:
             return torch.utils.checkpoint.checkpoint(linear, x, use_reentrant=False).relu()
 
         wrapped = bucketed(

@@ -6,7 +6,7 @@ Shapes: B batch, T time, D features, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,9 +35,7 @@ def gradients(loss: torch.Tensor, module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def same_values_and_gradients(
-    model: nn.Module, wrapped: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor]
-) -> None:
+def same_values_and_gradients(model: nn.Module, wrapped: nn.Module, loss_of: Any) -> None:
     expected, found = loss_of(model), loss_of(wrapped)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     wanted, got = gradients(expected, model), gradients(found, model)
@@ -82,7 +80,7 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(16, 5)
 
-    def forward(self, ids: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, padding: torch.Tensor) -> Any:
         """ids (B, T), padding (B, T) True where nothing is -> (B, T, 5)."""
         hidden = self.encoder(self.embedding(ids), src_key_padding_mask=padding)
         return self.head(hidden)
@@ -201,7 +199,7 @@ def test_gpt2_with_labels(gpt2: Any) -> None:
 
 @pytest.mark.slow
 def test_a_generation_step_padded_on_the_left(gpt2: Any) -> None:
-    def step(ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def step(ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> Any:
         given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         return gpt2(**given).logits[:, -1]  # (B, V): the last token is always real
 
@@ -245,7 +243,7 @@ class Recurrent(nn.Module):
         self.tagger: Any = Tagger()
         self.gru = nn.GRU(8, 4, batch_first=True)
 
-    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
         hidden = self.tagger(ids)
         packed = nn.utils.rnn.pack_padded_sequence(hidden, lengths, batch_first=True)
         return self.gru(packed)[1]
@@ -352,7 +350,7 @@ def test_scaled_dot_product_attention_with_causal_and_padding_masks() -> None:
 def test_flex_attention() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
-    def attend(x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def attend(x: torch.Tensor, real: torch.Tensor) -> Any:
         """x (B, H, T, D), real: how many keys there are."""
 
         def score(value: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -393,7 +391,7 @@ class Normalised(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.norm(x.transpose(1, 2)).transpose(1, 2)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -125,13 +127,20 @@ def _class_around(own: type) -> type[Any]:
             "__module__": own.__module__,
             "__qualname__": own.__qualname__,
             "__doc__": own.__doc__,
+            "forward": _forward_like(own.forward),
         }
         found = _classes[own] = type(own)(own.__name__, (BucketedModule, own), names)
     return found
 
 
+def _forward_like(forward: Any) -> Any:
+    """Return our forward with the signature of another: Hugging Face's Trainer reads it."""
+    ours = BucketedModule.forward
+    copied = FunctionType(ours.__code__, ours.__globals__, "forward", None, ours.__closure__)
+    functools.update_wrapper(copied, forward, assigned=("__doc__", "__annotations__"), updated=())
+    internals.mark_untraced(copied)
+    return copied
+
+
 def _module_again(module: torch.nn.Module, options: Options) -> torch.nn.Module:
     return module_around(module, options)
-
-
-internals.mark_untraced(BucketedModule.forward)

@@ -47,7 +47,7 @@ class Variant:
     def graphs(self) -> int:
         """How many graphs were compiled for it."""
         if self.code is None:
-            return 0
+            return self.first_graphs
         later = internals.compiled_variants(self.code) - self.first_entries
         return self.first_graphs + max(later, 0)
 
@@ -90,7 +90,8 @@ def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[
             "bucketed: the function is compiled with dynamic=True, which makes static sizes "
             "symbolic: compile it without, or pass the function itself and compile={...}"
         )
-    return original, settings, lambda _: given
+    # Without dynamic=False a second size above the buckets makes it symbolic.
+    return original, settings, settings
 
 
 def _compilers(options: bool | Mapping[str, Any]) -> tuple[Compiler, Compiler]:

@@ -119,7 +119,7 @@ def module_around(given: torch.nn.Module, options: Options) -> torch.nn.Module:
 _classes: dict[type, type[Any]] = {}
 
 
-def _class_around(own: type) -> type[Any]:
+def _class_around(own: type[Any]) -> type[Any]:
     found = _classes.get(own)
     if found is None:
         names = {

@@ -252,6 +252,15 @@ class TestOutputs:
         with pytest.raises(ValueError, match=r"Say it in outputs="):
             wrapped(torch.ones(5))
 
+    def test_of_a_size_that_hangs_on_another_argument(self) -> None:
+        def half(x: torch.Tensor, up: bool) -> torch.Tensor:
+            return x[: (x.shape[0] + up) // 2]
+
+        wrapped = bucketed(half, dims={"x": {0: "t"}}, buckets=LADDER)
+        x = torch.arange(5)  # both give 4 at the size of the bucket
+        for up in (True, False, True):
+            assert torch.equal(wrapped(x, up), half(x, up))
+
     def test_can_be_declared(self) -> None:
         def halves(x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"half": x[::2], "same": x}
@@ -725,6 +734,16 @@ class TestVerification:
             wrapped(torch.ones(length))
         real = [shape for shape in runs if shape[0] not in LADDER.sizes]
         assert real == [(3,), (5,)]
+
+    def test_checks_another_switch_on_its_own(self) -> None:
+        def maybe(x: torch.Tensor, how: str) -> torch.Tensor:
+            return x - x.mean() if how == "centred" else x
+
+        wrapped = bucketed(maybe, dims={"x": {0: "t"}}, buckets=LADDER)
+        x = torch.randn(3)
+        assert torch.equal(wrapped(x, "plain"), x)
+        with pytest.raises(PaddingLeakError):
+            wrapped(x, how="centred")
 
     def test_never_and_always(self) -> None:
         def mean(x: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,19 @@ __all__ = ["Caller"]
 _PLANS_KEPT = 8192
 # The first call of a CUDA graph warms up, the second records, the third replays.
 _CUDA_GRAPH_TURNS = 3
+# Arguments that are more likely to switch something than to count something.
+_SWITCHES = frozenset({bool, int, str})
 
 
 class _Form:
     """How a call gives its arguments: how many by place, which by name."""
 
-    def __init__(self, entries: list[tuple[Place, str]]) -> None:
+    def __init__(
+        self, entries: list[tuple[Place, str]], count: int, keywords: tuple[str, ...]
+    ) -> None:
         self.entries = entries
+        declared = {place for place, _ in entries}
+        self.others: list[Place] = [p for p in (*range(count), *keywords) if p not in declared]
         self.plans: dict[Any, Plan] = {}
 
 
@@ -117,9 +123,17 @@ class Caller:
         names = (len(args), *kwargs)
         form = self._forms.get(names)
         if form is None:
-            form = _Form(self.planner.entries(len(args), tuple(kwargs)))
+            keywords = tuple(kwargs)
+            form = _Form(self.planner.entries(len(args), keywords), len(args), keywords)
             self._forms[names] = form
-        mode = (torch.is_grad_enabled(), owner[0].training if _is_module(owner) else None)
+        mode: tuple[Any, ...] = (
+            torch.is_grad_enabled(),
+            owner[0].training if _is_module(owner) else None,
+        )
+        for place in form.others:  # what a function returns, and whether it leaks, may hang on it
+            value = args[place] if type(place) is int else kwargs[place]  # type: ignore[index]
+            if type(value) in _SWITCHES:
+                mode += (value,)
         if self.options.group is not None:
             return self._shared_plan(form, mode, len(owner), Arguments(args, kwargs))
         key: list[Any] = [mode]
@@ -274,7 +288,12 @@ class Caller:
             padded = plan.checked_by_all
         if not padded:
             return False
-        return self._always or (tuple(plan.buckets.values()), plan.mode) not in self.verified
+        return self._always or self._checked_as(plan) not in self.verified
+
+    def _checked_as(self, plan: Plan) -> tuple[Any, ...]:
+        # Switches may differ between ranks, and all of them have to check at the same time.
+        mode = plan.mode if self.options.group is None else plan.mode[:2]
+        return (*plan.buckets.values(), mode)
 
     def _first_run(self, plan: Plan) -> Callable[..., Any]:
         """Return a variant's function, to be called once, that notes what compiling took."""
@@ -300,7 +319,7 @@ class Caller:
     ) -> None:
         given = Arguments(args, kwargs)
         check(self._cutter, plan, owner, given)
-        self.verified.add((tuple(plan.buckets.values()), plan.mode))
+        self.verified.add(self._checked_as(plan))
 
     def verify(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check these inputs, whatever was checked before.

@@ -129,7 +129,8 @@ def _class_around(own: type[Any]) -> type[Any]:
             "__doc__": own.__doc__,
             "forward": _forward_like(own.forward),
         }
-        found = _classes[own] = type(own)(own.__name__, (BucketedModule, own), names)
+        metaclass: Any = type(own)
+        found = _classes[own] = metaclass(own.__name__, (BucketedModule, own), names)
     return found
 
 

@@ -93,7 +93,7 @@ class Plan:
     """Masks and lengths by argument."""
     extra_places: dict[str, Place]
     mode: tuple[Any, ...]
-    """Whether gradients are on, and whether the module trains."""
+    """Whether gradients are on, whether the module trains, and switches among the arguments."""
     seen: list[int]
     """How many calls had these sizes, in a list that plans for the same sizes share."""
     side: Side

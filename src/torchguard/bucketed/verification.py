@@ -13,7 +13,7 @@ import torch
 
 from torchguard.bucketed.isolation import Undone, address, forked_random_state, python_state_kept
 from torchguard.bucketed.outputs import leaves_of
-from torchguard.bucketed.trees import Path, flattened, replaced, spelled
+from torchguard.bucketed.trees import Path, flattened, is_leaf, replaced, spelled
 from torchguard.errors import PaddingLeakError
 
 __all__ = ["Arguments", "Run", "backward", "compared", "other_filler", "ran"]
@@ -90,7 +90,7 @@ def ran(
     aside = Undone()
     try:
         with forked_random_state(), python_state_kept(modules):
-            torch.manual_seed(0)
+            _seed()
             fresh = prepare(given.with_parts(dict(leaves)))
             inputs = {
                 address(value): names[path]
@@ -118,6 +118,13 @@ def ran(
             "so the write would be lost: return the new value instead"
         )
     return Run(output, kept, gradients, list(parameters), aside.seen)
+
+
+def _seed() -> None:
+    """Let runs draw the same numbers; ``torch.manual_seed`` would seed GPUs not in use yet too."""
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 def _parameters(outputs: list[Any], inputs: Any) -> list[torch.Tensor]:
@@ -195,7 +202,7 @@ def compared(
     for (path, wanted), (_, value) in zip(expected.leaves, got.leaves, strict=True):
         where = spelled("output", path, expected.output)
         if not isinstance(wanted, torch.Tensor):
-            if wanted != value and not (wanted != wanted and value != value):  # noqa: PLR0124
+            if is_leaf(wanted) and wanted != value and not (wanted != wanted and value != value):  # noqa: PLR0124
                 raise PaddingLeakError(
                     f"bucketed: {where} of {function} is {value!r} with padding and {wanted!r} "
                     f"without ({what}). {causes}"

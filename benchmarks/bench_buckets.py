@@ -350,7 +350,8 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [row for row in ROWS if options.rows is None or options.rows in row]
     rows = [found for device in devices for found in stream(wanted, device, batches)]
     torch.set_num_threads(1)
-    overheads = [overhead(count, 10 if options.quick else 200) for count in COUNTS]
+    counts, rounds = (COUNTS[:3], 3) if options.quick else (COUNTS, 200)
+    overheads = [overhead(count, rounds) for count in counts]
     for each in overheads:
         print(
             f"{each['buckets']:2} buckets: adds {each['added_exact_us']:.1f} us to an exact fit, "

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from torchguard import internals
+from torchguard.bucketed.core import Core
 from torchguard.bucketed.ladders import write_plan
 from torchguard.bucketed.options import Options
 from torchguard.bucketed.statistics import Report, Statistics, report_of, statistics_of
 from torchguard.bucketed.variants import compiler_for
 from torchguard.bucketed.warming import warm_up
-from torchguard.bucketed.wrapping import Core
 
 __all__ = ["BucketedModule", "module_around"]
 

@@ -20,7 +20,7 @@ import torch
 
 from torchguard import internals
 
-__all__ = ["COMPILING", "Compiler", "Variant", "compiler_for", "separated"]
+__all__ = ["COMPILING", "Compiler", "Source", "Variant", "compiler_for", "separated"]
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 

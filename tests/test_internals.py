@@ -108,7 +108,8 @@ def f(t):
 
 def _guard_sources() -> list[Path]:
     # Probes of the catalog reproduce defects with whatever shows them.
-    return sorted(path for path in SOURCES.glob("*.py") if path.name != "internals.py")
+    files = [*SOURCES.glob("*.py"), *(SOURCES / "bucketed").glob("*.py")]
+    return sorted(path for path in files if path.name != "internals.py")
 
 
 @pytest.mark.parametrize("path", _guard_sources(), ids=lambda path: path.name)

@@ -7,6 +7,7 @@ for the whole process (:func:`install`).
 
 from torchguard.assign import sliced_assign, sliced_assign_
 from torchguard.at import at
+from torchguard.bucketed import bucketed, no_recompile
 from torchguard.buckets import Buckets
 from torchguard.collating import BucketCollator
 from torchguard.consistency import check_consistent, is_consistent, repair_
@@ -16,7 +17,9 @@ from torchguard.errors import (
     MiscompilationError,
     MiscompilationWarning,
     NonResizableStorageError,
+    PaddingLeakError,
     PatchConflictError,
+    RecompileError,
     TorchGuardError,
 )
 from torchguard.guarded import guarded
@@ -46,14 +49,17 @@ __all__ = [
     "MiscompilationWarning",
     "NonResizableStorageError",
     "Padded",
+    "PaddingLeakError",
     "PairBuckets",
     "PatchConflictError",
+    "RecompileError",
     "TorchGuardError",
     "VerificationReport",
     "__version__",
     "at",
     "attention_mask",
     "batch_maxima",
+    "bucketed",
     "check_consistent",
     "doctor",
     "guarded",
@@ -62,6 +68,7 @@ __all__ = [
     "is_consistent",
     "is_installed",
     "length_mask",
+    "no_recompile",
     "original",
     "pad_to_bucket",
     "position_ids",

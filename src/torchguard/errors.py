@@ -9,7 +9,9 @@ __all__ = [
     "MiscompilationError",
     "MiscompilationWarning",
     "NonResizableStorageError",
+    "PaddingLeakError",
     "PatchConflictError",
+    "RecompileError",
     "TorchGuardError",
 ]
 
@@ -42,3 +44,11 @@ class MiscompilationError(TorchGuardError, RuntimeError):
 
 class MiscompilationWarning(UserWarning):
     """A compiled graph did not do what eager does; the text says what runs instead."""
+
+
+class PaddingLeakError(TorchGuardError, AssertionError):
+    """Raised when padding an input to its bucket changes the answer or a gradient."""
+
+
+class RecompileError(TorchGuardError, RuntimeError):
+    """Raised when something compiles where nothing may."""

@@ -201,9 +201,10 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
         ``"verify"``: ``torch.compile`` checks every graph that inductor compiles against
         eager before it is trusted, as ``verified()`` does.
 
-    ``"setitem"`` and ``"slice_scatter"`` patch Dynamo. While nothing has imported that, they wait for it, and
-    count as installed; they are tried then, and may move to ``.skipped``. What was
-    compiled before stays as it is: install first, or call ``torch.compiler.reset()``.
+    ``"setitem"`` and ``"slice_scatter"`` patch Dynamo. While nothing has imported
+    that, they wait for it, and count as installed; they are tried then, and may move
+    to ``.skipped``. What was compiled before stays as it is: install first, or call
+    ``torch.compiler.reset()``.
 
     Args:
         *names: which guards; none for the default set.

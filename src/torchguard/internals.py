@@ -19,10 +19,17 @@ from typing import Any
 import torch
 import wrapt
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
 
 __all__ = [
+    "SymbolicSizes",
+    "TorchDispatchMode",
     "base_of",
     "compile_in_place",
+    "compiled_variants",
+    "compiler_of",
+    "compiles_dynamic",
     "coo_parts",
     "default_backend",
     "dynamo_backend",
@@ -32,6 +39,7 @@ __all__ = [
     "follow_in_dynamo",
     "follow_in_torchscript",
     "forget_in_torchscript",
+    "graphs_compiled",
     "has_hooks",
     "has_own_dispatch",
     "has_python_out",
@@ -40,14 +48,18 @@ __all__ = [
     "inductor_backend",
     "inductor_draws_like_eager",
     "inductor_options",
+    "inside_compiled",
+    "inside_transform",
     "is_view",
     "keep_whole_in_graph",
+    "mark_untraced",
     "mutation_switches",
     "operator_name",
     "operator_schemas",
     "overriding",
     "paths_behind_python",
     "rebuild_dynamo_tables",
+    "records_cuda_graphs",
     "refuses_writes",
     "replace_torch_function_modes",
     "schemas_of",
@@ -62,6 +74,7 @@ __all__ = [
     "under_functorch",
     "version_of",
     "without_dispatch_modes",
+    "without_recompile_limit",
     "without_torch_function",
 ]
 
@@ -511,3 +524,151 @@ def _is_empty(cell: Any) -> bool:
     except ValueError:
         return True
     return False
+
+
+# ---- what torch.compile keeps about a compiled function ----
+
+
+def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
+    """Return what ``torch.compile`` was given and how to compile something else the same way.
+
+    None for what is not compiled. A compiled module says both itself, a compiled function has
+    its original as an attribute and its compiler in its closure.
+    """
+    if isinstance(compiled, torch.nn.Module):
+        settings = compiled.__dict__.get("dynamo_ctx")
+        original = compiled._modules.get("_orig_mod")
+        return None if settings is None or original is None else (original, settings)
+    original = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if original is None or not hasattr(compiled, "__closure__"):
+        return None
+    cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+    settings = cells["self"].cell_contents if "self" in cells else None
+    if not hasattr(settings, "compiler_config"):  # torch.compiler.disable has a closure as well
+        return None
+    return original, settings
+
+
+def compiles_dynamic(settings: Any) -> bool:
+    """Whether this compiler was given ``dynamic=True``."""
+    return getattr(settings, "_dynamic", None) is True
+
+
+def records_cuda_graphs(compiled: Callable[..., Any]) -> bool:
+    """Whether a compiled function may record CUDA graphs, whose outputs are memory of theirs."""
+    config: Any = getattr(compiled, "get_compiler_config", lambda: None)()
+    if isinstance(config, dict) and "triton.cudagraphs" in config:
+        return bool(config["triton.cudagraphs"])
+    return False
+
+
+def compiled_variants(code: CodeType) -> int:
+    """Count the compiled variants Dynamo keeps for a code object; 0 where it does not say."""
+    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    entries = getattr(hooks, "_debug_get_cache_entry_list", None)
+    return 0 if entries is None else len(entries(code))
+
+
+def graphs_compiled() -> int:
+    """Count the graphs that reached a compiler so far in this process."""
+    utilities: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utilities is None else int(utilities.counters["stats"]["unique_graphs"])
+
+
+@contextlib.contextmanager
+def without_recompile_limit() -> Iterator[None]:
+    """Compile as often as it takes, in frames behind a graph break too.
+
+    Without it the ninth size of such a frame would run eager, with one line in the log.
+    https://github.com/pytorch/pytorch/issues/128071
+    """
+    config: Any = importlib.import_module("torch._dynamo.config")
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    older = ("cache_size_limit", "accumulated_cache_size_limit")
+    found = names if hasattr(config, names[0]) else older
+    raised = {name: max(getattr(config, name), 1 << 16) for name in found}
+    with config.patch(raised):
+        yield
+
+
+def mark_untraced(function: Callable[..., Any]) -> None:
+    """Let Dynamo break its graph at a call of this function, as ``torch.compiler.disable`` does.
+
+    It is the mark that ``disable`` leaves; its wrapper would cost each call some microseconds.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "torchguard.bucketed"  # type: ignore[attr-defined]
+
+
+def inside_compiled() -> bool:
+    """Whether Dynamo is watching the frames of this thread: a compiled function has called us."""
+    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    callback = getattr(hooks, "get_eval_frame_callback", None)
+    return callback is not None and callback() not in {None, False}
+
+
+def inside_transform() -> bool:
+    """Whether a transform of ``torch.func`` is running around this call."""
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
+class SymbolicSizes:
+    """A scope in which tensors have no data and sizes are symbols.
+
+    What is computed in it tells how sizes of outputs depend on sizes of inputs. Nothing
+    public does that without tracing a whole graph.
+
+    Args:
+        hints: for each name an example of its size, 2 or more; none for sizes that are numbers.
+    """
+
+    def __init__(self, hints: dict[str, int]) -> None:
+        shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
+        source: Any = importlib.import_module("torch._dynamo.source")
+        environment: Any = shapes.ShapeEnv()
+        self._shapes: Any = environment if hints else None
+        self._mode = fake.FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
+        self._symbols: dict[str, Any] = {}
+        self._sizes: dict[str, Any] = {}
+        for name, hint in hints.items():
+            where = source.ConstantSource(f"size_of_{len(self._symbols)}")
+            symbol = environment.create_symbol(
+                hint, source=where, dynamic_dim=shapes.DimDynamic.DYNAMIC, constraint_dim=None
+            )
+            self._symbols[name] = symbol
+            self._sizes[name] = environment.create_symintnode(symbol, hint=hint, source=where)
+
+    def __enter__(self) -> Self:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._mode.__exit__(*failure)
+
+    def empty(self, shape: tuple[int | str, ...], like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without data; a name in ``shape`` stands for its symbol."""
+        sizes = [self._sizes[size] if isinstance(size, str) else size for size in shape]
+        return torch.empty(
+            sizes, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+        )
+
+    def conditions(self) -> list[Any]:
+        """Return what was assumed about the symbols on the way."""
+        return [] if self._shapes is None else [guard.expr for guard in self._shapes.guards]
+
+    def expression(self, size: Any) -> Any:
+        """Return the expression behind a size; a plain number is its own."""
+        if isinstance(size, torch.SymInt):
+            return size.node.expr
+        return size
+
+    def value(self, expression: Any, sizes: dict[str, int]) -> int | bool | None:
+        """Put sizes in; None if something else is in the expression too."""
+        if isinstance(expression, int):
+            return expression
+        result = expression.subs({self._symbols[name]: size for name, size in sizes.items()})
+        if result.free_symbols:
+            return None
+        return bool(result) if result.is_Boolean else int(result)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from torchguard.bucketed import bucketed
+from torchguard.buckets import Buckets
 from torchguard.defects.catalog import Defect
 
 if TYPE_CHECKING:
@@ -32,21 +34,47 @@ def _is_symbolic(value: object) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def probe() -> str | None:
-    """Run 20 buckets through a backend that notes which graphs have a symbolic dim."""
+def _run(
+    wrap: Callable[[Callable[..., Any]], Callable[[torch.Tensor, int], object]],
+) -> str | None:
+    """Call a wrapped function with 20 lengths, one per bucket; say which graphs are symbolic."""
     symbolic: list[bool] = []  # one per graph: has it a symbolic dim?
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         symbolic.append(any(_is_symbolic(value) for value in inputs))
         return graph.forward
 
-    double = torch.compile(_double, backend=backend)
+    double = wrap(backend)
     for bucket in range(_STEP, _STEP * _BUCKETS + 1, _STEP):
-        length = bucket - 3
-        double(functional.pad(torch.ones(length), (0, bucket - length)))
-    if not any(symbolic):
+        double(torch.ones(bucket - 3), bucket)
+    if len(symbolic) == _BUCKETS and not any(symbolic):
         return None
     return f"{_BUCKETS} buckets gave {len(symbolic)} graphs, {sum(symbolic)} with a symbolic dim"
+
+
+def probe() -> str | None:
+    """Pad by hand in front of a plain ``torch.compile``."""
+
+    def wrap(backend: Callable[..., Any]) -> Callable[[torch.Tensor, int], object]:
+        double = torch.compile(_double, backend=backend)
+        return lambda x, bucket: double(functional.pad(x, (0, bucket - x.shape[0])))
+
+    return _run(wrap)
+
+
+def guarded_probe() -> str | None:
+    """Let ``bucketed`` pad."""
+
+    def wrap(backend: Callable[..., Any]) -> Callable[[torch.Tensor, int], object]:
+        double = bucketed(
+            _double,
+            dims={"padded": {0: "t"}},
+            buckets=Buckets.multiples_of(_STEP, _STEP * _BUCKETS),
+            compile={"backend": backend},
+        )
+        return lambda x, _: double(x)
+
+    return _run(wrap)
 
 
 DEFECT = Defect(
@@ -55,9 +83,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/190631",),
     family="compile",
     probe=probe,
-    planned="bucketed",
-    advice=(
-        "Compile with dynamic=False and give each compiled function at most 8 buckets; "
-        "past 8 the recompile limit sends the rest to eager."
-    ),
+    guards=("bucketed",),
+    guarded_probe=guarded_probe,
 )

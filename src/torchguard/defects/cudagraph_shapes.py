@@ -11,8 +11,12 @@ https://github.com/pytorch/pytorch/issues/188150
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from torchguard.bucketed import bucketed
+from torchguard.buckets import Buckets
 from torchguard.defects.catalog import Defect, NotRunHere
 
 _LENGTHS = range(16, 25)
@@ -29,31 +33,46 @@ def _recorded() -> int:
     return counters["inductor"]["cudagraph_recorded_non_static_inputs"]
 
 
-def _count_recordings(device: str) -> int:
+def _count_recordings(device: str, run: Callable[[torch.Tensor], object]) -> int:
     """Call a compiled model with each length; return for how many a CUDA graph was recorded."""
-    compiled = torch.compile(_model, mode="reduce-overhead")
     recordings = 0
     for length in _LENGTHS:
         x = torch.ones(length, 4, device=device)
-        torch._dynamo.mark_dynamic(x, 0)
         before = _recorded()
         for _ in range(2):  # the first call with a new size warms up, the second records
             torch.compiler.cudagraph_mark_step_begin()
-            compiled(x)
+            run(x)
         recordings += _recorded() > before
     return recordings
 
 
-def probe() -> str | None:
-    """Count the CUDA graphs recorded for one model and nine lengths."""
+def _told(run: Callable[[torch.Tensor], object]) -> str | None:
     if not torch.cuda.is_available():
         raise NotRunHere("needs a CUDA GPU")
-    recordings = _count_recordings("cuda")
+    recordings = _count_recordings("cuda", run)
     if recordings == 0:
         raise NotRunHere("torch records no CUDA graph here")
     if recordings < len(_LENGTHS):
         return None
     return f"{len(_LENGTHS)} input lengths: {recordings} CUDA graphs recorded"
+
+
+def probe() -> str | None:
+    """Count the CUDA graphs recorded for one model and nine lengths."""
+    compiled = torch.compile(_model, mode="reduce-overhead")
+
+    def run(x: torch.Tensor) -> None:
+        torch._dynamo.mark_dynamic(x, 0)
+        compiled(x)
+
+    return _told(run)
+
+
+def guarded_probe() -> str | None:
+    """Count those for nine lengths in two buckets."""
+    buckets = Buckets([_LENGTHS[0], _LENGTHS[-1]])
+    mode = {"mode": "reduce-overhead"}
+    return _told(bucketed(_model, dims={"x": {0: "t"}}, buckets=buckets, compile=mode))
 
 
 DEFECT = Defect(
@@ -62,6 +81,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/188150",),
     family="compile",
     probe=probe,
-    planned="bucketed",
-    advice="Pad inputs to a few fixed sizes, or compile without CUDA graphs (mode=None).",
+    guards=("bucketed",),
+    guarded_probe=guarded_probe,
 )

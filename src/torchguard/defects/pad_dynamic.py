@@ -13,9 +13,14 @@ https://github.com/pytorch/pytorch/issues/169760
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.nn import functional
 
+from torchguard.bucketed import bucketed
+from torchguard.buckets import Buckets
 from torchguard.defects.catalog import Defect
 
 # T time, padded from 3 to 4; F features: 2 in, 1 out. So little that what is written behind
@@ -29,18 +34,35 @@ def _pad(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return functional.pad(x, padding), functional.pad(torch.relu(x @ weight), padding)
 
 
-def probe() -> str | None:
+def _compare(run: Callable[[torch.Tensor, torch.Tensor], Any]) -> str | None:
     """Compare the padding with eager, and the result's size with that of its memory."""
     memory = torch.ones(4, 2)
     x, weight = memory[:3], torch.ones(2, 1)
     eager, _ = _pad(x, weight)
-    torch._dynamo.mark_dynamic(x, 0)
-    padded, product = torch.compile(_pad)(x, weight)
+    padded, product = run(x, weight)
     if not torch.equal(padded, eager):
         return "F.pad(x, (0, 0, 0, -n % 2)) filled in what lies behind x in memory"
     if product.untyped_storage().nbytes() < product.numel() * product.element_size():
         return "F.pad(y, (0, 0, 0, -n % 2)) wrote behind the end of the memory of y"
     return None
+
+
+def probe() -> str | None:
+    """Compile with a dim that is marked dynamic."""
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        torch._dynamo.mark_dynamic(x, 0)
+        return torch.compile(_pad)(x, weight)
+
+    return _compare(run)
+
+
+def guarded_probe() -> str | None:
+    """Keep the dim static."""
+    # The program pads with zeros too, so what is behind x has to be zeros.
+    zeros = {"x": 0}
+    pad = bucketed(_pad, dims={"x": {0: "t"}}, buckets=Buckets([4, 8]), fill=zeros, compile=True)
+    return _compare(pad)
 
 
 DEFECT = Defect(
@@ -49,6 +71,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/169760",),
     family="compile",
     probe=probe,
-    planned="bucketed",
-    advice="Pad by (n + 15) // 16 * 16 - n instead of -n % 16, or outside the compiled function.",
+    guards=("bucketed",),
+    guarded_probe=guarded_probe,
 )

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchguard.bucketed import bucketed
+from torchguard.buckets import Buckets
 from torchguard.defects.catalog import Defect
 
 if TYPE_CHECKING:
@@ -30,8 +32,8 @@ def _is_other_message(record: logging.LogRecord) -> bool:
     return "torch._dynamo hit config." not in record.getMessage()
 
 
-def probe() -> str | None:
-    """Run 16 lengths and count those that reach the backend."""
+def _run(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> str | None:
+    """Call a wrapped function with 16 lengths and count those that reach the backend."""
     compiled_calls = 0
 
     def backend(graph: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
@@ -42,7 +44,7 @@ def probe() -> str | None:
 
         return run
 
-    double = torch.compile(_double, backend=backend, dynamic=False)
+    double = wrap(backend)
     logger = logging.getLogger("torch._dynamo.convert_frame")
     logger.addFilter(_is_other_message)  # the one line torch says about it is expected here
     try:
@@ -56,15 +58,32 @@ def probe() -> str | None:
     return f"{eager_calls} of {len(_LENGTHS)} lengths ran eager, with no exception"
 
 
+def probe() -> str | None:
+    """Compile one variant per length."""
+    return _run(lambda backend: torch.compile(_double, backend=backend, dynamic=False))
+
+
+def guarded_probe() -> str | None:
+    """Give every length a bucket of its own."""
+
+    def wrap(backend: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped: Callable[..., Any] = bucketed(
+            _double,
+            dims={"values": {0: "t"}},
+            buckets=Buckets(_LENGTHS),
+            compile={"backend": backend},
+        )
+        return wrapped
+
+    return _run(wrap)
+
+
 DEFECT = Defect(
     id="recompile-limit",
     summary="past 8 variants of a compiled function every new one runs eager, with one log line",
     upstream=("https://github.com/pytorch/pytorch/issues/128071",),
     family="compile",
     probe=probe,
-    planned="bucketed",
-    advice=(
-        "Compile with fullgraph=True, which raises at the limit, or with dynamic=True, "
-        "which needs one graph for all sizes."
-    ),
+    guards=("bucketed",),
+    guarded_probe=guarded_probe,
 )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CALLED_GUARDS", "ENVIRONMENT", "Task", "Verdict", "main", "no_core_dumps", "perform"]
 
-CALLED_GUARDS = ("guarded", "check_consistent")
+CALLED_GUARDS = ("guarded", "check_consistent", "bucketed")
 """Guards that are called; every other name is one for ``install()``."""
 
 ENVIRONMENT = ""

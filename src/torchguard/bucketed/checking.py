@@ -1,0 +1,87 @@
+"""Check one call: the padded answer has to be the real one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchguard.bucketed.cutting import Cutter
+from torchguard.bucketed.isolation import eager, modules_of
+from torchguard.bucketed.plans import Place, Plan, told
+from torchguard.bucketed.trees import Path
+from torchguard.bucketed.variants import COMPILING
+from torchguard.bucketed.verification import Arguments, Run, compared, other_filler, ran
+
+__all__ = ["check"]
+
+
+def check(
+    cutter: Cutter,
+    plan: Plan,
+    owner: tuple[Any, ...],
+    given: Arguments,
+) -> None:
+    """Raise unless padding leaves the answer and the gradients as they are.
+
+    Args:
+        cutter: knows what runs and what it is given, and cuts what it returns.
+        plan: how.
+        owner: what it is given first, ``self``.
+        given: the call, not padded.
+
+    Raises:
+        PaddingLeakError: padding changes something.
+    """
+    args, kwargs = given
+    source, planner = cutter.source, cutter.planner
+    whole = Arguments((*owner, *args), kwargs)
+    function = source.function
+    modules = modules_of(function, (*owner, *args))
+    names = {each.path_in(len(owner)): each.label for each in plan.inputs}
+
+    def once(fills: Any, parameters: Any = None) -> Run:
+        def prepare(given: Arguments) -> Arguments:
+            real = given.args[len(owner) :]
+            if fills is None:
+                changed, named = planner.unpadded(plan, real, given.kwargs)
+            else:
+                changed, named = planner.padded(plan, real, given.kwargs, fills)
+            return Arguments((*owner, *changed), named)
+
+        def cut(output: Any) -> Any:
+            return output if fills is None else cutter.cut(plan, output, whole)
+
+        return ran(
+            function,
+            whole,
+            prepare=prepare,
+            cut=cut,
+            names=names,
+            modules=modules,
+            parameters=parameters,
+        )
+
+    with COMPILING, eager():
+        without = once(None)
+        padded = once({}, without.parameters)
+        compared(without, padded, what=told(plan), function=cutter.name, modules=modules)
+        fills = _other_fills(plan, args, kwargs)
+        if fills:
+            other = once(fills, without.parameters)
+            labels = ", ".join(
+                each.label for each in plan.inputs if (each.place, each.path) in fills
+            )
+            what = f"{told(plan)}; with another value in the padding of {labels}"
+            compared(padded, other, what=what, function=cutter.name, modules=modules)
+
+
+def _other_fills(
+    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[tuple[Place, Path], Any]:
+    """Return other values for the padding of inputs for which nobody has said what it means."""
+    fills = {}
+    for each in plan.inputs:
+        if not each.declared and each.shape != each.padded(plan.buckets):
+            fill = other_filler(each.of(args, kwargs))
+            if fill is not None:
+                fills[each.place, each.path] = fill
+    return fills

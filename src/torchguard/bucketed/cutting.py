@@ -1,0 +1,170 @@
+"""Cut the real part out of what a padded run returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchguard.bucketed.isolation import eager, modules_of, python_state_kept, quiet
+from torchguard.bucketed.outputs import (
+    Formula,
+    Leaf,
+    Program,
+    Sizes,
+    as_declared,
+    as_measured,
+    as_reasoned,
+    leaves_of,
+)
+from torchguard.bucketed.plans import Plan, Planner
+from torchguard.bucketed.trees import Path, flattened, replaced, spelled
+from torchguard.bucketed.variants import COMPILING, Source
+from torchguard.bucketed.verification import Arguments
+from torchguard.internals import SymbolicSizes
+
+__all__ = ["Cutter"]
+
+
+class Cutter:
+    """Finds out how much of an output is real, once per shape, and cuts.
+
+    Args:
+        source: what runs.
+        planner: says what it is given.
+        name: of the function, for messages.
+    """
+
+    def __init__(self, source: Source, planner: Planner, name: str) -> None:
+        self.source = source
+        self.planner = planner
+        self.options = planner.options
+        self.name = name
+        self._formulas: dict[Any, Formula | None] = {}
+
+    def cut(self, plan: Plan, output: Any, given: Arguments) -> Any:
+        """Take the real part out of an output; ``given`` is not padded.
+
+        Raises:
+            TypeError, ValueError: it can't be told how much is real.
+        """
+        if type(output) is torch.Tensor:
+            key: Any = output.shape
+        else:
+            key = tuple(
+                (path, value.shape if isinstance(value, torch.Tensor) else type(value))
+                for path, value in flattened(output)
+            )
+        program = plan.programs.get(key)
+        if program is None:
+            leaves = leaves_of(output)
+            program = self._program(plan, leaves, output, given)
+            plan.programs[key] = program
+        if not program.cuts and not program.numbers:
+            return output
+        if type(output) is torch.Tensor:
+            for dim, start, length in program.cuts[0][1]:
+                output = output.narrow(dim, start, length)
+            return output
+        new: dict[Path, Any] = dict(program.numbers)
+        values = dict(flattened(output))
+        for path, cuts in program.cuts:
+            tensor = values[path]
+            for dim, start, length in cuts:
+                tensor = tensor.narrow(dim, start, length)
+            new[path] = tensor
+        return replaced(output, new)
+
+    def _program(self, plan: Plan, leaves: list[Leaf], whole: Any, given: Arguments) -> Program:
+        """Find out how long the real part of each output is.
+
+        Raises:
+            ValueError: it can't be found out.
+        """
+        if all(
+            (isinstance(value, torch.Tensor) and value.dim() == 0)
+            or (not isinstance(value, torch.Tensor) and type(value) is not int)
+            for _, value in leaves
+        ):
+            return Program((), ())
+        side = self.options.side
+        if self.options.outputs is not None:
+            return as_declared(
+                self.options.outputs, leaves, plan.sizes, plan.buckets, whole=whole, side=side
+            )
+        # 0 and 1 are sizes of their own kind: torch's own code asks for them.
+        usual = min(plan.sizes.values()) >= 2  # noqa: PLR2004
+        if usual:
+            formula = self._formula(plan, leaves, given)
+            program = None
+            if formula is not None:
+                program = as_reasoned(formula, leaves, plan.sizes, plan.buckets, side)
+            if program is not None:
+                return program
+        try:
+            return as_measured(self._imagined(plan, given, {}), leaves, whole, side)
+        except Exception as error:
+            formula = None if usual else self._formula(plan, leaves, given)
+            program = None
+            if formula is not None:
+                program = as_reasoned(formula, leaves, plan.sizes, plan.buckets, side, anyhow=True)
+            if program is not None:  # an empty input, which the function itself does not take
+                return program
+            names = ", ".join(self.planner.ladders)
+            path, value = next(
+                (path, value)
+                for path, value in leaves
+                if not isinstance(value, torch.Tensor) or value.dim()
+            )
+            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(
+                f"bucketed: how much of {spelled('output', path, whole)} of {self.name} ({shown} "
+                "after padding) is real can't be told from the sizes of the "
+                f"inputs: {reason}. Say it in outputs=, in the structure of what it returns: "
+                f"{{dim: axis}} with an axis of {names}, or a function of them for another length"
+            ) from error
+
+    def _formula(self, plan: Plan, leaves: list[Leaf], given: Arguments) -> Formula | None:
+        """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
+        key = (id(plan.variant), plan.mode, tuple(path for path, _ in leaves))
+        if key not in self._formulas:
+            hints = {
+                axis: size if size > 1 else max(plan.buckets[axis], 2)
+                for axis, size in plan.sizes.items()
+            }
+            try:
+                self._formulas[key] = self._imagined(plan, given, hints)
+            except Exception:  # noqa: BLE001 - torch can't always; a run at each size is left
+                self._formulas[key] = None
+        return self._formulas[key]
+
+    def _imagined(self, plan: Plan, given: Arguments, hints: Sizes) -> Formula:
+        """Run the function on tensors without data, at the real sizes or with symbols."""
+        before = plan.owned
+
+        def run(world: SymbolicSizes) -> Any:
+            new: dict[Path, Any] = {}
+            names = set(hints)
+            values = dict(given.leaves())
+            for each in plan.inputs:
+                path = each.path_in(before)
+                new[path] = world.empty(each.symbolic(names), values[path])
+            changed = given.with_parts(new)
+            args, kwargs = list(changed.args), dict(changed.kwargs)
+            extras = plan.extras if hints else self.planner.real_extras(plan)
+            for argument, value in extras.items():
+                place = plan.extra_places[argument]
+                mask = self.planner.masks.get(argument)
+                extra = value
+                if mask is not None and hints:
+                    extra = world.empty((*value.shape[:-1], mask.axis), value)
+                if isinstance(place, int):
+                    args[place + before] = extra
+                else:
+                    kwargs[place] = extra
+            return self.source.function(*args, **kwargs)
+
+        modules = modules_of(self.source.function, given.args)
+        with COMPILING, eager(), quiet(), python_state_kept(modules):
+            return Formula.of(run, hints)

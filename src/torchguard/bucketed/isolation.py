@@ -1,0 +1,231 @@
+"""Run a function on the side: nobody else sees that it ran."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from torchguard import internals
+
+__all__ = [
+    "Undone",
+    "address",
+    "buffers_kept",
+    "eager",
+    "forked_random_state",
+    "modules_of",
+    "python_state_kept",
+    "quiet",
+]
+
+
+def modules_of(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
+    """Return the modules a function can reach: arguments, its closure and globals it names."""
+    function = getattr(function, "__func__", function)
+    owner = getattr(function, "__self__", None)
+    candidates = [function, owner, *arguments]
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                candidates.append(cell.cell_contents)
+        candidates += [function.__globals__.get(name) for name in code.co_names]
+    found: dict[int, torch.nn.Module] = {}
+    for candidate in candidates:
+        if isinstance(candidate, torch.nn.Module):
+            found |= {id(module): module for module in candidate.modules()}
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def python_state_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Put back the attributes, parameters and buffers that modules hold, and gradients."""
+    modules = list(modules)
+    kept = [
+        (module, dict(module.__dict__), dict(module._parameters), dict(module._buffers))
+        for module in modules
+    ]
+    gradients = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
+    try:
+        yield
+    finally:
+        for module, attributes, parameters, buffers in kept:
+            _put_back(module.__dict__, attributes)
+            _put_back(module._parameters, parameters)
+            _put_back(module._buffers, buffers)
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+def _put_back(changed: dict[str, Any], before: dict[str, Any]) -> None:
+    """Touch only what is different: another thread may be reading the rest."""
+    for name in changed.keys() - before.keys():
+        del changed[name]
+    for name, value in before.items():
+        if name not in changed or changed[name] is not value:
+            changed[name] = value
+
+
+@contextlib.contextmanager
+def buffers_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Copy buffers and copy them back: what compiled code writes, nobody sees."""
+    kept = [
+        (buffer, buffer.detach().clone(), internals.version_of(buffer))
+        for module in modules
+        for buffer in module.buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before, version in kept:
+                buffer.copy_(before)
+                if version is not None:
+                    internals.set_version(buffer, version)
+
+
+@contextlib.contextmanager
+def forked_random_state() -> Iterator[None]:
+    """Draw random numbers that nobody misses afterwards, on the CPU and every GPU in use."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=list(devices)):
+        yield
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Let compiled functions inside run uncompiled; the setting is the whole process's."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging pages about an operation that fails without data."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class Undone(internals.TorchDispatchMode):
+    """A scope whose writes to memory from outside are undone, and in which nothing is random.
+
+    Every operator is seen. Memory that was there before is copied before the first write to it
+    and copied back at the end. Dropout keeps everything: which elements it drops depends on
+    the shape, so with it a padded run could never equal the real one.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+        """The names of the operators that ran."""
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._versions: list[tuple[torch.Tensor, int | None]] = []
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schemas = internals.schemas_of(func)
+        if schemas is None:  # a higher-order operator, such as flex_attention
+            return func(*args, **kwargs)
+        schema = schemas[0]
+        self.seen.add(schema.name)
+        given = _tensors((*args, *kwargs.values()))
+        self._save(schema, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result = _without_chance(func, schema, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        outside = {address(tensor) for tensor in given}
+        self._own.update({address(made) for made in _tensors((result,))} - outside)
+        return result
+
+    @property
+    def written(self) -> set[int]:
+        """Where memory from outside begins that was written."""
+        return set(self._saved)
+
+    def undo(self) -> None:
+        """Copy back what was written."""
+        for storage, copied in self._saved.values():
+            storage.copy_(copied)
+        for tensor, version in reversed(self._versions):
+            if version is not None:
+                internals.set_version(tensor, version)
+
+    def _save(self, schema: Any, args: Any, kwargs: Any) -> None:
+        for place, argument in enumerate(schema.arguments):
+            info = argument.alias_info
+            written = (info is not None and info.is_write) or argument.name in _WRITTEN_UNSAID
+            if not written:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors((value,)):
+                begin = address(tensor)
+                if begin == 0 or begin in self._own:
+                    continue
+                self._versions.append((tensor, internals.version_of(tensor)))
+                if begin not in self._saved:
+                    storage = tensor.untyped_storage()
+                    self._saved[begin] = (storage, storage.clone())
+
+
+# The schema of native_batch_norm does not say that it writes them.
+_WRITTEN_UNSAID = {"running_mean", "running_var"}
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory begins, 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # no storage: sparse, fake, nested
+        return 0
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+    return found
+
+
+def _without_chance(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
+    """Run a random operator with its chance taken out, so far as that has a meaning."""
+    name = schema.name.removeprefix("aten::")
+    if name == "native_dropout":
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    if name == "bernoulli_":
+        return args[0].fill_(1)
+    if name == "bernoulli":
+        return torch.ones_like(args[0])
+    names = [argument.name for argument in schema.arguments]
+    if "dropout_p" in names:
+        place = names.index("dropout_p")
+        if place < len(args):
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        elif "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+    result = func(*args, **kwargs)
+    if name in {"rand", "rand_like", "uniform_"}:
+        result.fill_(0.5)
+    elif name in {"randn", "randn_like", "normal_"}:
+        result.fill_(0.0)
+    return result

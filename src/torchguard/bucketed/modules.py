@@ -1,0 +1,147 @@
+"""bucketed() around an ``nn.Module``: a module that is the same in everything but its call."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from torchguard import internals
+from torchguard.bucketed.core import Core
+from torchguard.bucketed.ladders import write_plan
+from torchguard.bucketed.options import Options
+from torchguard.bucketed.statistics import Report, Statistics, report_of, statistics_of
+from torchguard.bucketed.variants import compiler_for
+from torchguard.bucketed.warming import warm_up
+
+__all__ = ["BucketedModule", "module_around"]
+
+
+class BucketedModule:
+    """What a bucketed module adds to its own class.
+
+    It shares the ``__dict__`` of the module it was made from, so parameters, buffers, hooks,
+    ``training`` and every attribute are the same for both. Hooks see real inputs and outputs.
+    """
+
+    __slots__ = ()
+
+    _bucketed: tuple[torch.nn.Module, Options, Any, Core, Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Pad, run the module's own forward, cut."""
+        module, _, _, _, caller = self._bucketed
+        if internals.inside_compiled():  # which must not compile what is here
+            return torch.compiler.disable(caller)((module,), args, kwargs)
+        return caller((module,), args, kwargs)
+
+    def stats(self) -> Statistics:
+        """Return what has run so far: calls, buckets, waste, compile time, graphs."""
+        return statistics_of(self._bucketed[4], self._bucketed[3].ladders)
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> Report:
+        """Return what other buckets would change; with ``path``, draw it (extra ``plot``)."""
+        return report_of(self._bucketed[4], self._bucketed[3].ladders, path)
+
+    def warmup(self, *example: Any, progress: bool | None = None, **keywords: Any) -> None:
+        """Compile every bucket, with the example cut or padded to its size."""
+        module, _, _, core, caller = self._bucketed
+        warm_up(caller, core.ladders, (module,), example, keywords, progress=progress)
+
+    def verify(self, *inputs: Any, **keywords: Any) -> None:
+        """Check these inputs now: raise unless padding leaves answer and gradients as they are.
+
+        Raises:
+            PaddingLeakError: it does not.
+        """
+        module, _, _, _, caller = self._bucketed
+        caller.verify((module,), inputs, keywords)
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the buckets, and the sizes seen, to a file for ``plan=``."""
+        _, _, _, core, caller = self._bucketed
+        write_plan(path, core.ladders, caller.seen)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        module, options, given, _, _ = self._bucketed
+        if given is not module:
+            raise TypeError(
+                "bucketed: a module that was compiled before can't be pickled: wrap the module "
+                "itself and pass compile={...}"
+            )
+        return _module_again, (module, options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module, options, given, _, _ = self._bucketed
+        copied = copy.deepcopy(module, memo)
+        if given is module:
+            return module_around(copied, options)
+        settings = internals.compiler_of(given)
+        assert settings is not None
+        return module_around(settings[1](copied), options)
+
+
+def module_around(given: torch.nn.Module, options: Options) -> torch.nn.Module:
+    """Return a bucketed module that shares everything with the one given.
+
+    Raises:
+        TypeError: a scripted module, or a bucketed one.
+        ValueError: it was compiled in place.
+    """
+    module, static, dynamic = compiler_for(given, options.compile)
+    if isinstance(module, (BucketedModule, torch.jit.ScriptModule)):
+        raise TypeError(f"bucketed: function is a {type(module).__name__}: wrap the module inside")
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"bucketed: {type(given).__name__} is no module inside")
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            "bucketed: the module is compiled in place (module.compile()): leave that out and pass "
+            "compile=True or a dict"
+        )
+    own = type(module)
+    name = f"{own.__qualname__}.forward()"
+    if "forward" in module.__dict__:
+        raise TypeError(
+            f"bucketed: this {own.__name__} has a forward of its own, set on the object: wrap that "
+            "function"
+        )
+    core = Core(own.forward, static, dynamic, options, bound=True, name=name)
+    made: torch.nn.Module = object.__new__(_class_around(own))
+    object.__setattr__(made, "__dict__", module.__dict__)
+    object.__setattr__(made, "_bucketed", (module, options, given, core, core.caller()))
+    return made
+
+
+_classes: dict[type, type[Any]] = {}
+
+
+def _class_around(own: type[Any]) -> type[Any]:
+    found = _classes.get(own)
+    if found is None:
+        names = {
+            "__slots__": ("_bucketed",),
+            "__module__": own.__module__,
+            "__qualname__": own.__qualname__,
+            "__doc__": own.__doc__,
+            "forward": _forward_like(own.forward),
+        }
+        metaclass: Any = type(own)
+        found = _classes[own] = metaclass(own.__name__, (BucketedModule, own), names)
+    return found
+
+
+def _forward_like(forward: Any) -> Any:
+    """Return our forward with the signature of another: Hugging Face's Trainer reads it."""
+    ours = BucketedModule.forward
+    copied = FunctionType(ours.__code__, ours.__globals__, "forward", None, ours.__closure__)
+    functools.update_wrapper(copied, forward, assigned=("__doc__", "__annotations__"), updated=())
+    internals.mark_untraced(copied)
+    return copied
+
+
+def _module_again(module: torch.nn.Module, options: Options) -> torch.nn.Module:
+    return module_around(module, options)

@@ -1,0 +1,162 @@
+"""bucketed(): pad to static sizes, run, cut back."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+import torch
+
+from torchguard.bucketed.declaration import Dims
+from torchguard.bucketed.functions import Bucketed
+from torchguard.bucketed.modules import module_around
+from torchguard.bucketed.options import Options, Overflow, Verify
+from torchguard.padding import Side
+
+__all__ = ["bucketed"]
+
+_T = TypeVar("_T", bound=Callable[..., Any])
+
+
+@overload
+def bucketed(
+    function: _T,
+    /,
+    *,
+    dims: Dims,
+    buckets: Any = ...,
+    fill: Mapping[str, Any] | None = ...,
+    lengths: Any = ...,
+    mask: Any = ...,
+    outputs: Any = ...,
+    side: Side = ...,
+    overflow: Overflow = ...,
+    verify: Verify = ...,
+    compile: bool | Mapping[str, Any] | None = ...,
+    plan: str | os.PathLike[str] | None = ...,
+    group: Any = ...,
+) -> Any: ...
+@overload
+def bucketed(
+    function: None = None,
+    /,
+    *,
+    dims: Dims,
+    buckets: Any = ...,
+    fill: Mapping[str, Any] | None = ...,
+    lengths: Any = ...,
+    mask: Any = ...,
+    outputs: Any = ...,
+    side: Side = ...,
+    overflow: Overflow = ...,
+    verify: Verify = ...,
+    compile: bool | Mapping[str, Any] | None = ...,
+    plan: str | os.PathLike[str] | None = ...,
+    group: Any = ...,
+) -> Callable[[Any], Any]: ...
+def bucketed(
+    function: Any = None,
+    /,
+    *,
+    dims: Dims,
+    buckets: Any = None,
+    fill: Mapping[str, Any] | None = None,
+    lengths: Any = None,
+    mask: Any = None,
+    outputs: Any = None,
+    side: Side = "right",
+    overflow: Overflow = "error",
+    verify: Verify = "first",
+    compile: bool | Mapping[str, Any] | None = None,  # noqa: A002 - torch.compile's own word
+    plan: str | os.PathLike[str] | None = None,
+    group: Any = None,
+) -> Any:
+    """Pad named dims to a few static sizes, run, and cut the outputs back to size.
+
+    Equals ``function(*args, **kwargs)`` if padding does not change the answer, which is checked
+    once per bucket. What reaches ``torch.compile`` is static: with K buckets K graphs, no
+    symbolic size, nothing that runs uncompiled. https://github.com/pytorch/pytorch/issues/190631
+
+    Args:
+        function: a function, a method, an ``nn.Module`` or what ``torch.compile`` made of one;
+            left out, a decorator is returned. A module comes back as a module that shares
+            everything with it: parameters, hooks, ``training``.
+        dims: which dims vary, in the form of ``torch.export``'s ``dynamic_shapes``:
+            ``{"ids": {1: "t"}, "batch": {"audio": {2: "s"}}}``. Inputs that share a name are
+            equally long.
+        buckets: a :class:`Buckets` for every axis, ``{axis: Buckets}``, or ``"auto"``: powers
+            of two as they are needed, fitted once after 32 calls.
+        fill: what padding holds, by argument: a number, ``"repeat-last"``, ``"arange"`` or a
+            function, as ``value`` of :func:`pad_to_bucket`; 0 where nothing is said. Say it
+            where it means something (labels: -100): only what is left at 0 is varied by the check.
+        lengths: the argument that takes the true size, a 0-d integer tensor; with several axes
+            ``{axis: argument}``.
+        mask: the argument that takes a mask (B, S), True where data is real. Made where the
+            caller gives none or None, extended where he does. ``{argument: "padding"}`` for True
+            where padding is, ``"additive"`` for 0 and -inf, ``(axis, kind)`` with several axes.
+        outputs: sizes of the outputs, in their structure: ``{dim: axis}`` or ``{dim: lambda t:
+            t // 2}``. Left out, they are derived from the function.
+        side: where padding goes, ``"right"`` or ``"left"``.
+        overflow: above the largest bucket: ``"error"``; ``"eager"``, without compiling;
+            ``"grow"``, a new bucket of twice the size; ``"dynamic"``, one compiled function
+            with symbolic sizes.
+        verify: ``"first"``: once per bucket (and with gradients on and off, in training and
+            not) the function runs three times without compiling: on the real inputs, padded,
+            and padded with something else. ``"always"``: in every call. ``"never"``.
+        compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well.
+        plan: a file that ``save_plan`` wrote, in place of ``buckets``.
+        group: a group of ``torch.distributed``, or True for all ranks: every rank takes the
+            bucket of the longest. Each rank has to make the same calls.
+
+    Returns:
+        A callable, or a module, with ``stats()``, ``report()``, ``warmup(*example)``,
+        ``verify(*inputs)`` and ``save_plan(path)``.
+
+    Raises:
+        TypeError, ValueError: the arguments don't fit the function or each other; when called:
+            a size above the largest bucket, sizes of one axis that disagree, an output whose
+            size can't be told.
+        PaddingLeakError: when called: padding changes the answer or a gradient.
+
+    Example:
+        >>> import torch
+        >>> from torchguard import Buckets, bucketed
+        >>> @bucketed(dims={"x": {0: "t"}}, buckets=Buckets([4, 8]))
+        ... def double(x):
+        ...     return 2 * x
+        >>> double(torch.ones(3))
+        tensor([2., 2., 2.])
+        >>> double.stats().hits
+        {(4,): 1}
+    """
+    options = Options(
+        dims=dims,
+        buckets=buckets,
+        fill=fill,
+        lengths=lengths,
+        mask=mask,
+        outputs=outputs,
+        side=side,
+        overflow=overflow,
+        verify=verify,
+        compile=compile,
+        plan=plan,
+        group=group,
+    )
+    if function is None:
+        return functools.partial(_wrap, options=options)
+    return _wrap(function, options=options)
+
+
+def _wrap(function: Any, *, options: Options) -> Any:
+    if not callable(function):
+        raise TypeError(
+            f"bucketed: function is a {type(function).__name__}, expected something to call"
+        )
+    if isinstance(function, (Bucketed, staticmethod, classmethod)):
+        raise TypeError(f"bucketed: function is a {type(function).__name__}: wrap what is inside")
+    if isinstance(function, torch.nn.Module):
+        return module_around(function, options)
+    return Bucketed(function, options)

@@ -1,0 +1,133 @@
+"""bucketed(group=): two processes take the bucket of the longer one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# Arguments: rank, port. Each prints one line of JSON.
+WORKER = """
+import datetime, json, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torchguard import Buckets, bucketed
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
+dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
+graphs = []
+
+def backend(graph, inputs):
+    graphs.append([tuple(value.shape) for value in inputs if isinstance(value, torch.Tensor)])
+    return graph.forward
+
+result = {}
+double = bucketed(
+    lambda x: x * 2, dims=({0: "t"},), buckets=Buckets([4, 8, 16]), group=True,
+    compile={"backend": backend},
+)
+for lengths in ((3, 9), (7, 2), (4, 4), (3, 10)):
+    x = torch.arange(lengths[rank])
+    assert torch.equal(double(x), 2 * x)
+result["hits"] = [[list(sizes), count] for sizes, count in double.stats().hits.items()]
+result["shapes"] = sorted(shapes[0][0] for shapes in graphs)
+
+# A size that one rank has no bucket for is an error on both, and so is a bad call.
+for lengths in ((3, 17), (3, None)):
+    try:
+        double(torch.ones(3) if lengths[rank] is None and rank == 0 else
+               (torch.ones(lengths[rank]) if lengths[rank] else "text"))
+    except Exception as error:
+        result.setdefault("errors", []).append(type(error).__name__)
+
+# DDP training against the same training without padding and without ranks.
+torch.manual_seed(0)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.embedding(ids)))
+
+plain, padded = Model(), Model()
+padded.load_state_dict(plain.state_dict())
+wrapped = bucketed(
+    padded, dims={"ids": {1: "t"}}, buckets=Buckets([4, 8, 16]), group=True,
+    compile={"backend": "aot_eager"},
+)
+parallel = nn.parallel.DistributedDataParallel(wrapped)
+optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, parallel)]
+generator = torch.Generator().manual_seed(1)
+for step in range(6):
+    lengths = torch.randint(2, 17, (2,), generator=generator).tolist()
+    batches = [torch.randint(0, 10, (2, length), generator=generator) for length in lengths]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = parallel(batches[rank]).square().mean()
+    loss.backward()
+    sum(plain(batch).square().mean() / 2 for batch in batches).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+for (name, a), b in zip(plain.named_parameters(), padded.parameters()):
+    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6, msg=name)
+result["trained"] = True
+print(json.dumps(result), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    program = tmp_path_factory.mktemp("ranks") / "worker.py"
+    program.write_text(WORKER)
+    return run_ranks(program)
+
+
+def run_ranks(program: Path) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(program), str(rank), port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ended = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (_, errors) in zip(ranks, ended, strict=True):
+        assert rank.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in ended]
+
+
+def test_both_ranks_take_the_bucket_of_the_longer(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["hits"] == [[[4], 1], [[8], 1], [[16], 2]]
+        assert result["shapes"] == [4, 8, 16]
+
+
+def test_what_one_rank_can_not_run_is_an_error_on_both(results: list[dict[str, Any]]) -> None:
+    assert results[0]["errors"] == ["ValueError", "RuntimeError"]
+    assert results[1]["errors"] == ["ValueError", "TypeError"]
+
+
+def test_ddp_training_equals_training_without_padding(results: list[dict[str, Any]]) -> None:
+    assert all(result["trained"] for result in results)

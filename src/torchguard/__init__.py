@@ -1,4 +1,4 @@
-"""torchguard: failed tensor operations lose nothing.
+"""torchguard: failed operations lose nothing, and compiled code does what it says.
 
 Three ways in, each complete without the others: call a helper
 (:func:`safe_resize_`), guard a scope (:func:`guarded`), or switch the guards on

@@ -179,7 +179,7 @@ def _written(chance: random.Random) -> tuple[str, bool]:
 
 def _filled(template: str, names: list[str], new: str, chance: random.Random) -> str:
     a = chance.choice(names)
-    # Views of a tensor have other names, so writes that read {b} may only do so from a copy.
+    # It may be a view of {a}: where eager does not define that it raises, and this is made anew.
     b = chance.choice([name for name in names if name != a])
     i, j = sorted(chance.sample(range(ROWS), 2))
     k, l = sorted(chance.sample(range(COLUMNS), 2))  # noqa: E741

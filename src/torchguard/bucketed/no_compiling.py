@@ -35,7 +35,7 @@ def no_recompile() -> Iterator[None]:
         >>> with no_recompile():  # doctest: +ELLIPSIS
         ...     double(torch.ones(3))
         Traceback (most recent call last):
-        torchguard.errors.RecompileError: ... was about to compile with x of shape (3,) ...
+        torchguard.errors.RecompileError: no_recompile: <lambda> was about to compile with x ...
     """
     before = getattr(_scopes, "count", 0)
     _scopes.count = before + 1

@@ -78,7 +78,7 @@ def spelled(name: str, path: Path, whole: Any = None) -> str:
     """Spell a part as one would type it: ``batch['ids']``, ``output.logits``, ``output[0]``."""
     for key in path:
         attribute = isinstance(key, str) and key.isidentifier() and hasattr(whole, key)
-        name += f".{key}" if attribute and not type(whole) is dict else f"[{key!r}]"  # noqa: E714
+        name += f".{key}" if attribute and type(whole) is not dict else f"[{key!r}]"
         inside = dict(parts(whole) or ())
         whole = inside.get(key)
     return name

@@ -51,7 +51,11 @@ def settings():
         "autocast": torch.is_autocast_enabled("cpu"),
         "print options": repr(vars(torch._tensor_str.PRINT_OPTS)),
         "warning filters": len(warnings.filters),
-        "import hooks": [type(finder).__name__ for finder in sys.meta_path],
+        # wrapt's finder waits for Dynamo, which has to be told of sliced_assign.
+        "import hooks": [
+            name for name in map(lambda finder: type(finder).__name__, sys.meta_path)
+            if name != "ImportHookFinder"
+        ],
         "excepthook": sys.excepthook is sys.__excepthook__,
     }
 
@@ -95,7 +99,8 @@ sys.modules["rich"] = sys
 EVERYTHING = """
 import importlib, pkgutil, torchguard
 for module in pkgutil.walk_packages(torchguard.__path__, "torchguard."):
-    if not module.name.endswith("__main__"):
+    # An integration imports the library it is for.
+    if not module.name.endswith("__main__") and "integrations." not in module.name:
         importlib.import_module(module.name)
 """
 

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SAFE_TO_TRY = tuple(kind for kind in kinds.ALL if not kind.kills and kind.name != "wrapper")
+# What torch's own resize_ does to some sparse tensors, with sizes as odd as these, spoils
+# memory of this process; tests/test_resize.py tries them with sizes that only fail.
+SPOILS_MEMORY = {"sparse CSC", "sparse BSR, a batch"}
+SAFE_TO_TRY = tuple(
+    kind
+    for kind in kinds.ALL
+    if not kind.kills and kind.name != "wrapper" and kind.name not in SPOILS_MEMORY
+)
 
 lengths = st.one_of(
     st.integers(0, 6),

@@ -18,6 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ROWS = 8
 
 
+@pytest.fixture(autouse=True)
+def compile_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning replaces ``torch.compile`` when it is imported."""
+    monkeypatch.setattr(torch, "compile", torch.compile)
+
+
 def failed_resize() -> tuple[int, ...]:
     """Return the shape that a resize which failed leaves behind."""
     tensor = torch.from_numpy(np.zeros(4))

@@ -214,7 +214,9 @@ def test_a_planted_defect_is_found_and_what_runs_is_right(spoil: Any) -> None:
     assert WHERE.get(spoil, "") in str(caught[0].message)
     torch.testing.assert_close(found, results_of(workload), rtol=0, atol=0)
     (record,) = backend.stats().graphs
-    assert (record.status, record.runs) == ("mismatched", "aot_eager")
+    assert record.status == "mismatched"
+    # eager, where compiling anew would add a guard on a size that nobody watches
+    assert record.runs in {"aot_eager", "eager"}
     torch.testing.assert_close(results_of(compiled), results_of(workload), rtol=0, atol=0)
 
 
@@ -738,7 +740,7 @@ def test_the_report_is_a_table() -> None:
         torch.compile(workload, backend=backend)(*inputs())
     shown = str(backend.stats())
     assert "workload (" in shown
-    assert "mismatched  aot_eager" in shown
+    assert any(f"mismatched  {step}" in shown for step in ("aot_eager", "eager"))
     assert shown.splitlines()[-1].startswith("1 graphs: 0 verified, 1 mismatched, 0 unverified; ")
 
 

@@ -92,6 +92,9 @@ def main() -> None:
             verdict = "reached" if row.added_ns.median <= ALLOWED_NS else "missed"
             added = f"{row.added_ns.median:+.0f} ns of {ALLOWED_NS} allowed"
             print(f"{row.id} {row.device}: {added}: {verdict}")
+    if not torch.cuda.is_available():
+        record["note"] = "not measured on a GPU yet"
+        print(record["note"])
     if options.json is not None:
         write_record(options.json, record, rows)
 

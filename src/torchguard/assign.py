@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchguard.indexing import Part, describe_index, is_basic, is_slice, parts_of
-from torchguard.internals import has_own_dispatch, keep_whole_in_graph, under_functorch
+from torchguard.internals import has_own_dispatch, inside_transform, keep_whole_in_graph
 
 __all__ = ["Index", "Value", "sliced_assign", "sliced_assign_", "told"]
 
@@ -61,7 +61,7 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
             out = _static(t, index, value)
             if out is not None:
                 return out
-        out = _writable_copy(t, index, value) if under_functorch() else t.clone()
+        out = _writable_copy(t, index, value) if inside_transform() else t.clone()
         out[index] = value
     except Exception as error:
         told(error, "sliced_assign", t, index, value)

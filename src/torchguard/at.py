@@ -8,7 +8,7 @@ import torch
 
 from torchguard.assign import Index, Value, sliced_assign, told
 from torchguard.indexing import is_basic, positions
-from torchguard.internals import has_own_dispatch, keep_whole_in_graph, under_functorch
+from torchguard.internals import has_own_dispatch, inside_transform, keep_whole_in_graph
 
 __all__ = ["At", "Selection", "at"]
 
@@ -117,7 +117,7 @@ def combined(t: torch.Tensor, index: Index, value: Value, operation: Operation) 
         else:
             result = flat.scatter_reduce(0, where, values, _REDUCTIONS[operation])
         result = result.reshape(t.shape)
-        if t.is_contiguous() or has_own_dispatch(t) or under_functorch():
+        if t.is_contiguous() or has_own_dispatch(t) or inside_transform():
             return result
         return torch.empty_like(t).copy_(result)  # t's memory format
     except Exception as error:

@@ -1,0 +1,129 @@
+"""What ``torch.compile`` keeps about a compiled function."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+
+__all__ = [
+    "compile_in_place",
+    "compiled_variants",
+    "compiler_of",
+    "compiles_dynamic",
+    "graphs_compiled",
+    "records_cuda_graphs",
+    "settings_of_compiled",
+    "without_recompile_limit",
+]
+
+
+def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
+    """Return what ``torch.compile`` was given and how to compile something else the same way.
+
+    None for what is not compiled. A compiled module says both itself, a compiled function has
+    its original as an attribute and its compiler in its closure.
+    """
+    if isinstance(compiled, torch.nn.Module):
+        settings = compiled.__dict__.get("dynamo_ctx")
+        original = compiled._modules.get("_orig_mod")
+        return None if settings is None or original is None else (original, settings)
+    original = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if original is None or not hasattr(compiled, "__closure__"):
+        return None
+    cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+    settings = cells["self"].cell_contents if "self" in cells else None
+    if not hasattr(settings, "compiler_config"):  # torch.compiler.disable has a closure as well
+        return None
+    return original, settings
+
+
+def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
+    """Return how ``torch.compile`` was called to make this, or None where it can't be told.
+
+    The keys: ``function`` (a function, or a module), ``fullgraph``, ``dynamic`` and
+    ``compiler`` (what turns a graph into a callable; None is returned if it is not inductor).
+    """
+    found = compiler_of(compiled)
+    if found is None:
+        return None
+    function, settings = found
+    compiler: Any = getattr(settings, "callback", None)
+    one_graph = getattr(settings, "fullgraph", None)
+    while compiler is not None:  # Dynamo wraps it, in another way on each release
+        one_graph = getattr(compiler, "_one_graph", one_graph)
+        inner = getattr(compiler, "_torchdynamo_orig_backend", None)
+        inner = inner or getattr(compiler, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            break
+        compiler = inner
+    kind = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if kind is None or not isinstance(compiler, kind):
+        return None
+    return {
+        "function": function,
+        "fullgraph": bool(one_graph),
+        "dynamic": getattr(settings, "_dynamic", None),
+        "compiler": compiler,
+    }
+
+
+def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
+    """Equals ``module.compile(**settings)``, for torch's own modules too.
+
+    Dynamo does not look into a frame of ``torch.nn``, so ``module.compile()`` leaves an
+    ``nn.Sequential`` eager on some releases; ``torch.compile(module)`` knows the way out.
+    """
+    utilities = importlib.import_module("torch._dynamo.external_utils")
+    if hasattr(utilities, "wrap_inline"):
+        call = utilities.wrap_inline(module._call_impl)
+        module._compiled_call_impl = torch.compile(call, **settings)
+    else:
+        module.compile(**settings)
+
+
+def compiles_dynamic(settings: Any) -> bool:
+    """Whether this compiler was given ``dynamic=True``."""
+    return getattr(settings, "_dynamic", None) is True
+
+
+def records_cuda_graphs(compiled: Callable[..., Any]) -> bool:
+    """Whether a compiled function may record CUDA graphs, whose outputs are memory of theirs."""
+    config: Any = getattr(compiled, "get_compiler_config", lambda: None)()
+    if isinstance(config, dict) and "triton.cudagraphs" in config:
+        return bool(config["triton.cudagraphs"])
+    return False
+
+
+def compiled_variants(code: CodeType) -> int:
+    """Count the compiled variants Dynamo keeps for a code object; 0 where it does not say."""
+    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    entries = getattr(hooks, "_debug_get_cache_entry_list", None)
+    return 0 if entries is None else len(entries(code))
+
+
+def graphs_compiled() -> int:
+    """Count the graphs that reached a compiler so far in this process."""
+    utilities: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utilities is None else int(utilities.counters["stats"]["unique_graphs"])
+
+
+@contextlib.contextmanager
+def without_recompile_limit() -> Iterator[None]:
+    """Compile as often as it takes, in frames behind a graph break too.
+
+    Without it the ninth size of such a frame would run eager, with one line in the log.
+    https://github.com/pytorch/pytorch/issues/128071
+    """
+    config: Any = importlib.import_module("torch._dynamo.config")
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    older = ("cache_size_limit", "accumulated_cache_size_limit")
+    found = names if hasattr(config, names[0]) else older
+    raised = {name: max(getattr(config, name), 1 << 16) for name in found}
+    with config.patch(raised):
+        yield

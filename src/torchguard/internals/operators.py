@@ -1,0 +1,86 @@
+"""torch's operators: their schemas, their names, and the tables that know them by identity."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "fill_tables",
+    "has_python_out",
+    "operator_name",
+    "operator_schemas",
+    "paths_behind_python",
+    "schemas_of",
+]
+
+
+def operator_schemas(name: str) -> list[Any]:
+    """Return the schemas of ``aten::name``; none if there is no such operator.
+
+    ``torch.ops.aten.name`` would do, but leaves the operator behind as a new
+    attribute, and in TorchScript's table.
+    """
+    schemas: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return schemas
+
+
+def schemas_of(operator: object) -> list[Any] | None:
+    """Return the schemas of something from ``torch.ops``; None if it is nothing of the kind."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return [operator._schema]
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return [getattr(operator, name)._schema for name in operator.overloads()]
+    return None
+
+
+def operator_name(function: object) -> str | None:
+    """Return ``aten::add`` or ``higher_order::cond`` for what is of ``torch.ops``, else None."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function._schema.name
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return function._qualified_op_name
+    if isinstance(function, torch._ops.HigherOrderOperator):
+        return f"higher_order::{function.__name__}"
+    return None
+
+
+def has_python_out(function: Callable[..., Any]) -> bool:
+    """Whether a builtin of torch takes ``out=``.
+
+    Its operator has an overload with an output argument. Overloads that the code
+    generator added on its own have no Python binding, so those don't count.
+    """
+    return any(
+        argument.is_out and not _is_generated(schema)
+        for schema in operator_schemas(function.__name__)
+        for argument in schema.arguments
+    )
+
+
+def _is_generated(schema: Any) -> bool:
+    _, _, tags = torch._C._get_operation_overload(schema.name, schema.overload_name)
+    return torch.Tag.generated in tags
+
+
+def paths_behind_python(*names: str) -> list[str]:
+    """Return the paths of builtins that functions written in Python call."""
+    return [f"torch._VF.{name}" for name in names if hasattr(torch._VF, name)]
+
+
+def fill_tables() -> None:
+    """Fill tables that know torch's functions by identity; call it while they are torch's own.
+
+    ``torch.device`` as a context manager looks up what makes tensors in one, and
+    ``torch.overrides`` the names of functions in another.
+    """
+    tables: tuple[Any, ...] = (
+        getattr(torch.overrides, "_get_overridable_functions", None),
+        getattr(importlib.import_module("torch.utils._device"), "_device_constructors", None),
+    )
+    for table in tables:
+        if table is not None:
+            table()

@@ -1,0 +1,86 @@
+"""What a tensor says to nobody: its version counter, its base, its hooks, its dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = [
+    "base_of",
+    "coo_parts",
+    "has_hooks",
+    "has_own_dispatch",
+    "has_saved_tensors_hooks",
+    "is_view",
+    "refuses_writes",
+    "set_version",
+    "version_of",
+]
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """``tensor._version``, or None for an inference tensor, which has no version counter."""
+    if tensor.is_inference():
+        return None
+    try:
+        return tensor._version
+    except RuntimeError:  # it was made to view an inference tensor: x.data = y
+        return None
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Put the version counter back after a write that autograd must not hear of.
+
+    Without it a later backward would refuse a saved tensor whose bytes never
+    changed. torch 2.6 takes a tensor and a number here, later releases take
+    tuples of both: the class torch itself offers for this knows which.
+    """
+    keeper: Any = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+    if hasattr(keeper, "prev_versions"):
+        keeper.prev_versions = (version,)
+    else:
+        keeper.prev_version = version
+    keeper.__exit__(None, None, None)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd tracks the tensor as a view, which can't be detached in place."""
+    return tensor._is_view()
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of which autograd tracks this one as a view, or None."""
+    return tensor._base
+
+
+def refuses_writes(tensor: torch.Tensor) -> bool:
+    """Whether autograd refuses to write to it in place, before anything is written.
+
+    That is so for a leaf that requires grad, and for a view of one.
+    """
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return False
+    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
+
+
+def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values; the public ones refuse a tensor that is not coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody's hooks see the tensor's gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether somebody's hooks see the tensors that autograd saves; True where nobody can say."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None  # True: those that tracing sees too
+
+
+def has_own_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether operators on this tensor run Python code of its class (fake, DTensor, jagged)."""
+    own = getattr(type(tensor), "__torch_dispatch__", None)
+    return own is not None and own is not torch.Tensor.__torch_dispatch__

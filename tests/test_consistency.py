@@ -100,6 +100,16 @@ def test_what_torch_left_corrupt_is_found(
     assert tensor.storage_offset() == 0
 
 
+def test_strides_that_overflowed_are_found_without_being_followed() -> None:
+    tensor = torch.arange(4.0)
+    with pytest.raises(RuntimeError, match="overflow"):
+        tensor.resize_(0, 5, 10, 10, 2**58)
+    assert not is_consistent(tensor)
+    with pytest.raises(InconsistentTensorError, match="a negative stride"):
+        check_consistent(tensor)
+    assert repair_(tensor).tolist() == [0, 1, 2, 3]
+
+
 def test_a_view_of_all_that_fits_to_the_last_byte_is_consistent() -> None:
     storage = torch.zeros(10).untyped_storage()
     fits = torch.empty(0).set_(storage, 1, (2, 3), (6, 1))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import kinds
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kinds import Kind, empty_locked, state, values
 from ways import BARE, GUARDED, HELPERS, INSTALLED, Way, differences, outcome_of
@@ -22,14 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# What torch's own resize_ does to some sparse tensors, with sizes as odd as these, spoils
-# memory of this process; tests/test_resize.py tries them with sizes that only fail.
-SPOILS_MEMORY = {"sparse CSC", "sparse BSR, a batch"}
-SAFE_TO_TRY = tuple(
-    kind
-    for kind in kinds.ALL
-    if not kind.kills and kind.name != "wrapper" and kind.name not in SPOILS_MEMORY
-)
+SAFE_TO_TRY = tuple(kind for kind in kinds.ALL if not kind.kills and kind.name != "wrapper")
 
 lengths = st.one_of(
     st.integers(0, 6),
@@ -80,9 +73,19 @@ def compare(kind: Kind, way: Way, call: Callable[[Way, torch.Tensor], Any]) -> N
         assert differences(before, state(tensor)) == {}
 
 
+def fills_memory(size: Any) -> bool:
+    """Whether the row pointers of a compressed tensor might get that long; torch writes them all.
+
+    A strided tensor of such a size has memory that nobody touches.
+    """
+    flat = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
+    return any(type(length) is int and 10 < length < 2**40 for length in flat)
+
+
 @settings(max_examples=400)
 @given(each_kind, each_way, sizes, formats)
 def test_resize(kind: Kind, way: Way, size: Any, memory_format: Any) -> None:
+    assume(not (kind in kinds.COMPRESSED_KINDS and fills_memory(size)))
     options = {} if memory_format is None else {"memory_format": memory_format}
     compare(kind, way, lambda each, tensor: each.resize_(tensor, *size, **options))
 

@@ -221,6 +221,33 @@ def test_equals_torch_or_changes_nothing(kind: Kind, operation: str, way: Way) -
         pytest.fail("\n".join(wrong), pytrace=False)
 
 
+OVERFLOWING: Call = {
+    "resize_": lambda way, t: way.resize_(t, (0, 5, 10, 10, 2**58)),
+    "channels_last_3d": lambda way, t: way.resize_(
+        t, (0, 5, 10, 10, 2**58), memory_format=torch.channels_last_3d
+    ),
+    "resize_as_": lambda way, t: way.resize_as_(
+        t, torch.empty(0, 1, 1, 1, 1, device="meta").expand(-1, 5, 10, 10, 2**58)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_strides_that_overflow_are_put_back_without_being_read(name: str, way: Way) -> None:
+    """Plain torch is not asked here: what it leaves behind can't be read by this process."""
+    if way is ON_TORCH and name != "resize_as_":
+        pytest.skip("torch.resize_as_ alone")
+    for kind in kinds.ALL:
+        if "fake" in kind.name:  # has no memory; its own dispatcher reads the strides before set_
+            continue
+        with way.scope():
+            _, outcome, changed = _try(kind, way, OVERFLOWING[name])
+        if kind.has_metadata and "inference" not in kind.name:
+            assert isinstance(outcome.error, RuntimeError), (kind, outcome.error)
+        assert outcome.error is None or changed == {}, kind
+
+
 def _differs_in(expected: State, found: State) -> dict[str, Any]:
     differs = differences(expected, found)
     # What is new in a storage that has grown is whatever was in that memory.

@@ -14,7 +14,7 @@ import torch
 
 from torchguard.errors import InconsistentTensorError
 from torchguard.internals import coo_parts, without_torch_function
-from torchguard.metadata import bytes_needed
+from torchguard.metadata import bytes_needed, read_stride, torchs_set_
 
 __all__ = ["check_consistent", "is_consistent", "repair_"]
 
@@ -116,7 +116,7 @@ def repair_(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             per_byte = _ELEMENTS_PER_BYTE.get(tensor.dtype, 1)
             length = storage.nbytes() * per_byte // tensor.itemsize
-            tensor.set_(storage, 0, (length,), (1,))
+            torchs_set_(tensor, storage, 0, (length,), (1,))
     return tensor
 
 
@@ -136,7 +136,7 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
 def _strided_fault(tensor: torch.Tensor) -> str | None:
     offset: Any
     try:
-        size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        size, stride, offset = tuple(tensor.shape), read_stride(tensor), tensor.storage_offset()
         held = tensor.untyped_storage().nbytes()
     except RuntimeError:  # NotImplementedError included: nothing to compare
         return None
@@ -145,6 +145,8 @@ def _strided_fault(tensor: torch.Tensor) -> str | None:
         return None  # symbolic: a comparison would become a guard of the compiler
     if min(size, default=0) < 0:
         return f"{where}: a negative size"
+    if min(stride, default=0) < 0:
+        return f"{where}: a negative stride"
     needed = bytes_needed(size, stride, offset, tensor.itemsize)
     if tensor.dtype in _ELEMENTS_PER_BYTE:
         needed = -(-needed // _ELEMENTS_PER_BYTE[tensor.dtype])

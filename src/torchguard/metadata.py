@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from torchguard.internals import (
+    has_own_dispatch,
     has_torch_function_unary,
     set_version,
     version_of,
@@ -19,7 +20,13 @@ from torchguard.internals import (
     without_torch_function,
 )
 
-__all__ = ["Metadata", "bytes_needed", "capture", "restore"]
+__all__ = ["Metadata", "bytes_needed", "capture", "read_stride", "restore", "torchs_set_"]
+
+torchs_set_ = torch.Tensor.set_
+"""``set_`` as torch has it, also while install() has another one in its place.
+
+That one reads the tensor first, and what is put back here may be unfit to be read.
+"""
 
 
 class Metadata(NamedTuple):
@@ -95,6 +102,13 @@ def restore(tensor: torch.Tensor, saved: Metadata, *, version: int | None) -> No
 
 
 def _is_as_saved(tensor: torch.Tensor, saved: Metadata) -> bool:
+    try:
+        if tensor.shape != saved.size:
+            return False
+    except RuntimeError:
+        return False
+    # Of a size that failed, torch may have wrapped strides around; reading those can end
+    # the process (see ``read_stride``). The size is the old one, so the stride is none of these.
     now = _read(tensor)
     return (
         now is not None
@@ -104,6 +118,19 @@ def _is_as_saved(tensor: torch.Tensor, saved: Metadata) -> bool:
     )
 
 
+def read_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """``tensor.stride()`` of a tensor that may be inconsistent.
+
+    A resize_ that fails with "Stride calculation overflowed" leaves strides that are wrapped
+    around. ``tensor.stride()`` takes some negative numbers for the address of a symbolic size
+    and ends the process; the operator hands them over as they are.
+    """
+    if has_own_dispatch(tensor):
+        return tensor.stride()
+    with without_dispatch_modes(tensor):
+        return tuple(torch.ops.aten.stride.default(tensor))
+
+
 def _put_back(tensor: torch.Tensor, saved: Metadata) -> None:
     # An inference tensor takes in-place updates in inference mode only.
     quiet = torch.inference_mode() if tensor.is_inference() else torch.no_grad()
@@ -111,7 +138,7 @@ def _put_back(tensor: torch.Tensor, saved: Metadata) -> None:
         # resize_ grows the storage before it looks at the memory format.
         if saved.storage.nbytes() != saved.nbytes:
             saved.storage.resize_(saved.nbytes)
-        tensor.set_(saved.storage, saved.storage_offset, saved.size, saved.stride)
+        torchs_set_(tensor, saved.storage, saved.storage_offset, saved.size, saved.stride)
 
 
 def bytes_needed(

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -67,6 +67,7 @@ __all__ = [
     "settings_of_compiled",
     "shape_guards",
     "skip_frames",
+    "symbols_of",
     "torch_function_modes",
     "tracing_again",
     "tracing_context",
@@ -452,15 +453,34 @@ def tracing_context() -> Any:
     return torch._guards.TracingContext.try_get()
 
 
+def symbols_of(context: Any, value: object) -> Any:
+    """Return what Dynamo has decided about an input's sizes, which are dynamic; None if nothing.
+
+    Ask while Dynamo compiles: for a backend that is registered, under a name of its own,
+    2.13 forgets it as soon as the graph is compiled.
+    """
+    known: Any = getattr(context, "tensor_to_context", {})
+    return known.get(value) if isinstance(value, torch.Tensor) else None
+
+
 @contextlib.contextmanager
-def tracing_again(context: Any) -> Iterator[None]:
+def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> Iterator[None]:
     """Compile once more for a graph whose context was kept from when Dynamo traced it.
 
-    No other thread compiles meanwhile.
+    Each input comes with what :func:`symbols_of` said of it; without that AOTAutograd takes
+    all its sizes for dynamic ones, of which nobody knows. No other thread compiles meanwhile.
     """
     frames = importlib.import_module("torch._dynamo.convert_frame")
+    told = [(value, decided) for value, decided in symbols if decided is not None]
     with getattr(frames, "compile_lock", contextlib.nullcontext()), torch._guards.tracing(context):
-        yield
+        for value, decided in told:
+            context.tensor_to_context[value] = decided
+        try:
+            yield
+        finally:
+            # What stays here would keep torch.utils.swap_tensors from its work.
+            for value, _ in told:
+                context.tensor_to_context.pop(value, None)
 
 
 def shape_guards(context: Any) -> int | None:

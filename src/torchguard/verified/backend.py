@@ -14,6 +14,7 @@ from torchguard.internals import (
     has_own_dispatch,
     inductor_backend,
     inductor_draws_like_eager,
+    symbols_of,
     tracing_context,
 )
 from torchguard.verified.check import Check
@@ -60,6 +61,8 @@ class VerifiedBackend:
         operations = sum(node.op.startswith("call_") for node in graph.graph.nodes)
         reason = why_not_twice(graph)
         traced = graph if reason is not None else copy_graph(graph)
+        context = tracing_context()
+        symbols = [symbols_of(context, value) for value in example_inputs]
         compiled = steps[0].compile(graph, example_inputs)
         record = new_record(self._records, *place_of(traced), operations)
         record.runs = steps[0].name
@@ -76,7 +79,8 @@ class VerifiedBackend:
             random_like_eager,
             compiled,
             examples,
-            tracing_context(),
+            context,
+            symbols,
         )
         by_shape = self._options.every == "shape" and any(map(is_symbolic, examples))
         checking = _checking_every_shape if by_shape else _checking

@@ -52,6 +52,9 @@ class Check:
     context: Any
     """What Dynamo knew when it traced the graph, to compile it again."""
 
+    symbols: list[Any]
+    """What it had decided about the sizes of each input."""
+
     position: int = 0
     """The step of the ladder that runs."""
 
@@ -217,7 +220,7 @@ class Check:
         pairs = zip(self.examples, inputs, strict=True)
         examples = [given if example is None else example for example, given in pairs]
         try:
-            with tracing_again(self.context):
+            with tracing_again(self.context, zip(inputs, self.symbols, strict=True)):
                 compiled = step.compile(copy_graph(self.graph), examples)
         except Exception:  # noqa: BLE001 - then the next step has to do
             return None

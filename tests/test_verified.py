@@ -28,6 +28,9 @@ from torchguard import (
     verified,
     verified_backend,
 )
+from torchguard.verified.case import Case
+from torchguard.verified.graphs import copy_graph
+from torchguard.verified.reducing import reduced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -351,6 +354,77 @@ def test_the_reproducer_shows_the_difference(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "the largest difference is" in done.stdout
+
+
+class LongNorm(RunningNorm):
+    """The same among forty statements that are compiled right."""
+
+    def forward(self, batch: torch.Tensor) -> Any:  # type: ignore[override]
+        with torch.autocast("cpu", enabled=False):
+            other = batch
+            for number in range(20):
+                other = (other + number).sin()
+        return super().forward(batch), other, other.sum(), batch.cos()
+
+
+def test_the_reproducer_holds_little_else_than_the_fault(tmp_path: Path) -> None:
+    norm = verified(backend="aot_eager")(LongNorm())
+    with pytest.warns(MiscompilationWarning):
+        norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))[0].backward()
+    script = (tmp_path / "reproducers" / "forward.py").read_text()
+    assert "lerp_" in script
+    assert ".sin()" not in script
+    assert ".cos()" not in script
+    # What a mode is set with is never left out: half of a pair would set it for good.
+    assert script.count("_enter_autocast(") == script.count("_exit_autocast(") == 1
+    done = output_and_status(script)
+    assert done.returncode == 1, done.stderr
+    assert "the largest difference is" in done.stdout
+
+
+def test_what_stays_after_reducing_shows_the_fault_and_time_is_kept() -> None:
+    def two_writes(x: torch.Tensor, y: torch.Tensor, unused: torch.Tensor) -> Any:
+        a = x.sin() + unused
+        y.add_(1)
+        b = y.exp() * 2
+        c = (a + b).relu()
+        y.mul_(2)
+        return a, b, c.sum(), y[1:]
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keeping(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    given = [torch.randn(4), torch.randn(4), torch.randn(4)]
+    torch.compile(two_writes, backend=keeping)(*(value.clone() for value in given))
+    tried = []
+
+    def exp_is_wrong(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        tried.append(1)
+        spoiled = copy_graph(graph)
+        for node in spoiled.graph.nodes:
+            if node.target == "exp":
+                node.target = "sin"
+        spoiled.recompile()
+        return spoiled.forward
+
+    case = Case(graphs[0], exp_is_wrong(graphs[0], []), given)
+    small = reduced(case, exp_is_wrong, seconds=60, first=0)
+    statements = [node.target for node in small.graph.graph.nodes if node.op.startswith("call_")]
+    assert statements == ["exp"]
+    assert len(small.inputs) == 1
+    assert small.differences(small.inputs) != []
+    tried.clear()
+    assert reduced(case, exp_is_wrong, seconds=60, first=61) is case
+    assert tried == []
+
+
+def output_and_status(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
 
 
 # --- nobody notices

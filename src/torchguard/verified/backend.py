@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,7 +64,9 @@ class VerifiedBackend:
         traced = graph if reason is not None else copy_graph(graph)
         context = tracing_context()
         symbols = [symbols_of(context, value) for value in example_inputs]
+        start = time.monotonic()
         compiled = steps[0].compile(graph, example_inputs)
+        compile_seconds = time.monotonic() - start
         record = new_record(self._records, *place_of(traced), operations)
         record.runs = steps[0].name
         if reason is not None:
@@ -81,6 +84,7 @@ class VerifiedBackend:
             examples,
             context,
             symbols,
+            compile_seconds,
         )
         by_shape = self._options.every == "shape" and any(map(is_symbolic, examples))
         checking = _checking_every_shape if by_shape else _checking

@@ -359,7 +359,7 @@ def test_the_reproducer_shows_the_difference(tmp_path: Path) -> None:
 class LongNorm(RunningNorm):
     """The same among forty statements that are compiled right."""
 
-    def forward(self, batch: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, batch: torch.Tensor) -> Any:
         with torch.autocast("cpu", enabled=False):
             other = batch
             for number in range(20):

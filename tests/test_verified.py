@@ -249,6 +249,31 @@ def test_a_backend_that_is_right_is_not_blamed() -> None:
     assert [graph.status for graph in backend.stats().graphs] == ["verified"]
 
 
+class _OtherStrides(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.t().contiguous().t()
+
+
+def test_the_strides_of_a_gradient_are_nobodys_business() -> None:
+    """AOTAutograd chooses them; what a leaf accumulates has the leaf's own."""
+
+    def transposed(graph: Any, inputs: list[Any]) -> Any:
+        inputs[0] = _OtherStrides.apply(inputs[0])  # type: ignore[no-untyped-call]
+        return graph(*inputs)
+
+    backend = verified_backend(spoiling(transposed, after=False))
+    x, _ = inputs()
+    torch.compile(lambda x: x.sin().sum(), backend=backend)(x).backward()
+    assert x.grad is not None
+    assert x.grad.stride() == x.stride()
+    assert backend.stats().verified == 1
+
+
 # --- rounding is no defect
 
 

@@ -273,7 +273,11 @@ def test_the_command_shows_what_is_wrong_without(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--count", "0"], "argument --count"), (["--backend", "inducktor"], "no backend")],
+    [
+        (["--count", "0"], "argument --count"),
+        (["--minutes", "0"], "argument --minutes"),
+        (["--backend", "inducktor"], "no backend"),
+    ],
 )
 def test_bad_usage_ends_with_2(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -802,6 +802,34 @@ def test_inference_mode() -> None:
     assert backend.stats().graphs[0].status == "verified", str(backend.stats())
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_every_mode_reaches_inductor_whichever_way_it_is_given(mode: str) -> None:
+    expected = torch._inductor.list_mode_options(mode)
+    assert expected
+    given = verified_backend(mode=mode)._steps({})[0]
+    by_torch_compile = verified_backend()._steps({"mode": mode})[0]
+    for ladder in (given, by_torch_compile):
+        for name, value in expected.items():
+            assert f"{name!r}: {value!r}" in str(ladder[0].source)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_cuda_graphs_are_recorded_and_replayed_after_the_check() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)).cuda()
+    eager = copy.deepcopy(model)
+    checked = verified(mode="reduce-overhead")(model)
+    for step in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.full((4, 8), float(step), device="cuda")
+        for module in (checked, eager):
+            module.zero_grad()
+            module(x).sum().backward()
+        for one, other in zip(eager.parameters(), checked.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad)
+    assert [graph.runs for graph in stats(checked).graphs] == ["inductor"]
+    assert stats(checked).verified == 1
+
+
 # --- three ways in
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import pickle
 import subprocess
@@ -29,7 +30,9 @@ from torchguard import (
     verified_backend,
 )
 from torchguard.verified.case import Case
+from torchguard.verified.comparison import differences
 from torchguard.verified.graphs import copy_graph
+from torchguard.verified.outcome import Outcome
 from torchguard.verified.reducing import reduced
 
 if TYPE_CHECKING:
@@ -186,6 +189,7 @@ WHERE = {
     an_alias_of_an_input: "output 2: shares memory with input",
     a_lost_alias: "output 4: does not share memory with input",
     a_stride: "output 0: strides (1, 4), eager has (6, 1)",
+    requires_grad: "output 0: requires_grad False, eager has True",
     a_nan: "1 of 24 elements are NaN in one only",
     an_infinity: "1 of 24 elements are infinite in one only",
     an_exception: "the run: raises RuntimeError: no kernel",
@@ -307,6 +311,15 @@ def test_a_defect_is_found_in_low_precision_too(dtype: torch.dtype) -> None:
         torch.testing.assert_close(torch.compile(chain, backend=backend)(x, w), chain(x, w))
 
 
+def test_a_reference_far_from_eager_excuses_nothing() -> None:
+    """Then it has computed something else: what a graph does may depend on the dtype."""
+    eager = Outcome(outputs=[torch.ones(4)])
+    compiled = Outcome(outputs=[torch.ones(4) * 1.01])
+    assert differences(eager, compiled, lambda: Outcome(outputs=[torch.ones(4).double() + 1]))
+    near = Outcome(outputs=[torch.ones(4).double() * 1.004])
+    assert not differences(eager, compiled, lambda: near)
+
+
 # --- what happens on a difference
 
 
@@ -356,6 +369,19 @@ def test_a_step_that_is_wrong_as_well_is_passed_over() -> None:
         eager(batch).backward()
     torch.testing.assert_close(norm.weight.grad, eager.weight.grad)
     torch.testing.assert_close(norm.variance, eager.variance)
+
+
+def test_a_step_that_adds_a_guard_which_nobody_watches_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = itertools.count()
+    monkeypatch.setattr(
+        sys.modules["torchguard.verified.check"], "shape_guards", lambda _: next(count)
+    )
+    backend = verified_backend(spoiling(one_value))
+    with pytest.warns(MiscompilationWarning, match="eager runs instead"):
+        torch.compile(workload, backend=backend)(*inputs())
+    assert backend.stats().graphs[0].runs == "eager"
 
 
 def test_the_warning_points_at_the_callers_line() -> None:

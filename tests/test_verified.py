@@ -600,6 +600,38 @@ def test_what_can_not_be_copied_is_left_unverified() -> None:
         assert record.status == "unverified", record
 
 
+def test_what_eager_does_not_do_twice_blames_nobody() -> None:
+    counted: list[int] = []
+
+    def unsteady(x: torch.Tensor) -> torch.Tensor:
+        counted.append(1)
+        return x + len(counted)
+
+    unsteady.__module__ = "math"  # functions of which torchguard expects that they only compute
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(unsteady, (graph.placeholder("x"),)),))
+    backend = verified_backend(spoiling(lambda outputs, _: outputs))
+    x = torch.ones(3)
+    backend(torch.fx.GraphModule({}, graph), [x])(x)
+    (record,) = backend.stats().graphs
+    assert (record.status, record.runs) == ("unverified", "planted")
+    assert record.reason == "eager itself does not give the same result twice"
+
+
+def test_hooks_of_a_parameter_that_the_graph_owns_are_not_called_for_a_check() -> None:
+    weight, seen = nn.Parameter(torch.ones(3)), []
+    weight.register_hook(seen.append)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.mul, (x, graph.get_attr("weight")))
+    graph.output((graph.call_function(torch.sum, (product,)),))
+    backend = verified_backend("eager")
+    given = torch.ones(3)
+    backend(torch.fx.GraphModule({"weight": weight}, graph), [given])(given)[0].backward()
+    assert len(seen) == 1
+    assert backend.stats().graphs[0].reason == "a tensor that the graph owns has hooks"
+
+
 def test_nothing_is_kept_alive() -> None:
     backend = verified_backend("aot_eager")
     compiled = torch.compile(workload, backend=backend)

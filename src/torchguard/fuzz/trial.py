@@ -75,7 +75,8 @@ def _seen(function: Callable[..., Any], program: Program, call: int) -> dict[str
 
 
 def _order_of_strides(tensor: torch.Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    strides = tensor.stride()
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def _equal(want: Any, got: Any) -> bool:

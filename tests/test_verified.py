@@ -619,7 +619,8 @@ def test_what_eager_does_not_do_twice_blames_nobody() -> None:
 
 
 def test_hooks_of_a_parameter_that_the_graph_owns_are_not_called_for_a_check() -> None:
-    weight, seen = nn.Parameter(torch.ones(3)), []
+    weight = nn.Parameter(torch.ones(3))
+    seen: list[torch.Tensor] = []
     weight.register_hook(seen.append)
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -601,11 +601,15 @@ class TestModules:
         with pytest.raises(PaddingLeakError, match="BatchNorm in training mode"):
             wrapped(torch.randn(2, 3, 5))
 
-    def test_a_module_compiled_in_place_is_refused(self) -> None:
-        net = Net()
-        net.compile(backend="eager")
-        with pytest.raises(ValueError, match=r"module.compile\(\)"):
-            bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER)
+    def test_of_a_module_compiled_in_place_each_bucket_is_compiled_so(self) -> None:
+        net = Net().eval()
+        net.compile(backend="eager", fullgraph=True)
+        wrapped = bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER)
+        for length in (5, 6, 9):
+            torch.testing.assert_close(wrapped(torch.ones(length, 3)), net(torch.ones(length, 3)))
+        assert wrapped.stats().graphs == len(wrapped.stats().hits)
+        with pytest.raises(ValueError, match="compiled already"):
+            bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER, compile=True)
 
     def test_are_freed(self) -> None:
         net, wrapped = wrapped_net()

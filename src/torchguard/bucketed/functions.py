@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -29,6 +31,7 @@ class Bucketed:
 
     def __init__(self, function: Any, options: Options) -> None:
         functools.update_wrapper(self, function)
+        vars(self).pop("stats", None)  # what verified() has put on a function
         self._given = function
         self._options = options
         self._original, self._static, self._dynamic = compiler_for(function, options.compile)
@@ -123,6 +126,15 @@ class Bucketed:
         """Write the buckets, and the sizes seen, to a file for ``plan=``."""
         core, caller = self._alone()
         write_plan(path, core.ladders, caller.seen)
+
+    def compiled(self, settings: Callable[[Any, Any], dict[str, Any]]) -> Bucketed:
+        """Return the same with other settings for ``torch.compile``.
+
+        Args:
+            settings: makes them from what was wrapped and from ``compile=``.
+        """
+        compile_ = settings(self._given, self._options.compile)
+        return Bucketed(self._original, replace(self._options, compile=compile_))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle finds a decorated function under its name; it is this object itself.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from torchguard import internals
+from torchguard.bucketed.calling import Caller
 from torchguard.bucketed.core import Core
 from torchguard.bucketed.ladders import write_plan
 from torchguard.bucketed.options import Options
@@ -30,7 +33,7 @@ class BucketedModule:
 
     __slots__ = ()
 
-    _bucketed: tuple[torch.nn.Module, Options, Any, Core, Any]
+    _bucketed: tuple[torch.nn.Module, Options, Any, Core, Caller]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Pad, run the module's own forward, cut."""
@@ -66,6 +69,17 @@ class BucketedModule:
         _, _, _, core, caller = self._bucketed
         write_plan(path, core.ladders, caller.seen)
 
+    def compiled(self, settings: Callable[[Any, Any], dict[str, Any]]) -> Any:
+        """Return this module itself, from now on with other settings for ``torch.compile``.
+
+        Args:
+            settings: makes them from what was wrapped and from ``compile=``.
+        """
+        module, options, given, _, _ = self._bucketed
+        options = replace(options, compile=settings(given, options.compile))
+        object.__setattr__(self, "_bucketed", _parts(module, options))
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         module, options, given, _, _ = self._bucketed
         if given is not module:
@@ -90,18 +104,30 @@ def module_around(given: torch.nn.Module, options: Options) -> torch.nn.Module:
 
     Raises:
         TypeError: a scripted module, or a bucketed one.
-        ValueError: it was compiled in place.
+        ValueError: it is compiled already, and ``compile=`` is given.
     """
-    module, static, dynamic = compiler_for(given, options.compile)
+    parts = _parts(given, options)
+    module = parts[0]
+    made: torch.nn.Module = object.__new__(_class_around(type(module)))
+    object.__setattr__(made, "__dict__", module.__dict__)
+    object.__setattr__(made, "_bucketed", parts)
+    object.__setattr__(made, "_compiled_call_impl", None)
+    return made
+
+
+def _parts(
+    given: torch.nn.Module, options: Options
+) -> tuple[torch.nn.Module, Options, Any, Core, Caller]:
+    in_place = getattr(given, "_compiled_call_impl", None)
+    found = internals.compiler_of(in_place)
+    if found is None:
+        module, static, dynamic = compiler_for(given, options.compile)
+    else:
+        module, (_, static, dynamic) = given, compiler_for(in_place, options.compile)
     if isinstance(module, (BucketedModule, torch.jit.ScriptModule)):
         raise TypeError(f"bucketed: function is a {type(module).__name__}: wrap the module inside")
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"bucketed: {type(given).__name__} is no module inside")
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        raise ValueError(
-            "bucketed: the module is compiled in place (module.compile()): leave that out and pass "
-            "compile=True or a dict"
-        )
     own = type(module)
     name = f"{own.__qualname__}.forward()"
     if "forward" in module.__dict__:
@@ -110,10 +136,7 @@ def module_around(given: torch.nn.Module, options: Options) -> torch.nn.Module:
             "function"
         )
     core = Core(own.forward, static, dynamic, options, bound=True, name=name)
-    made: torch.nn.Module = object.__new__(_class_around(own))
-    object.__setattr__(made, "__dict__", module.__dict__)
-    object.__setattr__(made, "_bucketed", (module, options, given, core, core.caller()))
-    return made
+    return module, options, given, core, core.caller()
 
 
 _classes: dict[type, type[Any]] = {}
@@ -123,11 +146,14 @@ def _class_around(own: type[Any]) -> type[Any]:
     found = _classes.get(own)
     if found is None:
         names = {
-            "__slots__": ("_bucketed",),
+            # Slots win over the __dict__ that is shared: what module.compile() has put there
+            # would be called instead of us.
+            "__slots__": ("_bucketed", "_compiled_call_impl"),
             "__module__": own.__module__,
             "__qualname__": own.__qualname__,
             "__doc__": own.__doc__,
             "forward": _forward_like(own.forward),
+            "stats": property(lambda self: functools.partial(BucketedModule.stats, self)),
         }
         metaclass: Any = type(own)
         found = _classes[own] = metaclass(own.__name__, (BucketedModule, own), names)

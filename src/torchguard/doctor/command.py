@@ -8,6 +8,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
+from torchguard.command_line import interrupted, positive_float, positive_int, write
 from torchguard.defects.registry import FAMILIES, catalog
 from torchguard.doctor.examination import doctor, select
 from torchguard.doctor.progress import shown_on
@@ -40,12 +41,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--family", choices=FAMILIES, help="probe this family only")
     parser.add_argument("--no-color", action="store_true", help="no colours, as with NO_COLOR set")
     parser.add_argument(
-        "--jobs", metavar="N", type=_positive_int, help="processes side by side (default: cores)"
+        "--jobs", metavar="N", type=positive_int, help="processes side by side (default: cores)"
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=_positive_float,
+        type=positive_float,
         default=120.0,
         help="kill a probe after this time (default: 120)",
     )
@@ -70,18 +71,13 @@ def _main(options: argparse.Namespace) -> int:
                 timeout=options.timeout,
             )
     except KeyboardInterrupt:
-        sys.stderr.write("torchguard doctor: interrupted\n")
-        return 130  # what a shell reports for SIGINT
+        return interrupted("doctor")
     if options.json:
         shown = report.to_json() + "\n"
     else:
         width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
         shown = text(report, width=width, color=_colors(sys.stdout, options))
-    try:
-        sys.stdout.write(shown)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `doctor | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    write(shown)
     return report.exit_status
 
 
@@ -97,17 +93,3 @@ def _colors(stream: TextIO, options: argparse.Namespace) -> bool:
     # https://no-color.org: any value but the empty one.
     unwanted = options.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return not unwanted and stream.isatty()
-
-
-def _positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-def _positive_float(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise ValueError
-    return number

@@ -8,6 +8,8 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
+from torchguard.command_line import interrupted, positive_float, positive_int, write
+
 if TYPE_CHECKING:
     from torchguard.fuzz.trial import Trial
     from torchguard.verified import VerificationReport
@@ -26,8 +28,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "2 on bad usage.",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first (default: 0)")
-    parser.add_argument("--count", type=_positive, default=100, metavar="N", help="default: 100")
-    parser.add_argument("--minutes", type=float, metavar="N", help="stop after this time")
+    parser.add_argument("--count", type=positive_int, default=100, metavar="N", help="default: 100")
+    parser.add_argument("--minutes", type=positive_float, metavar="N", help="stop after this time")
     parser.add_argument(
         "--backend", default="inductor", metavar="NAME", help="what compiles (default: inductor)"
     )
@@ -35,13 +37,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--bare", action="store_true", help="without the check: which programs are compiled wrong?"
     )
     parser.set_defaults(command=_main, parser=parser)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def _main(options: argparse.Namespace) -> int:
@@ -67,9 +62,8 @@ def _main(options: argparse.Namespace) -> int:
                 wrong += bool(trial.wrong)
                 _show(trial, count, options.count)
     except KeyboardInterrupt:
-        sys.stderr.write("torchguard fuzz: interrupted\n")
-        return 130  # what a shell reports for SIGINT
-    sys.stdout.write(_summary(count, wrong, None if options.bare else checked.stats()))
+        return interrupted("fuzz")
+    write(_summary(count, wrong, None if options.bare else checked.stats()))
     return 1 if wrong else 0
 
 
@@ -78,7 +72,7 @@ def _show(trial: Trial, count: int, total: int) -> None:
     sys.stderr.write(f"[{count}/{total}] program {trial.program.seed}: {verdict}\n")
     if trial.wrong:
         differences = "".join(f"# {line}\n" for line in trial.wrong)
-        sys.stdout.write(f"# program {trial.program.seed}\n{differences}{trial.program.source}\n")
+        write(f"# program {trial.program.seed}\n{differences}{trial.program.source}\n")
 
 
 def _summary(count: int, wrong: int, report: VerificationReport | None) -> str:

@@ -52,6 +52,8 @@ def _seen(function: Callable[..., Any], program: Program, call: int) -> dict[str
     named.update(zip(("x after the call", "y after the call"), given, strict=True))
     for name, value in named.items():
         seen[f"{name}, requires_grad"] = value.requires_grad
+        if 0 not in value.stride():  # what eager expands may be written out
+            seen[f"{name}, order of strides"] = _order_of_strides(value)
         seen[name] = value.detach().clone()
     ends = [value for value in named.values() if value.requires_grad]
     if ends:
@@ -70,6 +72,11 @@ def _seen(function: Callable[..., Any], program: Program, call: int) -> dict[str
         for other, tensor in before.items():
             tensors[other].copy_(tensor)
     return seen
+
+
+def _order_of_strides(tensor: torch.Tensor) -> list[int]:
+    strides = tensor.stride()
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def _equal(want: Any, got: Any) -> bool:

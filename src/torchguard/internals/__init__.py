@@ -14,6 +14,7 @@ from torchguard.internals.backends import (
     inductor_options,
     mutation_switches,
     shape_guards,
+    symbols_of,
     tracing_again,
     tracing_context,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "settings_of_compiled",
     "shape_guards",
     "skip_frames",
+    "symbols_of",
     "torch_function_modes",
     "tracing_again",
     "tracing_context",

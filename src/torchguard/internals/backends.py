@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ __all__ = [
     "inductor_options",
     "mutation_switches",
     "shape_guards",
+    "symbols_of",
     "tracing_again",
     "tracing_context",
 ]
@@ -87,15 +88,34 @@ def tracing_context() -> Any:
     return torch._guards.TracingContext.try_get()
 
 
+def symbols_of(context: Any, value: object) -> Any:
+    """Return what Dynamo has decided about an input's sizes, which are dynamic; None if nothing.
+
+    Ask while Dynamo compiles: for a backend that is registered, under a name of its own,
+    2.13 forgets it as soon as the graph is compiled.
+    """
+    known: Any = getattr(context, "tensor_to_context", {})
+    return known.get(value) if isinstance(value, torch.Tensor) else None
+
+
 @contextlib.contextmanager
-def tracing_again(context: Any) -> Iterator[None]:
+def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> Iterator[None]:
     """Compile once more for a graph whose context was kept from when Dynamo traced it.
 
-    No other thread compiles meanwhile.
+    Each input comes with what :func:`symbols_of` said of it; without that AOTAutograd takes
+    all its sizes for dynamic ones, of which nobody knows. No other thread compiles meanwhile.
     """
     frames = importlib.import_module("torch._dynamo.convert_frame")
+    told = [(value, decided) for value, decided in symbols if decided is not None]
     with getattr(frames, "compile_lock", contextlib.nullcontext()), torch._guards.tracing(context):
-        yield
+        for value, decided in told:
+            context.tensor_to_context[value] = decided
+        try:
+            yield
+        finally:
+            # What stays here would keep torch.utils.swap_tensors from its work.
+            for value, _ in told:
+                context.tensor_to_context.pop(value, None)
 
 
 def shape_guards(context: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torchguard.internals import (
     has_own_dispatch,
     inductor_backend,
     inductor_draws_like_eager,
+    symbols_of,
     tracing_context,
 )
 from torchguard.verified.check import Check
@@ -60,7 +62,11 @@ class VerifiedBackend:
         operations = sum(node.op.startswith("call_") for node in graph.graph.nodes)
         reason = why_not_twice(graph)
         traced = graph if reason is not None else copy_graph(graph)
+        context = tracing_context()
+        symbols = [symbols_of(context, value) for value in example_inputs]
+        start = time.monotonic()
         compiled = steps[0].compile(graph, example_inputs)
+        compile_seconds = time.monotonic() - start
         record = new_record(self._records, *place_of(traced), operations)
         record.runs = steps[0].name
         if reason is not None:
@@ -76,7 +82,9 @@ class VerifiedBackend:
             random_like_eager,
             compiled,
             examples,
-            tracing_context(),
+            context,
+            symbols,
+            compile_seconds,
         )
         by_shape = self._options.every == "shape" and any(map(is_symbolic, examples))
         checking = _checking_every_shape if by_shape else _checking

@@ -13,17 +13,23 @@ from torch import fx
 from torchguard.errors import MiscompilationError
 from torchguard.internals import has_hooks, shape_guards, tracing_again
 from torchguard.verified.agreement import lowest_and_highest
-from torchguard.verified.comparison import Difference, differences, same
-from torchguard.verified.copies import NotCopied, bytes_of, tensors_of, why_not_copied
-from torchguard.verified.graphs import copy_graph, in_double, is_symbolic, owned_tensors, wider
+from torchguard.verified.case import Case, exact, same_outcome
+from torchguard.verified.comparison import Difference, differences
+from torchguard.verified.copies import NotCopied, bytes_of, why_not_copied
+from torchguard.verified.graphs import copy_graph, is_symbolic, owned_tensors
 from torchguard.verified.ladder import EAGER, Step
 from torchguard.verified.options import Options
 from torchguard.verified.outcome import Outcome, run
 from torchguard.verified.records import GraphRecord
+from torchguard.verified.reducing import reduced
 from torchguard.verified.reproducer import write_reproducer
 from torchguard.verified.warning import warn_of
 
 __all__ = ["Check"]
+
+
+_SECONDS_TO_REDUCE = 10.0
+"""How long the reproducer of a wrong graph may be made smaller: the caller is waiting."""
 
 
 class _Unverified(Exception):  # noqa: N818 - it is an answer, not an error
@@ -51,6 +57,12 @@ class Check:
 
     context: Any
     """What Dynamo knew when it traced the graph, to compile it again."""
+
+    symbols: list[Any]
+    """What it had decided about the sizes of each input."""
+
+    compile_seconds: float
+    """How long the first step took."""
 
     position: int = 0
     """The step of the ladder that runs."""
@@ -155,21 +167,12 @@ class Check:
         self, function: Callable[..., Any], eager: Outcome, inputs: Sequence[Any]
     ) -> list[Difference]:
         compiled = run(function, inputs, self.owned)
-        return differences(eager, compiled, lambda: None if eager.random else self._exact(inputs))
-
-    def _exact(self, inputs: Sequence[Any]) -> Outcome | None:
-        """Return the outcome in double precision, or None where the graph can't be run so."""
-        graph = None if self.owned else in_double(self.graph)
-        if graph is None:
-            return None
-        try:
-            return run(graph, inputs, cast=wider)
-        except (NotCopied, torch.OutOfMemoryError):
-            return None
+        unknown = eager.random or self.owned
+        return differences(eager, compiled, lambda: None if unknown else exact(self.graph, inputs))
 
     def _distrust(self, found: list[Difference], eager: Outcome, inputs: Sequence[Any]) -> None:
         again = self._eager(inputs)
-        if not _equal(eager, again):
+        if not same_outcome(eager, again):
             raise _Unverified("eager itself does not give the same result twice")
         wrong, runs = self.trusted, self.steps[self.position].name
         if self.options.on_mismatch == "fallback":
@@ -178,14 +181,9 @@ class Check:
         self.record.status = "mismatched"
         self.record.runs = runs
         self.record.differences = tuple(map(str, found))
-        if self.record.reproducer is None:
-            self.record.reproducer = write_reproducer(
-                self.graph,
-                inputs,
-                self.steps[0],
-                self.record,
-                lambda values: bool(self._differences(wrong, self._eager(values), values)),
-            )
+        if self.record.reproducer is None and self.steps[0].source is not None and not self.owned:
+            case = self._reduced(Case(self.graph, wrong, list(inputs)))
+            self.record.reproducer = write_reproducer(case, self.steps[0].source, self.record)
         text = _message(self.record, found, self.options.on_mismatch)
         self.decided = self.options.on_mismatch != "fallback"
         if self.options.on_mismatch == "raise":
@@ -193,6 +191,12 @@ class Check:
             self.trusted = _refusal(text)
         else:
             self.warning = text
+
+    def _reduced(self, case: Case) -> Case:
+        if any(map(is_symbolic, self.examples)):
+            return case  # without Dynamo's symbols it would be another graph
+        with tracing_again(None):
+            return reduced(case, self.steps[0].compile, _SECONDS_TO_REDUCE, self.compile_seconds)
 
     def _descend(self, eager: Outcome | None, inputs: Sequence[Any]) -> None:
         """Take the next step that is right, or can be compiled; the last one is eager itself."""
@@ -217,23 +221,11 @@ class Check:
         pairs = zip(self.examples, inputs, strict=True)
         examples = [given if example is None else example for example, given in pairs]
         try:
-            with tracing_again(self.context):
+            with tracing_again(self.context, zip(inputs, self.symbols, strict=True)):
                 compiled = step.compile(copy_graph(self.graph), examples)
         except Exception:  # noqa: BLE001 - then the next step has to do
             return None
         return compiled if shape_guards(self.context) == guards else None
-
-
-def _equal(one: Outcome, other: Outcome) -> bool:
-    """Whether two runs of eager came to the same."""
-    if (one.error is None) != (other.error is None):
-        return False
-    pairs = zip(
-        tensors_of([*one.outputs, *one.inputs, *(one.gradients or [])]),
-        tensors_of([*other.outputs, *other.inputs, *(other.gradients or [])]),
-        strict=False,
-    )
-    return all(a.shape == b.shape and same(a.detach(), b.detach()) for a, b in pairs)
 
 
 def _refusal(text: str) -> Callable[..., Any]:

@@ -8,15 +8,14 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchguard.verified.graphs import owned_tensors
-from torchguard.verified.ladder import Step
+from torchguard.verified.case import Case
 from torchguard.verified.records import GraphRecord
 
 __all__ = ["FOLDER_VARIABLE", "write_reproducer"]
@@ -88,24 +87,19 @@ class _NotWritten(Exception):  # noqa: N818 - it is an answer, not an error
     """The graph can't be written as a script."""
 
 
-def write_reproducer(
-    graph: fx.GraphModule,
-    inputs: Sequence[Any],
-    step: Step,
-    record: GraphRecord,
-    shows: Callable[[list[Any]], bool],
-) -> str | None:
+def write_reproducer(case: Case, arguments: str, record: GraphRecord) -> str | None:
     """Write the script and return its path, or None where the graph can't be written as one.
 
-    Inputs are random, of the shapes, strides and sharing they had. ``shows`` says whether
-    the graph is wrong with some inputs: where random ones do not show it and there are
-    few elements, the script has their values.
+    Inputs are random, of the shapes, strides and sharing they had. Where random ones do not
+    show a difference and there are few elements, the script has their values.
+
+    Args:
+        case: what differs.
+        arguments: those for ``torch.compile``, as in source code.
+        record: names the graph.
     """
     try:
-        if step.source is None or owned_tensors(graph):
-            return None
-        code = _inputs_that_show(inputs, shows)
-        text = _script(graph, code, step.source, record, inputs)
+        text = _script(case, _inputs_that_show(case), arguments)
         path = _folder() / f"{record.function if record.function.isidentifier() else 'graph'}.py"
         number = 1
         while path.exists():
@@ -128,16 +122,15 @@ def _folder() -> Path:
     return folder
 
 
-def _script(
-    graph: fx.GraphModule, inputs: str, arguments: str, record: GraphRecord, values: Sequence[Any]
-) -> str:
+def _script(case: Case, inputs: str, arguments: str) -> str:
     imports: dict[str, str] = {}
     classes: list[str] = []
-    root = _class_of(graph, "Graph", imports, classes)
-    double = any(isinstance(v, torch.Tensor) and v.dtype == torch.float64 for v in values)
+    root = _class_of(case.graph, "Graph", imports, classes)
+    double = any(isinstance(v, torch.Tensor) and v.dtype == torch.float64 for v in case.inputs)
+    differences = "\n".join(map(str, case.differences(case.inputs)))
     return _SCRIPT.format(
         version=torch.__version__,
-        differences="\n".join(record.differences).replace("\\", "/").replace('"""', "'''"),
+        differences=differences.replace("\\", "/").replace('"""', "'''"),
         imports="\n".join(imports.values()),
         classes="\n\n".join(classes),
         inputs=inputs,
@@ -189,14 +182,16 @@ def _import_of(name: str, value: Any) -> str:
     raise _NotWritten
 
 
-def _inputs_that_show(inputs: Sequence[Any], shows: Callable[[list[Any]], bool]) -> str:
-    random = _inputs(inputs, written_out=False)
+def _inputs_that_show(case: Case) -> str:
+    random = _inputs(case.inputs, written_out=False)
     scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
     with torch.random.fork_rng():
         exec(f"def inputs():\n    torch.manual_seed(0)\n{random}", scope)  # noqa: S102
-        seen = shows(scope["inputs"]())
-    elements = sum(value.numel() for value in inputs if isinstance(value, torch.Tensor))
-    return random if seen or elements > _MOST_WRITTEN_OUT else _inputs(inputs, written_out=True)
+        seen = bool(case.differences(scope["inputs"]()))
+    elements = sum(value.numel() for value in case.inputs if isinstance(value, torch.Tensor))
+    return (
+        random if seen or elements > _MOST_WRITTEN_OUT else _inputs(case.inputs, written_out=True)
+    )
 
 
 def _inputs(inputs: Sequence[Any], *, written_out: bool) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 
+from torchguard.bucketed.functions import Bucketed
+from torchguard.bucketed.modules import BucketedModule
 from torchguard.internals import compile_in_place, settings_of_compiled
 from torchguard.verified.backend import VerifiedBackend
 from torchguard.verified.options import Every, OnMismatch, Options
@@ -36,6 +38,9 @@ def verified(
     the mode, the options, ``dynamic`` and ``fullgraph`` are kept. The result has a method
     ``stats()``, unless a module has a ``stats`` of its own.
 
+    What is ``bucketed`` is compiled inside, once for each bucket; its ``stats()`` stay those of
+    the buckets, and :func:`verification_report` has the graphs.
+
     Args:
         calls: see :func:`verified_backend`, like the next three.
         on_mismatch: what happens to a wrong graph.
@@ -55,29 +60,46 @@ def verified(
     """
     checks = Options(calls, on_mismatch, max_bytes, every, group)
 
-    def wrap(function: _Callable) -> _Callable:
+    def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return arguments for ``torch.compile``; those of what is compiled already are kept."""
+        own = (backend, mode, options, compile_options) != ("inductor", None, None, {})
+        if own and (compiled or _is_compiled(given)):
+            raise TypeError(
+                "verified: this was compiled already and keeps its own backend, mode and "
+                "options; give them to torch.compile, or pass what was compiled"
+            )
+        if _is_compiled(given):
+            found = _settings_of(given)
+            return {
+                "backend": VerifiedBackend(found["compiler"], checks),
+                "fullgraph": found["fullgraph"],
+                "dynamic": found["dynamic"],
+            }
+        asked = dict(compiled) if isinstance(compiled, Mapping) else dict(compile_options)
         checked = VerifiedBackend(
-            backend,
+            asked.pop("backend", backend),
             checks,
-            mode=mode,
-            inner_options=options,
-            dynamic=compile_options.get("dynamic"),
+            mode=asked.pop("mode", mode),
+            inner_options=asked.pop("options", options),
+            dynamic=asked.get("dynamic"),
         )
+        return {**asked, "backend": checked}
+
+    def wrap(function: _Callable) -> _Callable:
+        if isinstance(function, (Bucketed, BucketedModule)):
+            # Dynamo does not look into it: what compiles is inside, once for each bucket.
+            return cast("_Callable", function.compiled(settings_for))
+        settings = settings_for(function, None)
+        made: Any = function
         if _is_compiled(function):
-            if (backend, mode, options, compile_options) != ("inductor", None, None, {}):
-                raise TypeError(
-                    "verified: this was compiled already and keeps its own backend, mode and "
-                    "options; give them to torch.compile, or pass what was compiled"
-                )
-            again: _Callable = _compiled_again(function, checks)
-            return again
-        if isinstance(function, torch.nn.Module):
-            compile_in_place(function, backend=checked, **compile_options)
-            made: _Callable = function
+            made = torch.compile(_settings_of(function)["function"], **settings)
+        elif isinstance(function, torch.nn.Module):
+            compile_in_place(function, **settings)
         else:
-            made = cast("_Callable", torch.compile(function, backend=checked, **compile_options))
-        _give_stats(made, checked)
-        return made
+            made = torch.compile(function, **settings)
+        if not hasattr(made, "stats"):
+            made.stats = settings["backend"].stats
+        return cast("_Callable", made)
 
     return wrap
 
@@ -87,24 +109,11 @@ def _is_compiled(function: Any) -> bool:
     return hasattr(function, "get_compiler_config")
 
 
-def _compiled_again(compiled: Any, checks: Options) -> Any:
+def _settings_of(compiled: Any) -> dict[str, Any]:
     settings = settings_of_compiled(compiled)
     if settings is None:
         raise TypeError(
             f"verified: {compiled!r} was compiled already, by a backend that can't be read from "
             "it; pass what was compiled: verified(backend=...)(function)"
         )
-    checked = VerifiedBackend(settings["compiler"], checks)
-    again = torch.compile(
-        settings["function"],
-        backend=checked,
-        fullgraph=settings["fullgraph"],
-        dynamic=settings["dynamic"],
-    )
-    _give_stats(again, checked)
-    return again
-
-
-def _give_stats(function: Any, checked: VerifiedBackend) -> None:
-    if not hasattr(function, "stats"):
-        function.stats = checked.stats
+    return settings

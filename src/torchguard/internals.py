@@ -25,7 +25,9 @@ from typing_extensions import Self
 __all__ = [
     "SymbolicSizes",
     "TorchDispatchMode",
+    "autocast_is_on",
     "base_of",
+    "before_backward",
     "compile_in_place",
     "compiled_variants",
     "compiler_of",
@@ -49,7 +51,6 @@ __all__ = [
     "inductor_draws_like_eager",
     "inductor_options",
     "inside_compiled",
-    "inside_transform",
     "is_view",
     "keep_whole_in_graph",
     "mark_untraced",
@@ -591,6 +592,29 @@ def without_recompile_limit() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def before_backward(call: Callable[[str], None]) -> Iterator[None]:
+    """Call this, with the id of a graph, before its backward is compiled, which is done late.
+
+    What it raises comes out of ``backward()``. torch 2.6 does not tell, so there it isn't called.
+    """
+    callbacks: Any = importlib.import_module("torch._dynamo.callback")
+    if not hasattr(callbacks, "on_compile_start"):
+        yield
+        return
+
+    def notice(*given: Any) -> None:
+        trigger = getattr(given[0], "callback_trigger", None) if given else None
+        if getattr(trigger, "name", None) == "LAZY_BACKWARD":
+            call(given[0].compile_id)
+
+    callbacks.on_compile_start(notice)
+    try:
+        yield
+    finally:
+        callbacks.callback_handler.remove_start_callback(notice)
+
+
 def mark_untraced(function: Callable[..., Any]) -> None:
     """Let Dynamo break its graph at a call of this function, as ``torch.compiler.disable`` does.
 
@@ -607,10 +631,10 @@ def inside_compiled() -> bool:
     return callback is not None and callback() not in {None, False}
 
 
-def inside_transform() -> bool:
-    """Whether a transform of ``torch.func`` is running around this call."""
-    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None
+autocast_is_on: Callable[[], bool] = getattr(
+    torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled
+)
+"""Whether autocast is on for any device; the public function is asked for one at a time."""
 
 
 class SymbolicSizes:

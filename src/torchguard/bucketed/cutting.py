@@ -17,7 +17,8 @@ from torchguard.bucketed.outputs import (
     as_reasoned,
     leaves_of,
 )
-from torchguard.bucketed.plans import Plan, Planner
+from torchguard.bucketed.planner import Planner
+from torchguard.bucketed.plans import Plan
 from torchguard.bucketed.trees import Path, flattened, replaced, spelled
 from torchguard.bucketed.variants import COMPILING, Source
 from torchguard.bucketed.verification import Arguments
@@ -127,7 +128,7 @@ class Cutter:
 
     def _formula(self, plan: Plan, leaves: list[Leaf], given: Arguments) -> Formula | None:
         """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
-        key = (id(plan.variant), plan.mode, tuple(path for path, _ in leaves))
+        key = (id(plan.variant), plan.circumstances, tuple(path for path, _ in leaves))
         if key not in self._formulas:
             hints = {
                 axis: size if size > 1 else max(plan.buckets[axis], 2)

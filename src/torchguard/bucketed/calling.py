@@ -103,7 +103,7 @@ class Caller:
         if plan.variant.cuda_graphs:
             output = _cloned(output)
         if plan.pads:
-            output = self._cutter.cut(plan, output, Arguments((*owner, *args), kwargs))
+            output = self._cutter.cut(plan, output, owner, args, kwargs)
         with self.lock:
             count = plan.count
             count.calls += 1

@@ -48,7 +48,7 @@ def check(
             return Arguments((*owner, *changed), named)
 
         def cut(output: Any) -> Any:
-            return output if fills is None else cutter.cut(plan, output, whole)
+            return output if fills is None else cutter.cut(plan, output, owner, args, kwargs)
 
         return ran(
             function,

@@ -63,13 +63,15 @@ class Surroundings:
 
     def now(self) -> tuple[Any, ...]:
         """Return whether gradients, inference mode, autocast, a transform and training are on."""
-        return (
+        settings = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             internals.autocast_is_on(),
             internals.under_functorch(),
-            *[getattr(reference(), "training", None) for reference in self._modules],
         )
+        if not self._modules:
+            return settings
+        return (*settings, *[getattr(module(), "training", None) for module in self._modules])
 
 
 class _Kind(NamedTuple):

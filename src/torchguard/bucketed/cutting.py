@@ -43,8 +43,15 @@ class Cutter:
         self.name = name
         self._formulas: dict[Any, Formula | None] = {}
 
-    def cut(self, plan: Plan, output: Any, given: Arguments) -> Any:
-        """Take the real part out of an output; ``given`` is not padded.
+    def cut(
+        self,
+        plan: Plan,
+        output: Any,
+        owner: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Take the real part out of an output; the arguments are not padded.
 
         Raises:
             TypeError, ValueError: it can't be told how much is real.
@@ -59,6 +66,7 @@ class Cutter:
         program = plan.programs.get(key)
         if program is None:
             leaves = leaves_of(output)
+            given = Arguments((*owner, *args), kwargs)
             program = self._program(plan, leaves, output, given)
             plan.programs[key] = program
         if not program.cuts and not program.numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,8 +12,8 @@ from torchguard.padding import Fill, Side, pad_to_bucket
 
 __all__ = ["Padder", "padder"]
 
-# Below this many bytes one operator less is faster; above, pad_to_bucket chooses.
-_SMALL = 1 << 19
+# Below this many elements one operator less is faster; above, pad_to_bucket chooses.
+_SMALL = 1 << 17
 
 
 def padder(
@@ -26,6 +27,7 @@ def padder(
         # constant_pad_nd counts from the last dim, left before right.
         pads[2 * (len(shape) - 1 - dim) + (side == "right")] = size - shape[dim]
     number = fill if isinstance(fill, (bool, int, float, complex)) else None
+    small = math.prod(shape) < _SMALL
     pad = torch.constant_pad_nd
 
     def carefully(x: torch.Tensor) -> torch.Tensor:
@@ -35,11 +37,12 @@ def padder(
 
     def quickly(x: torch.Tensor) -> torch.Tensor:
         # What pad_to_bucket does in the end; it has checked the first call of this kind.
-        if x.is_cpu and x.nbytes < _SMALL and type(x) is torch.Tensor:
+        if x.is_cpu and type(x) is torch.Tensor:
             return pad(x, pads, number)  # type: ignore[arg-type]
         return carefully(x)
 
-    return Padder(carefully if number is None else quickly, carefully, dims, fill)
+    quick = small and number is not None
+    return Padder(quickly if quick else carefully, carefully, dims, fill)
 
 
 class Padder(NamedTuple):

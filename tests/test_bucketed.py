@@ -328,6 +328,32 @@ class TestOutputs:
             assert other(x, {"up": bool(up)}).shape == (length,)
             assert same_container({"x": x, "up": bool(up)}).shape == (length,)
 
+    def test_of_a_size_that_hangs_on_something_outside(self) -> None:
+        dropped = 0
+        wrapped = bucketed(lambda x: x[dropped:], dims=({0: "t"},), buckets=LADDER)
+        x = torch.arange(5)
+        for dropped in (0, 1, 0, 2):
+            assert torch.equal(wrapped(x), x[dropped:])
+
+    def test_of_size_1_that_lose_a_dim_are_no_guess(self) -> None:
+        wrapped = bucketed(lambda x: x.squeeze(0), dims=({0: "t"},), buckets=LADDER, verify="never")
+        assert wrapped(torch.ones(2, 3)).shape == (2, 3)
+        with pytest.raises(ValueError, match="which has no part of the shape"):
+            wrapped(torch.ones(1, 3))
+
+    def test_whose_formula_holds_for_some_sizes_only(self) -> None:
+        def capped(x: torch.Tensor) -> torch.Tensor:
+            return x[:3] if x.shape[0] > 6 else x
+
+        wrapped = bucketed(capped, dims={"x": {0: "t"}}, buckets=Buckets([16]), verify="never")
+        assert wrapped(torch.arange(7)).shape == wrapped(torch.arange(9)).shape == (3,)
+        with pytest.raises(ValueError, match="which has no part of the shape"):
+            wrapped(torch.arange(5))  # 5 of 3
+
+    def test_of_an_empty_input_that_the_function_does_not_take(self) -> None:
+        wrapped = bucketed(lambda x: x + 0 * x.amax(0), dims=({0: "t"},), buckets=LADDER)
+        assert wrapped(torch.ones(0)).shape == (0,)
+
     def test_can_be_declared(self) -> None:
         def halves(x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"half": x[::2], "same": x}
@@ -873,6 +899,35 @@ class TestVerification:
         _, wrapped = wrapped_net()
         for length in (3, 5, 11):
             wrapped(torch.randn(length, 3)).sum().backward()
+
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            """x (B, T, D): which elements are dropped depends on T."""
+            dropped = functional.dropout(x, 0.5) * torch.rand_like(x)
+            return dropped * functional.scaled_dot_product_attention(
+                x[:, :1], x[:, :1], x[:, :1], dropout_p=0.5
+            )
+
+        attending = bucketed(attend, dims={"x": {1: "t"}}, buckets=LADDER)
+        for length in (3, 5, 11):
+            attending(torch.randn(2, length, 3))
+
+    def test_leaves_what_the_function_notes_and_its_gradients(self) -> None:
+        class Noting(nn.Linear):
+            seen = 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.seen += 1
+                self.last = x
+                out = super().forward(x)
+                out.detach().requires_grad_().square().sum().backward()
+                functional.linear(x, self.weight).sum().backward()
+                return out.detach()
+
+        net = Noting(3, 3)
+        bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER).verify(torch.randn(5, 3))
+        assert net.seen == 0
+        assert not hasattr(net, "last")
+        assert net.weight.grad is None
 
     def test_happens_once_per_bucket(self) -> None:
         runs = []

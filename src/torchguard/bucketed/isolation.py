@@ -27,7 +27,6 @@ __all__ = [
     "python_state_kept",
     "quiet",
     "reachable",
-    "seed",
 ]
 
 
@@ -120,7 +119,10 @@ def buffers_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked_random_state() -> Iterator[None]:
-    """Draw random numbers that nobody misses afterwards: of torch, numpy and Python."""
+    """Draw random numbers that nobody misses afterwards: of torch, numpy and Python.
+
+    So scopes that follow each other draw the same ones.
+    """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - what others use
     try:
@@ -129,16 +131,6 @@ def forked_random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(arrays)  # noqa: NPY002
-
-
-def seed() -> None:
-    """Draw the same numbers as after the last call of this, inside such a scope."""
-    # torch.manual_seed would seed GPUs that are not in use yet, too.
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
 
 
 @contextlib.contextmanager

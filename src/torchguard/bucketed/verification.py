@@ -16,7 +16,6 @@ from torchguard.bucketed.isolation import (
     address,
     forked_random_state,
     python_state_kept,
-    seed,
 )
 from torchguard.bucketed.outputs import leaves_of
 from torchguard.bucketed.trees import Path, flattened, is_leaf, replaced, spelled
@@ -96,7 +95,6 @@ def ran(
     aside = Undone()
     try:
         with forked_random_state(), python_state_kept(modules):
-            seed()
             fresh = prepare(given.with_parts(dict(leaves)))
             inputs = {
                 address(value): names[path]

@@ -36,12 +36,14 @@ def newest(folder: Path = RECORDS) -> Path | None:
 def laid_out(record: dict[str, Any]) -> str:
     """Lay out a record: a table for each phase, and what it says about dynamic shapes."""
     versions, hardware = record["versions"], record["hardware"]
+    torch, cpu = versions["torch"].partition("+")[0], hardware["cpu"].partition(",")[0]
+    busy = record["load_average_at_start"]
     lines = [
         (
-            f"Measured on {record['date'][:10]} with torch {versions['torch'].partition('+')[0]} on "
-            f"{hardware['cores']} cores of an {hardware['cpu'].partition(',')[0]}, one thread, load "
-            f"average {record['load_average_at_start']} at the start, command `{record['command']}`. "
-            "Total seconds include compiling from a cold start and the checks of `bucketed`."
+            f"Measured on {record['date'][:10]} with torch {torch} on {hardware['cores']} cores of "
+            f"an {cpu}, one thread, load average {busy} at the start, command "
+            f"`{record['command']}`. Total seconds include compiling from a cold start and the "
+            "checks of `bucketed`."
         ),
         "",
         "![Total seconds against batches](img/bench_buckets.png)",
@@ -75,8 +77,8 @@ def laid_out(record: dict[str, Any]) -> str:
         "",
         (
             f"A padded call costs {worst:.1f} µs more than the compiled function on inputs padded "
-            f"before, at most, with {counts[0]} to {counts[-1]} buckets; the kernels that pad are not "
-            "counted."
+            f"before, at most, with {counts[0]} to {counts[-1]} buckets; the kernels that pad are "
+            "not counted."
         ),
         "",
         *(f"- {target}" for target in record["targets"]),

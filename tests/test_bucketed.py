@@ -11,7 +11,6 @@ import inspect
 import json
 import pickle
 import random
-import sys
 import threading
 import warnings
 import weakref
@@ -1088,26 +1087,6 @@ class TestWays:
         assert wrong == []
         assert wrapped.stats().calls == 100
         assert len(backend.graphs) == 3
-
-    def test_threads_lose_no_count(self) -> None:
-        wrapped = bucketed(double, dims={"x": {0: "t"}}, buckets=LADDER, verify="never")
-        x = torch.ones(4)
-
-        def work() -> None:
-            for _ in range(2000):
-                wrapped(x)
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            sys.setswitchinterval(before)
-        assert wrapped.stats().calls == 8000
 
     def test_nothing_keeps_inputs_alive(self, backend: Counting) -> None:
         wrapped = bucketed(

@@ -11,7 +11,9 @@ the seconds per step in the steady state. Padding by hand is ``F.pad`` in front 
 the limit of 8, as it comes, and so runs eager for the lengths after.
 
 The model and the stream are small, because compiling takes most of the time: some 65 graphs per
-phase. ``--batches`` makes the stream longer; what compiling costs is then shared by more of them.
+phase, which is some 1,500 seconds of CPU in all on a machine where compiling one for training takes
+14 (about a quarter of an hour on two quiet cores). ``--batches`` makes the stream longer; what
+compiling costs is then shared by more of them.
 
 Then the host's time that ``bucketed`` adds to a call, for 1 to 64 buckets, over the compiled
 function on inputs padded before; the kernels that pad are measured on their own and not counted.
@@ -267,9 +269,11 @@ def in_process(cache: Cache, *row: Any) -> dict[str, Any]:
     return {**result, "process_s": time.perf_counter() - begun}
 
 
-def stream(cache: Cache, rows: list[str], device: str, batches: int) -> Iterator[dict[str, Any]]:
-    """Run these rows, forward and training, and show each."""
-    for phase in PHASES:
+def stream(
+    cache: Cache, phases: Iterable[str], rows: list[str], device: str, batches: int
+) -> Iterator[dict[str, Any]]:
+    """Run these rows in these phases, and show each."""
+    for phase in phases:
         for row in rows:
             modes = [None, "reduce-overhead"] if device == "cuda" and row != "eager" else [None]
             for mode in modes:
@@ -379,6 +383,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--batches", type=int, default=BATCHES, help=f"of the stream (default: {BATCHES})"
     )
+    parser.add_argument("--phase", choices=PHASES, help="one of them only")
     parser.add_argument("--rows", help="only rows that contain this")
     parser.add_argument("--quick", action="store_true", help="6 batches: does it run at all?")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
@@ -394,10 +399,13 @@ def main(arguments: list[str] | None = None) -> None:
     devices = [options.device] if options.device else present
     batches = 6 if options.quick else options.batches
     wanted = [row for row in ROWS if options.rows is None or options.rows in row]
+    phases = [options.phase] if options.phase else PHASES
     with tempfile.TemporaryDirectory() as folder:
         compiling = any(row != "eager" for row in wanted)
         cache = Cache(Path(folder), devices if compiling else ())
-        rows = [found for device in devices for found in stream(cache, wanted, device, batches)]
+        rows = [
+            found for device in devices for found in stream(cache, phases, wanted, device, batches)
+        ]
     torch.set_num_threads(1)
     counts, rounds = (COUNTS[:3], 3) if options.quick else (COUNTS, 200)
     overheads = [overhead(count, rounds) for count in counts]

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 
-BEGIN = "<!-- begin: {name}, written by python -m benchmarks.publish -->"
+BEGIN = "<!-- begin: {name}, written by python -m {by} -->"
 END = "<!-- end: {name} -->"
 
 Record = dict[str, Any]
@@ -175,9 +175,9 @@ PAGES: dict[str, tuple[str, Callable[[Record], str]]] = {
 }
 
 
-def rewritten(page: str, name: str, table: str) -> str:
+def rewritten(page: str, name: str, table: str, *, by: str = "benchmarks.publish") -> str:
     """Return the page with what is between its two marks replaced."""
-    begin, end = BEGIN.format(name=name), END.format(name=name)
+    begin, end = BEGIN.format(name=name, by=by), END.format(name=name)
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:

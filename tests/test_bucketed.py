@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
+import importlib
 import inspect
 import json
 import pickle
+import random
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -140,6 +145,49 @@ class TestWhatReachesTheCompiler:
             wrapped(torch.ones(batch, 3))
         assert backend.calls == len(backend.graphs) == 12
 
+    def test_is_static_behind_a_graph_break_in_another_mode_too(self, backend: Counting) -> None:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            torch._dynamo.graph_break()
+            return y * 2
+
+        wrapped = bucketed(
+            lambda x: inner(x) + 1,
+            dims=({0: "t"},),
+            buckets=Buckets.multiples_of(4, 48),
+            compile={"backend": backend},
+        )
+        lengths = range(4, 49, 4)
+        for length in lengths:
+            wrapped(torch.ones(length))
+        calls = backend.calls
+        with torch.no_grad():  # all buckets share the code of inner, and with it the limit of 8
+            for length in lengths:
+                wrapped(torch.ones(length))
+        assert backend.calls == 2 * calls
+
+    @pytest.mark.parametrize(
+        "others", [list(range(20)), [torch.ones(size + 2) for size in range(20)]]
+    )
+    def test_never_runs_uncompiled_when_something_else_differs(
+        self, others: list[Any], backend: Counting
+    ) -> None:
+        def scale(x: torch.Tensor, other: Any) -> torch.Tensor:
+            return x * (other if isinstance(other, int) else other.sum())
+
+        wrapped = bucketed(
+            scale, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
+        )
+        x = torch.randn(3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for other in others:
+                torch.testing.assert_close(wrapped(x, other), scale(x, other))
+        said = [str(each.message) for each in caught if each.filename == __file__]
+        assert len(said) == 1
+        assert "compiled 9 times for t: 3 -> 4 in x, because other differs" in said[0]
+        assert backend.calls == len(backend.graphs) == wrapped.stats().graphs == 20
+
     def test_dynamic_compilation_is_refused(self) -> None:
         with pytest.raises(ValueError, match="dynamic"):
             bucketed(double, dims={"x": {0: "t"}}, buckets=LADDER, compile={"dynamic": True})
@@ -260,6 +308,51 @@ class TestOutputs:
         x = torch.arange(5)  # both give 4 at the size of the bucket
         for up in (True, False, True):
             assert torch.equal(wrapped(x, up), half(x, up))
+
+    def test_of_a_size_that_hangs_on_something_nobody_named(self) -> None:
+        def by_tensor(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return x[: (x.shape[0] + other.shape[0]) // 2]
+
+        def by_part(x: torch.Tensor, other: dict[str, bool]) -> torch.Tensor:
+            return x[: (x.shape[0] + other["up"]) // 2]
+
+        x = torch.arange(5)  # both give 4 at the size of the bucket
+        one = bucketed(by_tensor, dims={"x": {0: "t"}}, buckets=LADDER)
+        other = bucketed(by_part, dims={"x": {0: "t"}}, buckets=LADDER)
+        same_container = bucketed(
+            lambda batch: by_part(batch["x"], batch), dims=({"x": {0: "t"}},), buckets=LADDER
+        )
+        for up in (0, 1, 0):
+            length = (5 + up) // 2
+            assert one(x, torch.ones(up)).shape == (length,)
+            assert other(x, {"up": bool(up)}).shape == (length,)
+            assert same_container({"x": x, "up": bool(up)}).shape == (length,)
+
+    def test_of_a_size_that_hangs_on_something_outside(self) -> None:
+        dropped = 0
+        wrapped = bucketed(lambda x: x[dropped:], dims=({0: "t"},), buckets=LADDER)
+        x = torch.arange(5)
+        for dropped in (0, 1, 0, 2):
+            assert torch.equal(wrapped(x), x[dropped:])
+
+    def test_of_size_1_that_lose_a_dim_are_no_guess(self) -> None:
+        wrapped = bucketed(lambda x: x.squeeze(0), dims=({0: "t"},), buckets=LADDER, verify="never")
+        assert wrapped(torch.ones(2, 3)).shape == (2, 3)
+        with pytest.raises(ValueError, match="which has no part of the shape"):
+            wrapped(torch.ones(1, 3))
+
+    def test_whose_formula_holds_for_some_sizes_only(self) -> None:
+        def capped(x: torch.Tensor) -> torch.Tensor:
+            return x[:3] if x.shape[0] > 6 else x
+
+        wrapped = bucketed(capped, dims={"x": {0: "t"}}, buckets=Buckets([16]), verify="never")
+        assert wrapped(torch.arange(7)).shape == wrapped(torch.arange(9)).shape == (3,)
+        with pytest.raises(ValueError, match="which has no part of the shape"):
+            wrapped(torch.arange(5))  # 5 of 3
+
+    def test_of_an_empty_input_that_the_function_does_not_take(self) -> None:
+        wrapped = bucketed(lambda x: x + 0 * x.amax(0), dims=({0: "t"},), buckets=LADDER)
+        assert wrapped(torch.ones(0)).shape == (0,)
 
     def test_can_be_declared(self) -> None:
         def halves(x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -402,6 +495,26 @@ class TestInputs:
         last = {name: int(value[3]) for name, value in seen.items()}
         assert last == {"a": -100, "b": 5, "c": 3, "d": 1}
 
+    @pytest.mark.parametrize("fill", [0, "repeat-last", "arange"])
+    def test_sizes_0_and_1_run_as_any_other(self, fill: Any, backend: Counting) -> None:
+        linear = nn.Linear(2, 2)
+
+        def project(x: torch.Tensor) -> Any:
+            return linear(x), x.shape[0]
+
+        wrapped = bucketed(
+            project,
+            dims={"x": {0: "t"}},
+            buckets=Buckets([1, 4]),
+            fill={"x": fill},
+            compile={"backend": backend},
+        )
+        for length in (0, 1, 2, 1, 0, 4):
+            x = torch.randn(length, 2)
+            found, expected = wrapped(x), project(x)
+            torch.testing.assert_close(found, expected)
+        assert len(backend.graphs) == 2
+
     def test_a_fill_that_the_dtype_cannot_hold_is_refused(self) -> None:
         wrapped = bucketed(double, dims={"x": {0: "t"}}, buckets=LADDER, fill={"x": -1})
         wrapped(torch.ones(3))
@@ -499,6 +612,24 @@ class TestOverflow:
         stats = wrapped.stats()
         assert stats.overflowed == (0 if overflow == "grow" else 3)
         assert stats.hits == ({(4,): 1, (32,): 3} if overflow == "grow" else {(4,): 1})
+
+    @pytest.mark.parametrize("overflow", ["eager", "grow", "dynamic"])
+    def test_makes_the_masks_and_lengths_that_the_function_insists_on(self, overflow: Any) -> None:
+        def total(x: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+            return (x * m).sum(1) / n
+
+        wrapped = bucketed(
+            total,
+            dims={"x": {1: "t"}},
+            buckets=LADDER,
+            mask="m",
+            lengths="n",
+            overflow=overflow,
+            compile={"backend": "eager"},
+        )
+        for length in (5, 20, 21):
+            x = torch.randn(2, length)
+            torch.testing.assert_close(wrapped(x), x.mean(1))
 
 
 class Net(nn.Module):
@@ -721,10 +852,86 @@ class TestVerification:
         assert x.grad is None
         assert wrapped.stats().calls == 0
 
+    def test_random_numbers_of_python_and_numpy_are_held_fixed_too(self) -> None:
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * random.random() * float(np.random.rand())  # noqa: S311, NPY002
+
+        wrapped = bucketed(scaled, dims={"x": {0: "t"}}, buckets=LADDER)
+        before = random.getstate(), np.random.get_state(legacy=True)  # noqa: NPY002
+        wrapped.verify(torch.ones(3))
+        assert random.getstate() == before[0]
+        with np.printoptions(threshold=1000):
+            assert str(np.random.get_state(legacy=True)) == str(before[1])  # noqa: NPY002
+
+    @pytest.mark.parametrize("how", ["closure", "argument", "attribute", "list"])
+    def test_training_is_checked_on_its_own_wherever_the_module_is(self, how: str) -> None:
+        norm = nn.BatchNorm1d(3).eval()
+        options: dict[str, Any] = {"buckets": LADDER}
+
+        class Trainer:
+            def __init__(self) -> None:
+                self.model = norm
+
+            @bucketed(dims={"x": {2: "t"}}, **options)
+            def loss(self, x: torch.Tensor) -> Any:
+                return self.model(x)
+
+        models = [norm]
+        calls: dict[str, Callable[[torch.Tensor], Any]] = {
+            "closure": bucketed(lambda x: 1 * norm(x), dims=({2: "t"},), **options),
+            "attribute": Trainer().loss,
+            "list": bucketed(lambda x: 1 * models[0](x), dims=({2: "t"},), **options),
+        }
+        applied = bucketed(lambda model, x: 1 * model(x), dims=(None, {2: "t"}), **options)
+        calls["argument"] = lambda x: applied(norm, x)
+        x = torch.randn(2, 3, 5)
+        torch.testing.assert_close(calls[how](x), norm(x))
+        norm.train()
+        with pytest.raises(PaddingLeakError, match="BatchNorm in training mode"):
+            calls[how](x)
+
+    def test_a_leak_is_found_again_and_counts_as_no_call(self, backend: Counting) -> None:
+        wrapped = bucketed(
+            lambda x: x.mean(), dims=({0: "t"},), buckets=LADDER, compile={"backend": backend}
+        )
+        for _ in range(2):
+            with pytest.raises(PaddingLeakError):
+                wrapped(torch.randn(3))
+        assert (wrapped.stats().calls, backend.graphs) == (0, [])
+
     def test_dropout_is_no_leak(self) -> None:
         _, wrapped = wrapped_net()
         for length in (3, 5, 11):
             wrapped(torch.randn(length, 3)).sum().backward()
+
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            """x (B, T, D): which elements are dropped depends on T."""
+            dropped = functional.dropout(x, 0.5) * torch.rand_like(x)
+            return dropped * functional.scaled_dot_product_attention(
+                x[:, :1], x[:, :1], x[:, :1], dropout_p=0.5
+            )
+
+        attending = bucketed(attend, dims={"x": {1: "t"}}, buckets=LADDER)
+        for length in (3, 5, 11):
+            attending(torch.randn(2, length, 3))
+
+    def test_leaves_what_the_function_notes_and_its_gradients(self) -> None:
+        class Noting(nn.Linear):
+            seen = 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.seen += 1
+                self.last = x
+                out = super().forward(x)
+                out.detach().requires_grad_().square().sum().backward()
+                functional.linear(x, self.weight).sum().backward()
+                return out.detach()
+
+        net = Noting(3, 3)
+        bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER).verify(torch.randn(5, 3))
+        assert net.seen == 0
+        assert not hasattr(net, "last")
+        assert net.weight.grad is None
 
     def test_happens_once_per_bucket(self) -> None:
         runs = []
@@ -828,6 +1035,40 @@ class TestWays:
         outside = bucketed(double, dims={"x": {0: "t"}}, buckets=LADDER)
         torch.testing.assert_close(torch.func.grad(lambda y: outside(y).sum())(x), 2 * x / x)
         torch.testing.assert_close(torch.func.vmap(outside)(torch.ones(2, 5)), 2 * torch.ones(2, 5))
+
+    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+    def test_torch_func_around_what_is_compiled(self, compiler: str) -> None:
+        # Plain torch runs it uncompiled there, and with backend="eager" fails for what is no leaf.
+        def wave(x: torch.Tensor) -> torch.Tensor:
+            return x.sin() * x
+
+        wrapped = bucketed(
+            wave, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": compiler}
+        )
+        x = torch.randn(5)
+        for warm in (False, True):
+            if warm:
+                wrapped(x)
+            for transformed in (
+                lambda f: torch.func.grad(lambda y: f(y).sum())(x),
+                lambda f: torch.func.vmap(f)(torch.stack([x, 2 * x])),
+                lambda f: torch.func.jvp(f, (x,), (x,)),
+                lambda f: torch.func.jacrev(f)(x),
+                lambda f: torch.func.hessian(lambda y: f(y).sum())(x),
+            ):
+                torch.testing.assert_close(transformed(wrapped), transformed(wave))
+        assert wrapped.stats().graphs == 1
+
+    def test_functional_call(self) -> None:
+        linear = nn.Linear(3, 3)
+        wrapped = bucketed(
+            linear, dims={"input": {0: "t"}}, buckets=LADDER, compile={"backend": "eager"}
+        )
+        x = torch.randn(5, 3)
+        doubled = {name: 2 * p.detach() for name, p in linear.named_parameters()}
+        found = torch.func.functional_call(wrapped, doubled, (x,))
+        torch.testing.assert_close(found, torch.func.functional_call(linear, doubled, (x,)))
+        torch.testing.assert_close(wrapped(x), linear(x))
 
     def test_threads(self, backend: Counting) -> None:
         wrapped = bucketed(
@@ -934,6 +1175,46 @@ class TestStatistics:
                 wrapped(torch.ones(length, 3))
         assert len(backend.graphs) == 3
 
+    def test_warmup_compiles_for_training_what_has_run_without_gradients(
+        self, backend: Counting
+    ) -> None:
+        linear = nn.Linear(3, 3)
+        wrapped = bucketed(
+            linear, dims={"input": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
+        )
+        with torch.no_grad():
+            for length in LADDER:
+                wrapped(torch.ones(length, 3))
+        wrapped.warmup(torch.ones(2, 3))
+        with no_recompile():
+            for length in range(1, 17):
+                wrapped(torch.ones(length, 3)).sum().backward()
+
+    @pytest.mark.parametrize("how", ["attribute", "partial", "list"])
+    def test_warmup_leaves_buffers_wherever_the_module_is(self, how: str) -> None:
+        norm = nn.BatchNorm1d(3)
+
+        class Trainer:
+            def __init__(self) -> None:
+                self.model = norm
+
+            @bucketed(dims={"x": {0: "b"}}, buckets=LADDER, compile={"backend": "eager"})
+            def loss(self, x: torch.Tensor) -> Any:
+                return self.model(x)
+
+        options: dict[str, Any] = {"buckets": LADDER, "compile": {"backend": "eager"}}
+        models = [norm]
+        wrapped = {
+            "attribute": Trainer().loss,
+            "partial": bucketed(
+                functools.partial(lambda m, x: 1 * m(x), norm), dims={"x": {0: "b"}}, **options
+            ),
+            "list": bucketed(lambda x: 1 * models[0](x), dims={"x": {0: "b"}}, **options),
+        }[how]
+        before = {name: value.clone() for name, value in norm.state_dict().items()}
+        wrapped.warmup(x=torch.randn(3, 3))
+        same(dict(norm.state_dict()), before)
+
     def test_warmup_shows_a_bar(self, capsys: pytest.CaptureFixture[str]) -> None:
         wrapped = bucketed(
             double, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": "eager"}
@@ -1022,6 +1303,21 @@ class TestNoRecompile:
             with no_recompile():
                 compiled(torch.ones(7))
         compiled(torch.ones(7))
+
+    def test_a_backward_that_would_compile_is_refused(self) -> None:
+        torch.compiler.reset()
+        compiled = torch.compile(nn.Linear(3, 3), backend="aot_eager")
+        late, later = compiled(torch.ones(2, 3)), compiled(torch.ones(2, 3))
+        callbacks = importlib.import_module("torch._dynamo.callback")
+        if not hasattr(callbacks, "CallbackTrigger"):
+            pytest.skip("this torch does not say when it compiles a backward")
+        with pytest.raises(RecompileError, match=r"the backward of compiled graph \S+ was about"):
+            with no_recompile():
+                late.sum().backward()
+        later.sum().backward()
+        with no_recompile():
+            compiled(torch.ones(2, 3)).sum().backward()
+        assert callbacks.callback_handler.start_callbacks == []
 
     def test_leaves_other_errors_alone(self) -> None:
         with pytest.raises(RuntimeError, match="on purpose") as caught:

@@ -70,6 +70,21 @@ def test_a_conv_linear_model_that_pads_a_dim_that_varies() -> None:
     assert wrapped.stats().graphs == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_that_record_cuda_graphs_where_there_is_a_gpu(mode: str) -> None:
+    model = nn.Linear(4, 4)
+    wrapped = bucketed(
+        model, dims={"input": {0: "t"}}, buckets=Buckets([8]), compile={"mode": mode}
+    )
+    inputs = [torch.randn(length, 4) for length in (5, 7, 8)]
+    outputs = [wrapped(x) for x in inputs]  # none of them is overwritten by the next
+    for x, found in zip(inputs, outputs, strict=True):
+        torch.testing.assert_close(found, model(x))
+    same_values_and_gradients(model, wrapped, lambda m: m(inputs[0]).square().sum())
+    assert wrapped.stats().graphs == 1
+
+
 class Encoder(nn.Module):
     """A transformer encoder that classifies every token."""
 

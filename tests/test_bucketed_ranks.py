@@ -48,6 +48,27 @@ for lengths in ((3, 17), (3, None)):
     except Exception as error:
         result.setdefault("errors", []).append(type(error).__name__)
 
+# Whether to check is decided together: the function of a check may wait for the other rank.
+checks = []
+
+def summed(x):
+    checks.append(tuple(x.shape))
+    dist.all_reduce(torch.zeros(1))
+    return x * 2
+
+together = bucketed(summed, dims=({0: "t"},), buckets=Buckets([8]), outputs={0: "t"}, group=True)
+for lengths in ((8, 8), (8, 5), (6, 8), (8, 8)):
+    x = torch.ones(lengths[rank])
+    assert torch.equal(together(x), 2 * x)
+result["ran"] = len(checks)
+
+# What the check of one rank finds stops both: this one has nothing to pad.
+leaky = bucketed(lambda x: x - x.mean(), dims=({0: "t"},), buckets=Buckets([8]), group=True)
+try:
+    leaky(torch.randn((8, 5)[rank]))
+except Exception as error:
+    result["leak"] = f"{type(error).__name__}: {error}"
+
 # DDP training against the same training without padding and without ranks.
 torch.manual_seed(0)
 
@@ -131,3 +152,12 @@ def test_what_one_rank_can_not_run_is_an_error_on_both(results: list[dict[str, A
 
 def test_ddp_training_equals_training_without_padding(results: list[dict[str, Any]]) -> None:
     assert all(result["trained"] for result in results)
+
+
+def test_ranks_check_together_or_not_at_all(results: list[dict[str, Any]]) -> None:
+    assert [result["ran"] for result in results] == [4 + 3, 4 + 3]
+
+
+def test_a_leak_on_one_rank_is_an_error_on_both(results: list[dict[str, Any]]) -> None:
+    assert results[0]["leak"].startswith("RuntimeError: bucketed: the check of <lambda>() has")
+    assert results[1]["leak"].startswith("PaddingLeakError")

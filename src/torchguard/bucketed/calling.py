@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,9 +15,13 @@ import torch
 from torchguard import internals
 from torchguard.bucketed import no_compiling, ranks
 from torchguard.bucketed.checking import check
+from torchguard.bucketed.circumstances import Circumstances, Surroundings, differing
 from torchguard.bucketed.cutting import Cutter
+from torchguard.bucketed.forms import Form
+from torchguard.bucketed.isolation import reachable
 from torchguard.bucketed.outputs import Sizes
-from torchguard.bucketed.plans import BucketCount, Input, Place, Plan, Planner, told
+from torchguard.bucketed.planner import Planner
+from torchguard.bucketed.plans import BucketCount, Input, Plan, told
 from torchguard.bucketed.trees import flattened, replaced
 from torchguard.bucketed.variants import COMPILING, Source, Variant, separated
 from torchguard.bucketed.verification import Arguments, backward
@@ -27,20 +33,8 @@ __all__ = ["Caller"]
 _PLANS_KEPT = 8192
 # The first call of a CUDA graph warms up, the second records, the third replays.
 _CUDA_GRAPH_TURNS = 3
-# Arguments that are more likely to switch something than to count something.
-_SWITCHES = frozenset({bool, int, str})
-
-
-class _Form:
-    """How a call gives its arguments: how many by place, which by name."""
-
-    def __init__(
-        self, entries: list[tuple[Place, str]], count: int, keywords: tuple[str, ...]
-    ) -> None:
-        self.entries = entries
-        declared = {place for place, _ in entries}
-        self.others: list[Place] = [p for p in (*range(count), *keywords) if p not in declared]
-        self.plans: dict[Any, Plan] = {}
+# As often as torch compiles a function anew before it gives up and runs it uncompiled.
+_COMPILED_OFTEN = 8
 
 
 class Caller:
@@ -59,12 +53,13 @@ class Caller:
         self.name = name
         self.lock = threading.Lock()
         self.counts: dict[tuple[int, ...], BucketCount] = {}
-        self._seen: dict[tuple[int, ...], list[int]] = {}
         self.variants: dict[Any, Variant] = {}
-        self.verified: set[Any] = set()
-        self._forms: dict[Any, _Form] = {}
+        self._seen: dict[tuple[int, ...], list[int]] = {}
+        self._forms: dict[Any, Form] = {}
+        self._surroundings: Surroundings | None = None
+        self._verified: set[Any] = set()
+        self._warned = False
         self._cutter = Cutter(source, planner, name)
-        self._extra = bool(planner.masks or planner.lengths)
         self._always = self.options.verify == "always"
         self._fitting = any(ladder.automatic for ladder in planner.ladders.values())
 
@@ -108,7 +103,7 @@ class Caller:
         if plan.variant.cuda_graphs:
             output = _cloned(output)
         if plan.pads:
-            output = self._cutter.cut(plan, output, Arguments((*owner, *args), kwargs))
+            output = self._cutter.cut(plan, output, owner, args, kwargs)
         with self.lock:
             count = plan.count
             count.calls += 1
@@ -123,53 +118,29 @@ class Caller:
         names = (len(args), *kwargs)
         form = self._forms.get(names)
         if form is None:
-            keywords = tuple(kwargs)
-            form = _Form(self.planner.entries(len(args), keywords), len(args), keywords)
-            self._forms[names] = form
-        mode: tuple[Any, ...] = (
-            torch.is_grad_enabled(),
-            owner[0].training if _is_module(owner) else None,
-        )
-        for place in form.others:  # what a function returns, and whether it leaks, may hang on it
-            value = args[place] if type(place) is int else kwargs[place]  # type: ignore[index]
-            if type(value) in _SWITCHES:
-                mode += (value,)
+            form = self._forms[names] = Form(self.planner, len(args), tuple(kwargs))
+        surroundings = self._surroundings
+        if surroundings is None:
+            surroundings = Surroundings(reachable(self.source.function, owner))
+            self._surroundings = surroundings
+        key = form.key(surroundings.now(), args, kwargs)
         if self.options.group is not None:
-            return self._shared_plan(form, mode, len(owner), Arguments(args, kwargs))
-        key: list[Any] = [mode]
-        for place, name in form.entries:
-            value = args[place] if type(place) is int else kwargs[place]  # type: ignore[index]
-            if isinstance(value, torch.Tensor):
-                key.append(value.shape)
-                key.append(value.dtype)
-                if self._extra:
-                    key.append(value.device)
-            elif value is None:
-                key.append(None)
-            else:
-                key += [
-                    (each.path, each.tensor.shape, each.tensor.dtype)
-                    for each in self.planner.found(name, value)
-                ]
-        fixed = tuple(key)
-        plan = form.plans.get(fixed)
+            return self._shared_plan(form, key, len(owner), Arguments(args, kwargs))
+        plan = form.plans.get(key)
         if plan is None:
             inputs, sizes = self.planner.inputs(form.entries, args, kwargs)
             plan = self._new_plan(
-                form,
-                fixed,
-                inputs=inputs,
-                sizes=sizes,
+                inputs,
+                sizes,
                 together=sizes,
-                mode=mode,
+                circumstances=form.circumstances(key, inputs, args, kwargs),
                 owned=len(owner),
                 given=Arguments(args, kwargs),
             )
+            self._keep(form, key, plan)
         return plan
 
-    def _shared_plan(
-        self, form: _Form, mode: tuple[Any, ...], owned: int, given: Arguments
-    ) -> Plan:
+    def _shared_plan(self, form: Form, key: Any, owned: int, given: Arguments) -> Plan:
         """Agree with the other ranks on the bucket."""
         axes = self.planner.ladders
         problem: Exception | None = None
@@ -181,7 +152,7 @@ class Caller:
             problem = error
         own = list(sizes.values())
         said = [*own, *(-size for size in own), int(problem is not None)]
-        *largest, failed = ranks.agree(self.options.group, said)
+        *agreed, failed = ranks.agree(self.options.group, said)
         if problem is not None:
             raise problem
         if failed:
@@ -189,38 +160,31 @@ class Caller:
                 f"bucketed: another rank could not bind the arguments of {self.name}; its own "
                 "error says why"
             )
-        together = dict(zip(axes, largest, strict=False))
-        smallest = [-size for size in largest[len(axes) :]]
-        fixed = (
-            mode,
-            tuple((each.label, each.shape, each.fill, each.device) for each in inputs),
-            tuple(largest),
-        )
-        plan = form.plans.get(fixed)
+        longest = dict(zip(axes, agreed, strict=False))
+        shortest = {axis: -size for axis, size in zip(axes, agreed[len(axes) :], strict=True)}
+        key = (key, *agreed)
+        plan = form.plans.get(key)
         if plan is None:
             plan = self._new_plan(
-                form,
-                fixed,
-                inputs=inputs,
-                sizes=sizes,
-                together=together,
-                mode=mode,
+                inputs,
+                sizes,
+                together=longest,
+                circumstances=form.circumstances(key[0], inputs, given.args, given.kwargs),
                 owned=owned,
                 given=given,
             )
             # A check may contain collectives, so all ranks make it or none does.
-            plan.checked_by_all = smallest != list(plan.buckets.values())
+            plan.padded_somewhere = shortest != plan.buckets
+            self._keep(form, key, plan)
         return plan
 
     def _new_plan(
         self,
-        form: _Form,
-        key: Any,
-        *,
         inputs: tuple[Input, ...],
         sizes: Sizes,
+        *,
         together: Sizes,
-        mode: tuple[Any, ...],
+        circumstances: Circumstances,
         owned: int,
         given: Arguments,
     ) -> Plan:
@@ -229,43 +193,50 @@ class Caller:
         extras, places = self.planner.extras(inputs, sizes, buckets, given.args, given.kwargs)
         shapes = buckets and tuple((each.label, each.padded(buckets)) for each in inputs)
         with self.lock:
-            plan = Plan(
+            return Plan(
                 inputs=inputs,
                 sizes=sizes,
                 buckets=buckets or {},
-                variant=self._variant(shapes),
+                variant=self._variant(shapes, transformed=circumstances.transformed),
                 count=self.counts.setdefault(tuple((buckets or {}).values()), BucketCount()),
                 extras=extras,
                 extra_places=places,
-                mode=mode,
+                circumstances=circumstances,
                 seen=self._seen.setdefault(tuple(together.values()), [0]),
                 side=self.options.side,
                 owned=owned,
             )
+
+    def _keep(self, form: Form, key: Any, plan: Plan) -> None:
+        with self.lock:
             if len(form.plans) >= _PLANS_KEPT:
                 form.plans.clear()
             form.plans[key] = plan
-        return plan
 
-    def _variant(self, key: Any) -> Variant:
+    def _variant(self, shapes: Any, *, transformed: bool) -> Variant:
+        # torch.compile runs what is inside a transform of torch.func uncompiled.
+        key = "transformed" if transformed else shapes
         found = self.variants.get(key)
-        if found is not None:
-            return found
+        if found is None:
+            found = self.variants[key] = self._new_variant(key)
+        return found
+
+    def _new_variant(self, key: Any) -> Variant:
         source = self.source
+        if source.static is None or key == "transformed":
+            return Variant(source.function)
         if key is None:  # above the largest bucket
-            run = source.dynamic if self.options.overflow == "dynamic" else source.function
-            variant = Variant(run, None, ready=self.options.overflow != "dynamic")
-        elif source.static is None:
-            variant = Variant(source.function, None, ready=True)
-        else:
-            # Dynamo keeps the sizes it has seen under this name, in a file too.
-            sizes = "_".join("x".join(map(str, shape)) for _, shape in key)
-            copied = separated(source.function, f"bucket_{sizes}")
-            compiled = source.static(copied)
-            variant = Variant(compiled, copied.__code__)
-            variant.cuda_graphs = internals.records_cuda_graphs(compiled)
-        self.variants[key] = variant
-        return variant
+            return Variant(source.dynamic, compiles=self.options.overflow == "dynamic")
+        # Dynamo keeps the sizes it has seen under this name, in a file too.
+        sizes = "_".join("x".join(map(str, shape)) for _, shape in key)
+        copied = separated(source.function, f"bucket_{sizes}")
+        compiled = source.static(copied)
+        return Variant(
+            compiled,
+            copied.__code__,
+            compiles=True,
+            cuda_graphs=internals.records_cuda_graphs(compiled),
+        )
 
     # ---- the first call of a shape ----
 
@@ -274,52 +245,80 @@ class Caller:
     ) -> Any:
         if self._to_be_checked(plan):
             self._check(plan, owner, args, kwargs)
-        run = plan.variant.run if plan.variant.ready else self._first_run(plan)
+        variant = plan.variant
+        run = variant.run
+        if variant.compiles and plan.circumstances not in variant.compiled_for:
+            run = self._compiled(plan)
         output = self._run(plan, run, owner, args, kwargs)
         plan.ready = True
+        self._warn(plan)
         return output
 
     def _to_be_checked(self, plan: Plan) -> bool:
-        if self.options.verify == "never" or not plan.buckets or internals.inside_transform():
+        if self.options.verify == "never" or not plan.buckets or plan.circumstances.transformed:
             return False
         if self.options.group is None:
             padded = bool(plan.pads) and all(plan.sizes.values())
         else:
-            padded = plan.checked_by_all
+            padded = plan.padded_somewhere
         if not padded:
             return False
-        return self._always or self._checked_as(plan) not in self.verified
+        return self._always or self._checked_as(plan) not in self._verified
 
     def _checked_as(self, plan: Plan) -> tuple[Any, ...]:
+        circumstances = plan.circumstances
         # Switches may differ between ranks, and all of them have to check at the same time.
-        mode = plan.mode if self.options.group is None else plan.mode[:2]
-        return (*plan.buckets.values(), mode)
-
-    def _first_run(self, plan: Plan) -> Callable[..., Any]:
-        """Return a variant's function, to be called once, that notes what compiling took."""
-        if no_compiling.refused():
-            raise RecompileError(f"no_recompile: {self.name} was about to compile {told(plan)}")
-        variant = plan.variant
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with COMPILING, internals.without_recompile_limit():
-                graphs, begun = internals.graphs_compiled(), time.perf_counter()
-                output = variant.run(*args, **kwargs)
-                variant.seconds += time.perf_counter() - begun
-                variant.first_graphs += max(internals.graphs_compiled() - graphs, 0)
-                if variant.code is not None:
-                    variant.first_entries = internals.compiled_variants(variant.code)
-                variant.ready = True
-            return output
-
-        return run
+        switches = circumstances.switches if self.options.group is None else ()
+        return (*plan.buckets.values(), circumstances.around, switches)
 
     def _check(
         self, plan: Plan, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        given = Arguments(args, kwargs)
-        check(self._cutter, plan, owner, given)
-        self.verified.add(self._checked_as(plan))
+        group = self.options.group
+        together: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if group is not None:
+            together = ranks.failing_together(group, f"the check of {self.name} has failed")
+        with together:
+            check(self._cutter, plan, owner, Arguments(args, kwargs))
+        self._verified.add(self._checked_as(plan))
+
+    def _compiled(self, plan: Plan) -> Callable[..., Any]:
+        """Return a variant's function, to be called once, that notes what compiling took."""
+        variant = plan.variant
+        if no_compiling.refused() and not variant.compiled_for:
+            raise RecompileError(f"no_recompile: {self.name} was about to compile {told(plan)}")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._compiling(plan):
+                return variant.run(*args, **kwargs)
+
+        return run
+
+    @contextlib.contextmanager
+    def _compiling(self, plan: Plan) -> Iterator[None]:
+        variant = plan.variant
+        with COMPILING, internals.without_recompile_limit():
+            graphs, begun = internals.graphs_compiled(), time.perf_counter()
+            yield
+            variant.seconds += time.perf_counter() - begun
+            variant.first_graphs += max(internals.graphs_compiled() - graphs, 0)
+            if variant.code is not None:
+                variant.first_entries = internals.compiled_variants(variant.code)
+            variant.compiled_for.add(plan.circumstances)
+
+    def _warn(self, plan: Plan) -> None:
+        """Say once that something else than the size differs from call to call."""
+        if self._warned or len(plan.variant.compiled_for) <= _COMPILED_OFTEN:
+            return
+        self._warned = True
+        names = differing(plan.variant.compiled_for)
+        warnings.warn(
+            f"bucketed: {self.name} was compiled {len(plan.variant.compiled_for)} times for "
+            f"{told(plan)}, because {', '.join(names) or 'what is around the call'} differs from "
+            "call to call: numbers, texts and sizes that dims does not name are compiled in. Pass "
+            "a number as a tensor, name a size in dims",
+            stacklevel=5,
+        )
 
     def verify(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check these inputs, whatever was checked before.
@@ -339,10 +338,10 @@ class Caller:
         """Compile the variant for inputs that have the sizes of a bucket, backward included."""
         plan = self._plan(owner, args, kwargs)
         variant = plan.variant
-        if variant.ready:
+        if not variant.compiles or plan.circumstances in variant.warmed_for:
             return
         given, named = self.planner.padded(plan, args, kwargs)
-        run = self._first_run(plan)
+        run = self._compiled(plan)
         for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs else 1):
             output = (run if turn == 0 else variant.run)(*owner, *given, **named)
             begun = time.perf_counter()
@@ -350,6 +349,7 @@ class Caller:
                 backward(output)
             if turn == 0:
                 variant.seconds += time.perf_counter() - begun
+        variant.warmed_for.add(plan.circumstances)
 
     # ---- buckets that fit themselves ----
 
@@ -369,10 +369,6 @@ class Caller:
         if changed:
             for form in self._forms.values():
                 form.plans.clear()
-
-
-def _is_module(owner: tuple[Any, ...]) -> bool:
-    return bool(owner) and isinstance(owner[0], torch.nn.Module)
 
 
 def _cloned(output: Any) -> Any:

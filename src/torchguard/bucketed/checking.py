@@ -48,7 +48,7 @@ def check(
             return Arguments((*owner, *changed), named)
 
         def cut(output: Any) -> Any:
-            return output if fills is None else cutter.cut(plan, output, whole)
+            return output if fills is None else cutter.cut(plan, output, owner, args, kwargs)
 
         return ran(
             function,
@@ -65,7 +65,8 @@ def check(
         padded = once({}, without.parameters)
         compared(without, padded, what=told(plan), function=cutter.name, modules=modules)
         fills = _other_fills(plan, args, kwargs)
-        if fills:
+        # On several ranks all make this run: the function may wait for the others in it.
+        if fills or planner.options.group is not None:
             other = once(fills, without.parameters)
             labels = ", ".join(
                 each.label for each in plan.inputs if (each.place, each.path) in fills

@@ -9,7 +9,7 @@ from torchguard.bucketed.declaration import Declaration, axis_names
 from torchguard.bucketed.ladders import ladders_of, read_plan
 from torchguard.bucketed.masks_and_lengths import lengths_of, masks_of
 from torchguard.bucketed.options import Options
-from torchguard.bucketed.plans import Planner
+from torchguard.bucketed.planner import Planner
 from torchguard.bucketed.variants import Source, separated
 
 __all__ = ["Core"]

@@ -17,7 +17,8 @@ from torchguard.bucketed.outputs import (
     as_reasoned,
     leaves_of,
 )
-from torchguard.bucketed.plans import Plan, Planner
+from torchguard.bucketed.planner import Planner
+from torchguard.bucketed.plans import Plan
 from torchguard.bucketed.trees import Path, flattened, replaced, spelled
 from torchguard.bucketed.variants import COMPILING, Source
 from torchguard.bucketed.verification import Arguments
@@ -42,8 +43,15 @@ class Cutter:
         self.name = name
         self._formulas: dict[Any, Formula | None] = {}
 
-    def cut(self, plan: Plan, output: Any, given: Arguments) -> Any:
-        """Take the real part out of an output; ``given`` is not padded.
+    def cut(
+        self,
+        plan: Plan,
+        output: Any,
+        owner: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Take the real part out of an output; the arguments are not padded.
 
         Raises:
             TypeError, ValueError: it can't be told how much is real.
@@ -58,6 +66,7 @@ class Cutter:
         program = plan.programs.get(key)
         if program is None:
             leaves = leaves_of(output)
+            given = Arguments((*owner, *args), kwargs)
             program = self._program(plan, leaves, output, given)
             plan.programs[key] = program
         if not program.cuts and not program.numbers:
@@ -93,41 +102,52 @@ class Cutter:
                 self.options.outputs, leaves, plan.sizes, plan.buckets, whole=whole, side=side
             )
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
-        usual = min(plan.sizes.values()) >= 2  # noqa: PLR2004
-        if usual:
-            formula = self._formula(plan, leaves, given)
-            program = None
-            if formula is not None:
-                program = as_reasoned(formula, leaves, plan.sizes, plan.buckets, side)
+        if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
+            program = self._reasoned(plan, leaves, given)
             if program is not None:
                 return program
         try:
-            return as_measured(self._imagined(plan, given, {}), leaves, whole, side)
+            measured = self._imagined(plan, given, {})
         except Exception as error:
-            formula = None if usual else self._formula(plan, leaves, given)
-            program = None
-            if formula is not None:
-                program = as_reasoned(formula, leaves, plan.sizes, plan.buckets, side, anyhow=True)
-            if program is not None:  # an empty input, which the function itself does not take
-                return program
-            names = ", ".join(self.planner.ladders)
-            path, value = next(
-                (path, value)
-                for path, value in leaves
-                if not isinstance(value, torch.Tensor) or value.dim()
-            )
-            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise ValueError(
-                f"bucketed: how much of {spelled('output', path, whole)} of {self.name} ({shown} "
-                "after padding) is real can't be told from the sizes of the "
-                f"inputs: {reason}. Say it in outputs=, in the structure of what it returns: "
-                f"{{dim: axis}} with an axis of {names}, or a function of them for another length"
-            ) from error
+            if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
+                program = self._reasoned(plan, leaves, given, anyhow=True)
+                if program is not None:
+                    return program
+            raise self._unknown(leaves, whole, error) from error
+        try:
+            return as_measured(measured, leaves, whole, side)
+        except ValueError as error:
+            raise self._unknown(leaves, whole, error) from error
+
+    def _reasoned(
+        self, plan: Plan, leaves: list[Leaf], given: Arguments, *, anyhow: bool = False
+    ) -> Program | None:
+        """Find it out by formula; None if there is none, or not for these sizes."""
+        formula = self._formula(plan, leaves, given)
+        if formula is None:
+            return None
+        side = self.options.side
+        return as_reasoned(formula, leaves, plan.sizes, plan.buckets, side, anyhow=anyhow)
+
+    def _unknown(self, leaves: list[Leaf], whole: Any, reason: Exception) -> ValueError:
+        """Return the error for an output that can't be cut."""
+        path, value = next(
+            (path, value)
+            for path, value in leaves
+            if not isinstance(value, torch.Tensor) or value.dim()
+        )
+        shown = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        said = str(reason).partition("\n")[0] or type(reason).__name__
+        return ValueError(
+            f"bucketed: how much of {spelled('output', path, whole)} of {self.name} ({shown} "
+            f"after padding) is real can't be told from the sizes of the inputs: {said}. Say it in "
+            "outputs=, in the structure of what it returns: {dim: axis} with an axis of "
+            f"{', '.join(self.planner.ladders)}, or a function of them for another length"
+        )
 
     def _formula(self, plan: Plan, leaves: list[Leaf], given: Arguments) -> Formula | None:
         """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
-        key = (id(plan.variant), plan.mode, tuple(path for path, _ in leaves))
+        key = (id(plan.variant), plan.circumstances, tuple(path for path, _ in leaves))
         if key not in self._formulas:
             hints = {
                 axis: size if size > 1 else max(plan.buckets[axis], 2)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import random
 import sys
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchguard import internals
+from torchguard.bucketed.trees import parts
 
 __all__ = [
     "Undone",
@@ -21,24 +26,46 @@ __all__ = [
     "modules_of",
     "python_state_kept",
     "quiet",
+    "reachable",
 ]
 
 
-def modules_of(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
-    """Return the modules a function can reach: arguments, its closure and globals it names."""
-    function = getattr(function, "__func__", function)
+def reachable(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
+    """Return the modules a function can reach, without what is inside them.
+
+    Arguments, what it is bound to, its closure and the globals it names, and what is right
+    inside these: a model in a list, or an attribute of the object a method belongs to.
+    """
+    candidates = [*_around(function), *arguments]
+    for candidate in list(candidates):
+        inside = parts(candidate)
+        if inside is not None:
+            candidates += [part for _, part in inside]
+        elif not isinstance(candidate, (type, torch.Tensor, torch.nn.Module, ModuleType)):
+            candidates += vars(candidate).values() if hasattr(candidate, "__dict__") else ()
+    found = {id(each): each for each in candidates if isinstance(each, torch.nn.Module)}
+    return list(found.values())
+
+
+def _around(function: Any) -> list[Any]:
+    """Return a function and what it holds."""
+    if isinstance(function, functools.partial):
+        return [*_around(function.func), *function.args, *function.keywords.values()]
     owner = getattr(function, "__self__", None)
-    candidates = [function, owner, *arguments]
+    function = getattr(function, "__func__", function)
+    found = [function, owner]
     code = getattr(function, "__code__", None)
     if code is not None:
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # a cell that is still empty
-                candidates.append(cell.cell_contents)
-        candidates += [function.__globals__.get(name) for name in code.co_names]
-    found: dict[int, torch.nn.Module] = {}
-    for candidate in candidates:
-        if isinstance(candidate, torch.nn.Module):
-            found |= {id(module): module for module in candidate.modules()}
+                found.append(cell.cell_contents)
+        found += [function.__globals__.get(name) for name in code.co_names]
+    return found
+
+
+def modules_of(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
+    """Return every module a function can reach, those inside others too."""
+    found = {id(m): m for top in reachable(function, arguments) for m in top.modules()}
     return list(found.values())
 
 
@@ -92,10 +119,18 @@ def buffers_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked_random_state() -> Iterator[None]:
-    """Draw random numbers that nobody misses afterwards, on the CPU and every GPU in use."""
+    """Draw random numbers that nobody misses afterwards: of torch, numpy and Python.
+
+    So scopes that follow each other draw the same ones.
+    """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=list(devices)):
-        yield
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - what others use
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)  # noqa: NPY002
 
 
 @contextlib.contextmanager

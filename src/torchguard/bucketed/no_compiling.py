@@ -10,6 +10,7 @@ from types import TracebackType
 
 import torch
 
+from torchguard import internals
 from torchguard.errors import RecompileError
 
 __all__ = ["no_recompile", "refused"]
@@ -40,12 +41,16 @@ def no_recompile() -> Iterator[None]:
     before = getattr(_scopes, "count", 0)
     _scopes.count = before + 1
     try:
-        with torch.compiler.set_stance("fail_on_recompile"):
+        with torch.compiler.set_stance("fail_on_recompile"), internals.before_backward(_refuse):
             yield
     except RuntimeError as error:
         if isinstance(error, RecompileError) or "fail_on_recompile" not in str(error):
             raise
         raise RecompileError(_said(error)) from error
+    except AssertionError as error:  # what some releases make of an error of _refuse
+        if isinstance(error.__context__, RecompileError):
+            raise error.__context__ from None
+        raise
     finally:
         _scopes.count = before
 
@@ -53,6 +58,13 @@ def no_recompile() -> Iterator[None]:
 def refused() -> bool:
     """Whether this thread is in such a scope."""
     return getattr(_scopes, "count", 0) > 0
+
+
+def _refuse(graph: str) -> None:
+    raise RecompileError(
+        f"no_recompile: the backward of compiled graph {graph} was about to compile: run it once "
+        "before, as warmup() does"
+    )
 
 
 def _said(error: RuntimeError) -> str:

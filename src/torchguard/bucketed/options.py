@@ -5,15 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
+
+from typing_extensions import Required
 
 from torchguard.bucketed.declaration import Dims
 from torchguard.padding import Side
 
-__all__ = ["Options", "Overflow", "Verify"]
+__all__ = ["Keywords", "Options", "Overflow", "Verify"]
 
 Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
 Verify: TypeAlias = Literal["first", "always", "never"]
+
+
+class Keywords(TypedDict, total=False):
+    """What a type checker lets the user write."""
+
+    dims: Required[Dims]
+    buckets: Any
+    fill: Mapping[str, Any] | None
+    lengths: Any
+    mask: Any
+    outputs: Any
+    side: Side
+    overflow: Overflow
+    verify: Verify
+    compile: bool | Mapping[str, Any] | None
+    plan: str | os.PathLike[str] | None
+    group: Any
 
 
 @dataclass(frozen=True)

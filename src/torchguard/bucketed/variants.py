@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -34,14 +34,18 @@ class Variant:
     """What runs for one combination of static sizes."""
 
     run: Callable[..., Any]
-    code: CodeType | None
-    ready: bool = False
-    """Whether it has run; with a compiler, whether it is compiled."""
+    code: CodeType | None = None
+    compiles: bool = False
+    """Whether there is a compiler at all."""
+    cuda_graphs: bool = False
+    compiled_for: set[Any] = field(default_factory=set)
+    """Circumstances in which it has run: in others it is compiled anew."""
+    warmed_for: set[Any] = field(default_factory=set)
+    """Those in which its backward has run too."""
     seconds: float = 0.0
-    """Of the first call and of warming up."""
+    """Of the first call in each, and of warming up."""
     first_graphs: int = 0
     first_entries: int = 0
-    cuda_graphs: bool = False
 
     @property
     def graphs(self) -> int:

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard.bucketed.isolation import Undone, address, forked_random_state, python_state_kept
+from torchguard.bucketed.isolation import (
+    Undone,
+    address,
+    forked_random_state,
+    python_state_kept,
+)
 from torchguard.bucketed.outputs import leaves_of
 from torchguard.bucketed.trees import Path, flattened, is_leaf, replaced, spelled
 from torchguard.errors import PaddingLeakError
@@ -90,7 +95,6 @@ def ran(
     aside = Undone()
     try:
         with forked_random_state(), python_state_kept(modules):
-            _seed()
             fresh = prepare(given.with_parts(dict(leaves)))
             inputs = {
                 address(value): names[path]
@@ -118,13 +122,6 @@ def ran(
             "so the write would be lost: return the new value instead"
         )
     return Run(output, kept, gradients, list(parameters), aside.seen)
-
-
-def _seed() -> None:
-    """Let runs draw the same numbers; ``torch.manual_seed`` would seed GPUs not in use yet too."""
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
 
 
 def _parameters(outputs: list[Any], inputs: Any) -> list[torch.Tensor]:

@@ -5,57 +5,26 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
+from typing_extensions import Unpack
 
 from torchguard.bucketed.declaration import Dims
 from torchguard.bucketed.functions import Bucketed
 from torchguard.bucketed.modules import module_around
-from torchguard.bucketed.options import Options, Overflow, Verify
+from torchguard.bucketed.options import Keywords, Options, Overflow, Verify
 from torchguard.padding import Side
 
 __all__ = ["bucketed"]
 
-_T = TypeVar("_T", bound=Callable[..., Any])
-
 
 @overload
-def bucketed(
-    function: _T,
-    /,
-    *,
-    dims: Dims,
-    buckets: Any = ...,
-    fill: Mapping[str, Any] | None = ...,
-    lengths: Any = ...,
-    mask: Any = ...,
-    outputs: Any = ...,
-    side: Side = ...,
-    overflow: Overflow = ...,
-    verify: Verify = ...,
-    compile: bool | Mapping[str, Any] | None = ...,
-    plan: str | os.PathLike[str] | None = ...,
-    group: Any = ...,
-) -> Any: ...
+def bucketed(function: Callable[..., Any], /, **options: Unpack[Keywords]) -> Any: ...
 @overload
 def bucketed(
-    function: None = None,
-    /,
-    *,
-    dims: Dims,
-    buckets: Any = ...,
-    fill: Mapping[str, Any] | None = ...,
-    lengths: Any = ...,
-    mask: Any = ...,
-    outputs: Any = ...,
-    side: Side = ...,
-    overflow: Overflow = ...,
-    verify: Verify = ...,
-    compile: bool | Mapping[str, Any] | None = ...,
-    plan: str | os.PathLike[str] | None = ...,
-    group: Any = ...,
-) -> Callable[[Any], Any]: ...
+    function: None = None, /, **options: Unpack[Keywords]
+) -> Callable[[Callable[..., Any]], Any]: ...
 def bucketed(
     function: Any = None,
     /,

@@ -19,6 +19,7 @@ from torchguard.internals.backends import (
     tracing_context,
 )
 from torchguard.internals.compiled import (
+    before_backward,
     compile_in_place,
     compiled_variants,
     compiler_of,
@@ -30,6 +31,7 @@ from torchguard.internals.compiled import (
 )
 from torchguard.internals.modes import (
     TorchDispatchMode,
+    autocast_is_on,
     has_torch_function_unary,
     inside_transform,
     overriding,
@@ -77,7 +79,9 @@ from torchguard.internals.tracers import (
 __all__ = [
     "SymbolicSizes",
     "TorchDispatchMode",
+    "autocast_is_on",
     "base_of",
+    "before_backward",
     "compile_in_place",
     "compiled_variants",
     "compiler_of",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "before_backward",
     "compile_in_place",
     "compiled_variants",
     "compiler_of",
@@ -127,3 +128,26 @@ def without_recompile_limit() -> Iterator[None]:
     raised = {name: max(getattr(config, name), 1 << 16) for name in found}
     with config.patch(raised):
         yield
+
+
+@contextlib.contextmanager
+def before_backward(call: Callable[[str], None]) -> Iterator[None]:
+    """Call this, with the id of a graph, before its backward is compiled, which is done late.
+
+    What it raises comes out of ``backward()``. torch 2.6 does not tell, so there it isn't called.
+    """
+    callbacks: Any = importlib.import_module("torch._dynamo.callback")
+    if not hasattr(callbacks, "on_compile_start"):
+        yield
+        return
+
+    def notice(*given: Any) -> None:
+        trigger = getattr(given[0], "callback_trigger", None) if given else None
+        if getattr(trigger, "name", None) == "LAZY_BACKWARD":
+            call(given[0].compile_id)
+
+    callbacks.on_compile_start(notice)
+    try:
+        yield
+    finally:
+        callbacks.callback_handler.remove_start_callback(notice)

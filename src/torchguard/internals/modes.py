@@ -14,6 +14,7 @@ from torchguard.internals.tensors import has_own_dispatch
 
 __all__ = [
     "TorchDispatchMode",
+    "autocast_is_on",
     "has_torch_function_unary",
     "inside_transform",
     "overriding",
@@ -78,3 +79,9 @@ def inside_transform() -> bool:
     """Whether this runs inside a transform such as ``torch.func.vmap``."""
     peek = getattr(_INTERPRETERS, "peek_interpreter_stack", None)
     return peek is not None and peek() is not None
+
+
+autocast_is_on: Callable[[], bool] = getattr(
+    torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled
+)
+"""Whether autocast is on for any device; the public function is asked for one at a time."""

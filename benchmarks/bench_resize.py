@@ -10,7 +10,6 @@ timed in every round as a statement of its own and taken off both sides.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +21,8 @@ import torch
 if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.harness import Comparison, Row, Side, Target, context, measure, report, write_record
+from benchmarks.harness import Comparison, Side, Target, measure
+from benchmarks.program import Benchmark, Results, Setting
 from torchguard import (
     guarded,
     install,
@@ -261,43 +261,19 @@ def _attributes() -> dict[str, Any]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="one of them only")
-    parser.add_argument("--rounds", type=int, default=51, help="rounds per row (default: 51)")
-    parser.add_argument("--quick", action="store_true", help="3 short rounds: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch.cuda.is_available() is False here")
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: expected 1 or more")
-    torch.set_num_threads(1)  # the work is small; threads would only add noise
+def run(setting: Setting) -> Results:
+    """Measure every row, and look at what nothing patches."""
     uninstall()
-    record = context("bench_resize")
-    devices = [options.device] if options.device else ["cpu"]
-    if options.device is None and torch.cuda.is_available():
-        devices.append("cuda")
-    rows: list[Row] = []
-    for device in devices:
-        rows += measure(
-            comparisons(device),
-            device=device,
-            rounds=3 if options.quick else options.rounds,
-            block_seconds=2e-4 if options.quick else 4e-3,
-            progress=lambda row: print(report(row), flush=True),
-        )
-    record["quick"] = options.quick
-    record["untouched"] = untouched()
-    print(f"attributes of torch: {record['untouched']}")
-    if "cuda" not in devices:
-        record["note"] = "not measured on a GPU yet"
-        print(record["note"])
-    if options.json is not None:
-        write_record(options.json, record, rows)
-    return 0
+    rows = measure(comparisons(setting.device), setting, block_seconds=4e-3)
+    same = untouched()
+    print(f"attributes of torch: {same}")
+    return {"untouched": same, "rows": rows}
 
+
+BENCHMARK = Benchmark(
+    "resize", "What do the guards of exception-safe mutation cost when nothing fails?", run
+)
+main = BENCHMARK.program()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,11 +1,4 @@
-"""The benchmarks: ``python -m benchmarks list | run | report``.
-
-    python -m benchmarks list
-    python -m benchmarks run --quick                       does every one of them run?
-    python -m benchmarks run resize end_to_end --json benchmarks/records
-    python -m benchmarks report                            records -> docs/benchmarks.md
-    python -m benchmarks report --check                    exit status 1 if the page is out of date
-"""
+"""The benchmarks: ``python -m benchmarks list | run | report``."""
 
 from __future__ import annotations
 
@@ -21,6 +14,14 @@ from pathlib import Path
 from benchmarks.catalog import BENCHMARKS
 from benchmarks.machine import ROOT
 from benchmarks.program import Benchmark
+
+EXAMPLES = """\
+python -m benchmarks list
+python -m benchmarks run --quick                       does every one of them run?
+python -m benchmarks run resize end_to_end --json benchmarks/records
+python -m benchmarks report                            records -> docs/benchmarks.md
+python -m benchmarks report --check                    exit status 1 if the page is out of date
+"""
 
 
 def listing() -> str:
@@ -51,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
             if done.returncode != 0:
                 failed.append(f"{benchmark.name} on {device} ended with {done.returncode}")
             print(f"-- {time.monotonic() - begun:.0f} s", flush=True)
-    for line in failed:
-        print(f"FAILED: {line}", file=sys.stderr)
+    for each in failed:
+        print(f"FAILED: {each}", file=sys.stderr)
     return bool(failed)
 
 
@@ -72,7 +73,8 @@ def report(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description=__doc__.partition("\n")[2],
+        description=__doc__,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,7 +1,6 @@
 """A stream of batches whose lengths vary, through a small transformer, in the ways there are.
 
     python benchmarks/bench_buckets.py --json benchmarks/records/<date>-buckets-cpu.json
-    python benchmarks/plot_buckets.py benchmarks/records/<date>-buckets-cpu.json
 
 Each row is a process of its own with an empty compiler cache. It runs the stream twice: the
 first time gives the total from a cold start, checks of ``bucketed`` included; the second the
@@ -146,7 +145,7 @@ def wrapped(
     return module, module
 
 
-def run_row(
+def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JSON
     row: str, phase: str, device: str, batches: int, mode: str | None, backend: str = "inductor"
 ) -> dict[str, Any]:
     """Run the stream twice and return what it took."""
@@ -356,9 +355,7 @@ def run(setting: Setting) -> Results:
     backend = "aot_eager" if quick and setting.device == "cpu" else "inductor"
     found = list(stream(rows, phases, setting.device, batches, backend))
     counts = COUNTS[:2] if quick else COUNTS
-    overheads = [
-        {"device": setting.device, **overhead(count, setting.rounds)} for count in counts
-    ]
+    overheads = [{"device": setting.device, **overhead(count, setting.rounds)} for count in counts]
     for each in overheads:
         print(
             f"{each['buckets']:2} buckets: adds {each['added_exact_us']:.1f} us to an exact fit, "
@@ -382,7 +379,7 @@ BENCHMARK = Benchmark(
     check_options=_check_options,
     afterwards=_afterwards,
 )
-main = BENCHMARK.program()
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

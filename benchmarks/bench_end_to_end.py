@@ -147,8 +147,7 @@ def _decoder(device: str, *, quick: bool) -> Iterator[Workload]:
     )
     model = Decoder(size).to(device, dtype)
     ids = torch.randint(size.vocabulary, (batch, length), device=device)
-    fast = {"fused": True} if device == "cuda" else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fast)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
 
     def loss(ids: torch.Tensor) -> torch.Tensor:
         scores = model(ids)[:, :-1].flatten(0, 1).float()
@@ -166,7 +165,8 @@ def _decoder(device: str, *, quick: bool) -> Iterator[Workload]:
 
 def _convolutions(device: str, *, quick: bool) -> Iterator[Workload]:
     model, batch, side, what = Convolutions, 64, 224, "convolutions of the shape of ResNet-50"
-    depths, channels = (3, 4, 6, 3), 64
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    channels = 64
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if device == "cpu" or quick:
         depths, channels, batch, side = (1, 1, 1, 1), 16, 2, 64
@@ -304,7 +304,7 @@ BENCHMARK = Benchmark(
     quick_rounds=2,
     rounds_of="rounds per workload",
 )
-main = BENCHMARK.program()
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -286,7 +286,7 @@ BENCHMARK = Benchmark(
     devices=("cpu",),
     threads=None,
 )
-main = BENCHMARK.program()
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,8 +3,8 @@
     python benchmarks/bench_import.py --json benchmarks/records/<date>-import-cpu.json
 
 Each round is a process of its own, which imports torch first. The bytecode of torchguard is
-compiled by a round that does not count, as pip does when it installs. Seconds on the clock and of the processor:
-the second does not count what other programs take.
+compiled by a round that does not count, as pip does it when it installs. Time is read on the clock
+and of the processor; the second leaves out what other programs take.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ BENCHMARK = Benchmark(
     rounds_of="processes",
     devices=("cpu",),
 )
-main = BENCHMARK.program()
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -80,7 +80,10 @@ def _resize(device: str) -> Iterator[Case]:
     plain = torch.Tensor.resize_
     yield Case("resize_, growing: safe_resize_()", grow(plain), grow(torchguard.safe_resize_))
     installed = partial(torchguard.install, "resize", only_if_needed=False)
-    unmodified = lambda: torch.empty(16, device=device).resize_(4096)  # noqa: E731
+
+    def unmodified() -> torch.Tensor:
+        return torch.empty(16, device=device).resize_(4096)
+
     yield Case("resize_, growing: install()", unmodified, unmodified, installed)
 
     def set_(function: Callable[..., Any]) -> Call:
@@ -112,30 +115,29 @@ def _assignment(device: str) -> Iterator[Case]:
     mask[:8] = True
     everything = partial(torchguard.install, "setitem", only_if_needed=False)
     for name, index in {"a slice": slice(8, 16), "rows": rows, "a mask": mask}.items():
-
-        def plain(index: Any = index) -> torch.Tensor:
-            out = t.clone()
-            out[index] = 1.0
-            return out
-
-        def ours(index: Any = index) -> torch.Tensor:
-            return torchguard.sliced_assign(t, index, 1.0)
-
+        plain = partial(_two_statements, t, index)
+        ours = partial(torchguard.sliced_assign, t, index, 1.0)
         yield Case(f"t[{name}] = 1: sliced_assign()", plain, ours)
         yield Case(f't[{name}] = 1: install("setitem")', plain, plain, everything)
+
+
+def _two_statements(t: torch.Tensor, index: Any) -> torch.Tensor:
+    out = t.clone()
+    out[index] = 1.0
+    return out
+
+
+def _model(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) * 2
 
 
 def _buckets(device: str) -> Iterator[Case]:
     ladder = torchguard.Buckets([32, 64])
 
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x) * 2
-
     # The backend does not matter for what is outside of the graph.
-    own_code: Any = lambda x: torch.relu(x) * 2  # noqa: E731
-    compiled = torch.compile(own_code, backend="aot_eager", dynamic=False)
+    compiled: Any = torch.compile(_model, backend="aot_eager", dynamic=False)
     bucketed = torchguard.bucketed(
-        model, dims={"x": {1: "t"}}, buckets=ladder, compile={"backend": "aot_eager"}
+        _model, dims={"x": {1: "t"}}, buckets=ladder, compile={"backend": "aot_eager"}
     )
     fits, short = torch.ones(4, 64, device=device), torch.ones(4, 50, device=device)
 
@@ -212,7 +214,7 @@ BENCHMARK = Benchmark(
     quick_rounds=1,
     rounds_of="not used: counts are exact",
 )
-main = BENCHMARK.program()
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

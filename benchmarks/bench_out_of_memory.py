@@ -192,9 +192,7 @@ def run(setting: Setting) -> Results:
         )  # fmt: skip
         verdict = "nothing lost" if whole else "the cache is lost"
         rows.append(
-            Ended(
-                way=way, device=setting.device, allowed_bytes=allowed, verdict=verdict, **found
-            )
+            Ended(way=way, device=setting.device, allowed_bytes=allowed, verdict=verdict, **found)
         )
         print(
             f"{way:16} {setting.device:4} {found['error']} at {found['asked_bytes'] / MIB:.0f} MiB:"
@@ -212,7 +210,7 @@ BENCHMARK = Benchmark(
     quick_rounds=1,
     rounds_of="not used: each way runs once",
 )
-main = BENCHMARK.program()
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -36,23 +36,24 @@ def comparisons(device: str) -> Iterator[Comparison]:
             "F": F, "pad_to_bucket": pad_to_bucket, "buckets": BUCKETS, "x": x, "out": out,
             "missing": size - length, "length": length,
         }  # fmt: skip
+        shapes = f"({batch}, {length}) to ({batch}, {size})"
         target = NOT_SLOWER if out.nbytes >= MEGABYTE else SMALL
         yield Comparison(
             id=f"pad-{batch}x{length}",
-            what=f"({batch}, {length}) to ({batch}, {size}), {out.nbytes:,} bytes",
+            what=f"{shapes}, {out.nbytes:,} bytes",
             baseline=Side("F.pad(x, (0, missing))", names),
             guarded=Side("pad_to_bucket(x, 1, buckets)", names),
             target=target,
         )
         yield Comparison(
             id=f"out-{batch}x{length}",
-            what="into a ready buffer, against a copy that leaves its tail stale",
+            what=f"{shapes}, into a buffer, against a copy that leaves its tail stale",
             baseline=Side("out[:, :length].copy_(x)", names),
             guarded=Side("pad_to_bucket(x, 1, buckets, out=out)", names),
         )
         yield Comparison(
             id=f"out-filled-{batch}x{length}",
-            what="into a ready buffer, against a copy and a fill of its tail",
+            what=f"{shapes}, into a buffer, against a copy and a fill of its tail",
             baseline=Side("out[:, :length].copy_(x); out[:, length:].fill_(0)", names),
             guarded=Side("pad_to_bucket(x, 1, buckets, out=out)", names),
         )
@@ -74,7 +75,7 @@ def run(setting: Setting) -> Results:
 BENCHMARK = Benchmark(
     "padding", "What does `pad_to_bucket` cost over `F.pad`, and into a buffer?", run
 )
-main = BENCHMARK.program()
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -273,7 +273,7 @@ def run(setting: Setting) -> Results:
 BENCHMARK = Benchmark(
     "resize", "What do the guards of exception-safe mutation cost when nothing fails?", run
 )
-main = BENCHMARK.program()
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

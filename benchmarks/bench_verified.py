@@ -167,7 +167,7 @@ BENCHMARK = Benchmark(
     quick_rounds=1,
     rounds_of="first calls a row",
 )
-main = BENCHMARK.program()
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

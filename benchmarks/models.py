@@ -45,7 +45,7 @@ class Block(nn.Module):
         return [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts]
 
     def join(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Add to x (B, T, D) what was attended (B, H, T, D / H), and what the network makes of it."""
+        """Add what was attended (B, H, T, D / H) to x (B, T, D), then the network's output."""
         x = x + self.gather(attended.transpose(1, 2).flatten(-2))
         widened = functional.gelu(self.widen(self.before_network(x)), approximate="tanh")
         found: torch.Tensor = x + self.narrow(widened)

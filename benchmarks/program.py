@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from benchmarks.machine import NOT_ON_A_GPU, context
 
-__all__ = ["Benchmark", "Results", "Setting", "main", "write_record"]
+__all__ = ["Benchmark", "Results", "Setting", "write_record"]
 
 Results = Mapping[str, Any]
 """The parts of a record, by name: lists of results, which add up over the devices, or facts."""
@@ -80,37 +79,31 @@ class Benchmark:
         cuda = torch.cuda.is_available()
         return [device for device in self.devices if device != "cuda" or cuda]
 
-    def program(self) -> Callable[[Sequence[str] | None], int]:
-        """Return the file's ``main``."""
-        return partial(main, self)
-
-
-def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark on the devices there are, show its results, and write the record."""
-    parser = _parser(benchmark)
-    options = parser.parse_args(arguments)
-    _check(benchmark, parser, options)
-    if benchmark.threads is not None:
-        torch.set_num_threads(benchmark.threads)
-    record = context(benchmark.file, arguments)
-    devices = [options.device] if options.device else benchmark.devices_here()
-    rounds = benchmark.quick_rounds if options.quick else options.rounds
-    parts: dict[str, Any] = {}
-    for device in devices:
-        setting = Setting(device, options.quick, rounds, options)
-        for name, found in benchmark.run(setting).items():
-            parts[name] = [*parts.get(name, []), *found] if isinstance(found, list) else found
-    record["quick"] = options.quick
-    if "cuda" in benchmark.devices and "cuda" not in devices:
-        record["note"] = NOT_ON_A_GPU
-    record = json.loads(_text({**record, **parts}))
-    for line in benchmark.afterwards(record):
-        print(line)
-    if "note" in record:
-        print(record["note"])
-    if options.json is not None:
-        write_record(options.json, record)
-    return 0
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Run on the devices there are, show the results, and write the record."""
+        parser = _parser(self)
+        options = parser.parse_args(arguments)
+        _check(self, parser, options)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        record = context(self.file, arguments)
+        devices = [options.device] if options.device else self.devices_here()
+        rounds = self.quick_rounds if options.quick else options.rounds
+        parts: dict[str, Any] = {}
+        for device in devices:
+            for name, found in self.run(Setting(device, options.quick, rounds, options)).items():
+                parts[name] = [*parts.get(name, []), *found] if isinstance(found, list) else found
+        record["quick"] = options.quick
+        if "cuda" in self.devices and "cuda" not in devices:
+            record["note"] = NOT_ON_A_GPU
+        record = json.loads(_text({**record, **parts}))
+        for line in self.afterwards(record):
+            print(line)
+        if "note" in record:
+            print(record["note"])
+        if options.json is not None:
+            write_record(options.json, record)
+        return 0
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:

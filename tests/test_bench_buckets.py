@@ -16,9 +16,9 @@ def benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_runs_in_a_process_of_its_own() -> None:
-    from benchmarks.bench_buckets import in_process  # noqa: PLC0415
+    from benchmarks.processes import in_a_process  # noqa: PLC0415
 
-    row = in_process("eager", "training", "cpu", 2, None)
+    row = in_a_process("bench_buckets", "run_row", "eager", "training", "cpu", 2, None)
     assert len(row["seconds"]) == 2
     assert row["graphs"] == row["waste"] == 0
     assert row["total_s"] > 0
@@ -58,11 +58,12 @@ def test_verdicts_name_every_target(tmp_path: Path) -> None:
     main(["--quick", "--device", "cpu", "--rows", "eager", "--json", str(path)])
     record = json.loads(path.read_text(encoding="utf-8"))
     assert record["quick"] is True
-    assert [row["phase"] for row in record["rows"]] == ["forward", "training"]
+    assert [row["phase"] for row in record["rows"]] == ["training"]
+    assert record["targets"]
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
-    from benchmarks.plot_buckets import draw  # noqa: PLC0415
+    from benchmarks.plots import PLOTS  # noqa: PLC0415
 
-    draw(record, tmp_path / "plot.png")
+    PLOTS["buckets"](record, "cpu", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

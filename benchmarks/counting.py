@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -79,6 +80,11 @@ def _trace(profiled: profile) -> list[dict[str, Any]]:
         profiled.export_chrome_trace(str(path))
         events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     return events
+
+
+def _is_operator(event: dict[str, Any]) -> bool:
+    # The compiler marks its regions in the same way, with a name of words.
+    return event.get("cat") == "cpu_op" and re.fullmatch(r"\w+::\w+", event["name"]) is not None
 
 
 def _peak(events: list[dict[str, Any]]) -> int:

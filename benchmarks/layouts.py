@@ -31,8 +31,10 @@ def verdicts(record: Record, device: str) -> Iterator[tuple[str, str]]:
 
 
 def _name(row: dict[str, Any]) -> str:
-    parts = [row.get(name) for name in ("what", "way", "phase", "mode", "scope")]
-    return ", ".join(part.partition(":")[0] for part in parts if part) or str(row.get("id"))
+    if "scope" in row:  # what a model is, is said above its table
+        model = row["what"].partition(":")[0]
+        return f"{model}, {row['phase']}, {row['mode']}, {row['scope']}"
+    return str(row.get("what") or row.get("way") or row["id"])
 
 
 def _comparisons(record: Record, device: str) -> str:

@@ -67,7 +67,7 @@ def counted(call: Callable[[], Any], device: str) -> Counts:
     launches = Counter(_LAUNCHES.get(event.get("cat", "")) for event in events)
     peak = _peak(events) if device == "cpu" else torch.cuda.max_memory_allocated() - before
     return Counts(
-        operators=dict(Counter(event["name"] for event in events if event.get("cat") == "cpu_op")),
+        operators=dict(Counter(event["name"] for event in events if _is_operator(event))),
         kernels=launches["kernels"],
         copies=launches["copies"],
         peak_bytes=peak,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
 from torchguard.internals import compile_in_place, settings_of_compiled
 from torchguard.verified.backend import VerifiedBackend
+from torchguard.verified.decorated import Decorator
 from torchguard.verified.options import Every, OnMismatch, Options
 
 __all__ = ["verified"]
-
-_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 def verified(
@@ -27,7 +26,7 @@ def verified(
     options: dict[str, Any] | None = None,
     group: Any = None,
     **compile_options: Any,
-) -> Callable[[_Callable], _Callable]:
+) -> Decorator:
     """Compile a function or a module, and keep of each graph only what does what eager does.
 
     ``verified()(f)`` equals ``torch.compile(f)`` where inductor is right. A module is
@@ -55,7 +54,7 @@ def verified(
     """
     checks = Options(calls, on_mismatch, max_bytes, every, group)
 
-    def wrap(function: _Callable) -> _Callable:
+    def wrap(function: Any, /) -> Any:
         checked = VerifiedBackend(
             backend,
             checks,
@@ -69,13 +68,12 @@ def verified(
                     "verified: this was compiled already and keeps its own backend, mode and "
                     "options; give them to torch.compile, or pass what was compiled"
                 )
-            again: _Callable = _compiled_again(function, checks)
-            return again
+            return _compiled_again(function, checks)
         if isinstance(function, torch.nn.Module):
             compile_in_place(function, backend=checked, **compile_options)
-            made: _Callable = function
+            made: Any = function
         else:
-            made = cast("_Callable", torch.compile(function, backend=checked, **compile_options))
+            made = torch.compile(function, backend=checked, **compile_options)
         _give_stats(made, checked)
         return made
 

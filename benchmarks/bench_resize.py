@@ -21,6 +21,7 @@ import torch
 if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.attributes import attributes_of_torch
 from benchmarks.harness import Comparison, Side, Target, measure
 from benchmarks.program import Benchmark, Results, Setting
 from torchguard import (
@@ -220,18 +221,15 @@ def _not_patched(device: str) -> Iterator[Comparison]:
         )
 
 
-NAMESPACES = ("Tensor", "linalg", "special", "fft", "nn.functional")
-
-
 def untouched() -> dict[str, Any]:
     """Compare every attribute of torch's namespaces before and under ``install("resize", "out")``.
 
     An operation that is not patched is the very object it was, so it can't cost anything.
     """
-    before = _attributes()
+    before = attributes_of_torch()
     with install("resize", "out", only_if_needed=False):
-        under = _attributes()
-    after = _attributes()
+        under = attributes_of_torch()
+    after = attributes_of_torch()
     names = before.keys() | under.keys()
     patched = sorted(name for name in names if before.get(name) is not under.get(name))
     return {
@@ -246,19 +244,6 @@ def untouched() -> dict[str, Any]:
         if not {"torch.Tensor.view", "torch.Tensor.sum"} & set(patched)
         else "missed: " + ", ".join(patched),
     }
-
-
-def _attributes() -> dict[str, Any]:
-    # Strong references: an attribute may be made anew by each look at it.
-    found = {f"torch.{name}": value for name, value in vars(torch).items()}
-    for namespace in NAMESPACES:
-        owner: Any = torch
-        for part in namespace.split("."):
-            owner = getattr(owner, part)
-        inherited = [vars(base) for base in getattr(owner, "__mro__", ())[1:]]
-        for attributes in (*reversed(inherited), vars(owner)):
-            found.update({f"torch.{namespace}.{name}": attributes[name] for name in attributes})
-    return found
 
 
 def run(setting: Setting) -> Results:

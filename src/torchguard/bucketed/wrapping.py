@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from torchguard.bucketed.declaration import Dims
-from torchguard.bucketed.functions import Bucketed
-from torchguard.bucketed.modules import module_around
-from torchguard.bucketed.options import Options, Overflow, Verify
 from torchguard.padding import Side
+
+# What does it is imported with the first use: it is a third of what `import torchguard` would take.
+if TYPE_CHECKING:
+    from torchguard.bucketed.declaration import Dims
+    from torchguard.bucketed.options import Options, Overflow, Verify
 
 __all__ = ["bucketed"]
 
@@ -131,6 +132,8 @@ def bucketed(
         >>> double.stats().hits
         {(4,): 1}
     """
+    from torchguard.bucketed.options import Options  # noqa: PLC0415
+
     options = Options(
         dims=dims,
         buckets=buckets,
@@ -151,6 +154,9 @@ def bucketed(
 
 
 def _wrap(function: Any, *, options: Options) -> Any:
+    from torchguard.bucketed.functions import Bucketed  # noqa: PLC0415
+    from torchguard.bucketed.modules import module_around  # noqa: PLC0415
+
     if not callable(function):
         raise TypeError(
             f"bucketed: function is a {type(function).__name__}, expected something to call"

@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchguard.defects.registry import FAMILIES, catalog
-from torchguard.doctor.examination import doctor, select
+from torchguard.doctor import doctor
+from torchguard.doctor.examination import select
 from torchguard.doctor.progress import shown_on
 from torchguard.doctor.table import text
 

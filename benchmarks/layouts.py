@@ -21,7 +21,8 @@ def verdicts(record: Record, device: str) -> Iterator[tuple[str, str]]:
     """Yield what was aimed at, with what became of it, for every result that has a target."""
     for part in ("rows", "first_calls"):
         for row in of_device(record, part, device):
-            if row.get("verdict") is not None and row.get("target", "") is not None:
+            aimed_at = row.get("target", "") is not None and row.get("way") != "plain torch"
+            if row.get("verdict") is not None and aimed_at:
                 yield f"{_name(row)}: {row.get('target', 'nothing is lost')}", row["verdict"]
     for line in record.get("targets", []):
         target, _, verdict = line.rpartition(": ")

@@ -1,10 +1,10 @@
 """Steps of one program in several scopes, by turns, and the interval in which each ratio lies.
 
 The scopes take turns within a round, and the order changes from round to round, so that what
-comes and goes on the machine hits them alike. The first call in a scope is not timed: the
-interpreter and the caches have to find their way back. A GPU's time is taken between two CUDA
-events, recorded when the GPU had nothing left to do, and read when it is done: that is the
-host's time where the host is slower, and the GPU's where the GPU is.
+comes and goes on the machine hits them alike. The first calls in a scope are not timed: entering
+it made the interpreter forget what it knew of torch's attributes. A GPU's time is taken between
+two CUDA events, recorded when the GPU had nothing left to do, and read when it is done: that is
+the host's time where the host is slower, and the GPU's where the GPU is.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from benchmarks.harness import Scope
 from benchmarks.spread import Interval
 
 __all__ = ["Variant", "calls_for", "ratios", "take_turns"]
+
+_WARM = 20  # calls, after which the interpreter has adapted again
 
 Step = Callable[[], Any]
 
@@ -65,7 +67,8 @@ def take_turns(
     for number in range(rounds):
         for variant in _order(variants, number):
             with variant.scope():
-                variant.step()
+                for _ in range(max(1, min(_WARM, calls // 2))):
+                    variant.step()
                 found[variant.name].append(seconds(variant.step, calls, device))
     return found
 

@@ -293,7 +293,8 @@ def _assign(record: Record, device: str, to: Path) -> None:
         labels.values(), labels.keys(), loc="outside lower center", ncols=5, fontsize=8.5,
         frameon=False,
     )  # fmt: skip
-    figure.supxlabel("elements", fontsize=9)
+    for axes in panels[-1]:
+        axes.set_xlabel("elements", fontsize=9)
     figure.suptitle(
         "Time over that of `out = t.clone(); out[index] = value`, less is better: "
         + _machine(record, device),

@@ -21,6 +21,8 @@ _Result_co = TypeVar("_Result_co", covariant=True)
 class Checked(Protocol[_Arguments, _Result_co]):
     """A function or a method as it was, and what was found when it was checked."""
 
+    __name__: str
+
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result_co:
         """Call it."""
         ...

@@ -26,8 +26,9 @@ lint: $(VENV)/dev.stamp ## check style and formatting
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 
-types: $(VENV)/dev.stamp ## check types
+types: $(VENV)/dev.stamp ## check types: mypy everywhere, pyright on a program that uses the API
 	$(BIN)/python -m mypy
+	$(BIN)/python -m basedpyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/dev.stamp ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

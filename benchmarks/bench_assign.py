@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +22,20 @@ import torch
 if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.harness import Comparison, Row, Side, Target, context, measure, report, write_record
+from benchmarks.harness import AddedTarget, Comparison, Side, Target, measure
+from benchmarks.program import Benchmark, Results, Setting
 from torchguard import sliced_assign
 
 COLUMNS = 64
 SIZES = (10**3, 10**4, 10**5, 10**6, 10**7, 10**8)
 EAGER_FROM = 10**5  # elements from which on the target is a ratio
 
-QUICK_SIZES = (10**3, 10**5)
-
-
-@dataclass(frozen=True)
-class AddedTarget(Target):
-    """What was aimed at: a time that is not exceeded on top of the baseline's."""
-
-    microseconds: float = 0.0
-
-    def __str__(self) -> str:
-        return f"at most {self.microseconds:g} us more"
-
-    def verdict(self, row: Row) -> str:
-        """Say whether the median reaches it, or by how much it does not."""
-        added = row.added_ns.median / 1e3
-        if added <= self.microseconds:
-            return "reached"
-        return f"missed: {added:.3g} us more"
+QUICK_SIZES = (10**3,)
 
 
 EAGER = Target(1.05)
-EAGER_SMALL = AddedTarget(0, 10)
-OVER_INDEX_PUT = AddedTarget(0, 2)
+EAGER_SMALL = AddedTarget(microseconds=10)
+OVER_INDEX_PUT = AddedTarget(microseconds=2)
 COMPILED = Target(1.03)
 
 WHY_EAGER = (
@@ -116,22 +99,23 @@ def index_of(kind: str, rows: int, device: str) -> Any:
     return mask
 
 
-def comparisons(device: str, sizes: Sequence[int]) -> Iterator[Comparison]:
+def comparisons(device: str, sizes: Sequence[int], backend: str) -> Iterator[Comparison]:
     """Yield every row, in the order of the record."""
     for size in sizes:
         for kind, ways in KINDS.items():
-            yield from _of_kind(device, size, kind, ways, compiled=False)
-            yield from _of_kind(device, size, kind, ways, compiled=True)
+            yield from _of_kind(device, size, kind, ways, backend=None)
+            yield from _of_kind(device, size, kind, ways, backend=backend)
 
 
 def _of_kind(
-    device: str, size: int, kind: str, ways: dict[str, Assign], *, compiled: bool
+    device: str, size: int, kind: str, ways: dict[str, Assign], *, backend: str | None
 ) -> Iterator[Comparison]:
+    compiled = backend is not None
     rows = max(1, size // COLUMNS)
     index = index_of(kind, rows, device)
     functions: dict[str, Assign] = {"plain": plain, **ways}
-    if compiled:
-        functions = {name: _compiled(way, index) for name, way in functions.items()}
+    if backend is not None:
+        functions = {name: _compiled(way, index, backend) for name, way in functions.items()}
     names = {"index": index, "torch": torch, **functions}
     label = f"{kind}-{size:.0e}".replace("+0", "") + ("-compiled" if compiled else "")
     words = f"{kind}, {size:,} elements, {'compiled' if compiled else 'eager'}"
@@ -172,18 +156,17 @@ def _target(baseline: str, way: str, size: int, *, compiled: bool) -> Target | N
     return EAGER if size >= EAGER_FROM else EAGER_SMALL
 
 
-def _compiled(way: Assign, index: Any) -> Assign:
+def _compiled(way: Assign, index: Any, backend: str) -> Assign:
     """Compile with the index inside, or, where it is a tensor, as an argument."""
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     if isinstance(index, slice):
-        inner = torch.compile(
-            _of_its_own(lambda t, value: way(t, index, value)), fullgraph=True, dynamic=False
-        )
+        inner = torch.compile(_of_its_own(lambda t, value: way(t, index, value)), **options)
         return lambda t, _, value: inner(t, value)
 
     def assign(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return way(t, index, value)
 
-    outer: Assign = torch.compile(_of_its_own(assign), fullgraph=True, dynamic=False)
+    outer: Assign = torch.compile(_of_its_own(assign), **options)
     return outer
 
 
@@ -193,42 +176,26 @@ def _of_its_own(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return function
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="one of them only")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds per row (default: 15)")
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--largest", type=float, default=1e8, help="elements (default: 1e8)")
-    parser.add_argument("--quick", action="store_true", help="3 short rounds: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch.cuda.is_available() is False here")
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: expected 1 or more")
-    torch.set_num_threads(1)  # threads would only add noise
-    record = context("bench_assign")
-    devices = [options.device] if options.device else ["cpu"]
-    if options.device is None and torch.cuda.is_available():
-        devices.append("cuda")
-    sizes = QUICK_SIZES if options.quick else [size for size in SIZES if size <= options.largest]
-    rows: list[Row] = []
-    for device in devices:
-        rows += measure(
-            comparisons(device, sizes),
-            device=device,
-            rounds=3 if options.quick else options.rounds,
-            block_seconds=1e-3 if options.quick else 2e-2,
-            progress=lambda row: print(report(row), flush=True),
-        )
-    record["quick"] = options.quick
-    if "cuda" not in devices:
-        record["note"] = "not measured on a GPU yet"
-        print(record["note"])
-    if options.json is not None:
-        write_record(options.json, record, rows)
-    return 0
 
+
+def run(setting: Setting) -> Results:
+    """Measure every row."""
+    largest = setting.options.largest
+    sizes = QUICK_SIZES if setting.quick else [size for size in SIZES if size <= largest]
+    made = comparisons(setting.device, sizes, "eager" if setting.quick else "inductor")
+    return {"rows": measure(made, setting, block_seconds=2e-2)}
+
+
+BENCHMARK = Benchmark(
+    "assign",
+    "What does an indexed assignment cost, spelled in seven ways, eager and compiled?",
+    run,
+    rounds=15,
+    add_options=_add_options,
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

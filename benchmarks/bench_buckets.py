@@ -1,7 +1,6 @@
 """A stream of batches whose lengths vary, through a small transformer, in the ways there are.
 
     python benchmarks/bench_buckets.py --json benchmarks/records/<date>-buckets-cpu.json
-    python benchmarks/plot_buckets.py benchmarks/records/<date>-buckets-cpu.json
 
 Each row is a process of its own. Its compiler cache has only what torch prepares once per machine
 (precompiled headers, what the CPU can do), made before by compiling ``x + 1``. It runs the stream
@@ -25,14 +24,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +40,9 @@ from torch.nn import functional
 if __package__ in {None, ""}:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import ROOT, context
+from benchmarks.counting import recordings
+from benchmarks.processes import in_a_process
+from benchmarks.program import Benchmark, Results, Setting
 from torchguard import Buckets, batch_maxima, bucketed
 from torchguard.internals import graphs_compiled
 
@@ -73,6 +71,7 @@ ROWS = (
     "bucketed fit 16",
     "bucketed auto",
 )
+HAND, OURS = "by hand: the buckets of fit 8", "bucketed fit 8"
 
 
 class Model(nn.Module):
@@ -118,9 +117,11 @@ def ladder_of(row: str) -> Buckets | None:
     }.get(row)
 
 
-def wrapped(row: str, model: Model, mode: str | None) -> tuple[Callable[..., Any], Any]:
+def wrapped(
+    row: str, model: Model, mode: str | None, backend: str = "inductor"
+) -> tuple[Callable[..., Any], Any]:
     """Return what a row calls, and its bucketed module if it has one."""
-    options: dict[str, Any] = {} if mode is None else {"mode": mode}
+    options: dict[str, Any] = {"backend": backend} if mode is None else {"mode": mode}
     if row == "eager":
         return model, None
     if row.startswith("compile"):
@@ -149,12 +150,14 @@ def wrapped(row: str, model: Model, mode: str | None) -> tuple[Callable[..., Any
         dims={"ids": {1: "t"}, "padding": {1: "t"}},
         buckets="auto" if kind == "auto" else fitted(int(kind.removeprefix("fit "))),
         mask={"padding": "padding"},
-        compile=options or True,
+        compile=options,
     )
     return module, module
 
 
-def run_row(row: str, phase: str, device: str, batches: int, mode: str | None) -> dict[str, Any]:
+def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JSON
+    row: str, phase: str, device: str, batches: int, mode: str | None, backend: str = "inductor"
+) -> dict[str, Any]:
     """Run the stream twice and return what it took."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -185,14 +188,15 @@ def run_row(row: str, phase: str, device: str, batches: int, mode: str | None) -
 
     passes: list[list[float]] = []
     begun = time.perf_counter()
-    call, module = wrapped(row, model, mode)
-    for _ in range(2):
-        seconds = []
-        for ids, padding in stream:
-            step(call, ids, padding)
-            seconds.append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-        passes.append(seconds)
+    call, module = wrapped(row, model, mode, backend)
+    with recordings() as recorded:
+        for _ in range(2):
+            seconds = []
+            for ids, padding in stream:
+                step(call, ids, padding)
+                seconds.append(time.perf_counter() - begun)
+                begun = time.perf_counter()
+            passes.append(seconds)
     graphs = graphs_compiled()
     useful = int(lengths.max(1).sum())
     ladder = ladder_of(row)
@@ -214,14 +218,9 @@ def run_row(row: str, phase: str, device: str, batches: int, mode: str | None) -
         "graphs": graphs,
         "recompiles": max(graphs - 1, 0),
         "waste": waste,
+        "cuda_graphs": len(recorded),
+        "gpu_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else None,
     }
-
-
-PREPARE = """
-import sys, torch
-for device in sys.argv[1:]:
-    torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
-"""
 
 
 class Cache:
@@ -234,55 +233,46 @@ class Cache:
 
     def __init__(self, folder: Path, devices: Iterable[str]) -> None:
         self.folder = folder
-        self._run("-c", PREPARE, *devices)
+        self._environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+        for device in devices:
+            in_a_process("bench_buckets", "prepare", device, environment=self._environment)
         self._prepared = set(folder.rglob("*"))
 
-    def run(self, *arguments: str) -> str:
-        """Run Python, and return what it prints; compiled code of earlier runs is gone."""
+    def run(self, *row: Any) -> dict[str, Any]:
+        """Run a row, given as :func:`run_row` takes it; compiled code of earlier ones is gone."""
         for path in sorted(set(self.folder.rglob("*")) - self._prepared, reverse=True):
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
             else:
                 path.unlink()
-        return self._run(*arguments)
-
-    def _run(self, *arguments: str) -> str:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.folder)}
-        done = subprocess.run(  # noqa: S603 - this very file
-            [sys.executable, "-W", "ignore", *arguments],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"{arguments[-1]}: {done.stderr[-2000:]}")
-        return done.stdout
+        begun = time.perf_counter()
+        found = in_a_process("bench_buckets", "run_row", *row, environment=self._environment)
+        return {**found, "process_s": time.perf_counter() - begun}
 
 
-def in_process(cache: Cache, *row: Any) -> dict[str, Any]:
-    """Run a row, given as :func:`run_row` takes it, in a process of its own."""
-    begun = time.perf_counter()
-    said = cache.run(__file__, "--row", json.dumps(row))
-    result: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return {**result, "process_s": time.perf_counter() - begun}
+def prepare(device: str) -> None:
+    """Compile something; torch then keeps precompiled headers, and what the processor can do."""
+    torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
 
 
-def stream(
-    cache: Cache, phases: Iterable[str], rows: list[str], device: str, batches: int
+def stream(  # noqa: PLR0917 - each says what is run
+    cache: Cache,
+    rows: Sequence[str],
+    phases: Sequence[str],
+    device: str,
+    batches: int,
+    backend: str,
 ) -> Iterator[dict[str, Any]]:
     """Run these rows in these phases, and show each."""
     for phase in phases:
         for row in rows:
             modes = [None, "reduce-overhead"] if device == "cuda" and row != "eager" else [None]
             for mode in modes:
-                found = in_process(cache, row, phase, device, batches, mode)
+                found = cache.run(row, phase, device, batches, mode, backend)
                 print(
                     f"{found['row']:36} {phase:8} {device:4} {found['total_s']:8.1f} s in all "
                     f"{found['steady_ms']:8.2f} ms a step {found['graphs']:4} graphs "
-                    f"waste {100 * found['waste']:5.1f} %",
-                    flush=True,
+                    f"waste {100 * found['waste']:5.1f} %"
                 )
                 yield found
 
@@ -355,12 +345,21 @@ def verdicts(rows: list[dict[str, Any]], overheads: list[dict[str, Any]]) -> lis
     ]
     by_row = {(each["row"], each["phase"], each["device"]): each for each in rows}
     for (row, phase, device), each in by_row.items():
-        hand = by_row.get(("by hand: the buckets of fit 8", phase, device))
-        if row == "bucketed fit 8" and hand is not None:
+        # Where the compiler makes CUDA graphs the mode stands behind the name.
+        name, _, mode = row.partition(", ")
+        hand = by_row.get((", ".join(filter(None, (HAND, mode))), phase, device))
+        if name == OURS and hand is not None:
             ratio = each["steady_total_s"] / hand["steady_total_s"]
-            text = f"{phase}, {device}: steady state within 3 % of padding by hand"
+            text = f"{_where(phase, device, mode)}: steady state within 3 % of padding by hand"
             found.append(_verdict(text, ratio <= STEADY_TARGET, f"{ratio:.3f} times"))
-        if device == "cuda" and row == "bucketed fit 8":
+        if name == OURS and mode:
+            buckets = len(fitted(8))
+            # Forward and backward are a graph each, and one that is empty owns their memory.
+            allowed = buckets * (2 if phase == "training" else 1) + 1
+            text = f"{_where(phase, device, mode)}: one CUDA graph per bucket and direction"
+            recorded = each["cuda_graphs"]
+            found.append(_verdict(text, recorded <= allowed, f"{recorded} for {buckets} buckets"))
+        if device == "cuda" and row == OURS:
             others = [
                 other["total_s"]
                 for (name, its_phase, its_device), other in by_row.items()
@@ -372,60 +371,67 @@ def verdicts(rows: list[dict[str, Any]], overheads: list[dict[str, Any]]) -> lis
     return found
 
 
+def _where(phase: str, device: str, mode: str) -> str:
+    return ", ".join(filter(None, (phase, device, mode)))
+
+
 def _verdict(target: str, reached: bool, measured: str) -> str:
     return f"{target}: {'reached' if reached else 'missed'} ({measured})"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure on every device there is and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="one of them only")
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batches", type=int, default=BATCHES, help=f"of the stream (default: {BATCHES})"
     )
     parser.add_argument("--phase", choices=PHASES, help="one of them only")
     parser.add_argument("--rows", help="only rows that contain this")
-    parser.add_argument("--quick", action="store_true", help="6 batches: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.row is not None:
-        print(json.dumps(run_row(*json.loads(options.row))))
-        return
+
+
+def _check_options(options: argparse.Namespace) -> str | None:
     if options.batches < 1:
-        parser.error(f"--batches {options.batches}: expected 1 or more")
-    record = context("bench_buckets")
-    present = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    devices = [options.device] if options.device else present
-    batches = 6 if options.quick else options.batches
-    wanted = [row for row in ROWS if options.rows is None or options.rows in row]
-    phases = [options.phase] if options.phase else PHASES
+        return f"--batches {options.batches}: expected 1 or more"
+    return None
+
+
+def run(setting: Setting) -> Results:
+    """Run the stream in every way, and measure what a call costs more."""
+    quick, wanted = setting.quick, setting.options.rows
+    rows = [row for row in ROWS if wanted is None or wanted in row]
+    if quick and wanted is None:
+        rows = ["bucketed fit 4"]
+    phases = [setting.options.phase] if setting.options.phase else PHASES[-1:] if quick else PHASES
+    batches = 2 if quick else setting.options.batches
+    backend = "aot_eager" if quick and setting.device == "cpu" else "inductor"
     with tempfile.TemporaryDirectory() as folder:
-        compiling = any(row != "eager" for row in wanted)
-        cache = Cache(Path(folder), devices if compiling else ())
-        rows = [
-            found for device in devices for found in stream(cache, phases, wanted, device, batches)
-        ]
-    torch.set_num_threads(1)
-    counts, rounds = (COUNTS[:3], 3) if options.quick else (COUNTS, 200)
-    overheads = [overhead(count, rounds) for count in counts]
+        compiling = backend == "inductor" and any(row != "eager" for row in rows)
+        cache = Cache(Path(folder), [setting.device] if compiling else [])
+        found = list(stream(cache, rows, phases, setting.device, batches, backend))
+    counts = COUNTS[:2] if quick else COUNTS
+    overheads = [{"device": setting.device, **overhead(count, setting.rounds)} for count in counts]
     for each in overheads:
         print(
             f"{each['buckets']:2} buckets: adds {each['added_exact_us']:.1f} us to an exact fit, "
             f"{each['added_padded_us']:.1f} us to a padded call"
         )
-    reached = verdicts(rows, overheads)
-    print("\n".join(reached))
-    if options.json is not None:
-        record["quick"] = options.quick
-        if not torch.cuda.is_available():
-            record["note"] = "not measured on a GPU yet"
-        text = json.dumps(
-            {**record, "rows": rows, "overhead": overheads, "targets": reached}, indent=1
-        )
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text + "\n", encoding="utf-8")
+    return {"rows": found, "overhead": overheads}
 
+
+def _afterwards(record: dict[str, Any]) -> Iterator[str]:
+    record["targets"] = verdicts(record["rows"], record["overhead"])
+    yield from record["targets"]
+
+
+BENCHMARK = Benchmark(
+    "buckets",
+    "How long does a stream of batches of many lengths take, in every way to run it?",
+    run,
+    rounds=200,
+    rounds_of="rounds of the overhead of a call",
+    add_options=_add_options,
+    check_options=_check_options,
+    afterwards=_afterwards,
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

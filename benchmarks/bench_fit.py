@@ -12,7 +12,6 @@ exponential, rounded up to 128, or to 16 below 1024 (vllm-gaudi); geometric from
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import json
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 if __package__ in {None, ""}:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import context
+from benchmarks.program import Benchmark, Results, Setting
 from torchguard.buckets import Buckets
 from torchguard.observed import Observed, batch_maxima, observe
 from torchguard.planning import Cost
@@ -260,31 +259,34 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"cells": len(rows), "mean_waste_percent": means, "cells_another_rule_wins": beaten}
 
 
-def main() -> None:
-    """Run it all and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one split: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
-    options = parser.parse_args()
-    record = context("bench_fit")
-    splits, draws, repeats = (1, 3, 1) if options.quick else (4, 24, 5)
+def run(setting: Setting) -> Results:
+    """Compare the rules, with few observations too, and time the planner."""
+    splits, draws, repeats = (1, 3, 1) if setting.quick else (4, 24, 5)
     random = np.random.default_rng(11)
-    kinds = generated(random, 4000 if options.quick else 40_000)
+    kinds = generated(random, 4000 if setting.quick else 40_000)
     print(f"{'':30}", " ".join(f"{rule[:7]:>7}" for rule in RULES))
-    rows = compare({**kinds, **real()}, splits)
+    rows = compare({**kinds, **({} if setting.quick else real())}, splits)
     totals = summary(rows)
     print(json.dumps(totals, indent=1))
-    record |= {
+    return {
         "splits": splits,
         "summary": totals,
         "rows": rows,
         "small_samples": small_samples(kinds, draws),
         "planning_times": planning_times(repeats),
     }
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
+
+BENCHMARK = Benchmark(
+    "fit",
+    "How much do the buckets of `Buckets.fit` waste against other rules, and how long is planning?",
+    run,
+    rounds=1,
+    rounds_of="not used: every rule gets the same halves",
+    devices=("cpu",),
+    threads=None,
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,7 +10,6 @@ timed in every round as a statement of its own and taken off both sides.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +21,9 @@ import torch
 if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.harness import Comparison, Row, Side, Target, context, measure, report, write_record
+from benchmarks.attributes import attributes_of_torch
+from benchmarks.harness import Comparison, Side, Target, measure
+from benchmarks.program import Benchmark, Results, Setting
 from torchguard import (
     guarded,
     install,
@@ -220,18 +221,15 @@ def _not_patched(device: str) -> Iterator[Comparison]:
         )
 
 
-NAMESPACES = ("Tensor", "linalg", "special", "fft", "nn.functional")
-
-
 def untouched() -> dict[str, Any]:
     """Compare every attribute of torch's namespaces before and under ``install("resize", "out")``.
 
     An operation that is not patched is the very object it was, so it can't cost anything.
     """
-    before = _attributes()
+    before = attributes_of_torch()
     with install("resize", "out", only_if_needed=False):
-        under = _attributes()
-    after = _attributes()
+        under = attributes_of_torch()
+    after = attributes_of_torch()
     names = before.keys() | under.keys()
     patched = sorted(name for name in names if before.get(name) is not under.get(name))
     return {
@@ -248,56 +246,19 @@ def untouched() -> dict[str, Any]:
     }
 
 
-def _attributes() -> dict[str, Any]:
-    # Strong references: an attribute may be made anew by each look at it.
-    found = {f"torch.{name}": value for name, value in vars(torch).items()}
-    for namespace in NAMESPACES:
-        owner: Any = torch
-        for part in namespace.split("."):
-            owner = getattr(owner, part)
-        inherited = [vars(base) for base in getattr(owner, "__mro__", ())[1:]]
-        for attributes in (*reversed(inherited), vars(owner)):
-            found.update({f"torch.{namespace}.{name}": attributes[name] for name in attributes})
-    return found
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="one of them only")
-    parser.add_argument("--rounds", type=int, default=51, help="rounds per row (default: 51)")
-    parser.add_argument("--quick", action="store_true", help="3 short rounds: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch.cuda.is_available() is False here")
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: expected 1 or more")
-    torch.set_num_threads(1)  # the work is small; threads would only add noise
+def run(setting: Setting) -> Results:
+    """Measure every row, and look at what nothing patches."""
     uninstall()
-    record = context("bench_resize")
-    devices = [options.device] if options.device else ["cpu"]
-    if options.device is None and torch.cuda.is_available():
-        devices.append("cuda")
-    rows: list[Row] = []
-    for device in devices:
-        rows += measure(
-            comparisons(device),
-            device=device,
-            rounds=3 if options.quick else options.rounds,
-            block_seconds=2e-4 if options.quick else 4e-3,
-            progress=lambda row: print(report(row), flush=True),
-        )
-    record["quick"] = options.quick
-    record["untouched"] = untouched()
-    print(f"attributes of torch: {record['untouched']}")
-    if "cuda" not in devices:
-        record["note"] = "not measured on a GPU yet"
-        print(record["note"])
-    if options.json is not None:
-        write_record(options.json, record, rows)
-    return 0
+    rows = measure(comparisons(setting.device), setting, block_seconds=4e-3)
+    same = untouched()
+    print(f"attributes of torch: {same}")
+    return {"untouched": same, "rows": rows}
 
+
+BENCHMARK = Benchmark(
+    "resize", "What do the guards of exception-safe mutation cost when nothing fails?", run
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

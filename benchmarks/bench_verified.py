@@ -7,15 +7,11 @@ Each first call is a process of its own with an empty cache, plain and checked b
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +21,19 @@ from torch import nn
 if __package__ in {None, ""}:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Comparison, Row, Side, Spread, context, measure, report, write_record
+from benchmarks.harness import AddedTarget, Comparison, Side, measure
+from benchmarks.processes import in_a_process
+from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.spread import Spread
 from torchguard import verified_backend
 
 # B batch, T time, D features
 B, T, D = 8, 64, 128
 ALLOWED_RATIO = 1.15
-ALLOWED_NS = 1000
-FEW = 20  # graphs in quick mode
+LATER = AddedTarget(microseconds=1)
+WORKLOADS = ("transformer", "tiny")
+GRAPHS, FEW = 1000, 3  # of the workload "tiny"; in quick mode
+LATER_ROUNDS = 51
 
 
 def transformer(device: str) -> tuple[nn.Module, torch.Tensor]:
@@ -51,7 +52,7 @@ def tiny(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def first_call(
-    workload: str, device: str, count: int, *, checked: bool, quick: bool
+    workload: str, device: str, count: int, checked: bool, quick: bool
 ) -> dict[str, float]:
     """Compile and call in this process; return seconds, processor seconds and peak bytes."""
     # 1,000 graphs through inductor would take an hour of the C++ compiler.
@@ -83,22 +84,20 @@ def first_call(
     return {"seconds": seconds, "processor_seconds": used, "bytes": peak}
 
 
-def first_calls(
-    workload: str, device: str, rounds: int, count: int, *, quick: bool
-) -> dict[str, Any]:
+def first_calls(workload: str, setting: Setting) -> dict[str, Any]:
     """Measure first calls in processes of their own, plain and checked by turns."""
+    count = FEW if setting.quick else GRAPHS
     found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
-    for number in range(rounds):
+    for number in range(setting.rounds):
         for checked in (False, True) if number % 2 == 0 else (True, False):
-            arguments = ["--first-call", workload, "--device", device, "--count", str(count)]
-            arguments += [*(["--checked"] if checked else []), *(["--quick"] if quick else [])]
-            found[checked].append(_in_a_process(arguments))
+            arguments = (workload, setting.device, count, checked, setting.quick)
+            found[checked].append(in_a_process("bench_verified", "first_call", *arguments))
     pairs = list(zip(found[False], found[True], strict=True))
     ratio = Spread.of([one["seconds"] / bare["seconds"] for bare, one in pairs])
     return {
         "id": f"first-{workload}",
-        "device": device,
-        "n": rounds,
+        "device": setting.device,
+        "n": setting.rounds,
         "plain_seconds": vars(Spread.of([bare["seconds"] for bare, _ in pairs])),
         "checked_seconds": vars(Spread.of([one["seconds"] for _, one in pairs])),
         "ratio": vars(ratio),
@@ -111,25 +110,14 @@ def first_calls(
     }
 
 
-def _in_a_process(arguments: list[str]) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(  # noqa: S603
-            [sys.executable, __file__, *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
-        )
-    values: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return values
-
-
-def steady(device: str) -> Iterator[Comparison]:
-    """Return later calls: a tiny graph, and the transformer."""
+def steady(device: str, workloads: Sequence[str]) -> Iterator[Comparison]:
+    """Return later calls: the transformer, and a tiny graph."""
     x = torch.ones(8, device=device)
     model, batch = transformer(device)
     model.eval()
-    for name, function, value in (("tiny", tiny(2), x), ("transformer", model, batch)):
+    for name, function, value in (("transformer", model, batch), ("tiny", tiny(2), x)):
+        if name not in workloads:
+            continue
         bare: Any = torch.compile(_another(function), backend="aot_eager")
         checked: Any = torch.compile(_another(function), backend=verified_backend("aot_eager"))
         with torch.no_grad():
@@ -141,6 +129,7 @@ def steady(device: str) -> Iterator[Comparison]:
             what="a call after the first",
             baseline=Side("with no_grad: bare(x)", names),
             guarded=Side("with no_grad: checked(x)", names),
+            target=LATER,
         )
 
 
@@ -151,61 +140,34 @@ def _another(function: Any) -> Any:
     return scope["call"]
 
 
-def main() -> None:
-    """Measure on every device there is and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="one of them only")
-    parser.add_argument("--rounds", type=int, default=7, help="first calls a row (default: 7)")
-    parser.add_argument("--quick", action="store_true", help="one short round: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
-    parser.add_argument("--first-call", help=argparse.SUPPRESS)
-    parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--count", type=int, default=1000, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.first_call:
-        values = first_call(
-            options.first_call,
-            options.device,
-            options.count,
-            checked=options.checked,
-            quick=options.quick,
+def run(setting: Setting) -> Results:
+    """Measure first calls, and calls after the first."""
+    workloads = WORKLOADS[-1:] if setting.quick else WORKLOADS
+    firsts = []
+    for workload in workloads:
+        first = first_calls(workload, setting)
+        firsts.append(first)
+        plain, checked = first["plain_seconds"]["median"], first["checked_seconds"]["median"]
+        print(
+            f"{first['id']:34} {setting.device:4} {plain:.2f} s -> {checked:.2f} s, "
+            f"{first['ratio']['median']:.2f} times "
+            f"({first['processor_ratio']['median']:.2f} in processor time), "
+            f"memory {first['memory_ratio']['median']:.2f} times: {first['verdict']}"
         )
-        print(json.dumps(values))
-        return
-    record = context("bench_verified")
-    present = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    if "cuda" not in present:
-        record["note"] = "not measured on a GPU yet"
-    record["quick"] = options.quick
-    record["first_calls"] = []
-    rows: list[Row] = []
-    for device in [options.device] if options.device else present:
-        for workload in ("transformer", "tiny"):
-            count = FEW if options.quick else options.count
-            rounds = 1 if options.quick else options.rounds
-            first = first_calls(workload, device, rounds, count, quick=options.quick)
-            record["first_calls"].append(first)
-            plain, checked = first["plain_seconds"]["median"], first["checked_seconds"]["median"]
-            print(
-                f"{first['id']:34} {device:4} {plain:.2f} s -> {checked:.2f} s, "
-                f"{first['ratio']['median']:.2f} times "
-                f"({first['processor_ratio']['median']:.2f} in processor time), "
-                f"memory {first['memory_ratio']['median']:.2f} times: {first['verdict']}",
-                flush=True,
-            )
-        rows += measure(
-            steady(device),
-            device=device,
-            rounds=3 if options.quick else 51,
-            block_seconds=0.002 if options.quick else 0.05,
-            progress=lambda row: print(report(row), flush=True),
-        )
-    for row in rows:
-        verdict = "reached" if row.added_ns.median <= ALLOWED_NS else "missed"
-        print(f"{row.id} {row.device}: {row.added_ns.median:+.0f} ns of {ALLOWED_NS}: {verdict}")
-    if options.json is not None:
-        write_record(options.json, record, rows)
+    later = replace(setting, rounds=3 if setting.quick else LATER_ROUNDS)
+    made = steady(setting.device, workloads)
+    return {"first_calls": firsts, "rows": measure(made, later, block_seconds=0.05)}
 
+
+BENCHMARK = Benchmark(
+    "verified",
+    "What does checking a compiled graph cost: the first call, its memory, every call after it?",
+    run,
+    rounds=7,
+    quick_rounds=1,
+    rounds_of="first calls a row",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

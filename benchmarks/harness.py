@@ -1,4 +1,4 @@
-"""Measures two ways of doing the same thing against each other, and writes a dated record.
+"""Measures two ways of doing the same thing against each other.
 
 A round times a block of calls of the baseline and a block of the guarded
 statement right after it, and the next round the other way round. A busy moment
@@ -12,36 +12,16 @@ up and synchronises a GPU.
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
-import importlib.metadata
-import json
-import os
-import platform
-import shlex
-import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.utils.benchmark import Timer
 
-__all__ = [
-    "Comparison",
-    "Row",
-    "Side",
-    "Spread",
-    "Target",
-    "context",
-    "measure",
-    "report",
-    "write_record",
-]
+from benchmarks.program import Setting
+from benchmarks.spread import Spread
 
-ROOT = Path(__file__).resolve().parent.parent
+__all__ = ["AddedTarget", "Comparison", "Row", "Scope", "Side", "Target", "measure", "shown"]
 
 _ADAPTED_AFTER = 100
 _PIECES = 5
@@ -80,6 +60,24 @@ class Target:
 
 
 @dataclass(frozen=True)
+class AddedTarget(Target):
+    """What was aimed at: a time that is not exceeded on top of the baseline's."""
+
+    ratio: float = 0.0
+    microseconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"at most {self.microseconds:g} us more"
+
+    def verdict(self, row: Row) -> str:
+        """Say whether the median reaches it, or by how much it does not."""
+        added = row.added_ns.median / 1e3
+        if added <= self.microseconds:
+            return "reached"
+        return f"missed: {added:.3g} us more"
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A row to be: the same work without a guard and with it."""
 
@@ -99,23 +97,6 @@ class Comparison:
 
     floor: int = 1
     """Fewest statements in a block."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median of all rounds and the quartiles around it."""
-
-    median: float
-    q1: float
-    q3: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> Spread:
-        """Summarise one number per round."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(*(float(f"{value:.5g}") for value in (median, q1, q3)))
 
 
 @dataclass(frozen=True)
@@ -140,18 +121,14 @@ class Row:
 
 
 def measure(
-    comparisons: Iterable[Comparison],
-    *,
-    device: str,
-    rounds: int,
-    block_seconds: float,
-    progress: Callable[[Row], None],
+    comparisons: Iterable[Comparison], setting: Setting, *, block_seconds: float
 ) -> list[Row]:
-    """Measure every comparison, one after the other."""
+    """Measure every comparison, one after the other, and show each."""
     rows = []
     for comparison in comparisons:
-        rows.append(_measure(comparison, device, rounds, block_seconds))
-        progress(rows[-1])
+        seconds = setting.block_seconds(block_seconds)
+        rows.append(_measure(comparison, setting.device, setting.rounds, seconds))
+        print(shown(rows[-1]))
     return rows
 
 
@@ -218,67 +195,7 @@ def _block(timed: _Timed, block_seconds: float, floor: int) -> int:
     return max(floor, int(block_seconds / once))
 
 
-def context(benchmark: str) -> dict[str, Any]:
-    """Describe when, with what and on what machine a record was made."""
-    return {
-        "benchmark": benchmark,
-        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *sys.argv[1:]]),
-        "revision": _revision(),
-        "versions": {
-            "torchguard": importlib.import_module("torchguard").__version__,
-            "torch": torch.__version__,
-            "numpy": importlib.metadata.version("numpy"),
-            "python": platform.python_version(),
-        },
-        "hardware": {
-            "cpu": _cpu(),
-            "cores": os.cpu_count(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "threads": torch.get_num_threads(),
-        "load_average_at_start": _load_average(),
-    }
-
-
-def _revision() -> str | None:
-    """Return the commit, with ``-dirty`` behind it where a file of the commit was changed."""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
-        done = subprocess.run(  # noqa: S603
-            command, cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def _load_average() -> float | None:
-    """Return how busy the machine is, this program not yet included; a quiet one shows 0."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    named = {name.strip(): value.strip() for name, value in fields.items()}
-    model = [named.get("model name", platform.machine())]
-    model += [f"{name} {named[name]}" for name in ("cpu family", "model") if name in named]
-    return ", ".join(model)
-
-
-def write_record(path: Path, record: Mapping[str, Any], rows: Iterable[Row]) -> None:
-    """Write the context and the rows as JSON."""
-    text = json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def report(row: Row) -> str:
+def shown(row: Row) -> str:
     """Lay a row out for a terminal."""
     shown = (
         f"{row.id:34} {row.device:4} {_ns(row.baseline_ns.median):>9} -> "

@@ -3,53 +3,43 @@
     python -m benchmarks.publish            the newest record in benchmarks/records
     python -m benchmarks.publish --check    change nothing; exit status 1 if a page is out of date
 
-A number in those tables is never typed by hand. ``benchmarks/plot_resize.py``
+A number in those tables is never typed by hand. ``benchmarks/plots.py``
 draws the same record.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "benchmarks" / "records"
+from benchmarks.machine import ROOT
+from benchmarks.records import RECORDS, Record, measured_on, read_record
+from benchmarks.wording import from_to, made, table, time, times
 
 BEGIN = "<!-- begin: {name}, written by python -m {by} -->"
 END = "<!-- end: {name} -->"
 
-Record = dict[str, Any]
-
 
 def newest_record(folder: Path = RECORDS) -> Path:
-    """Return the newest record of ``bench_resize``; the names begin with the date."""
-    records = sorted(folder.glob("*-resize-*.json"))
-    if not records:
+    """Return the newest record of ``bench_resize`` that was made on a CPU."""
+    found = [path for path in sorted(folder.glob("*-resize-*.json")) if measured_on(path, "cpu")]
+    if not found:
         raise FileNotFoundError(f"{folder} has no record: run benchmarks/bench_resize.py --json")
-    return records[-1]
-
-
-def read_record(path: Path) -> Record:
-    """Read a record; a quick one is refused, because its figures mean nothing."""
-    record: Record = json.loads(path.read_text(encoding="utf-8"))
-    if record["quick"]:
-        raise ValueError(f"{path} was made with --quick, which shows only that the benchmark runs")
-    return record
+    return found[-1]
 
 
 def costs(record: Record) -> str:
     """Lay out the README's table: each guard, what it stops and what it costs."""
 
-    def from_to(name: str) -> str:
+    def both(name: str) -> str:
         row = _row(record, name)
-        return f"{_from_to(row)} ({_times(row['ratio']['median'])})"
+        return f"{from_to(row)} ({times(row['ratio']['median'])})"
 
     def adds(name: str) -> str:
-        return _time(_row(record, name)["added_ns"]["median"])
+        return time(_row(record, name)["added_ns"]["median"])
 
     same = record["untouched"]
     rows = (
@@ -60,17 +50,17 @@ def costs(record: Record) -> str:
                 "growing a tensor in shared memory kills the process"
             ),
             (
-                f"`resize_` to the same size {from_to('same-size-install')}, "
-                f"growing by 64 MB and filling it {from_to('grow-64mb-fill')}; "
-                f"`set_` {from_to('set-install')}"
+                f"`resize_` to the same size {both('same-size-install')}, "
+                f"growing by 64 MB and filling it {both('grow-64mb-fill')}; "
+                f"`set_` {both('set-install')}"
             ),
         ),
         (
             '`install("out")`',
             "a failed `out=` call leaves its output with a shape that is not its own",
             (
-                f"`torch.add` of 10 elements {from_to('add-without-out')} without `out=`, "
-                f"{from_to('add-with-out')} with"
+                f"`torch.add` of 10 elements {both('add-without-out')} without `out=`, "
+                f"{both('add-with-out')} with"
             ),
         ),
         (
@@ -80,7 +70,7 @@ def costs(record: Record) -> str:
                 "backward would use"
             ),
             (
-                f"`a * b` {from_to('guarded-plain')}, `a.copy_(b)` {from_to('guarded-in-place')}; "
+                f"`a * b` {both('guarded-plain')}, `a.copy_(b)` {both('guarded-in-place')}; "
                 f"entering the scope {adds('guarded-enter')}"
             ),
         ),
@@ -89,7 +79,7 @@ def costs(record: Record) -> str:
             "the same, and the old data comes back",
             (
                 "what is about to be written is copied first: "
-                f"`a.copy_(b)` of 1 MB {from_to('guarded-data-1mb')}"
+                f"`a.copy_(b)` of 1 MB {both('guarded-data-1mb')}"
             ),
         ),
         (
@@ -114,7 +104,7 @@ def costs(record: Record) -> str:
             ),
         ),
     )
-    return _table(("guard", "what it stops", "what it costs when nothing fails"), rows)
+    return table(("guard", "what it stops", "what it costs when nothing fails"), rows)
 
 
 def every_row(record: Record) -> str:
@@ -122,10 +112,10 @@ def every_row(record: Record) -> str:
     rows = []
     for row in record["rows"]:
         ratio = row["ratio"]
-        spread = f"{_times(ratio['median'])} [{ratio['q1']:.3g}, {ratio['q3']:.3g}]"
+        spread = f"{times(ratio['median'])} [{ratio['q1']:.3g}, {ratio['q3']:.3g}]"
         target = "" if row["target"] is None else f"{row['target']}: {row['verdict']}"
-        times = (_time(row["baseline_ns"]["median"]), _time(row["guarded_ns"]["median"]))
-        rows.append((row["what"], row["device"], *times, spread, target))
+        taken = (time(row["baseline_ns"]["median"]), time(row["guarded_ns"]["median"]))
+        rows.append((row["what"], row["device"], *taken, spread, target))
     missed = dict.fromkeys(row["why"] for row in record["rows"] if row["why"])
     same = record["untouched"]
     notes = [
@@ -140,21 +130,7 @@ def every_row(record: Record) -> str:
         notes.append(f"This record was {record['note']}.")
     header = ("per call", "device", "torch", "guarded", "ratio [quartiles]", "target")
     listed = "\n".join(f"- {note}" for note in notes)
-    return f"{where(record)}\n\n{_table(header, tuple(rows))}\n\n{listed}"
-
-
-def where(record: Record) -> str:
-    """Say in one sentence when and on what a record was made."""
-    versions, hardware = record["versions"], record["hardware"]
-    rounds = record["rows"][0]["n"]
-    busy = record["load_average_at_start"]
-    return (
-        f"Measured on {record['date'][:10]} with torch {versions['torch']} and Python "
-        f"{versions['python']} on {hardware['cores']} cores of an {hardware['cpu']}, "
-        f"{record['threads']} thread, load average {busy} at the start; medians of {rounds} rounds "
-        f"in which both sides took turns. Revision `{record['revision']}`, command "
-        f"`{record['command']}`."
-    )
+    return f"{made(record)}\n\n{table(header, tuple(rows))}\n\n{listed}"
 
 
 def summary(record: Record) -> str:
@@ -214,39 +190,6 @@ def _row(record: Record, name: str) -> dict[str, Any]:
         if found["id"] == name and found["device"] == "cpu":
             return found
     raise KeyError(f"the record has no row {name!r} measured on the CPU")
-
-
-def _from_to(row: dict[str, Any]) -> str:
-    before, after = row["baseline_ns"]["median"], row["guarded_ns"]["median"]
-    if _unit(before) == _unit(after):
-        return f"{_number(before)} → {_time(after)}"
-    return f"{_time(before)} → {_time(after)}"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f} times"
-
-
-def _unit(nanoseconds: float) -> tuple[float, str]:
-    for limit, divisor, unit in ((1e3, 1.0, "ns"), (1e6, 1e3, "µs")):
-        if abs(nanoseconds) < limit:
-            return divisor, unit
-    return 1e6, "ms"
-
-
-def _number(nanoseconds: float) -> str:
-    value = nanoseconds / _unit(nanoseconds)[0]
-    digits = 0 if abs(value) >= 100 else 1  # noqa: PLR2004
-    return f"{value:.{digits}f}"
-
-
-def _time(nanoseconds: float) -> str:
-    return f"{_number(nanoseconds)} {_unit(nanoseconds)[1]}"
-
-
-def _table(header: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> str:
-    lines = (header, ("---",) * len(header), *rows)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Writes what the newest record of bench_buckets says into docs/bucketed.md, and draws it.
+"""Writes what the newest record of bench_buckets says into docs/bucketed.md.
 
     python -m benchmarks.publish_buckets            the newest record in benchmarks/records
     python -m benchmarks.publish_buckets --check    change nothing; exit status 1 if out of date
 
 Which row wins, and from how many batches on, is worked out from the record, never typed by hand.
+``report.py`` draws the picture that the page shows.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plot_buckets import draw
-from benchmarks.publish import RECORDS, ROOT, read_record, rewritten
+from benchmarks.machine import ROOT
+from benchmarks.publish import rewritten
+from benchmarks.records import RECORDS, read_record
 
 __all__ = ["laid_out", "newest"]
 
 PAGE = ROOT / "docs" / "bucketed.md"
-IMAGE = ROOT / "docs" / "img" / "bench_buckets.png"
 MARK = "stream"
 BY = "benchmarks.publish_buckets"
 OURS = "bucketed fit 8"
@@ -109,7 +110,7 @@ def _against_dynamic(ours: dict[str, Any], dynamic: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrite the page and draw the picture, or say that the page is out of date."""
+    """Rewrite the page, or say that the page is out of date."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("record", nargs="?", type=Path, help="default: the newest one")
     parser.add_argument("--check", action="store_true", help="change nothing")
@@ -123,8 +124,6 @@ def main(arguments: list[str] | None = None) -> int:
             print("docs/bucketed.md is out of date: run python -m benchmarks.publish_buckets")
         return int(new != page)
     PAGE.write_text(new, encoding="utf-8")
-    if record is not None:
-        draw(record, IMAGE)
     return 0
 
 

@@ -34,7 +34,11 @@ import numpy as np
 import torch
 from torch import nn
 
+if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 import torchguard
+from benchmarks.attributes import attributes_of_torch
 from torchguard import Buckets
 
 BUCKETS = Buckets([8, 16, 32])
@@ -253,9 +257,14 @@ def at_random(seed: int, rounds: int, wrong: list[str]) -> None:
     try:
         for _ in range(rounds):
             tensor = torch.from_numpy(np.zeros(4))
-            way = choose.choice(["resize", "resize and out", "guarded", "helper"])
+            way = choose.choice(["resize", "resize and out", "guarded", "helper", "uninstall"])
             with failing(RuntimeError):
                 if way == "helper":
+                    torchguard.safe_resize_(tensor, 5, 5)
+                elif way == "uninstall":
+                    # Takes "out" away from whoever has it; their resizes do not need it.
+                    torchguard.install("out", only_if_needed=False)
+                    torchguard.uninstall("out")
                     torchguard.safe_resize_(tensor, 5, 5)
                 elif way == "guarded":
                     with torchguard.guarded():
@@ -272,6 +281,7 @@ def at_random(seed: int, rounds: int, wrong: list[str]) -> None:
 def storm(threads: int, rounds: int) -> list[str]:
     """Install, uninstall, resize and enter scopes in many threads at random; say what is wrong."""
     wrong: list[str] = []
+    before = attributes_of_torch()
     workers = [
         threading.Thread(target=at_random, args=(seed, rounds, wrong)) for seed in range(threads)
     ]
@@ -281,13 +291,16 @@ def storm(threads: int, rounds: int) -> list[str]:
         worker.join()
     if torchguard.installed():
         wrong.append(f"still installed: {torchguard.installed()}")
-    for path, now in {
-        "torch.Tensor.resize_": torch.Tensor.resize_,
-        "torch.Tensor.set_": torch.Tensor.set_,
-        "torch.add": torch.add,
-    }.items():
-        if now is not torchguard.original(path):
-            wrong.append(f"{path} is not torch's own")
+    after = attributes_of_torch()
+    changed = [path for path in before | after if before.get(path) is not after.get(path)]
+    wrong += [f"{path} is not what it was" for path in changed]
+    # The proof that no guard is left: plain torch does again what it does.
+    tensor = torch.from_numpy(np.zeros(4))
+    with failing(RuntimeError):
+        tensor.resize_(5, 5)
+    if torchguard.is_consistent(tensor):
+        wrong.append("a resize is still guarded")
+    torchguard.repair_(tensor)
     return wrong
 
 
@@ -320,6 +333,7 @@ def main() -> int:
         wrong.append(f"memory grew by {growth >> 20} MiB over the run")
     if not options.without_guards:
         wrong += storm(options.threads, options.rounds)
+        print(f"{options.threads} threads, {options.rounds} rounds each")
     print(f"{options.steps} steps; memory {growth / 2**20:+.1f} MiB after the first eighth")
     for line in wrong[:10]:
         print("WRONG: " + line)

@@ -32,7 +32,7 @@ def record(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_record_says_when_with_what_and_on_what_it_was_made(record: Any) -> None:
     assert record["benchmark"] == "bench_resize"
     assert record["date"].endswith("+00:00")
-    assert set(record["versions"]) == {"torchguard", "torch", "numpy", "python"}
+    assert set(record["versions"]) == {"torchguard", "torch", "cuda", "numpy", "python"}
     assert record["hardware"]["cpu"]
     assert record["hardware"]["cores"] >= 1
     assert record["threads"] == 1
@@ -83,7 +83,8 @@ def test_the_pages_say_what_the_newest_record_says() -> None:
 
 
 def test_another_figure_in_the_record_makes_another_table() -> None:
-    from benchmarks.publish import newest_record, read_record, rewritten, summary  # noqa: PLC0415
+    from benchmarks.publish import newest_record, rewritten, summary  # noqa: PLC0415
+    from benchmarks.records import read_record  # noqa: PLC0415
 
     path = newest_record()
     committed = {**read_record(path), "file": path.name}
@@ -96,7 +97,7 @@ def test_another_figure_in_the_record_makes_another_table() -> None:
 
 
 def test_a_quick_record_is_not_published(record: Any, tmp_path: Path) -> None:
-    from benchmarks.publish import read_record  # noqa: PLC0415
+    from benchmarks.records import read_record  # noqa: PLC0415
 
     path = tmp_path / "quick.json"
     path.write_text(json.dumps(record), encoding="utf-8")
@@ -113,10 +114,14 @@ def test_a_page_without_its_marks_is_refused() -> None:
 
 def test_the_plot_is_drawn(record: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
-    from benchmarks.plot_resize import draw  # noqa: PLC0415
+    from benchmarks.plots import PLOTS, shows  # noqa: PLC0415
 
-    draw(record, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "plot.png"
+    assert not shows(path, record)
+    PLOTS["resize"](record, "cpu", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert shows(path, record)
+    assert not shows(path, {**record, "digest": "another"})
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,10 @@ def _is_python(arguments: list[str]) -> bool:
             position = next(i for i, name in enumerate(arguments) if name.endswith(".py"))
             options = [name for name in arguments[3:position] if name.startswith("--")]
         return _offers(command, options)
-    file = arguments[1].replace(".", "/") + ".py" if arguments[0] == "-m" else arguments[0]
-    return (ROOT / file).is_file()
+    if arguments[0] != "-m":
+        return (ROOT / arguments[0]).is_file()
+    module = ROOT / arguments[1].replace(".", "/")
+    return module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
 
 
 def _offers(command: str, options: list[str]) -> bool:
@@ -117,6 +119,8 @@ def test_every_command_on_the_page_exists(page: Path) -> None:
         "python -m torchguard docter",
         "python -m torchguard doctor --colour",
         "python benchmarks/bench_missing.py",
+        "python -m benchmarks.missing",
+        "python -m tests",
         "curl https://example.org",
     ],
 )

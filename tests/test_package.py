@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import torchguard
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torchguard", "pytest_torchguard")
@@ -58,14 +61,18 @@ def test_the_wheel_holds_every_file_of_the_packages(dist: dict[str, Path]) -> No
     assert "torchguard/py.typed" in held
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as opened:
+        if hasattr(tarfile, "data_filter"):
+            opened.extractall(folder, filter="data")
+        else:  # an old patch release of Python 3.10
+            opened.extractall(folder)  # noqa: S202  our own
+
+
 def test_the_source_distribution_builds_the_same_wheel(
     dist: dict[str, Path], tmp_path: Path
 ) -> None:
-    with tarfile.open(dist[".gz"]) as archive:
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(tmp_path, filter="data")
-        else:  # an old patch release of Python 3.10
-            archive.extractall(tmp_path)  # noqa: S202  our own
+    unpack(dist[".gz"], tmp_path)
     [source] = tmp_path.iterdir()
     assert (source / "tests" / "test_package.py").exists()
     again = build(source, tmp_path / "again", "--wheel")
@@ -73,6 +80,23 @@ def test_the_source_distribution_builds_the_same_wheel(
         hashlib.sha256(path.read_bytes()).hexdigest() for path in (dist[".whl"], again[".whl"])
     ]
     assert digests[0] == digests[1]
+
+
+def test_both_are_the_same_bytes_each_time(dist: dict[str, Path], tmp_path: Path) -> None:
+    # Another folder, files that were written at another time.
+    source = tmp_path / "checkout"
+    beside = shutil.ignore_patterns(".*", "__pycache__", "dist", "site", "build")
+    shutil.copytree(ROOT, source, ignore=beside, copy_function=shutil.copyfile)
+    shutil.copyfile(ROOT / ".gitignore", source / ".gitignore")
+    again = build(source, tmp_path / "again", "--sdist", "--wheel")
+    for kind, path in dist.items():
+        assert path.read_bytes() == again[kind].read_bytes(), path.name
+
+
+def test_the_changelog_has_a_section_for_this_version() -> None:
+    version = torchguard.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## [{version}]" in changes
 
 
 def run_installed(installed: Path, *arguments: str, folder: Path) -> str:
@@ -105,6 +129,19 @@ except RuntimeError:
         installed, "-m", "torchguard", "doctor", "--only", "resize-locked", folder=tmp_path
     )
     assert "closed" in memory
+
+
+@pytest.mark.slow
+def test_tests_pass_against_the_wheel_with_the_sources_deleted(
+    dist: dict[str, Path], installed: Path, tmp_path: Path
+) -> None:
+    unpack(dist[".gz"], tmp_path)
+    [source] = [path for path in tmp_path.iterdir() if path.is_dir()]
+    shutil.rmtree(source / "src")
+    files = [f"tests/test_{name}.py" for name in ("consistency", "padding")]
+    options = ("-p", "no:cacheprovider", "-q", "-m", "not slow")
+    shown = run_installed(installed, "-m", "pytest", *options, *files, folder=source)
+    assert " passed" in shown
 
 
 def test_pytest_finds_the_plugin(installed: Path, tmp_path: Path) -> None:

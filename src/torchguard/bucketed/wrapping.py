@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from typing_extensions import Unpack
 
-from torchguard.bucketed.declaration import Dims
-from torchguard.bucketed.functions import Bucketed
-from torchguard.bucketed.modules import module_around
-from torchguard.bucketed.options import Keywords, Options, Overflow, Verify
 from torchguard.padding import Side
+
+# What does it is imported with the first use: it is a third of what `import torchguard` would take.
+if TYPE_CHECKING:
+    from torchguard.bucketed.declaration import Dims
+    from torchguard.bucketed.options import Keywords, Options, Overflow, Verify
 
 __all__ = ["bucketed"]
 
@@ -100,6 +101,8 @@ def bucketed(
         >>> double.stats().hits
         {(4,): 1}
     """
+    from torchguard.bucketed.options import Options  # noqa: PLC0415
+
     options = Options(
         dims=dims,
         buckets=buckets,
@@ -120,6 +123,9 @@ def bucketed(
 
 
 def _wrap(function: Any, *, options: Options) -> Any:
+    from torchguard.bucketed.functions import Bucketed  # noqa: PLC0415
+    from torchguard.bucketed.modules import module_around  # noqa: PLC0415
+
     if not callable(function):
         raise TypeError(
             f"bucketed: function is a {type(function).__name__}, expected something to call"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from torchguard.command_line import interrupted, positive_float, positive_int, write
 from torchguard.defects.registry import FAMILIES, catalog
-from torchguard.doctor.examination import doctor, select
+from torchguard.doctor import doctor
+from torchguard.doctor.examination import select
 from torchguard.doctor.progress import shown_on
 from torchguard.doctor.table import text
 

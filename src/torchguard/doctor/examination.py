@@ -1,4 +1,4 @@
-"""``doctor()``: picks the defects, has their probes run, and turns verdicts into rows."""
+"""Behind ``doctor()``: picks the defects, has their probes run, and turns verdicts into rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchguard.defects.catalog import Defect, Family
     from torchguard.doctor.processes import Event
 
-__all__ = ["Step", "doctor", "select"]
+__all__ = ["Step", "examine", "select"]
 
 _MOST_WORKERS = 8  # each takes about half a gigabyte while it compiles
 
@@ -43,31 +43,14 @@ class Step:
     """The row that has just been completed, if one was."""
 
 
-def doctor(
-    only: Iterable[str] | None = None,
-    family: Family | None = None,
-    *,
-    progress: Callable[[Step], None] | None = None,
-    jobs: int | None = None,
-    timeout: float = 120.0,
+def examine(
+    only: Iterable[str] | None,
+    family: Family | None,
+    progress: Callable[[Step], None] | None,
+    jobs: int | None,
+    timeout: float,
 ) -> Report:
-    """Probe this torch for every defect of the catalog, bare and with the guards on.
-
-    Equals running each probe by hand in a process of its own; nothing is run in the
-    calling process and nothing of it is changed. A probe that crashes is a row.
-
-    Args:
-        only: identifiers of the defects to probe; all of them if None.
-        family: probe this family only: ``"memory"``, ``"compile"`` or ``"gradient"``.
-        progress: called with a :class:`Step` whenever a process starts or ends.
-        jobs: how many processes run side by side; as many as there are cores if None.
-        timeout: seconds after which a probe is killed and its row says ``timeout``.
-
-    Raises:
-        ValueError: if ``only`` or ``family`` names something that does not exist, or
-            ``jobs`` or ``timeout`` is not positive.
-
-    """
+    """Do what ``doctor()`` says, with all of its arguments."""
     if jobs is not None and jobs < 1:
         raise ValueError(f"expected jobs of 1 or more, got {jobs}")
     if timeout <= 0:

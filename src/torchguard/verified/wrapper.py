@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
-from torchguard.bucketed.functions import Bucketed
-from torchguard.bucketed.modules import BucketedModule
 from torchguard.internals import compile_in_place, settings_of_compiled
 from torchguard.verified.backend import VerifiedBackend
+from torchguard.verified.decorated import Decorator
 from torchguard.verified.options import Every, OnMismatch, Options
 
 __all__ = ["verified"]
-
-_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 def verified(
@@ -29,7 +26,7 @@ def verified(
     options: dict[str, Any] | None = None,
     group: Any = None,
     **compile_options: Any,
-) -> Callable[[_Callable], _Callable]:
+) -> Decorator:
     """Compile a function or a module, and keep of each graph only what does what eager does.
 
     ``verified()(f)`` equals ``torch.compile(f)`` where inductor is right. A module is
@@ -85,10 +82,14 @@ def verified(
         )
         return {**asked, "backend": checked}
 
-    def wrap(function: _Callable) -> _Callable:
+    def wrap(function: Any, /) -> Any:
+        # With the first use: `import torchguard` need not wait for it.
+        from torchguard.bucketed.functions import Bucketed  # noqa: PLC0415
+        from torchguard.bucketed.modules import BucketedModule  # noqa: PLC0415
+
         if isinstance(function, (Bucketed, BucketedModule)):
             # Dynamo does not look into it: what compiles is inside, once for each bucket.
-            return cast("_Callable", function.compiled(settings_for))
+            return function.compiled(settings_for)
         settings = settings_for(function, None)
         made: Any = function
         if _is_compiled(function):
@@ -99,7 +100,7 @@ def verified(
             made = torch.compile(function, **settings)
         if not hasattr(made, "stats"):
             made.stats = settings["backend"].stats
-        return cast("_Callable", made)
+        return made
 
     return wrap
 

@@ -1,0 +1,106 @@
+"""What ``import torchguard`` adds to a program that has imported torch.
+
+    python benchmarks/bench_import.py --json benchmarks/records/<date>-import-cpu.json
+
+Each round is a process of its own, which imports torch first. The bytecode of torchguard is
+compiled by a round that does not count, as pip does it when it installs. Time is read on the clock
+and of the processor; the second leaves out what other programs take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.spread import Spread
+
+TARGET_MS = 30.0
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What importing one package took, in milliseconds, and what it brought."""
+
+    what: str
+    device: str
+    n: int
+    clock_ms: Spread
+    processor_ms: Spread
+    modules: int
+    target: str | None = None
+    verdict: str | None = None
+
+
+# Prints, as JSON, what each import took and how many modules it brought.
+PROGRAM = """
+import json, sys, time
+found = {}
+for name in ("torch", "torchguard"):
+    modules, clock, processor = len(sys.modules), time.perf_counter(), time.process_time()
+    __import__(name)
+    clock, processor = time.perf_counter() - clock, time.process_time() - processor
+    added = len(sys.modules) - modules
+    found[name] = {"clock_ms": 1e3 * clock, "processor_ms": 1e3 * processor, "modules": added}
+print(json.dumps(found))
+"""
+
+
+def importing() -> dict[str, Any]:
+    """Import torch and then torchguard in a process of its own."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # the first compiles for all
+    line = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)  # noqa: S603
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def run(setting: Setting) -> Results:
+    """Import in as many processes as there are rounds."""
+    rounds = [importing() for _ in range(setting.rounds + 1)][1:]  # the first compiles
+    rows = []
+    for name in rounds[0]:
+        clock = Spread.of([each[name]["clock_ms"] for each in rounds])
+        row = Imported(
+            what=f"import {name}",
+            device="cpu",
+            n=setting.rounds,
+            clock_ms=clock,
+            processor_ms=Spread.of([each[name]["processor_ms"] for each in rounds]),
+            modules=rounds[0][name]["modules"],
+        )
+        if name == "torchguard":
+            over = clock.median - TARGET_MS
+            verdict = "reached" if over <= 0 else f"missed: {over:.0f} ms more"
+            added = {"target": f"at most {TARGET_MS:g} ms after torch", "verdict": verdict}
+            row = Imported(**(vars(row) | added))
+        rows.append(row)
+        print(
+            f"{row.what:20} {clock.median:8.1f} ms [{clock.q1:.1f}, {clock.q3:.1f}], "
+            f"{row.processor_ms.median:.1f} ms of the processor, {row.modules} modules"
+            + (f": {row.verdict}" if row.verdict else "")
+        )
+    return {"rows": rows}
+
+
+BENCHMARK = Benchmark(
+    "import",
+    "How long does `import torchguard` take in a program that has imported torch?",
+    run,
+    rounds=21,
+    quick_rounds=1,
+    rounds_of="processes",
+    devices=("cpu",),
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Memory really runs out while a tensor grows in the middle of a training run.
+
+    python benchmarks/bench_out_of_memory.py --json benchmarks/records/<date>-out_of_memory-cpu.json
+
+Each row is a process of its own whose memory is limited: on a GPU by
+``torch.cuda.set_per_process_memory_fraction``, on a CPU by ``RLIMIT_AS``. It trains, and between
+steps a cache is resized to twice its size, until torch raises. Then: does the cache still say
+what it holds, does it hold it where it held it, with the same elements, does a view of it? And do
+the remaining steps give the parameters, bit for bit, of a run in which nothing grew?
+
+The claims are checked; the times, of the last successful and of the failed call, are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torchguard
+from benchmarks.processes import in_a_process
+from benchmarks.program import Benchmark, Results, Setting
+
+MIB = 2**20
+BEGIN = MIB // 4  # elements of the cache: 1 MiB
+STEPS_AFTER = 20
+WAYS = ("plain torch", "safe_resize_()", "install()", "guarded()")
+# Beyond what the process has when it begins. On a GPU the share is of the whole card.
+ALLOWED = {"cpu": 1024 * MIB, "cuda": 4096 * MIB}
+ALLOWED_QUICK = {"cpu": 192 * MIB, "cuda": 256 * MIB}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What was left after memory had run out."""
+
+    way: str
+    device: str
+    allowed_bytes: int
+    error: str
+    asked_bytes: int
+    """What the failed call asked for."""
+
+    says_bytes: int
+    """What the cache's shape says afterwards."""
+
+    holds_bytes: int
+    """What its storage has."""
+
+    consistent: bool
+    same_shape: bool
+    same_memory: bool
+    same_elements: bool | None
+    """None where to read them could end the process."""
+
+    view_consistent: bool
+    grows_again: bool
+    """Whether a resize that fits works afterwards."""
+
+    training_equal: bool
+    failed_us: float
+    """Time of the call that failed."""
+
+    verdict: str
+
+
+class Training:
+    """A small network on one device; the same steps always give the same parameters."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.done = 0
+
+    def step(self) -> None:
+        """Train on the next batch (8, 16)."""
+        generator = torch.Generator().manual_seed(self.done)
+        device = next(self.model.parameters()).device
+        x = torch.randn(8, 16, generator=generator).to(device)
+        self.optimizer.zero_grad()
+        (self.model(x) - x).square().mean().backward()
+        self.optimizer.step()
+        self.done += 1
+
+
+def limit(device: str, allowed: int) -> None:
+    """Let this process have so many bytes more, and no more."""
+    if device == "cuda":
+        torch.cuda.init()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
+        return
+    import resource  # noqa: PLC0415 - POSIX only
+
+    now = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    most = now * resource.getpagesize() + allowed
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def ended(way: str, device: str, allowed: int) -> dict[str, Any]:
+    """Train and grow in this process until memory has run out, and look at what is left."""
+    torch.set_num_threads(1)
+    training, undisturbed = Training(device), Training(device)
+    training.step()  # what is loaded lazily
+    cache = torch.arange(BEGIN, dtype=torch.float32, device=device)
+    view = cache[: BEGIN // 2]
+    resize: Callable[[torch.Tensor, int], Any] = torch.Tensor.resize_
+    scope: Any = contextlib.nullcontext()
+    if way == "safe_resize_()":
+        resize = torchguard.safe_resize_
+    elif way == "install()":
+        scope = torchguard.install("resize", only_if_needed=False)
+        resize = torch.Tensor.resize_  # as it is now
+    elif way == "guarded()":
+        scope = torchguard.guarded()
+    limit(device, allowed)
+    with scope:
+        found = _until_it_fails(training, cache, view, resize)
+        # Less than there was: a tensor that describes its memory can be given any size again.
+        grows_again = found["consistent"]
+        if grows_again:
+            with contextlib.suppress(RuntimeError):
+                resize(cache, BEGIN)
+            grows_again = cache.numel() == BEGIN and torchguard.is_consistent(cache)
+        for _ in range(STEPS_AFTER):
+            training.step()
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    while undisturbed.done < training.done:
+        undisturbed.step()
+    pairs = zip(training.model.parameters(), undisturbed.model.parameters(), strict=True)
+    return {
+        **found,
+        "grows_again": grows_again,
+        "training_equal": all(torch.equal(ours, other) for ours, other in pairs),
+    }
+
+
+def _until_it_fails(
+    training: Training, cache: torch.Tensor, view: torch.Tensor, resize: Callable[..., Any]
+) -> dict[str, Any]:
+    elements = cache.numel()
+    while True:
+        training.step()
+        before, asked = cache.data_ptr(), 2 * elements
+        start = time.perf_counter()
+        try:
+            resize(cache, asked)
+        except RuntimeError as caught:
+            failed, error = time.perf_counter() - start, type(caught).__name__
+            break
+        elements = asked
+    consistent = torchguard.is_consistent(cache)
+    expected = torch.arange(BEGIN, dtype=torch.float32, device=cache.device)
+    return {
+        "error": error,
+        "asked_bytes": asked * cache.element_size(),
+        "says_bytes": cache.numel() * cache.element_size(),
+        "holds_bytes": cache.untyped_storage().nbytes(),
+        "consistent": consistent,
+        "same_shape": tuple(cache.shape) == (elements,),
+        "same_memory": cache.untyped_storage().data_ptr() == before,
+        "same_elements": bool(torch.equal(cache[:BEGIN], expected)) if consistent else None,
+        "view_consistent": torchguard.is_consistent(view),
+        "failed_us": round(1e6 * failed, 1),
+    }
+
+
+def run(setting: Setting) -> Results:
+    """Run every way in a process of its own."""
+    allowed = (ALLOWED_QUICK if setting.quick else ALLOWED)[setting.device]
+    rows = []
+    for way in WAYS[:2] if setting.quick else WAYS:
+        found = in_a_process("bench_out_of_memory", "ended", way, setting.device, allowed)
+        whole = all(
+            found[name]
+            for name in (
+                "consistent", "same_shape", "same_memory", "same_elements", "view_consistent",
+                "grows_again", "training_equal",
+            )
+        )  # fmt: skip
+        verdict = "nothing lost" if whole else "the cache is lost"
+        rows.append(
+            Ended(way=way, device=setting.device, allowed_bytes=allowed, verdict=verdict, **found)
+        )
+        print(
+            f"{way:16} {setting.device:4} {found['error']} at {found['asked_bytes'] / MIB:.0f} MiB:"
+            f" says {found['says_bytes'] / MIB:.0f} MiB, holds {found['holds_bytes'] / MIB:.0f};"
+            f" training goes on: {found['training_equal']}: {verdict}"
+        )
+    return {"rows": rows}
+
+
+BENCHMARK = Benchmark(
+    "out_of_memory",
+    "When memory really runs out while a tensor grows: is the tensor whole, does training go on?",
+    run,
+    rounds=1,
+    quick_rounds=1,
+    rounds_of="not used: each way runs once",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

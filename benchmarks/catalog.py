@@ -1,0 +1,36 @@
+"""Every benchmark, in the order in which the page tells of them."""
+
+from __future__ import annotations
+
+from benchmarks import (
+    bench_assign,
+    bench_buckets,
+    bench_end_to_end,
+    bench_fit,
+    bench_import,
+    bench_kernels,
+    bench_out_of_memory,
+    bench_padding,
+    bench_resize,
+    bench_verified,
+)
+from benchmarks.program import Benchmark
+
+__all__ = ["BENCHMARKS"]
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
+        bench_end_to_end.BENCHMARK,
+        bench_kernels.BENCHMARK,
+        bench_resize.BENCHMARK,
+        bench_out_of_memory.BENCHMARK,
+        bench_buckets.BENCHMARK,
+        bench_padding.BENCHMARK,
+        bench_fit.BENCHMARK,
+        bench_assign.BENCHMARK,
+        bench_verified.BENCHMARK,
+        bench_import.BENCHMARK,
+    )
+}
+"""By name; ``python -m benchmarks run NAME``."""

@@ -1,0 +1,293 @@
+"""How the results of each benchmark are laid out as tables of ``docs/benchmarks.md``.
+
+A layout gets a record and a device, and returns Markdown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.records import Record, of_device
+from benchmarks.wording import number_of_bytes, table, time, times
+
+__all__ = ["LAYOUTS", "Layout", "verdicts"]
+
+Layout = Callable[[Record, str], str]
+
+
+def verdicts(record: Record, device: str) -> Iterator[tuple[str, str]]:
+    """Yield what was aimed at, with what became of it, for every result that has a target."""
+    for part in ("rows", "first_calls"):
+        for row in of_device(record, part, device):
+            aimed_at = row.get("target", "") is not None and row.get("way") != "plain torch"
+            if row.get("verdict") is not None and aimed_at:
+                yield f"{_name(row)}: {row.get('target', 'nothing is lost')}", row["verdict"]
+    for line in record.get("targets", []):
+        target, _, verdict = line.rpartition(": ")
+        # What is said of no device is said of the one that the record was made on.
+        if f", {device}" in target or not any(f", {other}" in target for other in ("cpu", "cuda")):
+            yield target, verdict
+
+
+def _name(row: dict[str, Any]) -> str:
+    if "scope" in row:  # what a model is, is said above its table
+        model = row["what"].partition(":")[0]
+        return f"{model}, {row['phase']}, {row['mode']}, {row['scope']}"
+    return str(row.get("what") or row.get("way") or row["id"])
+
+
+def _comparisons(record: Record, device: str) -> str:
+    rows = of_device(record, "rows", device)
+    listed = []
+    for row in rows:
+        ratio = row["ratio"]
+        listed.append(
+            (
+                row["what"] if row["what"] != "a call after the first" else f"`{row['id']}`",
+                f"`{row['baseline']}`",
+                f"`{row['guarded']}`" if row["guarded"] != row["baseline"] else "the same, guarded",
+                f"{time(row['baseline_ns']['median'])} → {time(row['guarded_ns']['median'])}",
+                f"{times(ratio['median'])} [{ratio['q1']:.3g}, {ratio['q3']:.3g}]",
+                "" if row["target"] is None else f"{row['target']}: {row['verdict']}",
+            )
+        )
+    header = ("", "plain", "against", "per call", "ratio [quartiles]", "target")
+    rounds = rows[0]["n"]
+    reasons = dict.fromkeys(row["why"] for row in rows if row["why"])
+    notes = [f"- Where a target is missed: {reason}." for reason in reasons]
+    same = record.get("untouched")
+    if same:
+        notes.append(
+            f"- What no guard patches: {same['the_same_object']:,} of {same['attributes']:,} "
+            "attributes of torch are the same objects with both guards installed."
+        )
+    lead = f"Medians of {rounds} rounds in which both sides took turns.\n\n"
+    return lead + table(header, listed) + ("\n\n" + "\n".join(notes) if notes else "")
+
+
+_ASSIGN = re.compile(r"(.+)-1e(\d+)-((?:compiled-)?(?:forward|backward))-(\w+)(?:-over-(\w+))?$")
+
+
+def _assign(record: Record, device: str) -> str:
+    """One column per size: the rows are too many for one line each."""
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    sizes: dict[str, None] = {}
+    for row in of_device(record, "rows", device):
+        found = _ASSIGN.match(row["id"])
+        if found is None:
+            raise ValueError(f"the record has a row {row['id']!r} that names no size")
+        kind, power, step, way, over = found.groups("")
+        sizes[power] = None
+        against = f"`{over}`" if over else "two statements"
+        mark = "" if (row["verdict"] or "reached").startswith("reached") else " (missed)"
+        key = (kind, step.replace("-", ", "), f"`{way}`", against)
+        cells.setdefault(key, {})[power] = f"{row['ratio']['median']:.2f}{mark}"
+    header = ("index", "step", "way", "against", *(f"10^{power}" for power in sizes))
+    rows = [(*key, *(found.get(power, "") for power in sizes)) for key, found in cells.items()]
+    reasons = dict.fromkeys(row["why"] for row in record["rows"] if row["why"])
+    notes = "\n".join(f"- Where a target is missed: {reason}." for reason in reasons)
+    lead = (
+        "Times over those of `out = t.clone(); out[index] = value`, or of `index_put`, for "
+        "tensors of 10^3 to 10^8 elements; medians of "
+        f"{record['rows'][0]['n']} rounds in which both sides took turns."
+    )
+    return "\n\n".join(part for part in (lead, table(header, rows), notes) if part)
+
+
+def _first_calls(record: Record, device: str) -> str:
+    rows = [
+        (
+            f"`{row['id']}`",
+            f"{row['plain_seconds']['median']:.2f} → {row['checked_seconds']['median']:.2f} s",
+            times(row["ratio"]["median"]),
+            times(row["processor_ratio"]["median"]),
+            times(row["memory_ratio"]["median"]),
+            f"{row['target']}: {row['verdict']}",
+        )
+        for row in of_device(record, "first_calls", device)
+    ]
+    header = ("first calls", "plain → checked", "ratio", "processor", "memory", "target")
+    return f"{table(header, rows)}\n\n{_comparisons(record, device)}"
+
+
+def _end_to_end(record: Record, device: str) -> str:
+    rows = of_device(record, "rows", device)
+    parts = [
+        (
+            "The ratio is that of a round, the scope's time over that of nothing in the same "
+            "round; in brackets its 95 % interval, a bootstrap of the median. An interval that "
+            "holds 1 found no difference. Memory is what a step needs more at its peak."
+        )
+    ]
+    for what in dict.fromkeys(row["what"] for row in rows):
+        mine = [row for row in rows if row["what"] == what]
+        listed = []
+        for phase, mode in dict.fromkeys((row["phase"], row["mode"]) for row in mine):
+            for row in mine:
+                if (row["phase"], row["mode"]) != (phase, mode):
+                    continue
+                change = {name: 100 * (value - 1) for name, value in row["ratio"].items()}
+                listed.append(
+                    (
+                        f"{phase}, {mode}",
+                        _code(row["scope"]),
+                        f"{row['nothing_ms']['median']:.4g} ms",
+                        f"{change['median']:+.2f} % [{change['low']:+.2f}, {change['high']:+.2f}]",
+                        f"{row['more_bytes']:+d} B",
+                        "" if row["target"] is None else f"{row['target']}: {row['verdict']}",
+                    )
+                )
+        header = ("step", "with", "nothing takes", "longer [95 %]", "memory", "target")
+        parts += [f"**{what[0].upper()}{what[1:]}.** {_rounds(mine)}", table(header, listed)]
+    return "\n\n".join(parts)
+
+
+def _rounds(rows: list[dict[str, Any]]) -> str:
+    again = max(row["compiled_again"] for row in rows)
+    graphs = "no scope made another compile anew" if not again else f"{again} graphs compiled anew"
+    return f"{rows[0]['n']} rounds of {_span([row['calls'] for row in rows])} steps; {graphs}."
+
+
+def _span(values: list[int]) -> str:
+    return str(values[0]) if min(values) == max(values) else f"{min(values)} to {max(values)}"
+
+
+def _code(text: str) -> str:
+    name, comma, rest = text.partition("),")
+    return f"`{name})`{',' if comma else ''}{rest}" if "(" in text and comma else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return f"`{text}`" if "(" in text else text
+
+
+def _kernels(record: Record, device: str) -> str:
+    names = ("operators", "kernels", "copies") if device == "cuda" else ("operators",)
+    rows = []
+    for row in of_device(record, "rows", device):
+        counts = [f"{row[name][0]} → {row[name][1]}" for name in (*names, "peak_bytes")]
+        more = ", ".join(f"{count} `{name}`" for name, count in row["more"].items())
+        rows.append((row["what"], *counts, more, row["verdict"] or "not claimed"))
+    return table(("", *names, "bytes at the peak", "more", "claim"), rows)
+
+
+def _out_of_memory(record: Record, device: str) -> str:
+    rows = [
+        (
+            _quoted(row["way"]),
+            f"{row['error']} at {number_of_bytes(row['asked_bytes'])}",
+            f"{number_of_bytes(row['says_bytes'])} of {number_of_bytes(row['holds_bytes'])}",
+            _yes(row["same_memory"] and row["same_elements"]),
+            _yes(row["grows_again"]),
+            _yes(row["training_equal"]),
+            row["verdict"],
+        )
+        for row in of_device(record, "rows", device)
+    ]
+    allowed = number_of_bytes(record["rows"][0]["allowed_bytes"])
+    header = (
+        "resized by", "fails with", "says and has", "same memory and elements",
+        "can be resized after", "training equals a run without", "",
+    )  # fmt: skip
+    return f"The process was allowed {allowed} more than it had.\n\n{table(header, rows)}"
+
+
+def _yes(value: bool | None) -> str:
+    return "yes" if value else "no"
+
+
+def _buckets(record: Record, device: str) -> str:
+    on_gpu = device == "cuda"
+    rows = []
+    for row in of_device(record, "rows", device):
+        cells = [
+            row["row"],
+            row["phase"],
+            f"{row['total_s']:.1f} s",
+            f"{row['steady_ms']:.2f} ms",
+            str(row["graphs"]),
+            f"{100 * row['waste']:.1f} %",
+        ]
+        if on_gpu:
+            cells += [str(row["cuda_graphs"]), number_of_bytes(row["gpu_bytes"])]
+        rows.append(cells)
+    header = ["", "phase", "all batches, from cold", "a step later", "graphs", "waste"]
+    if on_gpu:
+        header += ["CUDA graphs", "memory reserved"]
+    overheads = [
+        (
+            str(each["buckets"]),
+            f"{each['added_exact_us']:.1f} µs",
+            f"{each['added_padded_us']:.1f} µs",
+        )
+        for each in of_device(record, "overhead", device)
+    ]
+    calls = table(("buckets", "`bucketed` adds to an exact fit", "to a padded call"), overheads)
+    return f"{table(header, rows)}\n\n{calls}"
+
+
+def _fit(record: Record, _: str) -> str:
+    rules = list(record["summary"]["mean_waste_percent"])
+    rows = [
+        (
+            row["kind"],
+            *(
+                f"**{value:.1f}**" if value == least else f"{value:.1f}"
+                for value in (row["waste_percent"][rule] for rule in rules)
+            ),
+        )
+        for row in record["rows"]
+        if (row["cost"], row["count"]) == ("linear", 8)
+        for least in [min(row["waste_percent"].values())]
+    ]
+    beaten = record["summary"]["cells_another_rule_wins"]
+    times_taken = [
+        (row["what"], f"{row['processor_seconds']:.3f} s") for row in record["planning_times"]
+    ]
+    return "\n\n".join(
+        (
+            (
+                "Held-out waste in percent of the useful cost, 8 buckets, linear cost, the maxima "
+                f"of batches of 16; the mean of {record['splits']} random halves, the least in "
+                "bold:"
+            ),
+            table(("lengths", *rules), rows),
+            (
+                f"Over all {record['summary']['cells']} cells (4, 8 and 16 buckets; linear and "
+                f"quadratic cost) another rule does better in {len(beaten)}."
+            ),
+            table(("planning", "processor time"), times_taken),
+        )
+    )
+
+
+def _imports(record: Record, device: str) -> str:
+    rows = [
+        (
+            f"`{row['what']}`",
+            "{median:.1f} ms [{q1:.1f}, {q3:.1f}]".format_map(row["clock_ms"]),
+            f"{row['processor_ms']['median']:.1f} ms",
+            str(row["modules"]),
+            "" if row["target"] is None else f"{row['target']}: {row['verdict']}",
+        )
+        for row in of_device(record, "rows", device)
+    ]
+    header = ("", "on the clock [quartiles]", "of the processor", "modules", "target")
+    return f"Medians of {record['rows'][0]['n']} processes.\n\n{table(header, rows)}"
+
+
+LAYOUTS: dict[str, Layout] = {
+    "end_to_end": _end_to_end,
+    "kernels": _kernels,
+    "resize": _comparisons,
+    "out_of_memory": _out_of_memory,
+    "buckets": _buckets,
+    "padding": _comparisons,
+    "fit": _fit,
+    "assign": _assign,
+    "verified": _first_calls,
+    "import": _imports,
+}
+"""By the benchmark's name."""

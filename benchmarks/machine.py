@@ -1,0 +1,77 @@
+"""The head of every record: when, with what and on what machine it was made."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["NOT_ON_A_GPU", "ROOT", "context"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+NOT_ON_A_GPU = "not measured on a GPU yet"
+
+
+def context(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Describe the run of a benchmark that was given these arguments."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return {
+        "benchmark": benchmark,
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *given]),
+        "revision": _revision(),
+        "versions": {
+            "torchguard": importlib.import_module("torchguard").__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+            "numpy": importlib.metadata.version("numpy"),
+            "python": platform.python_version(),
+        },
+        "hardware": {
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "threads": torch.get_num_threads(),
+        "load_average_at_start": _load_average(),
+    }
+
+
+def _revision() -> str | None:
+    """Return the commit, with ``-dirty`` behind it where a file of the commit was changed."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _load_average() -> float | None:
+    """Return how busy the machine is, this program not yet included; a quiet one shows 0."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    named = {name.strip(): value.strip() for name, value in fields.items()}
+    model = [named.get("model name", platform.machine())]
+    model += [f"{name} {named[name]}" for name in ("cpu family", "model") if name in named]
+    return ", ".join(model)

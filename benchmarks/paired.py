@@ -1,0 +1,91 @@
+"""Steps of one program in several scopes, by turns, and the interval in which each ratio lies.
+
+The scopes take turns within a round, and the order changes from round to round, so that what
+comes and goes on the machine hits them alike. The first calls in a scope are not timed: entering
+it made the interpreter forget what it knew of torch's attributes. A GPU's time is taken between
+two CUDA events, recorded when the GPU had nothing left to do, and read when it is done: that is
+the host's time where the host is slower, and the GPU's where the GPU is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Scope
+from benchmarks.spread import Interval
+
+__all__ = ["Variant", "calls_for", "ratios", "take_turns"]
+
+_WARM = 20  # calls, after which the interpreter has adapted again
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A step, and the scope in which it runs."""
+
+    name: str
+    step: Step
+    scope: Scope
+
+
+def seconds(step: Step, calls: int, device: str) -> float:
+    """Return the seconds of one call, the mean of several."""
+    if device == "cuda":
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begun.record()
+        for _ in range(calls):
+            step()
+        ended.record()
+        torch.cuda.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3 / calls
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    return (time.perf_counter() - start) / calls
+
+
+def calls_for(step: Step, block_seconds: float, device: str) -> int:
+    """Return how many calls take about that long, at least one."""
+    seconds(step, 2, device)
+    once = seconds(step, 2, device)
+    return max(1, min(1000, round(block_seconds / once)))
+
+
+def take_turns(
+    variants: Sequence[Variant], rounds: int, calls: int, device: str
+) -> dict[str, list[float]]:
+    """Return the seconds per call of each variant, one number per round."""
+    found: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    for number in range(rounds):
+        for variant in _order(variants, number):
+            with variant.scope():
+                for _ in range(max(1, min(_WARM, calls // 2))):
+                    variant.step()
+                found[variant.name].append(seconds(variant.step, calls, device))
+    return found
+
+
+def _order(variants: Sequence[Variant], number: int) -> list[Variant]:
+    """Return another order for each round; every variant stands in every place equally often."""
+    first = (number // 2) % len(variants)
+    order = [*variants[first:], *variants[:first]]
+    return order if number % 2 == 0 else order[::-1]
+
+
+def ratios(found: dict[str, list[float]], baseline: str) -> dict[str, Interval]:
+    """Divide each variant's rounds by the baseline's, round by round."""
+    return {
+        name: Interval.of(
+            [after / before for before, after in zip(found[baseline], times, strict=True)]
+        )
+        for name, times in found.items()
+        if name != baseline
+    }

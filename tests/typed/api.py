@@ -1,0 +1,192 @@
+"""Uses every public name as a program would: mypy and pyright, both strict, must like it.
+
+``assert_type`` also holds what a call returns: a name that turned into ``Any`` is found. The
+program runs too, so that what is checked is what there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import assert_type
+
+import torchguard
+from torchguard import (
+    BucketCollator,
+    Buckets,
+    InconsistentTensorError,
+    Installation,
+    MiscompilationError,
+    MiscompilationWarning,
+    NonResizableStorageError,
+    Padded,
+    PaddingLeakError,
+    PairBuckets,
+    PatchConflictError,
+    RecompileError,
+    TorchGuardError,
+    VerificationReport,
+)
+from torchguard.verified import VerifiedBackend
+
+
+def mutation() -> None:
+    t = torch.zeros(4)
+    assert_type(torchguard.safe_resize_(t, 2, 2), torch.Tensor)
+    assert_type(torchguard.safe_resize_(t, (2, 3)), torch.Tensor)
+    assert_type(torchguard.safe_resize_(t, torch.Size([2, 3])), torch.Tensor)
+    torchguard.safe_resize_(t, 1, 1, 2, 2, memory_format=torch.channels_last)
+    assert_type(torchguard.safe_resize_as_(t, torch.zeros(3)), torch.Tensor)
+    assert_type(torchguard.safe_set_(t, torch.zeros(6), 0, (2, 3), (3, 1)), torch.Tensor)
+    assert_type(torchguard.safe_set_(t), torch.Tensor)
+    torchguard.safe_set_(t, torch.zeros(6).untyped_storage())
+    with torchguard.rollback_on_error(t, torch.zeros(2), data=True):
+        t.resize_(3)
+    with torchguard.guarded():
+        t.add_(1)
+
+    @torchguard.guarded(data=True)
+    def doubled(x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        return x * 2 * times
+
+    assert_type(doubled(t, times=2), torch.Tensor)
+    assert_type(torchguard.is_consistent(t), bool)
+    torchguard.check_consistent({"weights": [t, torch.nn.Linear(2, 2)]})
+    assert_type(torchguard.repair_(t), torch.Tensor)
+
+
+def buckets() -> None:
+    lengths = np.array([3, 9, 17, 60])
+    ladder = Buckets([16, 64])
+    assert_type(ladder, Buckets)
+    assert_type(Buckets.powers_of_two(16, 64), Buckets)
+    assert_type(Buckets.multiples_of(8, 64), Buckets)
+    assert_type(Buckets.geometric(8, 64, 4, multiple_of=8), Buckets)
+    assert_type(Buckets.fit(lengths, 2, cost="quadratic", maximum=64), Buckets)
+    assert_type(Buckets.fit([3, 9], count=None, compile_cost=10.0, free=(16,)), Buckets)
+    Buckets.fit({3: 1.0, 9: 2.0}, 2, cost=lambda size: size**1.5)
+    assert_type(ladder.bucket_for(5), int)
+    assert_type(ladder.waste(lengths, "linear"), float)
+    assert_type(ladder.sizes, tuple[int, ...])
+    assert_type(len(ladder), int)
+    assert_type(Buckets.from_json(ladder.to_json()), Buckets)
+    assert_type(torchguard.batch_maxima(lengths, 2), dict[int, float])
+    pairs = PairBuckets([(16, 16), (64, 64)])
+    assert_type(pairs.bucket_for(3, 20), tuple[int, int])
+
+    x = torch.ones(2, 5)
+    padded = torchguard.pad_to_bucket(x, 1, ladder, value=-1, side="left")
+    assert_type(padded, Padded)
+    assert_type(padded.tensor, torch.Tensor)
+    assert_type(padded.length, int)
+    tensor, length = padded
+    assert_type(torchguard.unpad(tensor, 1, length, side="left"), torch.Tensor)
+    assert_type(torchguard.length_mask([2, 5], 16), torch.Tensor)
+    assert_type(torchguard.attention_mask(torch.tensor([2, 5]), 16), torch.Tensor)
+    assert_type(torchguard.position_ids(torch.tensor([2, 5]), 16), torch.Tensor)
+    collate = BucketCollator(ladder, dims={"ids": {1: "t"}})
+    assert_type(collate, BucketCollator)
+
+
+def bucketed() -> None:
+    ladder = Buckets([16, 64])
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    wrapped = torchguard.bucketed(
+        model, dims={"x": {1: "t"}}, buckets=ladder, fill={"x": 0}, compile={"backend": "eager"}
+    )
+    wrapped(torch.ones(2, 5))
+    with torchguard.no_recompile():
+        wrapped(torch.ones(2, 5))
+    wrapped.stats()
+
+    @torchguard.bucketed(dims={"x": {1: "t"}}, buckets="auto", verify="never")
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    del decorated
+
+
+def assignment() -> None:
+    t, rows = torch.zeros(4, 3), torch.tensor([0, 2])
+    assert_type(torchguard.sliced_assign(t, (slice(1, 3), 0), 1.0), torch.Tensor)
+    assert_type(torchguard.sliced_assign(t, rows, torch.ones(2, 3)), torch.Tensor)
+    assert_type(torchguard.sliced_assign_(t, (..., [0, 2]), 1), torch.Tensor)
+    assert_type(torchguard.at(t)[rows].set(1.0), torch.Tensor)
+    assert_type(torchguard.at(t)[1:, None].add(1.0), torch.Tensor)
+    assert_type(torchguard.at(t)[t > 0].multiply(2), torch.Tensor)
+    assert_type(torchguard.at(t)[0].minimum(1.0), torch.Tensor)
+    assert_type(torchguard.at(t)[0].maximum(1.0), torch.Tensor)
+    assert_type(torchguard.at(t)[0].get(), torch.Tensor)
+
+
+def verification() -> None:
+    @torchguard.verified(calls=2, on_mismatch="raise", backend="aot_eager")
+    def doubled(x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        return x * 2 * times
+
+    assert_type(doubled(torch.ones(2), times=2), torch.Tensor)
+    assert_type(doubled.stats(), VerificationReport)
+    assert_type(doubled.stats().verified, int)
+    layer = torchguard.verified(backend="aot_eager")(torch.nn.Linear(2, 2))
+    assert_type(layer, torch.nn.Linear)
+    backend = torchguard.verified_backend("aot_eager", every="shape", max_bytes=1 << 20)
+    assert_type(backend, VerifiedBackend)
+    assert_type(torchguard.verification_report(), VerificationReport)
+    assert_type(torchguard.verification_report().seconds, float)
+
+
+def patching() -> None:
+    installation = torchguard.install("resize", "out", only_if_needed=False)
+    assert_type(installation, Installation)
+    assert_type(installation.names, tuple[str, ...])
+    assert_type(installation.skipped, dict[str, str])
+    assert_type(torchguard.installed(), tuple[str, ...])
+    assert_type(torchguard.is_installed(), bool)
+    assert_type(torchguard.is_installed("out"), bool)
+    installation.uninstall()
+    with torchguard.install() as entered:
+        assert_type(entered, Installation)
+    torchguard.install("out")
+    torchguard.uninstall("out")
+    original: Any = torchguard.original("torch.Tensor.resize_")
+    del original
+    assert_type(torchguard.__version__, str)
+
+
+def examination() -> int:
+    report = torchguard.doctor(only=["resize-locked"])
+    for row in report.rows:
+        assert_type(row.id, str)
+        status: str = row.bare.status
+        del status
+    assert_type(report.exit_status, int)
+    return report.exit_status
+
+
+ERRORS: tuple[type[TorchGuardError], ...] = (
+    InconsistentTensorError,
+    MiscompilationError,
+    NonResizableStorageError,
+    PaddingLeakError,
+    PatchConflictError,
+    RecompileError,
+)
+
+
+def errors() -> None:
+    warning: type[UserWarning] = MiscompilationWarning
+    runtime: type[RuntimeError] = NonResizableStorageError
+    del warning, runtime
+    with contextlib.suppress(*ERRORS):
+        raise RecompileError("as a program might")
+
+
+if __name__ == "__main__":
+    for part in (mutation, buckets, bucketed, assignment, verification, patching, errors):
+        part()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchguard.internals import refuses_writes, without_torch_function
-from torchguard.metadata import Metadata, bytes_needed, capture, read_stride
+from torchguard.metadata import Metadata, bytes_needed, capture, read_stride_and_offset
 from torchguard.rollback import Saved, roll_back, save
 from torchguard.shared_memory import (
     can_stand_in_for,
@@ -97,8 +97,9 @@ class Attempt:
         for stand_in, saved in self._stand_ins:
             metadata = saved.metadata
             assert metadata is not None
+            stride, _ = read_stride_and_offset(stand_in)
             needed = bytes_needed(
-                stand_in.shape, read_stride(stand_in), metadata.storage_offset, stand_in.itemsize
+                stand_in.shape, stride, metadata.storage_offset, stand_in.itemsize
             )
             if needed > metadata.nbytes:
                 raise cannot_grow("out=", metadata.size, metadata.storage, needed) from error

@@ -14,7 +14,7 @@ import torch
 
 from torchguard.errors import InconsistentTensorError
 from torchguard.internals import coo_parts, without_torch_function
-from torchguard.metadata import bytes_needed, read_stride, torchs_set_
+from torchguard.metadata import bytes_needed, read_stride_and_offset, torchs_set_
 
 __all__ = ["check_consistent", "is_consistent", "repair_"]
 
@@ -136,17 +136,21 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
 def _strided_fault(tensor: torch.Tensor) -> str | None:
     offset: Any
     try:
-        size, stride, offset = tuple(tensor.shape), read_stride(tensor), tensor.storage_offset()
+        size = tuple(tensor.shape)
+        stride, offset = read_stride_and_offset(tensor)
         held = tensor.untyped_storage().nbytes()
     except RuntimeError:  # NotImplementedError included: nothing to compare
         return None
     where = f"shape {size}, stride {stride}, storage offset {offset}"
     if not all(type(number) is int for number in (*size, *stride, offset, held)):
         return None  # symbolic: a comparison would become a guard of the compiler
-    if min(size, default=0) < 0:
-        return f"{where}: a negative size"
-    if min(stride, default=0) < 0:
-        return f"{where}: a negative stride"
+    for name, lowest in (
+        ("size", min(size, default=0)),
+        ("stride", min(stride, default=0)),
+        ("storage offset", offset),
+    ):
+        if lowest < 0:
+            return f"{where}: a negative {name}"
     needed = bytes_needed(size, stride, offset, tensor.itemsize)
     if tensor.dtype in _ELEMENTS_PER_BYTE:
         needed = -(-needed // _ELEMENTS_PER_BYTE[tensor.dtype])

@@ -20,7 +20,14 @@ from torchguard.internals import (
     without_torch_function,
 )
 
-__all__ = ["Metadata", "bytes_needed", "capture", "read_stride", "restore", "torchs_set_"]
+__all__ = [
+    "Metadata",
+    "bytes_needed",
+    "capture",
+    "read_stride_and_offset",
+    "restore",
+    "torchs_set_",
+]
 
 torchs_set_ = torch.Tensor.set_
 """``set_`` as torch has it, also while install() has another one in its place.
@@ -105,30 +112,29 @@ def _is_as_saved(tensor: torch.Tensor, saved: Metadata) -> bool:
     try:
         if tensor.shape != saved.size:
             return False
-    except RuntimeError:
+        storage = tensor.untyped_storage()
+        return (
+            read_stride_and_offset(tensor) == (saved.stride, saved.storage_offset)
+            and storage is saved.storage
+            and storage.nbytes() == saved.nbytes
+        )
+    except RuntimeError:  # NotImplementedError included: no storage, or no strides
         return False
-    # Of a size that failed, torch may have wrapped strides around; reading those can end
-    # the process (see ``read_stride``). The size is the old one, so the stride is none of these.
-    now = _read(tensor)
-    return (
-        now is not None
-        and now[:3] == saved[:3]
-        and now.storage is saved.storage
-        and now.nbytes == saved.nbytes
-    )
 
 
-def read_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """``tensor.stride()`` of a tensor that may be inconsistent.
+def read_stride_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """``tensor.stride(), tensor.storage_offset()`` of a tensor that may be inconsistent.
 
     A resize_ that fails with "Stride calculation overflowed" leaves strides that are wrapped
-    around. ``tensor.stride()`` takes some negative numbers for the address of a symbolic size
-    and ends the process; the operator hands them over as they are.
+    around, and up to 2.9 a set_ that fails leaves the numbers it was given. Some negative numbers
+    are taken for the address of a symbolic one by the methods, which ends the process; the
+    operators hand them over as they are.
     """
     if has_own_dispatch(tensor):
-        return tensor.stride()
+        return tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]  # symbolic
     with without_dispatch_modes(tensor):
-        return tuple(torch.ops.aten.stride.default(tensor))
+        stride = tuple(torch.ops.aten.stride.default(tensor))
+        return stride, torch.ops.aten.storage_offset.default(tensor)
 
 
 def _put_back(tensor: torch.Tensor, saved: Metadata) -> None:

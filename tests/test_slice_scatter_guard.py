@@ -210,4 +210,6 @@ def test_under_inductor_the_guard_is_what_makes_the_gradient_right(
         found = outcome(torch.compile(function, fullgraph=True))
     torch.testing.assert_close(found, expected)
     is_wrong = not torch.allclose(bare[-1], expected[-1])
-    assert is_wrong == (scatter.not_needed() is None)  # what it asks of strides tells the truth
+    # Never called unneeded where it is needed; the other way round it may be, as on 2.9, where
+    # the strides are wrong and inductor gets these gradients right all the same.
+    assert not is_wrong or scatter.not_needed() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -66,3 +67,11 @@ def no_residue() -> Iterator[None]:
         RESIDUE.clean()
         patching._table.clear()
         pytest.fail("torchguard left something in torch: " + "; ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell has what it starts in the background ignore SIGINT, and that is inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -435,6 +435,7 @@ class TestStartingProcesses:
         assert found.rows[0].bare.detail == bare(report, "live").detail
 
     @posix_only
+    @pytest.mark.usefixtures("interruptible")
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
     def test_leaves_nothing_behind_when_the_doctor_is_stopped(
         self, plugin: Path, tmp_path: Path, number: signal.Signals

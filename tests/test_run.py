@@ -136,6 +136,7 @@ class TestAScript:
         assert guarded.stderr == python.stderr
 
     @posix_only
+    @pytest.mark.usefixtures("interruptible")
     def test_that_is_interrupted_dies_of_the_signal(self, tmp_path: Path) -> None:
         write(tmp_path / "waits.py", "import time; print('ready', flush=True); time.sleep(60)")
         line = [sys.executable, *RUN, "waits.py"]

@@ -267,6 +267,46 @@ def test_the_samples_equal_the_operators_themselves() -> None:
         assert torch.equal(sliced_assign(t, index, value), t.index_put(index, value))
 
 
+# --- one operator where index_put is the assignment
+
+GATHERS: dict[str, Any] = {
+    "integers": torch.tensor([2, 0]),
+    "a table of integers": torch.tensor([[2, 0], [1, 1]]),
+    "a mask of rows": torch.tensor([True, False, True]),
+    "a mask of elements": torch.eye(3, 4, dtype=torch.bool),
+    "rows and columns": (torch.tensor([2, 0]), torch.tensor([[3], [1]])),
+    "a mask and columns": (torch.tensor([True, False, True]), torch.tensor([3, 1])),
+}
+
+
+@pytest.mark.parametrize("index", GATHERS.values(), ids=GATHERS)
+def test_tensors_as_index_cost_no_node_more_than_index_put(index: Any) -> None:
+    t, value = torch.zeros(3, 4, requires_grad=True), torch.ones((), requires_grad=True)
+    node = sliced_assign(t, index, value).grad_fn
+    assert node is not None
+    assert node.name() == "IndexPutBackward0"
+    before = node.next_functions[0][0]
+    assert before is not None
+    assert before.name() == "torch::autograd::AccumulateGrad"
+
+
+@pytest.mark.parametrize("index", GATHERS.values(), ids=GATHERS)
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.conj, torch.Tensor.t, torch.neg])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1, 1), (2,), (1, 2), (2, 1), (5,)])
+def test_a_value_of_any_rank_lands_where_an_assignment_puts_it(
+    index: Any, kind: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    t = torch.arange(12.0).reshape(3, 4)
+    if kind is torch.conj:
+        t = torch.complex(t, t)
+    if kind is torch.Tensor.t:
+        t = t.t().contiguous()
+    t = kind(t)
+    value = torch.rand(shape, dtype=t.dtype, requires_grad=True)
+    bare = outcome(plain, t, index, value)
+    assert same(outcome(sliced_assign, t, index, value), bare)
+
+
 # --- memory format, aliases, dtypes, devices
 
 

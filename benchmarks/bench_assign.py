@@ -1,6 +1,6 @@
 """What an indexed assignment costs, spelled in seven ways.
 
-    python benchmarks/bench_assign.py --json benchmarks/records/2026-11-21-assign-cpu.json
+    python benchmarks/bench_assign.py --json benchmarks/records/<date>-assign-cpu.json
 
 Baseline: ``out = t.clone(); out[index] = value``, in the same process and the same
 rounds (see ``harness.py``). Eager and compiled by inductor, forward and backward, from
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ COLUMNS = 64
 SIZES = (10**3, 10**4, 10**5, 10**6, 10**7, 10**8)
 EAGER_FROM = 10**5  # elements from which on the target is a ratio
 
-QUICK_SIZES = (10**3,)
+LARGE = 10**7  # elements from which on a call takes so long that fewer rounds have to do
+FEWER = 5  # times
 
+QUICK_SIZES = (10**3,)
 
 EAGER = Target(1.05)
 EAGER_SMALL = AddedTarget(microseconds=10)
@@ -99,12 +102,11 @@ def index_of(kind: str, rows: int, device: str) -> Any:
     return mask
 
 
-def comparisons(device: str, sizes: Sequence[int], backend: str) -> Iterator[Comparison]:
-    """Yield every row, in the order of the record."""
-    for size in sizes:
-        for kind, ways in KINDS.items():
-            yield from _of_kind(device, size, kind, ways, backend=None)
-            yield from _of_kind(device, size, kind, ways, backend=backend)
+def comparisons(device: str, size: int, backend: str) -> Iterator[Comparison]:
+    """Yield every row of one size, in the order of the record."""
+    for kind, ways in KINDS.items():
+        yield from _of_kind(device, size, kind, ways, backend=None)
+        yield from _of_kind(device, size, kind, ways, backend=backend)
 
 
 def _of_kind(
@@ -184,15 +186,20 @@ def run(setting: Setting) -> Results:
     """Measure every row."""
     largest = setting.options.largest
     sizes = QUICK_SIZES if setting.quick else [size for size in SIZES if size <= largest]
-    made = comparisons(setting.device, sizes, "eager" if setting.quick else "inductor")
-    return {"rows": measure(made, setting, block_seconds=2e-2)}
+    backend = "eager" if setting.quick else "inductor"
+    rows = []
+    for size in sizes:
+        rounds = setting.rounds // FEWER if size >= LARGE else setting.rounds
+        made = comparisons(setting.device, size, backend)
+        rows += measure(made, replace(setting, rounds=rounds), block_seconds=2e-2)
+    return {"rows": rows}
 
 
 BENCHMARK = Benchmark(
     "assign",
     "What does an indexed assignment cost, spelled in seven ways, eager and compiled?",
     run,
-    rounds=15,
+    rounds=51,
     add_options=_add_options,
 )
 main = BENCHMARK.main

@@ -57,16 +57,13 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
                 [1., 0., 1.]])
     """
     try:
-        transformed = inside_transform()
-        if has_own_dispatch(t):  # most often a fake tensor: a compiler is looking
-            out = _static(t, index, value)
-        elif transformed or type(value) is not torch.Tensor or value.dtype is not t.dtype:
-            out = None
+        if type(t) is not torch.Tensor and has_own_dispatch(t):
+            out = _static(t, index, value)  # most often a fake tensor: a compiler is looking
         else:
             out = _by_index_put(t, index, value)
         if out is not None:
             return out
-        out = _writable_copy(t, index, value) if transformed else t.clone()
+        out = _writable_copy(t, index, value) if inside_transform() else t.clone()
         out[index] = value
     except Exception as error:
         told(error, "sliced_assign", t, index, value)
@@ -122,24 +119,28 @@ def _shape_of(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, complex)) else f"a {type(value).__name__}"
 
 
-_GATHERS = (torch.int64, torch.bool)  # found by identity, without hashing
+# Few, and found by identity: quicker than a set.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_GATHERS = (torch.int64, torch.bool)
 
 
-def _by_index_put(t: torch.Tensor, index: Index, value: torch.Tensor) -> torch.Tensor | None:
+def _by_index_put(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor | None:
     """Return ``t.index_put(index, value)`` where that is the same assignment, else None.
 
     It is one call instead of two, and one node of autograd instead of two. What it
     refuses is left to the assignment itself, which raises torch's own error.
     """
-    if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+    if type(value) is not torch.Tensor or value.dtype is not t.dtype or type(t) not in _PLAIN:
         return None
-    items = index if type(index) is tuple else (index,)
+    items = index if type(index) is tuple and index else (index,)
     for item in items:
         # One integer is no gather, and one boolean no mask: both are left to the assignment.
         if type(item) is not torch.Tensor or item.dtype not in _GATHERS or item.dim() == 0:
             return None
     if value.dim() > 0 and value.dim() > _dims_selected(t, items):
         return None  # an assignment drops leading dimensions of size 1
+    if inside_transform():
+        return None
     try:
         return t.index_put(items, value)
     except (IndexError, RuntimeError):

@@ -72,13 +72,14 @@ def overriding(values: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-_INTERPRETERS: Any = getattr(torch._C, "_functorch", None)
+_innermost_transform: Callable[[], Any] = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
 
 
 def inside_transform() -> bool:
     """Whether this runs inside a transform such as ``torch.func.vmap``."""
-    peek = getattr(_INTERPRETERS, "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None
+    return _innermost_transform() is not None
 
 
 autocast_is_on: Callable[[], bool] = getattr(

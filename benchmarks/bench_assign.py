@@ -12,6 +12,8 @@ makes a hundredth of the rows, or of the elements, the selection. Against writin
 from __future__ import annotations
 
 import argparse
+import contextlib
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +26,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.harness import AddedTarget, Comparison, Side, Target, measure
+from benchmarks.machine import keep_freed_memory
 from benchmarks.program import Benchmark, Results, Setting
 from torchguard import sliced_assign
 
@@ -47,7 +50,25 @@ WHY_EAGER = (
 )
 WHY_COMPILED = "the compiled kernels are the same; this is the spread of the measurement"
 
+PAGE = 4096  # bytes
+CACHE_LINE = 64  # bytes
+
 Assign = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Let the results of a block lie elsewhere in memory than those of the last one.
+
+    How far a copy lies from its source, modulo a page, decides a tenth of its time and more;
+    where the allocator puts results is one side's luck for as long as the process lives.
+    """
+    before_them = torch.empty(
+        PAGE * 100 + CACHE_LINE * random.randrange(PAGE // CACHE_LINE),  # noqa: S311
+        dtype=torch.uint8,
+    )
+    yield
+    del before_them
 
 
 def plain(t: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
@@ -130,7 +151,7 @@ def _of_kind(
             call = f"{name}(t, index, value)"
             if backward:
                 call = f"torch.autograd.grad({call}, (t, value), ones)"
-            return Side(call, inside)
+            return Side(call, inside, elsewhere)
 
         pairs = [("plain", way) for way in ways]
         if "index_put" in ways:
@@ -187,12 +208,13 @@ def run(setting: Setting) -> Results:
     largest = setting.options.largest
     sizes = QUICK_SIZES if setting.quick else [size for size in SIZES if size <= largest]
     backend = "eager" if setting.quick else "inductor"
+    kept = keep_freed_memory()
     rows = []
     for size in sizes:
         rounds = setting.rounds // FEWER if size >= LARGE else setting.rounds
         made = comparisons(setting.device, size, backend)
         rows += measure(made, replace(setting, rounds=rounds), block_seconds=2e-2)
-    return {"rows": rows}
+    return {"freed_memory_is_kept": kept, "rows": rows}
 
 
 BENCHMARK = Benchmark(

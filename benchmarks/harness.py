@@ -12,14 +12,14 @@ up and synchronises a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.benchmark import Timer
 
 from benchmarks.program import Setting
-from benchmarks.spread import Spread
+from benchmarks.spread import Interval, Spread
 
 __all__ = ["AddedTarget", "Comparison", "Row", "Scope", "Side", "Target", "measure", "shown"]
 
@@ -27,6 +27,9 @@ _ADAPTED_AFTER = 100
 _PIECES = 5
 
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
+
+Pairs = Sequence[tuple[float, float]]
+"""Nanoseconds of the baseline and of the guarded side, round by round."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ class Target:
             f"{row.added_ns.median - allowed:.0f} ns more than it allows"
         )
 
+    def noise(self, pairs: Pairs) -> str:
+        """Say so where the rounds can't tell a miss from the target; else nothing."""
+        interval = Interval.of([after / before for before, after in pairs])
+        if interval.low > self.ratio:
+            return ""
+        return f" (95 % interval {interval.low:.3g} to {interval.high:.3g}: the target lies in it)"
+
 
 @dataclass(frozen=True)
 class AddedTarget(Target):
@@ -75,6 +85,15 @@ class AddedTarget(Target):
         if added <= self.microseconds:
             return "reached"
         return f"missed: {added:.3g} us more"
+
+    def noise(self, pairs: Pairs) -> str:
+        """Say so where the rounds can't tell a miss from the target; else nothing."""
+        interval = Interval.of([(after - before) / 1e3 for before, after in pairs])
+        if interval.low > self.microseconds:
+            return ""
+        return (
+            f" (95 % interval {interval.low:.3g} to {interval.high:.3g} us: the target lies in it)"
+        )
 
 
 @dataclass(frozen=True)
@@ -183,7 +202,10 @@ def _measure(comparison: Comparison, device: str, rounds: int, block_seconds: fl
     if comparison.target is None:
         return row
     verdict = comparison.target.verdict(row)
-    why = None if verdict == "reached" else comparison.why or None
+    why = None
+    if verdict != "reached":
+        verdict += comparison.target.noise(pairs)
+        why = comparison.why or None
     added = {"target": str(comparison.target), "verdict": verdict, "why": why}
     return Row(**(vars(row) | added))
 

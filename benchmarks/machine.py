@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
 import importlib.metadata
 import os
@@ -15,9 +16,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["NOT_ON_A_GPU", "ROOT", "context"]
+__all__ = ["NOT_ON_A_GPU", "ROOT", "context", "keep_freed_memory"]
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# What mallopt(3) calls them: blocks got from the system one by one, and how much is kept.
+_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
 
 NOT_ON_A_GPU = "not measured on a GPU yet"
 
@@ -46,6 +50,20 @@ def context(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str,
         "threads": torch.get_num_threads(),
         "load_average_at_start": _load_average(),
     }
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what is freed, as CUDA's allocator does; return whether it does.
+
+    It gives large blocks back to the system, and the next call then takes a page fault for each
+    4 KiB: several times the work itself, now and then, on whichever side it hits.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # another libc, another system
+        return False
+    most = 2**31 - 1  # bytes; the value is a C int
+    return all([mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, most)])
 
 
 def _revision() -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from child_process import output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -179,6 +180,39 @@ def test_targets_say_by_how_much_they_are_missed() -> None:
     assert Target(2).verdict(row(100, 250)) == "missed: 2.5 times, 50 ns more than it allows"
     assert AddedTarget(microseconds=1).verdict(row(100, 1100)) == "reached"
     assert AddedTarget(microseconds=1).verdict(row(100, 2100)) == "missed: 2 us more"
+
+
+def test_a_miss_within_the_noise_says_so() -> None:
+    from benchmarks.harness import AddedTarget, Target  # noqa: PLC0415
+
+    steady = [(100.0, 110.0)] * 9
+    assert Target(1.05).noise(steady) == ""
+    assert AddedTarget(microseconds=0.005).noise(steady) == ""
+    restless = [(100.0, 100.0 + 10 * number) for number in range(-4, 6)]
+    assert "95 % interval 0.8" in Target(1.02).noise(restless)
+    assert "the target lies in it" in AddedTarget(microseconds=0.002).noise(restless)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_freed_memory_stays_with_the_process() -> None:
+    measures = f"""
+        import resource, sys
+        import torch
+        sys.path.insert(0, {str(ROOT)!r})
+        from benchmarks.machine import keep_freed_memory
+
+        def page_faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(10_000_000)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        page_faults()
+        given_back = page_faults()
+        assert keep_freed_memory()
+        page_faults()
+        print(page_faults() < given_back / 10)
+    """
+    assert output_of(measures) == "True\n"
 
 
 def test_a_step_on_a_gpu_is_judged_by_time_and_by_memory() -> None:

@@ -125,21 +125,23 @@ _GATHERS = (torch.int64, torch.bool)
 
 
 def _by_index_put(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor | None:
-    """Return ``t.index_put(index, value)`` where that is the same assignment, else None.
+    """Return ``t.index_put(index, value)`` where that is the same and saves a node of autograd.
 
-    It is one call instead of two, and one node of autograd instead of two. What it
-    refuses is left to the assignment itself, which raises torch's own error.
+    Elsewhere (None) it is no faster: it makes its lists in the place that the last result
+    has left, and a CPU's allocator then finds the next one another place. What
+    ``index_put`` refuses is left to the assignment itself, which raises torch's own error.
     """
     if type(value) is not torch.Tensor or value.dtype is not t.dtype or type(t) not in _PLAIN:
+        return None
+    if not (torch.is_grad_enabled() and (t.requires_grad or value.requires_grad)):
         return None
     items = index if type(index) is tuple and index else (index,)
     for item in items:
         # One integer is no gather, and one boolean no mask: both are left to the assignment.
         if type(item) is not torch.Tensor or item.dtype not in _GATHERS or item.dim() == 0:
             return None
-    if value.dim() > 0 and value.dim() > _dims_selected(t, items):
-        return None  # an assignment drops leading dimensions of size 1
-    if inside_transform():
+    leading = value.dim() > 0 and value.dim() > _dims_selected(t, items)
+    if leading or inside_transform():  # an assignment drops leading dimensions of size 1
         return None
     try:
         return t.index_put(items, value)

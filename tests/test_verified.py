@@ -847,7 +847,7 @@ def test_all_ranks_take_the_same_step(tmp_path: Path) -> None:
         """,
         folder=tmp_path,
     )
-    ranks = printed.splitlines()
+    ranks = printed.splitlines()[-2:]  # gloo may have talked before
     assert ranks[0] == "['aot_eager'] ['verified'] [[1.0, 1.0, 1.0]]"
     assert ranks[1] == "['aot_eager'] ['mismatched'] [[1.0, 1.0, 1.0]]"
 

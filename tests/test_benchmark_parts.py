@@ -206,11 +206,10 @@ def test_freed_memory_stays_with_the_process() -> None:
             torch.ones(10_000_000)
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-        page_faults()
-        given_back = page_faults()
+        given_back = min(page_faults() for _ in range(10))
         assert keep_freed_memory()
-        page_faults()
-        print(page_faults() < given_back / 10)
+        kept = [page_faults() for _ in range(40)]  # the first ones have to find their places
+        print(sorted(kept[-20:])[10] < given_back / 10)
     """
     assert output_of(measures) == "True\n"
 

@@ -59,8 +59,10 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
     try:
         if type(t) is not torch.Tensor and has_own_dispatch(t):
             out = _static(t, index, value)  # most often a fake tensor: a compiler is looking
-        else:
+        elif type(value) is torch.Tensor and (t.requires_grad or value.requires_grad):
             out = _by_index_put(t, index, value)
+        else:
+            out = None
         if out is not None:
             return out
         out = _writable_copy(t, index, value) if inside_transform() else t.clone()
@@ -124,16 +126,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _GATHERS = (torch.int64, torch.bool)
 
 
-def _by_index_put(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor | None:
+def _by_index_put(t: torch.Tensor, index: Index, value: torch.Tensor) -> torch.Tensor | None:
     """Return ``t.index_put(index, value)`` where that is the same and saves a node of autograd.
 
     Elsewhere (None) it is no faster: it makes its lists in the place that the last result
     has left, and a CPU's allocator then finds the next one another place. What
     ``index_put`` refuses is left to the assignment itself, which raises torch's own error.
     """
-    if type(value) is not torch.Tensor or value.dtype is not t.dtype or type(t) not in _PLAIN:
-        return None
-    if not (torch.is_grad_enabled() and (t.requires_grad or value.requires_grad)):
+    if value.dtype is not t.dtype or type(t) not in _PLAIN or not torch.is_grad_enabled():
         return None
     items = index if type(index) is tuple and index else (index,)
     for item in items:

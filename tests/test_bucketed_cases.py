@@ -139,7 +139,12 @@ def test_an_encoder_trained_for_20_steps_as_without_padding() -> None:
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
-    return pytest.importorskip("transformers", reason="the test extra `transformers` is missing")
+    module = pytest.importorskip("transformers", reason="the test extra `transformers` is missing")
+    if hasattr(module.utils, "is_torchdynamo_exporting") and not hasattr(
+        torch.compiler, "is_exporting"
+    ):
+        pytest.skip("this transformers asks for torch.compiler.is_exporting: it can't be compiled")
+    return module
 
 
 @pytest.mark.slow

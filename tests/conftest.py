@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -75,3 +76,13 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def default_device() -> Iterator[None]:
+    """Forget the default device that a test sets."""
+    yield
+    torch.set_default_device(None)
+    # torch 2.6 remembers the None, and its get_default_device() then fails.
+    with contextlib.suppress(AttributeError):
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context

@@ -113,7 +113,11 @@ def test_an_encoder_trained_for_20_steps_as_without_padding() -> None:
         mask={"padding": "padding"},
         compile=True,
     )
-    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in (plain, wrapped)]
+    # Adam divides by the root of a gradient; with its usual eps a gradient that is only rounding
+    # makes as long a step as any other.
+    optimizers = [
+        torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4) for model in (plain, wrapped)
+    ]
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         lengths = torch.randint(2, 17, (4,), generator=generator)
@@ -132,8 +136,7 @@ def test_an_encoder_trained_for_20_steps_as_without_padding() -> None:
             losses.append(loss.detach())
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     for (name, a), b in zip(plain.named_parameters(), padded.parameters(), strict=True):
-        # Adam divides by the root of a gradient: where that is only rounding, so is the step.
-        torch.testing.assert_close(b, a, rtol=1e-3, atol=2e-3, msg=name)
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4, msg=name)
     assert wrapped.stats().graphs == 2
 
 

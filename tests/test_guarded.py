@@ -829,14 +829,13 @@ def test_a_device_context_goes_on_working(inner: bool) -> None:
     assert torch.empty(2).device.type == "cpu"
 
 
+@pytest.mark.usefixtures("default_device")
 def test_a_default_device_set_inside_stays_after_the_scope() -> None:
-    try:
-        with guarded():
-            torch.set_default_device("meta")
-            assert torch.empty(1).device.type == "meta"
+    with guarded():
+        torch.set_default_device("meta")
         assert torch.empty(1).device.type == "meta"
-    finally:
-        torch.set_default_device(None)
+    assert torch.empty(1).device.type == "meta"
+    torch.set_default_device(None)
     assert torch.empty(1).device.type == "cpu"
 
 

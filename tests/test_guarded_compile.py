@@ -293,6 +293,7 @@ class TestTheStackOfModes:
             assert compiled(X).tolist() == [2, 3, 4]
             assert torch.empty(2).device.type == "meta"
 
+    @pytest.mark.usefixtures("default_device")
     def test_keeps_a_default_device_set_in_compiled_code(self) -> None:
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def set_it() -> None:
@@ -303,14 +304,11 @@ class TestTheStackOfModes:
             return x + 1
 
         devices = []
-        try:
-            for scope in (nullcontext, guarded):
-                torch._dynamo.reset()
-                with scope():
-                    torch.compile(function, backend="eager")(X)
-                    devices.append(torch.empty(1).device.type)
-                torch.set_default_device(None)
-        finally:
+        for scope in (nullcontext, guarded):
+            torch._dynamo.reset()
+            with scope():
+                torch.compile(function, backend="eager")(X)
+                devices.append(torch.empty(1).device.type)
             torch.set_default_device(None)
         assert devices == ["meta", "meta"]
 

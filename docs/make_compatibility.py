@@ -17,6 +17,8 @@ PAGE = DOCS / "compatibility.md"
 BEGIN = "<!-- begin: written by docs/make_compatibility.py -->"
 END = "<!-- end -->"
 
+MENDED = "passed the second time"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -34,20 +36,24 @@ class Result:
 def read(folder: Path) -> list[Result]:
     """Read every finished session, oldest torch first."""
     results = [
-        _read_one(report, report.with_suffix(".xml"))
+        _read_one(report, report.with_suffix(".xml"), report.with_suffix(".again.xml"))
         for report in folder.glob("torch-*.json")
         if report.with_suffix(".xml").exists() and report.stat().st_size
     ]
     return sorted(results, key=lambda result: [int(part) for part in result.asked.split(".")])
 
 
-def _read_one(report: Path, junit: Path) -> Result:
-    suite = ET.parse(junit).getroot().find("testsuite")  # noqa: S314 - our own pytest wrote it
-    if suite is None:
-        raise ValueError(f"{junit} has no test suite in it")
-    tests = dict.fromkeys(("passed", "failed", "skipped", "expected failures"), 0)
-    for case in suite.iter("testcase"):
-        tests[_outcome(case)] += 1
+def _read_one(report: Path, junit: Path, again: Path) -> Result:
+    """Read a session and, where there is one, a second run of what had failed in it."""
+    suite = _suite(junit)
+    outcomes = _outcomes(suite)
+    if again.exists():
+        for name, outcome in _outcomes(_suite(again)).items():
+            before = outcomes.get(name)
+            outcomes[name] = MENDED if (before, outcome) == ("failed", "passed") else outcome
+    tests = dict.fromkeys(("passed", "failed", MENDED, "skipped", "expected failures"), 0)
+    for outcome in outcomes.values():
+        tests[outcome] += 1
     return Result(
         asked=report.stem.removeprefix("torch-"),
         tests=tests,
@@ -55,6 +61,19 @@ def _read_one(report: Path, junit: Path) -> Result:
         date=suite.get("timestamp", "")[:10],
         doctor=json.loads(report.read_text(encoding="utf-8")),
     )
+
+
+def _suite(junit: Path) -> ET.Element:
+    suite = ET.parse(junit).getroot().find("testsuite")  # noqa: S314 - our own pytest wrote it
+    if suite is None:
+        raise ValueError(f"{junit} has no test suite in it")
+    return suite
+
+
+def _outcomes(suite: ET.Element) -> dict[tuple[str | None, str | None], str]:
+    return {
+        (case.get("classname"), case.get("name")): _outcome(case) for case in suite.iter("testcase")
+    }
 
 
 def _outcome(case: ET.Element) -> str:
@@ -72,11 +91,12 @@ def tables(results: list[Result]) -> str:
 
 
 def _tests(results: list[Result]) -> str:
-    header = ("torch", "Python", "platform", "GPU", *results[0].tests, "minutes", "date")
+    header = ("torch", "Python", "system", "GPU", *results[0].tests, "minutes", "date")
     rows = []
     for result in results:
         ran_on = result.doctor["environment"]
-        where = (ran_on["torch"], ran_on["python"], ran_on["platform"], ran_on["gpu"])
+        system = ran_on["platform"].partition("-")[0]
+        where = (ran_on["torch"], ran_on["python"], system, ran_on["gpu"])
         counts = map(str, result.tests.values())
         rows.append((*where, *counts, f"{result.seconds / 60:.1f}", result.date))
     return _table(header, rows)

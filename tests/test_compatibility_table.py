@@ -1,0 +1,102 @@
+"""The page of versions says what the matrix has found."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "docs" / "make_compatibility.py"
+
+ENVIRONMENT = {
+    "torch": "2.9.1+cpu",
+    "python": "CPython 3.11.7",
+    "platform": "Linux-6",
+    "gpu": "none",
+}
+FAILED = "<failure/>"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_compatibility", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "make_compatibility", module)
+        spec.loader.exec_module(module)
+    return module
+
+
+def write_junit(path: Path, outcomes: dict[str, str]) -> None:
+    cases = "".join(
+        f'<testcase classname="tests" name="{name}">{outcome}</testcase>'
+        for name, outcome in outcomes.items()
+    )
+    suite = f'<testsuite time="60" timestamp="2026-11-22T01:02:03">{cases}</testsuite>'
+    path.write_text(f"<testsuites>{suite}</testsuites>", encoding="utf-8")
+
+
+def write_report(path: Path) -> None:
+    def row(name: str, bare: str, guarded: str, *guards: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "bare": {"status": bare},
+            "guarded": {"status": guarded},
+            "guards": list(guards),
+        }
+
+    rows = [
+        row("absent-one", "absent", "absent", "out"),
+        row("closed-one", "corrupt", "closed", "out"),
+        row("open-one", "corrupt", "open", "out"),
+        row("bare-one", "corrupt", "open"),
+        row("gpu-one", "not run", "not run", "out"),
+    ]
+    path.write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}), encoding="utf-8")
+
+
+def test_each_version_is_a_row_of_tests_and_a_column_of_defects(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    for version in ("2.11.0", "2.9.1"):
+        write_report(tmp_path / f"torch-{version}.json")
+        write_junit(tmp_path / f"torch-{version}.xml", {"a": "", "b": FAILED, "c": "<skipped/>"})
+    page = script.tables(script.read(tmp_path))
+    assert (
+        page.count("| 2.9.1+cpu | CPython 3.11.7 | Linux | none | 1 | 1 | 0 | 1 | 0 | 1.0 |") == 2
+    )
+    assert "| defect | 2.9.1 | 2.11.0 |" in page
+    for name, word in {
+        "absent-one": "-",
+        "closed-one": "closed",
+        "open-one": "open",
+        "bare-one": "no guard yet",
+        "gpu-one": "not run",
+    }.items():
+        assert f"| `{name}` | {word} | {word} |" in page
+
+
+def test_what_failed_and_passed_later_is_counted_by_itself(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    write_report(tmp_path / "torch-2.9.1.json")
+    first = {"kept": "", "mended": FAILED, "still wrong": FAILED, "not run again": FAILED}
+    write_junit(tmp_path / "torch-2.9.1.xml", first)
+    write_junit(
+        tmp_path / "torch-2.9.1.again.xml", {"kept": "", "mended": "", "still wrong": FAILED}
+    )
+    [result] = script.read(tmp_path)
+    assert result.tests["passed"] == 1
+    assert result.tests["failed"] == 2
+    assert result.tests[script.MENDED] == 1
+
+
+def test_a_session_that_has_not_ended_is_left_out(script: ModuleType, tmp_path: Path) -> None:
+    write_report(tmp_path / "torch-2.9.1.json")
+    assert script.read(tmp_path) == []

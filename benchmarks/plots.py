@@ -280,7 +280,7 @@ def _assign(record: Record, device: str, to: Path) -> None:
             axes.axhline(1, color="0.5", lw=0.8)
             axes.set_xscale("log")
             axes.set_yscale("log")
-            axes.set_yticks([0.3, 0.5, 1, 2, 3], ["0.3", "0.5", "1", "2", "3"])
+            axes.set_yticks([0.3, 0.5, 1, 2, 5, 10], ["0.3", "0.5", "1", "2", "5", "10"])
             axes.minorticks_off()
             axes.grid(color="0.94")
             mode = "compiled" if compiled else "eager"

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.testing._internal.common_methods_invocations import op_db
 
 from torchguard import at, sliced_assign, sliced_assign_
+from torchguard.assign import _dims_selected
 from torchguard.indexing import describe_index, is_basic, parts_of, positions
 
 if TYPE_CHECKING:
@@ -288,6 +289,15 @@ def test_tensors_as_index_cost_no_node_more_than_index_put(index: Any) -> None:
     before = node.next_functions[0][0]
     assert before is not None
     assert before.name() == "torch::autograd::AccumulateGrad"
+
+
+@pytest.mark.parametrize("index", GATHERS.values(), ids=GATHERS)
+def test_the_dimensions_an_index_selects_are_known_beforehand(index: Any) -> None:
+    # On a CPU index_put drops leading dimensions of the value by itself; deterministic
+    # algorithms on a GPU do not, and there the value must be kept from it.
+    t = torch.zeros(3, 4)
+    items = index if isinstance(index, tuple) else (index,)
+    assert _dims_selected(t, items) == t[index].dim()
 
 
 @pytest.mark.parametrize("index", GATHERS.values(), ids=GATHERS)

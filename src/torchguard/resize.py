@@ -92,8 +92,8 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
                     return original(self, size)  # type: ignore[no-any-return]
                 return original(self, size, second)  # type: ignore[no-any-return]
 
-        sizes = tuple(given for given in (size, second, *rest) if given is not _ABSENT)
-        saved = _begin(self, operation, _elements, sizes or (options.get("size"),))
+        sizes = _as_given(size, second, rest)
+        saved = _begin(self, operation, sizes or (options.get("size"),))
         try:
             if helper:
                 return type(self).resize_(self, *sizes, **options)
@@ -112,7 +112,8 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
 
     def resize_as_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        saved = _begin(self, "resize_as_", _numel, args[0] if args else kwargs.get("the_template"))
+        template = args[0] if args else kwargs.get("the_template")
+        saved = _begin(self, "resize_as_", (_numel(template),))
         try:
             if has_torch_function((self, *args)):
                 seen_by = overriding((self, *args))
@@ -142,12 +143,12 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def refuse_resize_(self: torch.Tensor, *size: Any, **options: Any) -> None:
     """Raise where ``self.resize_(*size)`` would kill the process."""
-    _begin(self, "resize_", _elements, size or (options.get("size"),))
+    _begin(self, "resize_", size or (options.get("size"),))
 
 
 def refuse_resize_as_(self: torch.Tensor, template: Any = None, **options: Any) -> None:
     """Raise where ``self.resize_as_(template)`` would kill the process."""
-    _begin(self, "resize_as_", _numel, options.get("the_template", template))
+    _begin(self, "resize_as_", (_numel(options.get("the_template", template)),))
 
 
 class _SafeResize(Protocol):
@@ -210,7 +211,7 @@ def safe_resize_as_(
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
     """
-    saved = _begin(tensor, "safe_resize_as_", _numel, template)
+    saved = _begin(tensor, "safe_resize_as_", (_numel(template),))
     try:
         return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
     except BaseException:
@@ -262,31 +263,33 @@ def safe_set_(
         raise
 
 
+def _as_given(size: Any, second: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    if second is _ABSENT:
+        return () if size is _ABSENT else (size,)
+    return (size, second, *rest)
+
+
 def _stays_inside(tensor: torch.Tensor, count: int) -> bool:
     needed = (tensor.storage_offset() + count) * tensor.itemsize
     return needed <= tensor.untyped_storage().nbytes()
 
 
 def _begin(
-    tensor: torch.Tensor,
-    operation: str,
-    count_elements: Callable[[Any], int | None],
-    described: Any,
+    tensor: torch.Tensor, operation: str, sizes: tuple[Any, ...]
 ) -> Metadata | Compressed | None:
     """Read what may have to be put back; refuse what would kill the process.
 
-    ``count_elements(described)`` says how many elements the tensor is to hold, or
-    None where torch will complain or a compiler is at work.
+    ``sizes`` is the size the tensor is to get, as it was given: torch complains of a wrong one.
     """
     _require_tensor(tensor, operation)
     saved = capture(tensor)
-    if saved is not None:
-        count = count_elements(described)
-        if count and type(saved.nbytes) is int:
-            needed = (saved.storage_offset + count) * _itemsize(tensor)
-            _refuse_to_grow_shared(operation, saved, needed)
-        return saved
-    return capture_compressed(tensor)
+    if saved is None:
+        return capture_compressed(tensor)
+    count = _elements(sizes)
+    if count and type(saved.nbytes) is int:
+        needed = (saved.storage_offset + count) * _itemsize(tensor)
+        _refuse_to_grow_shared(operation, saved.size, saved.storage, needed)
+    return saved
 
 
 def _itemsize(tensor: torch.Tensor) -> int:
@@ -320,7 +323,7 @@ def _begin_set(
         offset = _integers((given.get("storage_offset", 0),))
         if sizes and strides and offset and len(sizes) == len(strides):
             needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))
-            _refuse_to_grow_shared(operation, saved._replace(storage=storage), needed)
+            _refuse_to_grow_shared(operation, saved.size, storage, needed)
     return saved
 
 
@@ -339,14 +342,22 @@ def _require_tensor(tensor: object, operation: str) -> None:
 
 
 def _elements(sizes: tuple[Any, ...]) -> int | None:
-    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
+    """Multiply sizes; None where torch will complain or a compiler is at work."""
+    if len(sizes) == 1 and type(sizes[0]) is not int and isinstance(sizes[0], Sequence):
         sizes = tuple(sizes[0])
     integers = _integers(sizes)
-    return None if integers is None else math.prod(integers)
+    if not integers:
+        return None if integers is None else 1  # resize_(()) makes a tensor without dimensions
+    return math.prod(integers) if min(integers) >= 0 else None
 
 
 def _integers(values: Sequence[Any]) -> tuple[int, ...] | None:
     """Read sizes as numbers; None if one is symbolic, traced, or no number at all."""
+    for value in values:
+        if type(value) is not int:
+            break
+    else:
+        return tuple(values)  # nearly always, and asking a tracer takes longer than that
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return None  # reading a traced size as a number makes the tracer warn
     try:
@@ -369,9 +380,11 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
-def _refuse_to_grow_shared(operation: str, saved: Metadata, needed: int) -> None:
+def _refuse_to_grow_shared(
+    operation: str, size: torch.Size, storage: torch.UntypedStorage, needed: int
+) -> None:
     """Raise where torch would call through the missing allocator of shared memory."""
     # In this order: whether memory is shared is asked for tensors that grow only.
     # What overflows a number of bytes, torch refuses by itself.
-    if saved.storage.nbytes() < needed <= sys.maxsize and lacks_allocator(saved.storage):
-        raise cannot_grow(operation, saved.size, saved.storage, needed)
+    if storage.nbytes() < needed <= sys.maxsize and lacks_allocator(storage):
+        raise cannot_grow(operation, size, storage, needed)

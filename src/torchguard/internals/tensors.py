@@ -21,11 +21,9 @@ __all__ = [
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """``tensor._version``, or None for an inference tensor, which has no version counter."""
-    if tensor.is_inference():
-        return None
     try:
         return tensor._version
-    except RuntimeError:  # it was made to view an inference tensor: x.data = y
+    except RuntimeError:  # also for one that was made to view an inference tensor: x.data = y
         return None
 
 

@@ -933,6 +933,51 @@ class TestVerification:
         assert not hasattr(net, "last")
         assert net.weight.grad is None
 
+    def test_a_jump_within_the_rounding_error_is_no_leak(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The sum of three is 1 + 2**-23; padded to four, its halves are others and give 1."""
+        x = torch.tensor([1.0, 2.0**-24, 2.0**-24])
+
+        class Jumping(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(()))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return jumping(x, self.weight)
+
+        def jumping(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            half = x.shape[0] // 2
+            scaled = weight * (x[:half].sum() + x[half:].sum())
+            return torch.relu(scaled - 1) + scaled  # the gradient of weight is 1, or 2
+
+        module, held = Jumping(), torch.ones((), requires_grad=True)
+        module.weight.grad = torch.ones(())
+        ways: list[tuple[Any, tuple[Any, ...]]] = [
+            (module, (x,)),
+            (lambda x: jumping(x, held), (x,)),
+            (jumping, (x, torch.ones((), requires_grad=True))),
+        ]
+        before = [(t, t.detach().clone(), t._version) for t in (module.weight, held)]
+        padded = functools.partial(bucketed, dims={"x": {0: "t"}}, buckets=LADDER, fill={"x": 0.0})
+        for function, call in ways:
+            padded(function).verify(*call)
+        for tensor, values, version in before:
+            assert torch.equal(tensor, values)
+            assert tensor._version == version
+        assert torch.equal(module.weight.grad, torch.ones(()))
+        assert held.grad is None
+        # What other processes may be writing is not touched.
+        module.weight.detach().share_memory_()
+        with pytest.raises(PaddingLeakError, match="gradient of weight"):
+            padded(module).verify(x)
+        checking = importlib.import_module("torchguard.bucketed.checking")
+        monkeypatch.setattr(checking, "_TURNS", 1)
+        for function, call in ways[1:]:
+            with pytest.raises(PaddingLeakError):
+                padded(function).verify(*call)
+
     def test_happens_once_per_bucket(self) -> None:
         runs = []
 

@@ -324,6 +324,68 @@ def test_a_reference_far_from_eager_excuses_nothing() -> None:
 # --- what happens on a difference
 
 
+# --- where a graph jumps, the last digit decides
+
+
+def a_digit_further(digit_in_double: float) -> Any:
+    """Make a backend whose weights are a digit larger than they should be."""
+    digits = {torch.float32: 2.0**-22, torch.float64: digit_in_double}
+
+    def planted(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        def run(*inputs: Any) -> Any:
+            larger = [
+                value * (1 + digits[value.dtype]) if value.requires_grad else value
+                for value in inputs
+            ]
+            return graph(*larger)
+
+        return run
+
+    return planted
+
+
+def stopped(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    return torch.relu(weight * x - 1)  # a gradient of zeros, or of x
+
+
+def chosen(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    return (weight * x)[0] * 0, torch.where(weight * x > 1, 7, 3)
+
+
+def compared(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    return (weight * x)[0] * 0, weight * x > 1
+
+
+@pytest.mark.parametrize("jump", [stopped, chosen, compared])
+@pytest.mark.parametrize("digit_in_double", [2.0**-51, 2.0**-22])
+def test_a_jump_within_the_rounding_error_blames_only_what_is_wrong_in_double_too(
+    jump: Callable[..., Any], digit_in_double: float
+) -> None:
+    x = torch.tensor([1.0, 2.0])
+    weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)  # a digit below, and far above
+    backend = a_digit_further(digit_in_double)
+    checked = verified(backend=backend)(jump)
+    if digit_in_double < 2.0**-50:
+        checked(weight, x)
+        assert stats(checked).verified == 1
+    else:
+        with pytest.warns(MiscompilationWarning):
+            checked(weight, x)
+
+
+@pytest.mark.parametrize("jump", [stopped, chain])
+def test_what_rounding_never_does_is_blamed_though_double_is_right(
+    jump: Callable[..., Any],
+) -> None:
+    def larger(outputs: list[Any], inputs: list[Any]) -> Any:
+        off = 0.01 if inputs[0].dtype == torch.float32 else 0.0
+        return [outputs[0] + off]
+
+    weight = torch.full((4, 4), 0.7, requires_grad=True)
+    with pytest.warns(MiscompilationWarning, match="the largest by 0.01"):
+        verified(backend=spoiling(larger))(jump)(weight, torch.eye(4))
+
+
 def test_raise_refuses_to_run_a_wrong_graph() -> None:
     backend = verified_backend(spoiling(one_value), on_mismatch="raise")
     compiled = torch.compile(workload, backend=backend)

@@ -274,12 +274,7 @@ class Caller:
     def _check(
         self, plan: Plan, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        group = self.options.group
-        together: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if group is not None:
-            together = ranks.failing_together(group, f"the check of {self.name} has failed")
-        with together:
-            check(self._cutter, plan, owner, Arguments(args, kwargs))
+        check(self._cutter, plan, owner, Arguments(args, kwargs))
         self._verified.add(self._checked_as(plan))
 
     def _compiled(self, plan: Plan) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ import torch
 
 from torchguard import internals
 from torchguard.bucketed.trees import parts
+from torchguard.last_digits import nudge
 
 __all__ = [
     "Undone",
@@ -24,6 +25,7 @@ __all__ = [
     "eager",
     "forked_random_state",
     "modules_of",
+    "other_last_digits",
     "python_state_kept",
     "quiet",
     "reachable",
@@ -115,6 +117,35 @@ def buffers_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
                 buffer.copy_(before)
                 if version is not None:
                     internals.set_version(buffer, version)
+
+
+@contextlib.contextmanager
+def other_last_digits(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[None]:
+    """Let parameters have other last digits for a while; those that are unusual keep theirs.
+
+    In place, because nobody knows who else holds them. Shared memory is left alone: what another
+    process writes there meanwhile would be lost.
+    """
+    usual = {
+        id(tensor): tensor
+        for tensor in tensors
+        if type(tensor) in {torch.Tensor, torch.nn.Parameter}
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and not (tensor.device.type == "cpu" and tensor.is_shared())
+    }
+    kept = [(t, t.detach().clone(), internals.version_of(t)) for t in usual.values()]
+    try:
+        with torch.no_grad():
+            for tensor, _, _ in kept:
+                nudge(tensor.detach(), seed)
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before, version in kept:
+                tensor.detach().copy_(before)
+                if version is not None:
+                    internals.set_version(tensor, version)
 
 
 @contextlib.contextmanager

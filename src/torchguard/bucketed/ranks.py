@@ -6,13 +6,11 @@ rank finds wrong stops the others too, for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["agree", "failing_together"]
+__all__ = ["agree"]
 
 
 def agree(group: Any, numbers: list[int]) -> list[int]:
@@ -32,20 +30,3 @@ def agree(group: Any, numbers: list[int]) -> list[int]:
         dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
         largest: list[int] = shared.tolist()
     return largest
-
-
-@contextmanager
-def failing_together(group: Any, what: str) -> Iterator[None]:
-    """Let what is inside fail on every rank, if it fails on any.
-
-    Raises:
-        RuntimeError: it has failed on another rank only.
-    """
-    try:
-        yield
-    except Exception:
-        agree(group, [1])
-        raise
-    (failed,) = agree(group, [0])
-    if failed:
-        raise RuntimeError(f"bucketed: {what} on another rank; its own error says why")

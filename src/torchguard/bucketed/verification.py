@@ -20,8 +20,17 @@ from torchguard.bucketed.isolation import (
 from torchguard.bucketed.outputs import leaves_of
 from torchguard.bucketed.trees import Path, flattened, is_leaf, replaced, spelled
 from torchguard.errors import PaddingLeakError
+from torchguard.last_digits import nudge
 
-__all__ = ["Arguments", "Run", "backward", "compared", "other_filler", "ran"]
+__all__ = [
+    "Arguments",
+    "Run",
+    "backward",
+    "compared",
+    "other_filler",
+    "ran",
+    "with_other_last_digits",
+]
 
 # Differences that rounding alone makes, as a share of the largest value. Sums over a padded
 # length are taken in another order, so they are not exact.
@@ -302,6 +311,17 @@ def _causes(operators: set[str], modules: Sequence[torch.nn.Module]) -> str:
         f"Usual causes, seen here: {'; '.join(found)}. Pass the function a mask (mask=) or the "
         "true sizes (lengths=); if what the padding holds means something to it, say so in fill="
     )
+
+
+def with_other_last_digits(given: Arguments, seed: int) -> Arguments:
+    """Return the same call with other last digits in what requires a gradient."""
+    new: dict[Path, Any] = {}
+    for path, value in given.leaves():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            copy = value.detach().clone()
+            nudge(copy, seed)
+            new[path] = copy.requires_grad_()
+    return given.with_parts(new)
 
 
 def other_filler(tensor: torch.Tensor) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -18,12 +18,14 @@ from torchguard.internals import (
     symbols_of,
     tracing_context,
 )
-from torchguard.verified.check import Check
 from torchguard.verified.graphs import copy_graph, is_symbolic, place_of
 from torchguard.verified.ladder import Compiler, Step, inductor_steps, steps_of
 from torchguard.verified.options import Every, OnMismatch, Options
 from torchguard.verified.purity import why_not_twice
 from torchguard.verified.records import Records, VerificationReport, new_record
+
+if TYPE_CHECKING:
+    from torchguard.verified.check import Check
 
 __all__ = ["VerifiedBackend", "backend", "verified_backend"]
 
@@ -72,6 +74,9 @@ class VerifiedBackend:
         if reason is not None:
             record.status, record.reason = "unverified", reason
             return compiled
+        # A fifth of what importing torchguard would take, and needed from here on only.
+        from torchguard.verified.check import Check  # noqa: PLC0415
+
         # Real tensors are kept alive by nobody between compiling and the first call.
         examples = [None if _has_values(value) else value for value in example_inputs]
         check = Check(

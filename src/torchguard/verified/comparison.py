@@ -11,7 +11,7 @@ import torch
 
 from torchguard.verified.outcome import Outcome
 
-__all__ = ["Difference", "differences", "same"]
+__all__ = ["Difference", "as_double", "differences", "same"]
 
 # Relative and absolute tolerances: those of torch.testing.assert_close, and one unit in the
 # last place of the 8-bit types.
@@ -42,7 +42,10 @@ class Difference:
 
     what: str
     largest: float | None = None
-    """The largest absolute difference of the values; None if it isn't one of values."""
+    """The largest absolute difference of the values; None if it isn't one of numbers."""
+
+    tensor: tuple[str, int] | None = None
+    """Where in an outcome the tensor is whose finite values differ; None if anything else does."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"
@@ -62,13 +65,8 @@ def differences(
         what = f"{len(compiled.outputs)} outputs where eager has {len(eager.outputs)}"
         return [Difference("the run", what)]
     reference = functools.cache(reference)
-    found = _all("output {}", eager.outputs, compiled.outputs, lambda: _part(reference, "outputs"))
-    found += _all(
-        "input {} after the call",
-        eager.inputs,
-        compiled.inputs,
-        lambda: _part(reference, "inputs"),
-    )
+    found = _all("outputs", eager.outputs, compiled.outputs, reference)
+    found += _all("inputs", eager.inputs, compiled.inputs, reference)
     found += _sharing(eager, compiled)
     if found or eager.backward_error is not None:
         return found  # eager has no gradients to compare with, or the outputs are wrong already
@@ -76,12 +74,14 @@ def differences(
         return _errors("the backward pass", None, compiled.backward_error)
     if eager.gradients is None or compiled.gradients is None:
         return found
-    return _all(
-        "gradient of input {}",
-        *_zeros_for_none(eager.gradients, compiled.gradients),
-        lambda: _part(reference, "gradients"),
-        strides=False,  # autograd gives a leaf's gradient the leaf's own strides
-    )
+    return _all("gradients", *_zeros_for_none(eager.gradients, compiled.gradients), reference)
+
+
+_NAMES = {
+    "outputs": "output {}",
+    "inputs": "input {} after the call",
+    "gradients": "gradient of input {}",
+}
 
 
 def _part(reference: Callable[[], Outcome | None], name: str) -> list[Any] | None:
@@ -128,45 +128,44 @@ def _sharing(eager: Outcome, compiled: Outcome) -> list[Difference]:
 
 
 def _all(
-    name: str,
-    eager: list[Any],
-    compiled: list[Any],
-    references: Callable[[], list[Any] | None],
-    *,
-    strides: bool = True,
+    part: str, eager: list[Any], compiled: list[Any], reference: Callable[[], Outcome | None]
 ) -> list[Difference]:
+    strides = part != "gradients"  # autograd gives a leaf's gradient the leaf's own strides
     found = []
     for position, (expected, actual) in enumerate(zip(eager, compiled, strict=True)):
+        where = _NAMES[part].format(position)
+        what = _compare_kinds(expected, actual, strides=strides)
+        if what is not None:
+            found.append(Difference(where, what))
+        elif isinstance(expected, torch.Tensor) and expected.layout is torch.strided:
 
-        def reference(position: int = position) -> Any:
-            values = references()
-            return None if values is None else values[position]
+            def exact(position: int = position) -> Any:
+                values = _part(reference, part)
+                return None if values is None else values[position]
 
-        difference = _compare(expected, actual, reference, strides=strides)
-        if difference is not None:
-            what, largest = difference
-            found.append(Difference(name.format(position), what, largest))
+            difference = _compare_values(expected.detach(), actual.detach(), exact)
+            if difference is not None:
+                what, largest, finite = difference
+                tensor = (part, position) if finite else None
+                found.append(Difference(where, what, largest, tensor))
     return found
 
 
-def _compare(
-    expected: Any, actual: Any, reference: Callable[[], Any], *, strides: bool
-) -> tuple[str, float | None] | None:
+def _compare_kinds(expected: Any, actual: Any, *, strides: bool) -> str | None:
+    """Compare all but the values of tensors; return what differs."""
     if not isinstance(expected, torch.Tensor) or not isinstance(actual, torch.Tensor):
         if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
-            return f"a {type(actual).__name__}, eager has a {type(expected).__name__}", None
+            return f"a {type(actual).__name__}, eager has a {type(expected).__name__}"
         right = expected == actual or (expected != expected and actual != actual)  # noqa: PLR0124 - NaN
-        return None if right else (f"{actual!r}, eager has {expected!r}", None)
+        return None if right else f"{actual!r}, eager has {expected!r}"
     for name in ("shape", "dtype", "device", "layout", "requires_grad"):
         want, got = getattr(expected, name), getattr(actual, name)
         if want != got:
-            return f"{name} {_plain(got)}, eager has {_plain(want)}", None
-    if expected.layout is not torch.strided:
-        return None
-    order = _order(expected) if strides else None
+            return f"{name} {_plain(got)}, eager has {_plain(want)}"
+    order = _order(expected) if strides and expected.layout is torch.strided else None
     if order is not None and order != _order(actual):
-        return f"strides {actual.stride()}, eager has {expected.stride()}", None
-    return _compare_values(expected.detach(), actual.detach(), reference)
+        return f"strides {actual.stride()}, eager has {expected.stride()}"
+    return None
 
 
 def _plain(value: Any) -> Any:
@@ -191,11 +190,12 @@ def same(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     if not (expected.is_floating_point() or expected.is_complex()):
         return torch.equal(expected, actual)
     relative, absolute = _TOLERANCES.get(expected.dtype, _EIGHT_BITS)
-    wide = _wide(expected), _wide(actual)
+    wide = as_double(expected), as_double(actual)
     return torch.allclose(wide[1], wide[0], relative, absolute, equal_nan=True)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def as_double(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers in double precision, of a complex tensor both parts."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().to(torch.complex128))
     return tensor.to(torch.float64)
@@ -203,7 +203,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare_values(
     expected: torch.Tensor, actual: torch.Tensor, reference: Callable[[], Any]
-) -> tuple[str, float | None] | None:
+) -> tuple[str, float | None, bool] | None:
+    """Return what differs, by how much at most, and whether all of it is finite numbers."""
     if same(expected, actual):
         return None
     exact = reference()
@@ -219,7 +220,7 @@ def _compare_values(
 
 def _as_near(expected: torch.Tensor, actual: torch.Tensor, exact: torch.Tensor) -> bool:
     """Whether the compiled result is about as near to the exact one as eager's is."""
-    wide, narrow, true = _wide(expected), _wide(actual), _wide(exact)
+    wide, narrow, true = as_double(expected), as_double(actual), as_double(exact)
     places = torch.isfinite(true)
     for values in (wide, narrow):
         if not torch.equal(torch.isfinite(values), places):
@@ -237,21 +238,24 @@ def _as_near(expected: torch.Tensor, actual: torch.Tensor, exact: torch.Tensor) 
     return bool(((narrow - true).abs() <= allowed).all())
 
 
-def _describe(expected: torch.Tensor, actual: torch.Tensor) -> tuple[str, float | None]:
+def _describe(expected: torch.Tensor, actual: torch.Tensor) -> tuple[str, float | None, bool]:
     if not (expected.is_floating_point() or expected.is_complex()):
         wrong = expected != actual
-        off = (expected.to(torch.float64) - actual.to(torch.float64)).abs()
-        return _counted(wrong, None if expected.dtype == torch.bool else float(off.max()))
-    wide, narrow = _wide(expected), _wide(actual)
+        if expected.dtype == torch.bool:
+            return _counted(wrong), None, True
+        off = float((expected.to(torch.float64) - actual.to(torch.float64)).abs().max())
+        return f"{_counted(wrong)}, the largest by {off:.3g}", off, True
+    wide, narrow = as_double(expected), as_double(actual)
     for name, test in (("NaN", torch.isnan), ("infinite", torch.isinf)):
         wrong = test(wide) != test(narrow)
         if wrong.any():
-            return f"{int(wrong.sum())} of {wrong.numel()} elements are {name} in one only", None
+            text = f"{int(wrong.sum())} of {wrong.numel()} elements are {name} in one only"
+            return text, None, False
     relative, absolute = _TOLERANCES.get(expected.dtype, _EIGHT_BITS)
     wrong = ~torch.isclose(narrow, wide, relative, absolute, equal_nan=True)
-    return _counted(wrong, float((wide - narrow).abs().nan_to_num().max()))
+    off = float((wide - narrow).abs().nan_to_num().max())
+    return f"{_counted(wrong)}, the largest by {off:.3g}", off, True
 
 
-def _counted(wrong: torch.Tensor, largest: float | None) -> tuple[str, float | None]:
-    text = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
-    return (text if largest is None else f"{text}, the largest by {largest:.3g}"), largest
+def _counted(wrong: torch.Tensor) -> str:
+    return f"{int(wrong.sum())} of {wrong.numel()} elements differ"

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from torchguard.internals import base_of, has_own_dispatch
 
-__all__ = ["Copies", "NotCopied", "bytes_of", "copy_inputs", "tensors_of", "why_not_copied"]
+__all__ = [
+    "Change",
+    "Copies",
+    "NotCopied",
+    "bytes_of",
+    "copy_inputs",
+    "tensors_of",
+    "why_not_copied",
+]
+
+Change: TypeAlias = Callable[[torch.Tensor, bool], None]
+"""Changes the values of a copy before anybody sees it; the second argument says whether the
+original requires a gradient."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = (bool, int, float, complex, type(None))
@@ -73,7 +85,9 @@ def bytes_of(values: Sequence[Any]) -> int:
 
 
 def copy_inputs(
-    values: Sequence[Any], cast: Callable[[torch.dtype], torch.dtype] | None = None
+    values: Sequence[Any],
+    cast: Callable[[torch.dtype], torch.dtype] | None = None,
+    change: Change | None = None,
 ) -> Copies:
     """Copy the inputs of a call; ``cast`` says which dtype takes the place of which.
 
@@ -82,7 +96,7 @@ def copy_inputs(
             differentiable view can't be built anew.
 
     """
-    copier = _Copier(cast)
+    copier = _Copier(cast, change)
     copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
     return Copies(copies, [_gradient_source(copy) for copy in copies])
 
@@ -100,8 +114,11 @@ def _key(tensor: torch.Tensor) -> object:
 
 
 class _Copier:
-    def __init__(self, cast: Callable[[torch.dtype], torch.dtype] | None) -> None:
+    def __init__(
+        self, cast: Callable[[torch.dtype], torch.dtype] | None, change: Change | None
+    ) -> None:
         self._cast = cast or (lambda dtype: dtype)
+        self._change = change
         self._storages: dict[object, tuple[torch.UntypedStorage, torch.dtype]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -146,6 +163,9 @@ class _Copier:
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 whole.set_(storage)
                 storage = whole.to(dtype).untyped_storage()
+            if self._change is not None:
+                values = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
+                self._change(values, tensor.requires_grad)
             self._storages[key] = (storage, tensor.dtype)
         storage, first = self._storages[key]
         if first != tensor.dtype and (self._cast(first) != first or dtype != tensor.dtype):

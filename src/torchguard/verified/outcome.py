@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchguard.internals import has_saved_tensors_hooks, set_version, version_of
-from torchguard.verified.copies import Copies, copy_inputs, tensors_of
+from torchguard.verified.copies import Change, Copies, copy_inputs, tensors_of
 
 __all__ = ["Outcome", "run"]
 
@@ -43,6 +43,7 @@ def run(
     inputs: Sequence[Any],
     owned: Sequence[torch.Tensor] = (),
     cast: Callable[[torch.dtype], torch.dtype] | None = None,
+    change: Change | None = None,
 ) -> Outcome:
     """Call ``function`` on copies of the inputs, and send a gradient backward.
 
@@ -55,7 +56,7 @@ def run(
         torch.OutOfMemoryError: the memory is too small for a second run.
 
     """
-    copies = copy_inputs([*owned, *inputs], cast)
+    copies = copy_inputs([*owned, *inputs], cast, change)
     with _holding(owned, copies.values):
         copies.sources[: len(owned)] = [
             tensor if tensor.requires_grad else None for tensor in owned

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchguard.errors import PatchConflictError
 from torchguard.internals import (
@@ -34,8 +34,7 @@ Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes the original and returns its replacement."""
 
 
-@dataclass(frozen=True)
-class Computed:
+class Computed(NamedTuple):
     """In place of a :data:`Make`: an attribute of instances that is computed when it is read.
 
     The class has nothing of that name before; instances go on keeping what is

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -81,8 +80,7 @@ def costs_of(sizes: Iterable[int] | _Integers, cost: Cost, operation: str) -> _F
     return answers
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The cheapest ladder of at most so many buckets."""
 
     sizes: tuple[int, ...]
@@ -90,8 +88,7 @@ class Plan:
     """Of all observations, each at its bucket."""
 
 
-@dataclass(frozen=True)
-class _Problem:
+class _Problem(NamedTuple):
     """What the dynamic programs work on."""
 
     sizes: _Integers

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -17,8 +16,7 @@ __all__ = ["EAGER", "Compiler", "Step", "inductor_steps", "steps_of"]
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One way to compile a graph."""
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 __all__ = ["GraphRecord", "Records", "VerificationReport", "new_record", "verification_report"]
@@ -98,11 +98,11 @@ class VerificationReport:
         )
 
 
-@dataclass
 class Records:
     """The graphs of one backend."""
 
-    graphs: list[GraphRecord] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.graphs: list[GraphRecord] = []
 
     def stats(self) -> VerificationReport:
         """Return what has become of the graphs compiled so far."""

@@ -1,6 +1,6 @@
 """What the guards of exception-safe mutation cost when nothing fails.
 
-    python benchmarks/bench_resize.py --json benchmarks/records/2026-11-21-resize-cpu.json
+    python benchmarks/bench_resize.py --json benchmarks/records/2026-11-22-resize-cpu.json
 
 Baseline: the same statement in plain torch, in the same process, in the same
 rounds (see ``harness.py``). CPU always, and CUDA where there is one. Growing: a

@@ -25,6 +25,7 @@ from ways import differences, ends_the_process, outcome_of
 
 import torchguard
 from torchguard import NonResizableStorageError, guarded
+from torchguard.writes import writes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -922,3 +923,18 @@ def test_imports_dynamo_inside_a_scope_and_compiles_there() -> None:
 def test_empty_plain_kinds_are_what_these_tests_think() -> None:
     assert plain().numel() == 6
     assert empty_locked(torch.float32).is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["add_", "mul_", "copy_", "div_", "zero_", "addcmul_"])
+def test_everyday_in_place_methods_take_the_short_way(name: str) -> None:
+    # add_ and mul_ have overloads for lists, which are TorchScript's alone.
+    writes = writes_of(getattr(torch.Tensor, name))
+    assert writes is not None
+    assert writes.only_first
+
+
+def test_what_writes_more_than_its_first_argument_does_not() -> None:
+    for function in (torch.nn.functional.batch_norm, torch.ops.aten.sort.values):
+        writes = writes_of(function)
+        assert writes is not None
+        assert not writes.only_first

@@ -57,7 +57,7 @@ class Writes(NamedTuple):
     """The flag that makes it write (``inplace=True``), where there is one."""
 
     only_first: bool = False
-    """Whether it writes its first argument, always, and that is one tensor."""
+    """Whether it writes its first argument, always, and nothing else."""
 
     out_place: OutPlace | None = None
 
@@ -89,10 +89,11 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
     may have a flag (``inplace``) that makes it write.
     """
     writes = _writes(function)
-    if writes is None or writes.only_if is not None or len(writes.arguments) != 1:
+    if writes is None or writes.only_if is not None or not writes.arguments:
         return writes
-    argument = writes.arguments[0]
-    return writes._replace(only_first=argument.position == 0 and not argument.is_list)
+    # add_ and mul_ have overloads for lists as well, of TorchScript.
+    first = all(each.position == 0 and not each.is_out for each in writes.arguments)
+    return writes._replace(only_first=first)
 
 
 def _writes(function: Callable[..., Any]) -> Writes | None:

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT
-from benchmarks.records import RECORDS, Record, measured_on, read_record
+from benchmarks.records import (
+    RECORDS,
+    Record,
+    committed,
+    measured_on,
+    newest,
+    of_device,
+    read_record,
+)
 from benchmarks.wording import from_to, made, table, time, times
 
 BEGIN = "<!-- begin: {name}, written by python -m {by} -->"
@@ -142,6 +150,26 @@ def summary(record: Record) -> str:
         f"{costs(record)}\n\nMedians on CPU, torch {versions['torch'].partition('+')[0]}, "
         f"{hardware['cpu'].partition(',')[0]}, "
         f"{record['date'][:10]} ([record]({source}); [what they mean](docs/guards.md#costs)).{gpu}"
+        f"{whole_steps()}"
+    )
+
+
+def whole_steps() -> str:
+    """Say how much longer a whole step takes, from the newest record of ``bench_end_to_end``."""
+    record = newest(committed(), "end_to_end", "cpu")
+    if record is None:
+        return ""
+
+    def between(scope: str) -> str:
+        rows = of_device(record, "rows", "cpu")
+        found = [row["ratio"]["median"] - 1 for row in rows if row["scope"] == scope]
+        return f"{min(found):+.1%} to {max(found):+.1%}".replace("%", " %")
+
+    return (
+        "\n\nWhole steps of three models, of training and of inference, eager and compiled, take "
+        f"{between('install()')} longer with `install()`, {between('install(), every guard')} with "
+        f"every guard, and {between('nothing, once more')} with nothing, measured once more "
+        "([end to end](docs/benchmarks.md#end-to-end))."
     )
 
 

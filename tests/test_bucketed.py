@@ -953,10 +953,11 @@ class TestVerification:
             return torch.relu(scaled - 1) + scaled  # the gradient of weight is 1, or 2
 
         module, held = Jumping(), torch.ones((), requires_grad=True)
+        expanded = torch.ones(1).expand(3).requires_grad_()  # nobody can write to it in place
         module.weight.grad = torch.ones(())
         ways: list[tuple[Any, tuple[Any, ...]]] = [
             (module, (x,)),
-            (lambda x: jumping(x, held), (x,)),
+            (lambda x: jumping(x, held) + expanded.sum() * 0, (x,)),
             (jumping, (x, torch.ones((), requires_grad=True))),
         ]
         before = [(t, t.detach().clone(), t._version) for t in (module.weight, held)]

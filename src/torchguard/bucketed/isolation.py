@@ -134,11 +134,15 @@ def other_last_digits(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[No
         and not tensor.is_inference()
         and not (tensor.device.type == "cpu" and tensor.is_shared())
     }
-    kept = [(t, t.detach().clone(), internals.version_of(t)) for t in usual.values()]
+    kept: list[tuple[torch.Tensor, torch.Tensor, int | None]] = []
     try:
         with torch.no_grad():
-            for tensor, _, _ in kept:
-                nudge(tensor.detach(), seed)
+            for tensor in usual.values():
+                kept.append((tensor, tensor.detach().clone(), internals.version_of(tensor)))
+                try:
+                    nudge(tensor.detach(), seed)
+                except RuntimeError:  # it overlaps itself, or is a conjugate view
+                    kept.pop()
         yield
     finally:
         with torch.no_grad():

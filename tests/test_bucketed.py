@@ -34,6 +34,8 @@ from torchguard import (
     no_recompile,
 )
 
+other_last_digits = importlib.import_module("torchguard.bucketed.isolation").other_last_digits
+
 LADDER = Buckets([4, 8, 16])
 
 
@@ -978,6 +980,62 @@ class TestVerification:
         for function, call in ways[1:]:
             with pytest.raises(PaddingLeakError):
                 padded(function).verify(*call)
+
+    def test_weights_in_the_same_memory_are_as_before(self) -> None:
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.flat = nn.Parameter(torch.ones(6))
+                self.first = nn.Parameter(self.flat.detach()[:3])
+                self.again = nn.Parameter(self.flat.detach())
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return (x * self.first).mean() + self.flat.sum() + self.again.sum()
+
+        net = Tied()
+        saved = (net.flat * net.again.detach()).sum()
+        versions = [each._version for each in net.parameters()]
+        with pytest.raises(PaddingLeakError):
+            bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER).verify(torch.randn(5, 3))
+        assert torch.equal(net.flat, torch.ones(6))
+        assert [each._version for each in net.parameters()] == versions
+        saved.backward()  # which needs the weights as they were
+
+    def test_a_leak_of_the_first_run_alone_is_one_where_there_are_no_weights(self) -> None:
+        seen = []
+
+        def once(x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.shape[0])
+            return x.sum() + (1 if len(seen) == 1 else 0)
+
+        with pytest.raises(PaddingLeakError):
+            bucketed(once, dims={"x": {0: "t"}}, buckets=LADDER, fill={"x": 0.0}).verify(
+                torch.ones(3)
+            )
+
+    def test_a_turn_that_fails_excuses_nothing(self) -> None:
+        linear, runs = nn.Linear(3, 3), []
+
+        def fails_later(x: torch.Tensor) -> torch.Tensor:
+            runs.append(x)
+            if len(runs) > 4:
+                raise ValueError("the fifth run")
+            total: torch.Tensor = linear(x).mean()
+            return total
+
+        with pytest.raises(PaddingLeakError):
+            bucketed(fails_later, dims={"x": {0: "t"}}, buckets=LADDER).verify(torch.randn(5, 3))
+        assert len(runs) > 4
+
+    def test_other_last_digits_are_seen_under_autocast_too(self) -> None:
+        linear = nn.Linear(64, 64)
+        x = torch.randn(2, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            before = linear(x)  # autocast keeps the weight as it has cast it
+            with other_last_digits(linear.parameters(), 1) as changed:
+                assert changed
+                assert not torch.equal(linear(x), before)
+            assert torch.equal(linear(x), before)
 
     def test_happens_once_per_bucket(self) -> None:
         runs = []

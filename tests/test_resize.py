@@ -321,6 +321,7 @@ class TestSharedMemory:
         "set_(torch.empty(0), tensor.untyped_storage(), 0, (1000,))",
         "set_(torch.empty(0), tensor, 0, (1000,), (1,))",
         "set_(torch.empty(0), tensor.untyped_storage(), 1000, (1,))",
+        "set_(torch.empty(0), tensor.untyped_storage(), 1000, ())",
     )
 
     def test_kills_the_process_on_torch_and_raises_with_the_helpers(self) -> None:

@@ -373,6 +373,90 @@ def test_a_jump_within_the_rounding_error_blames_only_what_is_wrong_in_double_to
             checked(weight, x)
 
 
+@pytest.mark.parametrize("count", [1, 4, 12])
+def test_many_jumps_at_once_blame_nobody(count: int) -> None:
+    weight = torch.full((count,), 1 - 2.0**-24, requires_grad=True)
+    checked = verified(backend=a_digit_further(2.0**-51))(compared)
+    checked(weight, torch.ones(count))
+    (record,) = stats(checked).graphs
+    assert record.status == "verified"
+    assert record.reason.startswith("rounding decides where it jumps: output 1: ")
+
+
+def in_float32(spoil: Callable[[list[Any]], list[Any]]) -> Any:
+    """Make a backend that is right in double precision."""
+
+    def spoiled(outputs: list[Any], inputs: list[Any]) -> Any:
+        wide = any(value.dtype == torch.float64 for value in inputs)
+        return outputs if wide else spoil(outputs)
+
+    return spoiling(spoiled)
+
+
+def test_a_large_number_excuses_no_small_one() -> None:
+    def off(outputs: list[Any]) -> list[Any]:
+        return [outputs[0] + torch.tensor([0.0, 3.0])]  # rounding moves the first by more
+
+    weight = torch.tensor([1e8, 1.0], requires_grad=True)
+    with pytest.warns(MiscompilationWarning, match="1 of 2 elements differ, the largest by 3"):
+        verified(backend=in_float32(off))(lambda w, x: w * x)(weight, torch.ones(2))
+
+
+def test_a_jump_excuses_no_number_that_eager_never_names() -> None:
+    def garbage(outputs: list[Any]) -> list[Any]:
+        return [outputs[0], torch.tensor(-7)]
+
+    def named(weight: torch.Tensor, x: torch.Tensor) -> Any:
+        return (weight * x)[0] * 0, (weight * x).argmax()
+
+    weight = torch.tensor([1.0, 1.0, 0.5], requires_grad=True)
+    with pytest.warns(MiscompilationWarning):
+        _, place = verified(backend=in_float32(garbage))(named)(weight, torch.ones(3))
+    assert int(place) == 0
+
+
+@pytest.mark.parametrize("when", ["compiling", "running", "copying"])
+def test_what_double_precision_can_not_tell_is_blamed(when: str) -> None:
+    further = a_digit_further(2.0**-51)
+
+    def planted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        run = further(graph, inputs)
+        wide = any(value.dtype == torch.float64 for value in inputs)
+        if wide and when == "compiling":
+            raise torch.OutOfMemoryError
+
+        def run_or_not(*given: Any) -> Any:
+            if wide and when == "running":
+                raise torch.OutOfMemoryError
+            return run(*given)
+
+        return run_or_not
+
+    def jump(weight: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+        return stopped(weight, x), a + 1, b + 1
+
+    shared = torch.ones(2)
+    other = shared.view(torch.int32) if when == "copying" else shared.clone()
+    weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
+    with pytest.warns(MiscompilationWarning):
+        verified(backend=planted)(jump)(weight, torch.ones(2), shared, other.detach())
+
+
+def test_a_jump_draws_no_random_number_of_the_callers() -> None:
+    further = a_digit_further(2.0**-51)
+
+    def drawing(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        if inputs[0].dtype == torch.float64:
+            torch.rand(3)
+        return further(graph, inputs)
+
+    weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
+    checked, before = verified(backend=drawing)(stopped), torch.get_rng_state()
+    checked(weight, torch.ones(2))
+    assert stats(checked).graphs[0].reason
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("jump", [stopped, chain])
 def test_what_rounding_never_does_is_blamed_though_double_is_right(
     jump: Callable[..., Any],

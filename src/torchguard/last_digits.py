@@ -10,22 +10,35 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["nudge"]
+__all__ = ["can_be_nudged", "nudge"]
 
-_DIGITS = 32
-"""By how many units in the last place a value is off at most; one where there are 16 bits."""
+_EPSILONS = 32
+"""How far a value is off at most, relative to itself, in units of the dtype's ``eps``; 1 for a
+dtype of 16 bits."""
+
+
+def can_be_nudged(values: torch.Tensor) -> bool:
+    """Whether it has digits to change: no integers, nor 8-bit types, of which one is a tenth."""
+    return (values.is_floating_point() or values.is_complex()) and values.itemsize > 1
 
 
 def nudge(values: torch.Tensor, seed: int) -> None:
-    """Change every value in place by a random number of last digits. Zero stays zero.
+    """Multiply each value in place by a random factor close to 1; zero stays zero.
 
-    Integers and the 8-bit types, of which a digit is a tenth of the value, stay as they are.
+    Where autocast is on, it is as far from 1 as the dtype that autocast takes rounds.
     """
-    if not (values.is_floating_point() or values.is_complex()) or values.itemsize == 1:
+    if not can_be_nudged(values):
         return
     real = torch.view_as_real(values) if values.is_complex() else values
-    digits = 1 if torch.finfo(real.dtype).bits == 16 else _DIGITS  # noqa: PLR2004
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(real.shape, generator=generator, device="cpu", dtype=torch.float64) * 2 - 1
-    factors = 1 + drawn.to(real.device) * digits * torch.finfo(real.dtype).eps
-    real.copy_(real.to(torch.float64) * factors)
+    nudged = (real.to(torch.float64) * (1 + drawn.to(real.device) * _farthest(real))).to(real.dtype)
+    real.copy_(torch.where(nudged.isfinite(), nudged, real))  # the largest number is one too
+
+
+def _farthest(values: torch.Tensor) -> float:
+    dtypes = [values.dtype]
+    if torch.is_autocast_enabled(values.device.type):
+        dtypes.append(torch.get_autocast_dtype(values.device.type))
+    details = [torch.finfo(dtype) for dtype in dtypes]
+    return max(each.eps * (1 if each.bits == 16 else _EPSILONS) for each in details)  # noqa: PLR2004

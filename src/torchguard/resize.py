@@ -319,9 +319,11 @@ def _begin_set(
         storage = None if source is None else source.storage
     if isinstance(storage, torch.UntypedStorage) and isinstance(size, Sequence):
         sizes = _integers(size)
-        strides = None if sizes is None else _integers(stride or _contiguous(sizes))
+        strides = None
+        if sizes is not None:
+            strides = _integers(_contiguous(sizes) if stride is None else stride)
         offset = _integers((given.get("storage_offset", 0),))
-        if sizes and strides and offset and len(sizes) == len(strides):
+        if sizes is not None and strides is not None and offset and len(sizes) == len(strides):
             needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))
             _refuse_to_grow_shared(operation, saved.size, storage, needed)
     return saved

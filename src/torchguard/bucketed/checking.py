@@ -31,10 +31,14 @@ _TURNS = 4
 """How often a leak has to be seen. A right function that jumps looks like one now and then."""
 
 
+class _NothingElse(Exception):  # noqa: N818 - it is an answer, not an error
+    """There are no other last digits to check with."""
+
+
 def check(cutter: Cutter, plan: Plan, owner: tuple[Any, ...], given: Arguments) -> None:
     """Raise unless padding leaves the answer and the gradients as they are.
 
-    A leak is one if it is there with other last digits of the weights as well. All ranks of a
+    A leak is one if it is there with other last digits in the weights as well. All ranks of a
     group take as many turns as the one that takes most.
 
     Args:
@@ -49,14 +53,17 @@ def check(cutter: Cutter, plan: Plan, owner: tuple[Any, ...], given: Arguments) 
     """
     group = cutter.planner.options.group
     leak: PaddingLeakError | None = None
+    found = _LEAK  # as long as every turn has seen one
     for turn in range(_TURNS):
-        found, error = _NOTHING, None
+        error: Exception | None = None
         try:
             _check_once(cutter, plan, owner, given, turn)
+            found = _NOTHING
         except PaddingLeakError as padding_leaks:
-            found, leak = _LEAK, leak or padding_leaks
+            leak = leak or padding_leaks
         except Exception as another:  # noqa: BLE001 - it has to wait for the other ranks
-            found, error = _FAILED, another
+            if turn == 0:  # later, a turn that can't be taken excuses nothing
+                found, error = _FAILED, another
         gravest = found if group is None else agree(group, [found])[0]
         if error is not None:
             raise error
@@ -64,7 +71,9 @@ def check(cutter: Cutter, plan: Plan, owner: tuple[Any, ...], given: Arguments) 
             return
         if gravest == _FAILED:
             break
-    raise leak or RuntimeError(
+    if leak is not None and found == _LEAK:
+        raise leak
+    raise RuntimeError(
         f"bucketed: the check of {cutter.name} has failed on another rank; its own error says why"
     )
 
@@ -72,7 +81,7 @@ def check(cutter: Cutter, plan: Plan, owner: tuple[Any, ...], given: Arguments) 
 def _check_once(
     cutter: Cutter, plan: Plan, owner: tuple[Any, ...], given: Arguments, turn: int
 ) -> None:
-    """Check with what is given; from the second turn on with other last digits in what learns."""
+    """Check with what is given; from the second turn on with other last digits in the weights."""
     args, kwargs = given
     source, planner = cutter.source, cutter.planner
     whole = Arguments((*owner, *args), kwargs)
@@ -102,25 +111,29 @@ def _check_once(
             parameters=parameters,
         )
 
-    with COMPILING, eager(), contextlib.ExitStack() as changed:
+    with COMPILING, eager(), contextlib.ExitStack() as nudged:
+        another = turn == 0
         if turn > 0:
-            given = with_other_last_digits(given, turn)
+            given, another = with_other_last_digits(given, turn)
             whole = Arguments((*owner, *given.args), given.kwargs)
             held = (each for module in modules for each in module.parameters(recurse=False))
-            learning = [*held, *once(None).parameters]
-            changed.enter_context(other_last_digits(learning, turn))
+            weights = [*held, *once(None).parameters]
+            another |= nudged.enter_context(other_last_digits(weights, turn))
+        # All runs before the first comparison: on several ranks the function may wait for the
+        # others in it, and all make as many.
         without = once(None)
         padded = once({}, without.parameters)
-        compared(without, padded, what=told(plan), function=cutter.name, modules=modules)
         fills = _other_fills(plan, args, kwargs)
-        # On several ranks all make this run: the function may wait for the others in it.
+        other = None
         if fills or planner.options.group is not None:
             other = once(fills, without.parameters)
-            labels = ", ".join(
-                each.label for each in plan.inputs if (each.place, each.path) in fills
-            )
-            what = f"{told(plan)}; with another value in the padding of {labels}"
-            compared(padded, other, what=what, function=cutter.name, modules=modules)
+    compared(without, padded, what=told(plan), function=cutter.name, modules=modules)
+    if other is not None:
+        labels = ", ".join(each.label for each in plan.inputs if (each.place, each.path) in fills)
+        what = f"{told(plan)}; with another value in the padding of {labels}"
+        compared(padded, other, what=what, function=cutter.name, modules=modules)
+    if not another:
+        raise _NothingElse
 
 
 def _other_fills(

@@ -120,34 +120,39 @@ def buffers_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def other_last_digits(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[None]:
-    """Let parameters have other last digits for a while; those that are unusual keep theirs.
+def other_last_digits(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[bool]:
+    """Let weights have other last digits for a while; those that are unusual keep theirs.
 
-    In place, because nobody knows who else holds them. Shared memory is left alone: what another
-    process writes there meanwhile would be lost.
+    In place, because nobody knows who else holds them: what another thread writes to them
+    meanwhile is lost. Shared memory is left alone, lest the same happen to another process.
+    Yields whether any weight has changed.
     """
     usual = {
         id(tensor): tensor
         for tensor in tensors
         if type(tensor) in {torch.Tensor, torch.nn.Parameter}
         and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
         and not tensor.is_inference()
         and not (tensor.device.type == "cpu" and tensor.is_shared())
     }
-    kept: list[tuple[torch.Tensor, torch.Tensor, int | None]] = []
+    # All of them before the first is changed: some lie in the same memory.
+    kept = [(t, t.detach().clone(), internals.version_of(t)) for t in usual.values()]
+    changed = []
     try:
         with torch.no_grad():
-            for tensor in usual.values():
-                kept.append((tensor, tensor.detach().clone(), internals.version_of(tensor)))
-                try:
+            for tensor, before, _ in kept:
+                changed.append((tensor, before))
+                with contextlib.suppress(RuntimeError):  # it overlaps itself, or is conjugate
                     nudge(tensor.detach(), seed)
-                except RuntimeError:  # it overlaps itself, or is a conjugate view
-                    kept.pop()
-        yield
+        with internals.without_autocast_cache():  # it holds the weights as they were
+            yield any(not torch.equal(tensor, before) for tensor, before in changed)
     finally:
         with torch.no_grad():
-            for tensor, before, version in kept:
-                tensor.detach().copy_(before)
+            for tensor, before in changed:
+                with contextlib.suppress(RuntimeError):
+                    tensor.detach().copy_(before)
+            for tensor, _, version in kept:
                 if version is not None:
                     internals.set_version(tensor, version)
 

@@ -313,15 +313,15 @@ def _causes(operators: set[str], modules: Sequence[torch.nn.Module]) -> str:
     )
 
 
-def with_other_last_digits(given: Arguments, seed: int) -> Arguments:
-    """Return the same call with other last digits in what requires a gradient."""
+def with_other_last_digits(given: Arguments, seed: int) -> tuple[Arguments, bool]:
+    """Return the call with other last digits in what requires a gradient, and if any does."""
     new: dict[Path, Any] = {}
     for path, value in given.leaves():
         if isinstance(value, torch.Tensor) and value.requires_grad:
             copy = value.detach().clone()
             nudge(copy, seed)
             new[path] = copy.requires_grad_()
-    return given.with_parts(new)
+    return given.with_parts(new), bool(new)
 
 
 def other_filler(tensor: torch.Tensor) -> Any:

@@ -20,6 +20,7 @@ __all__ = [
     "overriding",
     "replace_torch_function_modes",
     "torch_function_modes",
+    "without_autocast_cache",
     "without_dispatch_modes",
     "without_torch_function",
 ]
@@ -80,6 +81,17 @@ _innermost_transform: Callable[[], Any] = getattr(
 def inside_transform() -> bool:
     """Whether this runs inside a transform such as ``torch.func.vmap``."""
     return _innermost_transform() is not None
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Let autocast cast every time: it neither keeps casts nor takes those it has kept."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 autocast_is_on: Callable[[], bool] = getattr(

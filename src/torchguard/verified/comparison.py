@@ -11,7 +11,7 @@ import torch
 
 from torchguard.verified.outcome import Outcome
 
-__all__ = ["Difference", "as_double", "differences", "same"]
+__all__ = ["Difference", "apart", "as_double", "differences", "same"]
 
 # Relative and absolute tolerances: those of torch.testing.assert_close, and one unit in the
 # last place of the 8-bit types.
@@ -192,6 +192,14 @@ def same(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     relative, absolute = _TOLERANCES.get(expected.dtype, _EIGHT_BITS)
     wide = as_double(expected), as_double(actual)
     return torch.allclose(wide[1], wide[0], relative, absolute, equal_nan=True)
+
+
+def apart(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Return, for each number, whether the two are further apart than the tolerance."""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return expected != actual
+    relative, absolute = _TOLERANCES.get(expected.dtype, _EIGHT_BITS)
+    return ~torch.isclose(as_double(actual), as_double(expected), relative, absolute, True)
 
 
 def as_double(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 Change: TypeAlias = Callable[[torch.Tensor, bool], None]
-"""Changes the values of a copy before anybody sees it; the second argument says whether the
-original requires a gradient."""
+"""Changes the values of a storage's copy before anybody sees it; the second argument says
+whether a tensor over the original requires a gradient."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = (bool, int, float, complex, type(None))
@@ -96,7 +96,8 @@ def copy_inputs(
             differentiable view can't be built anew.
 
     """
-    copier = _Copier(cast, change)
+    learning = {_key(tensor) for tensor in tensors_of(values) if tensor.requires_grad}
+    copier = _Copier(cast, change, learning)
     copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
     return Copies(copies, [_gradient_source(copy) for copy in copies])
 
@@ -115,10 +116,14 @@ def _key(tensor: torch.Tensor) -> object:
 
 class _Copier:
     def __init__(
-        self, cast: Callable[[torch.dtype], torch.dtype] | None, change: Change | None
+        self,
+        cast: Callable[[torch.dtype], torch.dtype] | None,
+        change: Change | None,
+        learning: set[object],
     ) -> None:
         self._cast = cast or (lambda dtype: dtype)
         self._change = change
+        self._learning = learning
         self._storages: dict[object, tuple[torch.UntypedStorage, torch.dtype]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -165,7 +170,7 @@ class _Copier:
                 storage = whole.to(dtype).untyped_storage()
             if self._change is not None:
                 values = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
-                self._change(values, tensor.requires_grad)
+                self._change(values, key in self._learning)
             self._storages[key] = (storage, tensor.dtype)
         storage, first = self._storages[key]
         if first != tensor.dtype and (self._cast(first) != first or dtype != tensor.dtype):

@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 
-from torchguard.internals import has_saved_tensors_hooks, set_version, version_of
+from torchguard.internals import (
+    has_saved_tensors_hooks,
+    set_version,
+    version_of,
+    without_autocast_cache,
+)
 from torchguard.verified.copies import Change, Copies, copy_inputs, tensors_of
 
-__all__ = ["Outcome", "run"]
+__all__ = ["Outcome", "random_state_kept", "run"]
 
 
 @dataclass
@@ -85,7 +90,8 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
     outcome = Outcome(inputs=copies.values)
     given = copies.values[owned:]
     devices = {tensor.device for tensor in tensors_of(copies.values)}
-    with _unseen_by_hooks(), _random_state_kept(devices) as drawn:
+    # The cache of autocast would keep the copies alive.
+    with without_autocast_cache(), _unseen_by_hooks(), random_state_kept(devices) as drawn:
         before = [_function_behind(value) for value in given]
         try:
             returned = function(*given)
@@ -125,7 +131,8 @@ def _unseen_by_hooks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _random_state_kept(devices: set[torch.device]) -> Iterator[Callable[[], bool]]:
+def random_state_kept(devices: set[torch.device]) -> Iterator[Callable[[], bool]]:
+    """Draw random numbers that nobody misses afterwards; yields whether any were drawn."""
     kind = "xpu" if any(device.type == "xpu" for device in devices) else "cuda"
     module: Any = getattr(torch, kind)
     numbers = sorted({device.index or 0 for device in devices if device.type == kind})

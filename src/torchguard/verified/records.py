@@ -31,7 +31,7 @@ class GraphRecord:
     """What runs now: a step of the ladder, such as ``inductor`` or ``eager``."""
 
     reason: str = ""
-    """Why it is unverified."""
+    """Why it is unverified, or what differs in a verified one because rounding decides there."""
 
     differences: tuple[str, ...] = ()
     """What the first step did otherwise than eager."""

@@ -14,15 +14,15 @@ import torch
 from torch import fx
 
 from torchguard.internals import tracing_again
-from torchguard.last_digits import nudge
+from torchguard.last_digits import can_be_nudged, nudge
 from torchguard.verified.case import same_outcome
-from torchguard.verified.comparison import Difference, as_double, differences
-from torchguard.verified.copies import copy_inputs, tensors_of
+from torchguard.verified.comparison import Difference, apart, as_double, differences
+from torchguard.verified.copies import NotCopied, copy_inputs, tensors_of
 from torchguard.verified.graphs import copy_graph, in_double, wider
 from torchguard.verified.ladder import Compiler
-from torchguard.verified.outcome import Outcome, run
+from torchguard.verified.outcome import Outcome, random_state_kept, run
 
-__all__ = ["right_in_double", "scatters_as_far"]
+__all__ = ["not_by_rounding", "right_in_double"]
 
 _RUNS = 16
 """With how many different last digits eager runs at most."""
@@ -31,30 +31,39 @@ _MULTIPLE = 2.0
 """How many times further than eager from itself the compiled result may be from eager."""
 
 
-def scatters_as_far(
+def not_by_rounding(
     graph: fx.GraphModule,
     inputs: Sequence[Any],
     eager: Outcome,
     compiled: Outcome,
     found: Sequence[Difference],
-) -> bool:
-    """Whether eager comes as far from itself, once the last digits of its inputs are others."""
-    apart = _apart(found, eager, compiled)
-    if apart is None or not same_outcome(eager, run(graph, inputs)):
-        return False
+) -> list[Difference]:
+    """Return the differences to which eager does not come once its last digits are others."""
+    tensors = tensors_of(inputs)
     # Data may be compared with a constant (a mask of ones), what learns is not.
-    some_learn = any(tensor.requires_grad for tensor in tensors_of(inputs))
-    for seed in range(_RUNS):
+    some_learn = any(tensor.requires_grad for tensor in tensors)
+    nudged = [t for t in tensors if can_be_nudged(t) and (t.requires_grad or not some_learn)]
+    places = {each: _Places.of(each, eager, compiled) for each in found}
+    if not nudged or not any(places.values()):
+        return list(found)
+    try:
+        if not same_outcome(eager, run(graph, inputs)):
+            return list(found)
+        for seed in range(_RUNS):
 
-        def change(values: torch.Tensor, learns: bool, seed: int = seed) -> None:
-            if learns or not some_learn:
-                nudge(values, seed)
+            def change(values: torch.Tensor, learns: bool, seed: int = seed) -> None:
+                if learns or not some_learn:
+                    nudge(values, seed)
 
-        nudged = run(graph, inputs, change=change)
-        apart = [each for each in apart if not each.reached_by(nudged)]
-        if not apart:
-            return True
-    return False
+            other = run(graph, inputs, change=change)
+            for each in places.values():
+                if each is not None:
+                    each.reach(other)
+            if not any(each is not None and each.left.any() for each in places.values()):
+                break
+    except (NotCopied, torch.OutOfMemoryError):
+        return list(found)
+    return [each for each, place in places.items() if place is None or place.left.any()]
 
 
 def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> bool:
@@ -65,45 +74,32 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
     wide = in_double(graph)
     if wide is None:
         return False
-    eager = run(wide, inputs, cast=wider)
-    if eager.error is not None or eager.backward_error is not None:
-        return False
     try:
-        with tracing_again(None):
+        eager = run(wide, inputs, cast=wider)
+        if eager.error is not None or eager.backward_error is not None:
+            return False
+        devices = {tensor.device for tensor in tensors_of(inputs)}
+        with tracing_again(None), random_state_kept(devices):
             compiled = compiler(copy_graph(wide), copy_inputs(inputs, wider).values)
-    except torch.OutOfMemoryError:
-        raise
+        return not differences(eager, run(compiled, inputs, cast=wider), lambda: None)
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
         return False
-    return not differences(eager, run(compiled, inputs, cast=wider), lambda: None)
 
 
-@dataclass(frozen=True)
-class _Apart:
-    """One tensor of a run that the compiled graph has otherwise."""
+@dataclass
+class _Places:
+    """Where a tensor of the compiled graph is not what eager has."""
 
     part: str
     position: int
     eager: torch.Tensor
-    off: torch.Tensor
-    """Of floats: how far apart they are at most. Of others: where they differ."""
+    compiled: torch.Tensor
+    left: torch.Tensor
+    """The places to which no run of eager has come yet."""
 
-    def reached_by(self, nudged: Outcome) -> bool:
-        """Whether this run of eager is as far from the first one."""
-        values = getattr(nudged, self.part)
-        value = values[self.position] if values else None
-        if not isinstance(value, torch.Tensor) or value.shape != self.eager.shape:
-            return False
-        if self.off.dtype == torch.bool:
-            return bool((value != self.eager)[self.off].all())
-        away = (as_double(value.detach()) - as_double(self.eager)).abs().nan_to_num()
-        return bool(_MULTIPLE * away.max() >= self.off)
-
-
-def _apart(found: Sequence[Difference], eager: Outcome, compiled: Outcome) -> list[_Apart] | None:
-    """Return the tensors that differ; None where more than finite values does."""
-    apart = []
-    for difference in found:
+    @classmethod
+    def of(cls, difference: Difference, eager: Outcome, compiled: Outcome) -> _Places | None:
+        """Find the places; None where more than values differs."""
         if difference.tensor is None:
             return None
         part, position = difference.tensor
@@ -111,9 +107,18 @@ def _apart(found: Sequence[Difference], eager: Outcome, compiled: Outcome) -> li
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             return None  # a gradient that only one of them has
         one, other = one.detach(), other.detach()
-        if one.is_floating_point() or one.is_complex():
-            off = (as_double(one) - as_double(other)).abs().nan_to_num().max()
+        return cls(part, position, one, other, apart(one, other))
+
+    def reach(self, outcome: Outcome) -> None:
+        """Strike out the places to which this run of eager has come."""
+        values = getattr(outcome, self.part)
+        value = values[self.position] if values else None
+        if not isinstance(value, torch.Tensor) or value.shape != self.eager.shape:
+            return
+        if self.eager.is_floating_point() or self.eager.is_complex():
+            eager = as_double(self.eager)
+            away = (as_double(value.detach()) - eager).abs()
+            off = (as_double(self.compiled) - eager).abs()
+            self.left &= ~(away.isfinite() & (_MULTIPLE * away >= off))
         else:
-            off = one != other
-        apart.append(_Apart(part, position, one, off))
-    return apart
+            self.left &= value.detach() != self.compiled

@@ -15,11 +15,12 @@ pytestmark = pytest.mark.slow
 
 # Arguments: rank, port. Each prints one line of JSON.
 WORKER = """
-import datetime, json, os, sys
+import datetime, importlib, json, os, sys
 import torch, torch.distributed as dist
 from torch import nn
-from torchguard import Buckets, bucketed
+from torchguard import Buckets, PaddingLeakError, bucketed
 
+checking = importlib.import_module("torchguard.bucketed.checking")
 rank, port = int(sys.argv[1]), sys.argv[2]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
 dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
@@ -68,6 +69,31 @@ try:
     leaky(torch.randn((8, 5)[rank]))
 except Exception as error:
     result["leak"] = f"{type(error).__name__}: {error}"
+
+# A rank that leaks makes as many collectives in its function as one that does not.
+def waits(x, weight):
+    total = x.sum() if rank == 1 else x.sum() / x.shape[0]
+    dist.all_reduce(torch.zeros(3))
+    return total * weight
+
+waiting = bucketed(
+    waits, dims={"x": {0: "t"}}, buckets=Buckets([4, 8]), fill={"x": 0.0}, group=True
+)
+try:
+    waiting.verify(torch.ones(3), torch.ones((), requires_grad=True))
+except Exception as error:
+    result["waiting"] = type(error).__name__
+
+# What one rank sees in the first turn and the other in the later ones is no leak of either.
+once, checking._check_once = checking._check_once, lambda *given: seen_by(given[-1])
+
+def seen_by(turn):
+    if (turn == 0) == (rank == 0):
+        raise PaddingLeakError(f"rank {rank}, turn {turn}")
+
+double.verify(torch.arange(3))
+checking._check_once = once
+result["jumps"] = "forgiven"
 
 # DDP training against the same training without padding and without ranks.
 torch.manual_seed(0)
@@ -156,6 +182,14 @@ def test_ddp_training_equals_training_without_padding(results: list[dict[str, An
 
 def test_ranks_check_together_or_not_at_all(results: list[dict[str, Any]]) -> None:
     assert [result["ran"] for result in results] == [4 + 3, 4 + 3]
+
+
+def test_a_rank_that_leaks_waits_for_the_others_as_often(results: list[dict[str, Any]]) -> None:
+    assert [result["waiting"] for result in results] == ["PaddingLeakError", "RuntimeError"]
+
+
+def test_jumps_of_two_ranks_are_not_added_up(results: list[dict[str, Any]]) -> None:
+    assert [result["jumps"] for result in results] == ["forgiven", "forgiven"]
 
 
 def test_a_leak_on_one_rank_is_an_error_on_both(results: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import operator
 import subprocess
@@ -34,7 +35,9 @@ SEEDS = (2, 5, 11, 16, 18, 23, 33, 34, 38, 50)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("TORCHGUARD_REPRODUCERS", str(tmp_path / "reproducers"))
     # Making reproducers smaller has tests of its own, and takes its time.
-    monkeypatch.setattr(sys.modules["torchguard.verified.check"], "_SECONDS_TO_REDUCE", 0.0)
+    monkeypatch.setattr(
+        importlib.import_module("torchguard.verified.check"), "_SECONDS_TO_REDUCE", 0.0
+    )
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import inspect
 import itertools
 import math
@@ -523,7 +524,7 @@ def test_a_step_that_adds_a_guard_which_nobody_watches_is_passed_over(
 ) -> None:
     count = itertools.count()
     monkeypatch.setattr(
-        sys.modules["torchguard.verified.check"], "shape_guards", lambda _: next(count)
+        importlib.import_module("torchguard.verified.check"), "shape_guards", lambda _: next(count)
     )
     backend = verified_backend(spoiling(one_value))
     with pytest.warns(MiscompilationWarning, match="eager runs instead"):

@@ -335,7 +335,9 @@ def a_digit_further(digit_in_double: float) -> Any:
     def planted(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
         def run(*inputs: Any) -> Any:
             larger = [
-                value * (1 + digits[value.dtype]) if value.requires_grad else value
+                value * (1 + digits[value.dtype])
+                if isinstance(value, torch.Tensor) and value.requires_grad
+                else value
                 for value in inputs
             ]
             return graph(*larger)
@@ -441,6 +443,21 @@ def test_what_double_precision_can_not_tell_is_blamed(when: str) -> None:
     weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
     with pytest.warns(MiscompilationWarning):
         verified(backend=planted)(jump)(weight, torch.ones(2), shared, other.detach())
+
+
+def test_a_jump_of_a_graph_with_dynamic_shapes_is_not_forgiven() -> None:
+    further = a_digit_further(2.0**-51)
+
+    def planted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        dynamic = any(isinstance(value, torch.SymInt) for value in inputs)
+        return further(graph, inputs) if dynamic else graph.forward  # so right in double
+
+    def jump(weight: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.relu(weight * x - 1) * x.shape[0]
+
+    weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
+    with pytest.warns(MiscompilationWarning):
+        torch.compile(jump, backend=verified_backend(planted), dynamic=True)(weight, torch.ones(2))
 
 
 def test_a_jump_draws_no_random_number_of_the_callers() -> None:

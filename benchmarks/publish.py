@@ -1,10 +1,9 @@
-"""Writes what a committed record says into the tables of README.md and docs/guards.md.
+"""Writes what committed records say into README.md and docs/guards.md.
 
-    python -m benchmarks.publish            the newest record in benchmarks/records
+    python -m benchmarks.publish            the newest records of resize and of end_to_end
     python -m benchmarks.publish --check    change nothing; exit status 1 if a page is out of date
 
-A number in those tables is never typed by hand. ``benchmarks/plots.py``
-draws the same record.
+A number in what it writes is never typed by hand. ``benchmarks/plots.py`` draws the same records.
 """
 
 from __future__ import annotations
@@ -166,9 +165,10 @@ def whole_steps() -> str:
         return f"{min(found):+.1%} to {max(found):+.1%}".replace("%", " %")
 
     return (
-        "\n\nWhole steps of three models, of training and of inference, eager and compiled, take "
-        f"{between('install()')} longer with `install()`, {between('install(), every guard')} with "
-        f"every guard, and {between('nothing, once more')} with nothing, measured once more "
+        "\n\nThe time of whole steps of three models, of training and of inference, eager and "
+        f"compiled, differs by {between('install()')} with `install()`, by "
+        f"{between('install(), every guard')} with every guard, and by "
+        f"{between('nothing, once more')} with nothing, measured once more "
         "([end to end](docs/benchmarks.md#end-to-end))."
     )
 

@@ -1027,6 +1027,23 @@ class TestVerification:
             bucketed(fails_later, dims={"x": {0: "t"}}, buckets=LADDER).verify(torch.randn(5, 3))
         assert len(runs) > 4
 
+    def test_unusual_weights_keep_their_digits_and_say_so(self) -> None:
+        unusual = [
+            nn.Parameter(torch.ones(2, device="meta")),
+            nn.Parameter(torch.ones(2).share_memory_()),
+            nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
+            torch.ones(1).expand(2),
+            torch.ones(2, dtype=torch.complex64).conj(),
+            torch.zeros(2),
+        ]
+        with torch.inference_mode():
+            unusual.append(torch.ones(2))
+        before = [tensor.detach().clone() for tensor in unusual]
+        with other_last_digits(unusual, 1) as changed:
+            assert not changed
+        for tensor, values in zip(unusual, before, strict=True):
+            assert tensor.is_meta or torch.equal(tensor, values)
+
     def test_other_last_digits_are_seen_under_autocast_too(self) -> None:
         linear = nn.Linear(64, 64)
         x = torch.randn(2, 64)

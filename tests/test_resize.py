@@ -322,6 +322,7 @@ class TestSharedMemory:
         "set_(torch.empty(0), tensor, 0, (1000,), (1,))",
         "set_(torch.empty(0), tensor.untyped_storage(), 1000, (1,))",
         "set_(torch.empty(0), tensor.untyped_storage(), 1000, ())",
+        "resize_(torch.empty(0).share_memory_(), ())",
     )
 
     def test_kills_the_process_on_torch_and_raises_with_the_helpers(self) -> None:

@@ -33,8 +33,9 @@ from torchguard import (
 )
 from torchguard.verified.case import Case
 from torchguard.verified.comparison import differences
+from torchguard.verified.copies import copy_inputs
 from torchguard.verified.graphs import copy_graph
-from torchguard.verified.outcome import Outcome
+from torchguard.verified.outcome import Outcome, run
 from torchguard.verified.reducing import reduced
 
 if TYPE_CHECKING:
@@ -322,9 +323,6 @@ def test_a_reference_far_from_eager_excuses_nothing() -> None:
     assert not differences(eager, compiled, lambda: near)
 
 
-# --- what happens on a difference
-
-
 # --- where a graph jumps, the last digit decides
 
 
@@ -460,6 +458,31 @@ def test_a_jump_of_a_graph_with_dynamic_shapes_is_not_forgiven() -> None:
         torch.compile(jump, backend=verified_backend(planted), dynamic=True)(weight, torch.ones(2))
 
 
+def test_copies_are_not_kept_alive_by_autocast() -> None:
+    seen = []
+
+    def project(weight: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        seen.append(weakref.ref(weight))
+        return [nn.functional.linear(x, weight)]
+
+    weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(project, [weight, x])
+        gc.collect()
+        assert [copied() for copied in seen] == [None]
+        nn.functional.linear(x, weight)
+        assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_storage_learns_if_any_tensor_over_it_does(order: tuple[int, int]) -> None:
+    data = torch.ones(3)
+    tensors = data, data.detach().requires_grad_()
+    learns: list[bool] = []
+    copy_inputs([tensors[i] for i in order], change=lambda _, learning: learns.append(learning))
+    assert learns == [True]
+
+
 def test_a_jump_draws_no_random_number_of_the_callers() -> None:
     further = a_digit_further(2.0**-51)
 
@@ -486,6 +509,9 @@ def test_what_rounding_never_does_is_blamed_though_double_is_right(
     weight = torch.full((4, 4), 0.7, requires_grad=True)
     with pytest.warns(MiscompilationWarning, match="the largest by 0.01"):
         verified(backend=spoiling(larger))(jump)(weight, torch.eye(4))
+
+
+# --- what happens on a difference
 
 
 def test_raise_refuses_to_run_a_wrong_graph() -> None:

@@ -61,9 +61,9 @@ def check(cutter: Cutter, plan: Plan, owner: tuple[Any, ...], given: Arguments) 
             found = _NOTHING
         except PaddingLeakError as padding_leaks:
             leak = leak or padding_leaks
-        except Exception as another:  # noqa: BLE001 - it has to wait for the other ranks
+        except Exception as failure:  # noqa: BLE001 - it has to wait for the other ranks
             if turn == 0:  # later, a turn that can't be taken excuses nothing
-                found, error = _FAILED, another
+                found, error = _FAILED, failure
         gravest = found if group is None else agree(group, [found])[0]
         if error is not None:
             raise error
@@ -81,7 +81,12 @@ def check(cutter: Cutter, plan: Plan, owner: tuple[Any, ...], given: Arguments) 
 def _check_once(
     cutter: Cutter, plan: Plan, owner: tuple[Any, ...], given: Arguments, turn: int
 ) -> None:
-    """Check with what is given; from the second turn on with other last digits in the weights."""
+    """Check with what is given; from the second turn on with other last digits in the weights.
+
+    Raises:
+        PaddingLeakError: padding changes something.
+        _NothingElse: it changes nothing, and nothing was other than in the first turn.
+    """
     args, kwargs = given
     source, planner = cutter.source, cutter.planner
     whole = Arguments((*owner, *args), kwargs)
@@ -111,14 +116,14 @@ def _check_once(
             parameters=parameters,
         )
 
-    with COMPILING, eager(), contextlib.ExitStack() as nudged:
-        another = turn == 0
+    with COMPILING, eager(), contextlib.ExitStack() as scope:
+        is_new = turn == 0
         if turn > 0:
-            given, another = with_other_last_digits(given, turn)
+            given, is_new = with_other_last_digits(given, turn)
             whole = Arguments((*owner, *given.args), given.kwargs)
             held = (each for module in modules for each in module.parameters(recurse=False))
             weights = [*held, *once(None).parameters]
-            another |= nudged.enter_context(other_last_digits(weights, turn))
+            is_new |= scope.enter_context(other_last_digits(weights, turn))
         # All runs before the first comparison: on several ranks the function may wait for the
         # others in it, and all make as many.
         without = once(None)
@@ -132,7 +137,7 @@ def _check_once(
         labels = ", ".join(each.label for each in plan.inputs if (each.place, each.path) in fills)
         what = f"{told(plan)}; with another value in the padding of {labels}"
         compared(padded, other, what=what, function=cutter.name, modules=modules)
-    if not another:
+    if not is_new:
         raise _NothingElse
 
 

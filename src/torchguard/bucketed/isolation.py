@@ -138,19 +138,17 @@ def other_last_digits(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[bo
     }
     # All of them before the first is changed: some lie in the same memory.
     kept = [(t, t.detach().clone(), internals.version_of(t)) for t in usual.values()]
-    changed = []
     try:
         with torch.no_grad():
-            for tensor, before, _ in kept:
-                changed.append((tensor, before))
+            for tensor, _, _ in kept:
                 with contextlib.suppress(RuntimeError):  # it overlaps itself, or is conjugate
                     nudge(tensor.detach(), seed)
         with internals.without_autocast_cache():  # it holds the weights as they were
-            yield any(not torch.equal(tensor, before) for tensor, before in changed)
+            yield any(not torch.equal(tensor, before) for tensor, before, _ in kept)
     finally:
         with torch.no_grad():
-            for tensor, before in changed:
-                with contextlib.suppress(RuntimeError):
+            for tensor, before, _ in kept:
+                with contextlib.suppress(RuntimeError):  # likewise, and it is as it was
                     tensor.detach().copy_(before)
             for tensor, _, version in kept:
                 if version is not None:

@@ -314,14 +314,16 @@ def _causes(operators: set[str], modules: Sequence[torch.nn.Module]) -> str:
 
 
 def with_other_last_digits(given: Arguments, seed: int) -> tuple[Arguments, bool]:
-    """Return the call with other last digits in what requires a gradient, and if any does."""
+    """Return the call with other last digits in what requires a gradient, and if any changed."""
     new: dict[Path, Any] = {}
+    changed = False
     for path, value in given.leaves():
         if isinstance(value, torch.Tensor) and value.requires_grad:
             copy = value.detach().clone()
             nudge(copy, seed)
+            changed |= not torch.equal(copy, value)
             new[path] = copy.requires_grad_()
-    return given.with_parts(new), bool(new)
+    return given.with_parts(new), changed
 
 
 def other_filler(tensor: torch.Tensor) -> Any:

@@ -74,7 +74,7 @@ class VerifiedBackend:
         if reason is not None:
             record.status, record.reason = "unverified", reason
             return compiled
-        # A fifth of what importing torchguard would take, and needed from here on only.
+        # Here and not above: it is the larger part of the folder, and `import torchguard` is quick.
         from torchguard.verified.check import Check  # noqa: PLC0415
 
         # Real tensors are kept alive by nobody between compiling and the first call.

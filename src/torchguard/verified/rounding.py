@@ -42,9 +42,10 @@ def not_by_rounding(
     tensors = tensors_of(inputs)
     # Data may be compared with a constant (a mask of ones), what learns is not.
     some_learn = any(tensor.requires_grad for tensor in tensors)
-    nudged = [t for t in tensors if can_be_nudged(t) and (t.requires_grad or not some_learn)]
-    places = {each: _Places.of(each, eager, compiled) for each in found}
-    if not nudged or not any(places.values()):
+    chosen = [tensor for tensor in tensors if tensor.requires_grad or not some_learn]
+    places = [(each, _Places.of(each, eager, compiled)) for each in found]
+    jumps = [place for _, place in places if place is not None]
+    if not jumps or not any(map(can_be_nudged, chosen)):
         return list(found)
     try:
         if not same_outcome(eager, run(graph, inputs)):
@@ -56,14 +57,13 @@ def not_by_rounding(
                     nudge(values, seed)
 
             other = run(graph, inputs, change=change)
-            for each in places.values():
-                if each is not None:
-                    each.reach(other)
-            if not any(each is not None and each.left.any() for each in places.values()):
+            for jump in jumps:
+                jump.reach(other)
+            if not any(jump.left.any() for jump in jumps):
                 break
     except (NotCopied, torch.OutOfMemoryError):
         return list(found)
-    return [each for each, place in places.items() if place is None or place.left.any()]
+    return [each for each, place in places if place is None or place.left.any()]
 
 
 def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> bool:

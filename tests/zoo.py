@@ -1,0 +1,356 @@
+"""Tiny architectures of transformers, and a few convnets, with random weights.
+
+    for architecture in ZOO:
+        model = architecture.build()          # skips, with a reason, what can't be built here
+        batch = architecture.batch([7, 4])    # B = 2 rows, padded on the right to T = 7
+        architecture.loss(model, batch).backward()
+
+Dropout is off everywhere, so that training steps can be compared; nothing is downloaded.
+B batch, T time (tokens, or samples of audio), C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+__all__ = ["ZOO", "Architecture", "named"]
+
+Kind = Literal[
+    "encoder", "decoder", "encoder-decoder", "mixture of experts", "state space", "audio",
+    "vision", "convnet",
+]  # fmt: skip
+
+VOCABULARY = 64
+_IGNORED = -100
+"""The label of a padded token: transformers leaves it out of the loss."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model, a batch for it, and what is known about it."""
+
+    name: str
+    kind: Kind
+    make: Callable[[], nn.Module]
+    """Builds it; :meth:`build` seeds the random weights and skips what this environment lacks."""
+
+    rows: Callable[[Sequence[int], torch.Generator], dict[str, torch.Tensor]]
+    """Makes a batch from the lengths of its rows."""
+
+    dims: dict[str, dict[int, str]] = field(default_factory=dict)
+    """The padded dimensions, as ``bucketed(dims=...)`` takes them; empty where sizes are fixed."""
+
+    mask: str | None = None
+    """The argument that says which positions are real."""
+
+    needs_mask: bool = False
+    """Whether padding without a mask changes the result at real positions."""
+
+    fill: dict[str, int] = field(default_factory=dict)
+    """What labels are padded with, as ``bucketed(fill=...)`` takes it."""
+
+    side: Literal["right", "left"] = "right"
+    ragged: bool = True
+    """Whether rows may differ in length; without it :meth:`batch` counts the lengths only."""
+
+    exceptions: dict[str, str] = field(default_factory=dict)
+    """By test (``verified``, ``bucketed``, ``inductor``), why this one is left out of it."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def build(self, *, to_compile: bool = False) -> nn.Module:
+        """Build the model with weights that are the same every time.
+
+        Args:
+            to_compile: skip it too where plain ``torch.compile`` fails.
+        """
+        asks = self.kind != "convnet" and not hasattr(torch.compiler, "is_exporting")
+        if to_compile and asks:
+            pytest.skip("this transformers asks for torch.compiler.is_exporting: can't be compiled")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            try:
+                return self.make()
+            except ImportError as error:
+                pytest.skip(f"{self.name} can't be built here: {error}")
+
+    def batch(self, lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
+        """Make a batch of rows with these lengths, labels included; the arguments of a call."""
+        return self.rows(lengths, torch.Generator().manual_seed(seed))
+
+    def loss(self, model: Callable[..., Any], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Call the model; the loss is its own."""
+        loss: torch.Tensor = model(**batch).loss
+        return loss
+
+    def excuse(self, test: str) -> None:
+        """Skip the test if there is a reason to."""
+        if test in self.exceptions:
+            pytest.skip(f"{self.name}: {self.exceptions[test]}")
+
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 64, "type_vocab_size": 2, "embedding_size": 16,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_SEQ2SEQ = {
+    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 0, "forced_eos_token_id": None,
+}  # fmt: skip
+_NO_DROPOUT = (
+    "dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "dropout_rate", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "embed_dropout", "classifier_dropout", "classifier_dropout_prob", "feat_proj_dropout",
+    "final_dropout", "layerdrop", "encoder_layerdrop", "decoder_layerdrop", "drop_path_rate",
+    "hidden_act_dropout", "emb_dropout", "embedding_dropout", "mlp_dropout", "ffn_dropout",
+    "summary_last_dropout", "qa_dropout", "seq_classif_dropout", "mask_time_prob",
+    "mask_feature_prob", "router_jitter_noise", "input_jitter_noise", "activation_dropout_prob",
+    "classifier_dropout_rate", "final_proj_dropout", "feature_layer_norm_dropout",
+    "output_dropout", "attention_dropout_prob", "dropout_prob",
+)  # fmt: skip
+
+
+def _made(stem: str, head: str, sizes: dict[str, Any], **settings: Any) -> Callable[[], nn.Module]:
+    """Build ``<stem><head>`` from ``<stem>Config``, with dropout and the cache off."""
+
+    def make() -> nn.Module:
+        import transformers  # noqa: PLC0415 - seconds, and an extra
+
+        if not hasattr(transformers, f"{stem}{head}"):
+            raise ImportError(f"transformers {transformers.__version__} has no {stem}{head}")
+        config_class = getattr(transformers, f"{stem}Config")
+        known = config_class()
+        given = {name: value for name, value in sizes.items() if _settable(known, name)}
+        for name in _NO_DROPOUT:
+            if isinstance(getattr(known, name, None), (int, float)):
+                given[name] = type(getattr(known, name))(0)
+        if hasattr(known, "use_cache"):
+            given["use_cache"] = False
+        model: nn.Module = getattr(transformers, f"{stem}{head}")(
+            config_class(**{**given, **settings})
+        )
+        return model
+
+    return make
+
+
+def _settable(config: Any, name: str) -> bool:
+    found = getattr(type(config), name, None)
+    return hasattr(config, name) and not (isinstance(found, property) and found.fset is None)
+
+
+def tokens(lengths: Sequence[int], random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Make ids, a mask and labels, (B, T) each, padded on the right."""
+    shape = (len(lengths), max(lengths))
+    ids = torch.randint(3, VOCABULARY, shape, generator=random)
+    labels = torch.randint(3, VOCABULARY, shape, generator=random)
+    mask = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).long()
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "labels": labels.masked_fill(mask == 0, _IGNORED),
+    }
+
+
+def _heard(lengths: Sequence[int], random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Make samples of audio and a mask, (B, T), 100 samples for a unit of length; a label a row."""
+    made = tokens([100 * length for length in lengths], random)
+    mask = made["attention_mask"]
+    samples = torch.randn(mask.shape, generator=random) * mask
+    labels = torch.randint(0, 2, (len(lengths),), generator=random)
+    return {"input_values": samples, "attention_mask": mask, "labels": labels}
+
+
+def _transcribed(lengths: Sequence[int], random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Make spectrograms of a fixed length, (B, 8, 32), and the words that were said, (B, T)."""
+    labels = tokens(lengths, random)["labels"]
+    return {"input_features": torch.randn(len(lengths), 8, 32, generator=random), "labels": labels}
+
+
+def _seen(lengths: Sequence[int], random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Make images of one size, (B, 3, 32, 32), and a label each."""
+    images = torch.randn(len(lengths), 3, 32, 32, generator=random)
+    return {
+        "pixel_values": images,
+        "labels": torch.randint(0, 2, (len(lengths),), generator=random),
+    }
+
+
+_TOKENS = {"input_ids": {1: "t"}, "attention_mask": {1: "t"}, "labels": {1: "t"}}
+_LABELS = {"labels": _IGNORED}
+
+
+def _encoder(name: str, stem: str, head: str = "ForMaskedLM", **settings: Any) -> Architecture:
+    return Architecture(
+        name, "encoder", _made(stem, head, _SIZES, **settings), tokens,
+        _TOKENS, "attention_mask", needs_mask=True, fill=_LABELS,
+    )  # fmt: skip
+
+
+def _decoder(
+    name: str, stem: str, head: str = "ForCausalLM", kind: Kind = "decoder", **settings: Any
+) -> Architecture:
+    # A causal model does not see what is padded on the right.
+    return Architecture(
+        name, kind, _made(stem, head, _SIZES, **settings), tokens,
+        _TOKENS, "attention_mask", fill=_LABELS,
+    )  # fmt: skip
+
+
+def _seq2seq(name: str, stem: str, **settings: Any) -> Architecture:
+    sizes = {**_SIZES, **_SEQ2SEQ}
+    return Architecture(
+        name, "encoder-decoder", _made(stem, "ForConditionalGeneration", sizes, **settings), tokens,
+        _TOKENS, "attention_mask", needs_mask=True, fill=_LABELS,
+    )  # fmt: skip
+
+
+def _audio(name: str, stem: str, **settings: Any) -> Architecture:
+    sizes = {
+        **_SIZES, "conv_dim": (8, 8), "conv_kernel": (10, 4), "conv_stride": (5, 4),
+        "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8,
+        "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "squeeze_factor": 2,
+        "feat_extract_norm": "layer", "do_stable_layer_norm": False,
+    }  # fmt: skip
+    make = _made(stem, "ForSequenceClassification", sizes, **settings)
+    dims = {"input_values": {1: "t"}, "attention_mask": {1: "t"}}
+    return Architecture(name, "audio", make, _heard, dims, "attention_mask", needs_mask=True)
+
+
+def _vision(name: str, stem: str, **settings: Any) -> Architecture:
+    sizes = {**_SIZES, "image_size": 32, "patch_size": 8, "num_labels": 2}
+    make = _made(stem, "ForImageClassification", sizes, **settings)
+    return Architecture(name, "vision", make, _seen, ragged=False)
+
+
+class Convnet(nn.Module):
+    """Convolutions of some kind, then a linear layer; called and answering as transformers do."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.LazyLinear(2)
+        with torch.no_grad():
+            self.eval()(torch.zeros(1, 3, 32, 32), None)
+        self.train()
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None) -> Any:
+        """(B, 3, H, W) -> (B, 2)."""
+        logits = self.head(self.layers(pixel_values).mean((2, 3)))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return _Classes(logits, loss)
+
+
+@dataclass
+class _Classes:
+    logits: torch.Tensor
+    loss: torch.Tensor | None
+
+
+class _Residual(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+class _SqueezeExcite(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.gate = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
+
+
+def _convnet(name: str, *layers: Callable[[], nn.Module]) -> Architecture:
+    return Architecture(
+        name, "convnet", lambda: Convnet(*(layer() for layer in layers)), _seen, ragged=False
+    )
+
+
+def _conv(given: int, made: int, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Conv2d(given, made, 3, padding=1, **options)
+
+
+ZOO: tuple[Architecture, ...] = (
+    _encoder("bert", "Bert"),
+    _encoder("roberta", "Roberta", max_position_embeddings=66, pad_token_id=0),
+    _encoder("distilbert", "DistilBert", dim=16, n_heads=2, n_layers=2, hidden_dim=32),
+    _encoder("albert", "Albert"),
+    _encoder("electra", "Electra"),
+    _encoder("deberta", "Deberta"),
+    _encoder("deberta-v2", "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"],
+             position_buckets=8, norm_rel_ebd="layer_norm", share_att_key=True),
+    _encoder("mpnet", "MPNet"),
+    _encoder("modernbert", "ModernBert", local_attention=8, global_attn_every_n_layers=2),
+    _encoder("roformer", "RoFormer"),
+    _encoder("esm", "Esm", position_embedding_type="rotary", token_dropout=False,
+             mask_token_id=3),
+    _encoder("t5-encoder", "T5", "ForTokenClassification", d_model=16, d_kv=8, d_ff=32,
+             num_layers=2, num_heads=2, num_labels=VOCABULARY),
+    _decoder("gpt2", "GPT2", "LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=64),
+    _decoder("gpt-neo", "GPTNeo", num_layers=2, num_heads=2, window_size=4,
+             attention_types=[[["global", "local"], 1]]),
+    _decoder("gpt-neox", "GPTNeoX"),
+    _decoder("opt", "OPT", ffn_dim=32, word_embed_proj_dim=16),
+    _decoder("bloom", "Bloom", n_layer=2, n_head=2),
+    _decoder("llama", "Llama"),
+    _decoder("mistral", "Mistral", sliding_window=4),
+    _decoder("qwen3", "Qwen3"),
+    _decoder("gemma2", "Gemma2", sliding_window=4, query_pre_attn_scalar=8),
+    _decoder("phi", "Phi", num_key_value_heads=2),
+    _decoder("falcon", "Falcon", num_kv_heads=2),
+    _decoder("mixtral", "Mixtral", kind="mixture of experts", num_local_experts=4,
+             num_experts_per_tok=2),
+    _decoder("qwen3-moe", "Qwen3Moe", kind="mixture of experts", num_experts=4,
+             num_experts_per_tok=2, moe_intermediate_size=16),
+    _decoder("olmoe", "Olmoe", kind="mixture of experts", num_experts=4, num_experts_per_tok=2),
+    _decoder("mamba", "Mamba", kind="state space", state_size=4, expand=2, conv_kernel=4,
+             time_step_rank=2),
+    _decoder("mamba2", "Mamba2", kind="state space", state_size=4, expand=2, conv_kernel=4,
+             num_heads=4, n_groups=1, chunk_size=4, head_dim=8),
+    _seq2seq("t5", "T5", d_kv=8, d_ff=32, num_layers=1, num_decoder_layers=1, num_heads=2,
+             decoder_start_token_id=0),
+    _seq2seq("bart", "Bart"),
+    _seq2seq("pegasus", "Pegasus"),
+    Architecture(
+        "whisper", "audio",
+        _made("Whisper", "ForConditionalGeneration", {**_SIZES, **_SEQ2SEQ}, num_mel_bins=8,
+              max_source_positions=16, max_target_positions=64, suppress_tokens=None,
+              begin_suppress_tokens=None),
+        _transcribed, {"labels": {1: "t"}}, fill=_LABELS,
+    ),
+    _audio("wav2vec2", "Wav2Vec2"),
+    _audio("hubert", "Hubert"),
+    _vision("vit", "ViT"),
+    _vision("swin", "Swin", patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2],
+            num_attention_heads=[2, 2], window_size=4),
+    _vision("convnext", "ConvNext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+    _vision("resnet", "ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
+            layer_type="basic"),
+    _convnet("plain-convnet", _conv(3, 8), nn.ReLU, lambda: nn.MaxPool2d(2), _conv(8, 8), nn.ReLU),
+    _convnet("residual-convnet", _conv(3, 8, bias=False), lambda: nn.BatchNorm2d(8), nn.ReLU,
+             lambda: _Residual(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))),
+    _convnet("mobile-convnet", _conv(3, 8, stride=2), nn.Hardswish, _conv(8, 8, groups=8),
+             lambda: nn.GroupNorm(2, 8), nn.SiLU, lambda: _SqueezeExcite(8)),
+)  # fmt: skip
+"""The architectures; each name once."""
+
+
+def named(name: str) -> Architecture:
+    """Return the architecture of this name."""
+    return next(architecture for architecture in ZOO if architecture.name == name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,3 +41,27 @@ def output_of(program: str, *arguments: str, folder: Path | None = None) -> str:
     done = run_python(program, *arguments, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_ranks(program: Path) -> list[dict[str, Any]]:
+    """Run a program on two ranks, given rank and port; return the JSON each prints last."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(program), str(rank), port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ended = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (_, errors) in zip(ranks, ended, strict=True):
+        assert rank.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in ended]

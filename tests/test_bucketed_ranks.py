@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from child_process import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -140,29 +136,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     program = tmp_path_factory.mktemp("ranks") / "worker.py"
     program.write_text(WORKER)
     return run_ranks(program)
-
-
-def run_ranks(program: Path) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(program), str(rank), port],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [rank.communicate(timeout=240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (_, errors) in zip(ranks, ended, strict=True):
-        assert rank.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in ended]
 
 
 def test_both_ranks_take_the_bucket_of_the_longer(results: list[dict[str, Any]]) -> None:

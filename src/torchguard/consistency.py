@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchguard.errors import InconsistentTensorError
-from torchguard.internals import coo_parts, without_torch_function
+from torchguard.internals import coo_parts, inner_tensors, without_torch_function
 from torchguard.metadata import bytes_needed, read_stride_and_offset, torchs_set_
 
 __all__ = ["check_consistent", "is_consistent", "repair_"]
@@ -162,11 +162,8 @@ def _strided_fault(tensor: torch.Tensor) -> str | None:
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors another tensor is made of."""
     if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            part = getattr(tensor, name, None)
-            if isinstance(part, torch.Tensor):
-                yield f".{name}", part
+        for name, part in inner_tensors(tensor):
+            yield f".{name}", part
     elif tensor.layout is torch.sparse_coo:
         indices, values = coo_parts(tensor)
         yield "._indices()", indices

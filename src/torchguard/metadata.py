@@ -14,6 +14,7 @@ import torch
 from torchguard.internals import (
     has_own_dispatch,
     has_torch_function_unary,
+    inner_tensors,
     set_version,
     version_of,
     without_dispatch_modes,
@@ -63,9 +64,8 @@ def capture(tensor: torch.Tensor) -> Metadata | None:
 
 def _read(tensor: torch.Tensor) -> Metadata | None:
     parts: tuple[tuple[torch.Tensor, Metadata], ...] = ()
-    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        inner = [(part, _read(part)) for part in (getattr(tensor, name) for name in names)]
+    if type(tensor) is not torch.Tensor:
+        inner = [(part, _read(part)) for _, part in inner_tensors(tensor)]
         parts = tuple((part, saved) for part, saved in inner if saved is not None)
     try:
         storage = tensor.untyped_storage()

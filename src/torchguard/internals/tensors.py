@@ -12,6 +12,7 @@ __all__ = [
     "has_hooks",
     "has_own_dispatch",
     "has_saved_tensors_hooks",
+    "inner_tensors",
     "is_view",
     "refuses_writes",
     "set_version",
@@ -82,3 +83,16 @@ def has_own_dispatch(tensor: torch.Tensor) -> bool:
     """Whether operators on this tensor run Python code of its class (fake, DTensor, jagged)."""
     own = getattr(type(tensor), "__torch_dispatch__", None)
     return own is not None and own is not torch.Tensor.__torch_dispatch__
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors a traceable wrapper subclass holds, each with the attribute's name.
+
+    ``__tensor_flatten__`` names more than tensors: DTensor's names its device mesh too since
+    torch 2.13, other classes optional attributes that are None.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    names, _ = tensor.__tensor_flatten__()
+    held = ((name, getattr(tensor, name, None)) for name in names)
+    return [(name, value) for name, value in held if isinstance(value, torch.Tensor)]

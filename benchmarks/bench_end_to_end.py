@@ -129,7 +129,7 @@ def workloads(device: str, *, quick: bool) -> Iterator[Workload]:
     torch.manual_seed(0)
     yield from _decoder(device, quick=quick)
     yield from _convolutions(device, quick=quick)
-    yield from _perceptron(device)
+    yield from perceptron_steps(device)
 
 
 def _decoder(device: str, *, quick: bool) -> Iterator[Workload]:
@@ -141,6 +141,13 @@ def _decoder(device: str, *, quick: bool) -> Iterator[Workload]:
     if quick:
         size = DecoderSize(vocabulary=64, context=8, width=16, layers=1, heads=2)
         length = 8
+    yield from decoder_steps(what, size, batch, length, device, dtype)
+
+
+def decoder_steps(  # noqa: PLR0917 - the shape of a model and of its input
+    what: str, size: DecoderSize, batch: int, length: int, device: str, dtype: torch.dtype
+) -> Iterator[Workload]:
+    """Yield a decoder in training, and in inference of one token more."""
     what += (
         f": {size.layers} layers of {size.width}, {size.vocabulary:,} words, batch {batch}, "
         f"{length} tokens, {str(dtype).removeprefix('torch.')}"
@@ -164,7 +171,7 @@ def _decoder(device: str, *, quick: bool) -> Iterator[Workload]:
 
 
 def _convolutions(device: str, *, quick: bool) -> Iterator[Workload]:
-    model, batch, side, what = Convolutions, 64, 224, "convolutions of the shape of ResNet-50"
+    batch, side, what = 64, 224, "convolutions of the shape of ResNet-50"
     depths: tuple[int, ...] = (3, 4, 6, 3)
     channels = 64
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -173,11 +180,24 @@ def _convolutions(device: str, *, quick: bool) -> Iterator[Workload]:
         what = "convolutions, scaled down from ResNet-50"
     if quick:
         depths, channels, side = (1,), 4, 16
+    yield from convolution_steps(what, depths, channels, batch, side, device, dtype)
+
+
+def convolution_steps(  # noqa: PLR0917 - the shape of a network and of its input
+    what: str,
+    depths: tuple[int, ...],
+    channels: int,
+    batch: int,
+    side: int,
+    device: str,
+    dtype: torch.dtype,
+) -> Iterator[Workload]:
+    """Yield a residual network in training and in inference."""
     what += (
         f": stages of {', '.join(map(str, depths))} blocks, {channels} channels, batch {batch}, "
         f"{side} x {side} pixels, {str(dtype).removeprefix('torch.')}"
     )
-    network = model(depths, channels).to(device, dtype)
+    network = Convolutions(depths, channels).to(device, dtype)
     images = torch.randn(batch, 3, side, side, device=device, dtype=dtype)
     classes = torch.randint(1000, (batch,), device=device)
     yield from _both(what, network, images, lambda scores: _wrong(scores, classes))
@@ -187,7 +207,8 @@ def _wrong(scores: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.float(), classes)
 
 
-def _perceptron(device: str) -> Iterator[Workload]:
+def perceptron_steps(device: str) -> Iterator[Workload]:
+    """Yield the perceptron in training and in inference."""
     network, x = Perceptron().to(device), torch.randn(32, 64, device=device)
     what = "tiny perceptron: 3 layers of 64, batch 32, float32"
     yield from _both(what, network, x, lambda scores: scores.square().mean())
@@ -211,7 +232,7 @@ def measured(workload: Workload, setting: Setting, *, compiled: bool) -> list[Pa
             before = graphs_compiled()
             computes = workload.computes
             if compiled:
-                computes = torch.compile(_of_its_own(computes), backend=backend)
+                computes = torch.compile(of_its_own(computes), backend=backend)
             step = workload.step(computes)
             for _ in range(3):  # compiles, checks, and allocates what stays
                 step()
@@ -246,7 +267,7 @@ def measured(workload: Workload, setting: Setting, *, compiled: bool) -> list[Pa
     return rows
 
 
-def _of_its_own(function: Any) -> Any:
+def of_its_own(function: Any) -> Any:
     """Dynamo keeps its decisions with the code: each scope gets a copy, and compiles for itself."""
     copy = type(function)(
         function.__code__.replace(),

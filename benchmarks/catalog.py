@@ -7,6 +7,7 @@ from benchmarks import (
     bench_buckets,
     bench_end_to_end,
     bench_fit,
+    bench_host,
     bench_import,
     bench_kernels,
     bench_out_of_memory,
@@ -22,6 +23,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
         bench_end_to_end.BENCHMARK,
+        bench_host.BENCHMARK,
         bench_kernels.BENCHMARK,
         bench_resize.BENCHMARK,
         bench_out_of_memory.BENCHMARK,

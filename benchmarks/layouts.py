@@ -263,6 +263,42 @@ def _fit(record: Record, _: str) -> str:
     )
 
 
+def _host(record: Record, device: str) -> str:
+    rows = [
+        (
+            f"{row['what'].partition(':')[0]}, {row['phase']}, {row['mode']}",
+            _code(row["scope"]),
+            str(row["count"]),
+            "; ".join(
+                f"{kind}: " + ", ".join(f"{count} `{name}`" for name, count in functions.items())
+                for kind, functions in row["calls"].items()
+            ),
+            f"{row['bound_ns'] / 1e3:.2f} µs of {1e3 * row['host_ms']['q1']:.0f} µs",
+            f"{row['percent']:.2g} %",
+            f"{row['target']}: {row['verdict']}",
+        )
+        for row in of_device(record, "rows", device)
+    ]
+    header = ("step", "with", "calls", "of", "at most", "of the host's time", "target")
+    prices = ((kind, time(cost)) for kind, cost in record["cost_ns"].items())
+    return "\n\n".join(
+        (
+            (
+                "Every call of a Python function is reported while a step runs, and those that "
+                "enter torchguard are counted, in the thread of the step. Each costs at most the "
+                "upper quartile of what was measured for its kind. The host's time is the lower "
+                "quartile of a step whose tensors are so small that computing them takes next to "
+                "nothing, on a CPU; launching kernels of a GPU takes longer, and the share is "
+                "smaller. So this is a bound for every device."
+            ),
+            table(header, rows),
+            table(("a call", "adds at most"), prices),
+            "The models, with all their layers where they run eager:",
+            "\n".join(f"- {what}" for what in dict.fromkeys(row["what"] for row in record["rows"])),
+        )
+    )
+
+
 def _imports(record: Record, device: str) -> str:
     rows = [
         (
@@ -280,6 +316,7 @@ def _imports(record: Record, device: str) -> str:
 
 LAYOUTS: dict[str, Layout] = {
     "end_to_end": _end_to_end,
+    "host": _host,
     "kernels": _kernels,
     "resize": _comparisons,
     "out_of_memory": _out_of_memory,

@@ -149,7 +149,7 @@ def summary(record: Record) -> str:
         f"{costs(record)}\n\nMedians on CPU, torch {versions['torch'].partition('+')[0]}, "
         f"{hardware['cpu'].partition(',')[0]}, "
         f"{record['date'][:10]} ([record]({source}); [what they mean](docs/guards.md#costs)).{gpu}"
-        f"{whole_steps()}"
+        f"{whole_steps()}{host_bound()}"
     )
 
 
@@ -170,6 +170,25 @@ def whole_steps() -> str:
         f"{between('install(), every guard')} with every guard, and by "
         f"{between('nothing, once more')} with nothing, measured once more "
         "([end to end](docs/benchmarks.md#end-to-end))."
+    )
+
+
+def host_bound() -> str:
+    """Say in one sentence what a step costs at most, from the newest record of ``bench_host``."""
+    record = newest(committed(), "host", "cpu")
+    if record is None:
+        return ""
+
+    def worst(scope: str) -> tuple[int, float]:
+        rows = [row for row in record["rows"] if row["scope"] == scope]
+        return max(row["count"] for row in rows), max(row["percent"] for row in rows)
+
+    (calls, percent), (all_calls, all_percent) = worst("install()"), worst("install(), every guard")
+    counted = f"calls {calls or 'none'} of the functions that `install()` patches"
+    return (
+        f" Counted, not sampled: each of these steps {counted}, {percent:.2g} % of the host's "
+        f"time on any device, and enters every guard together at most {all_calls} times, at most "
+        f"{all_percent:.2g} % ([how](docs/benchmarks.md#host))."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from child_process import output_of
+
+import torchguard
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -239,3 +242,46 @@ def test_a_step_on_a_gpu_is_judged_by_time_and_by_memory() -> None:
     larger = _judged(replace(row, more_bytes=1))
     assert larger.verdict == "missed: 1 bytes more at the peak"
     assert _judged(replace(row, device="cpu")).verdict is None
+
+
+def test_every_call_that_enters_a_guard_is_counted_however_it_is_reached() -> None:
+    from benchmarks.bench_host import bound_of, entered  # noqa: PLC0415
+
+    x, y = torch.ones(3), torch.empty(3)
+    with torchguard.install("resize", "out", only_if_needed=False):
+        held = torch.add  # as a module that imported it by name holds it
+
+        def step() -> None:
+            torch.mul(x, 2)
+            held(x, 1)
+            torch.add(x, 1, out=y)
+            torch.empty(3).resize_(5).resize_(2)
+            torch.empty(0).set_(x.untyped_storage())
+            x.add_(1).view(3).sum()  # nothing patches these
+
+        found = entered(step)
+    assert found == {
+        "without out=": {"mul": 1, "add": 1, "empty": 2},
+        "with out=": {"add": 1},
+        "resize_": {"resize_": 2},
+        "set_": {"set_": 1},
+    }
+    assert entered(step) == {"without out=": {"add": 1}}  # held: the guard, installed or not
+    cost = {"without out=": 1.0, "with out=": 10.0, "resize_": 100.0, "set_": 1000.0}
+    assert bound_of(found, cost) == 1214.0
+    with pytest.raises(KeyError):  # nothing counts as free because nobody measured it
+        bound_of({"another kind": {"add": 1}}, cost)
+
+
+def test_the_host_is_bound_by_no_call_of_install() -> None:
+    from benchmarks.bench_host import TARGETS, bounds, workloads  # noqa: PLC0415
+    from benchmarks.program import Setting  # noqa: PLC0415
+
+    setting = Setting("cpu", quick=True, rounds=1, options=argparse.Namespace())
+    cost = {"without out=": 300.0, "with out=": 1500.0, "checked graph": 1000.0}
+    for workload in workloads(quick=True, compiled=False):
+        plain, everything = bounds(workload, setting, cost, compiled=False)
+        assert (plain.scope, everything.scope) == tuple(TARGETS)
+        assert (plain.count, plain.calls, plain.percent) == (0, {}, 0)
+        assert everything.count > 0
+        assert everything.bound_ns == pytest.approx(300 * everything.count)

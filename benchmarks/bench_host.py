@@ -1,0 +1,242 @@
+"""How often a step calls a function of a guard, and what that is of the host's time at most.
+
+    python benchmarks/bench_host.py --json benchmarks/records/<date>-host-cpu.json
+
+On every device the guards work on the host: what they add to a step is the calls that enter their
+Python code, times what such a call costs. Both are measured here, so the bound needs no GPU.
+
+- Calls are counted, not sampled: Python reports every call of a function to ``sys.setprofile``, and
+  one that comes from outside of torchguard's folder into it counts.
+- A call's cost is the upper quartile of what ``bench_resize`` and ``bench_verified`` measure for
+  its kind, where a kind has several (``resize_`` to the same size, and growing) the dearest.
+- The host's time is that of a step whose tensors are so small that computing them takes next to
+  nothing; models have all their layers, optimizers are fused or foreach, as on a GPU. The lower
+  quartile counts. Real tensors make a step longer and the share smaller.
+
+Compiled models have fewer layers: compiling takes minutes, and the share is that of a layer.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torchguard
+from benchmarks import bench_resize, bench_verified
+from benchmarks.bench_end_to_end import (
+    SCOPES,
+    Workload,
+    convolution_steps,
+    decoder_steps,
+    of_its_own,
+    perceptron_steps,
+)
+from benchmarks.harness import measure
+from benchmarks.models import DecoderSize
+from benchmarks.paired import calls_for, seconds
+from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.spread import Spread
+
+FOLDER = str(Path(torchguard.__file__).resolve().parent)
+
+# In per cent of the host's time: what was aimed at on a GPU, where the host may be all there is.
+TARGETS = {"install()": 0.1, "install(), every guard": 1.0}
+
+# What each kind of call costs is measured by these rows of the other benchmarks.
+COSTS: dict[str, tuple[str, ...]] = {
+    "resize_": ("same-size-install", "within-storage-install", "grow-1kb", "grow-1mb"),
+    "resize_as_": ("grow-1kb", "grow-1mb"),
+    "set_": ("set-install",),
+    "without out=": ("add-without-out",),
+    "with out=": ("add-with-out",),
+    "checked graph": ("steady-tiny",),
+}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a scope can add to a step."""
+
+    what: str
+    phase: str
+    mode: str
+    scope: str
+    n: int
+    calls: dict[str, dict[str, int]]
+    """How often a step enters each kind of guard, and by which function of torch."""
+
+    count: int
+    bound_ns: float
+    host_ms: Spread
+    percent: float
+    """The bound over the lower quartile of the host's time."""
+
+    target: str
+    verdict: str
+    device: str = "cpu"
+
+
+def workloads(*, quick: bool, compiled: bool) -> Iterator[Workload]:
+    """Yield the three models with tensors of next to nothing."""
+    torch.manual_seed(0)
+    few = quick or compiled
+    size = DecoderSize(vocabulary=32, context=8, width=12, layers=2 if few else 12, heads=2)
+    depths = (1, 1) if few else (3, 4, 6, 3)
+    cpu, dtype = "cpu", torch.float32
+    decoder = decoder_steps("decoder of the shape of GPT-2 small", size, 1, 8, cpu, dtype)
+    convolutions = convolution_steps(
+        "convolutions of the shape of ResNet-50", depths, 2, 2, 32, cpu, dtype
+    )
+    for workload in (*decoder, *convolutions, *perceptron_steps(cpu)):
+        for group in workload.optimizer.param_groups if workload.optimizer else ():
+            # What they are on a GPU; on a CPU both would go from one parameter to the next.
+            group["fused" if isinstance(workload.optimizer, torch.optim.AdamW) else "foreach"] = (
+                True
+            )
+        yield workload
+
+
+def entered(call: Callable[[], Any]) -> dict[str, dict[str, int]]:
+    """Count the calls that enter torchguard's code from outside, by kind and by torch's function.
+
+    Also used by the tests.
+    """
+    found: dict[str, Counter[str]] = {}
+    ours: dict[CodeType, bool] = {}
+
+    def is_ours(code: CodeType) -> bool:
+        if code not in ours:
+            ours[code] = code.co_filename.startswith(FOLDER)
+        return ours[code]
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not is_ours(frame.f_code):
+            return
+        caller = frame.f_back
+        if caller is None or not is_ours(caller.f_code):
+            kind, function = _kind(frame)
+            found.setdefault(kind, Counter())[function] += 1
+
+    threading.setprofile(look)  # threads that the call starts
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return {kind: dict(functions) for kind, functions in found.items()}
+
+
+def _kind(frame: FrameType) -> tuple[str, str]:
+    """Say which kind of guard a call enters, and which function of torch stands behind it."""
+    code, names = frame.f_code, frame.f_locals
+    file = Path(code.co_filename).stem
+    if (file, code.co_name) == ("out", "guarded"):
+        kind = "without out=" if names["out"] is None else "with out="
+        return kind, str(names["original"].__name__)
+    if file == "resize" and code.co_name in {"resize_", "resize_as_", "set_"}:
+        return code.co_name, code.co_name
+    if (file, code.co_name) == ("backend", "run"):
+        return "checked graph", "a compiled graph"
+    return f"{file}.{code.co_name}", code.co_name
+
+
+def costs(setting: Setting) -> tuple[list[Any], dict[str, float]]:
+    """Measure what a call of each kind adds: rows as of the other benchmarks, and nanoseconds."""
+    wanted = {row for rows in COSTS.values() for row in rows}
+    makers = (*bench_resize.comparisons("cpu"), *bench_verified.steady("cpu", ("tiny",)))
+    rows = measure([each for each in makers if each.id in wanted], setting, block_seconds=4e-3)
+    upper = {row.id: row.added_ns.q3 for row in rows}
+    return rows, {kind: max(upper[name] for name in names) for kind, names in COSTS.items()}
+
+
+def bound_of(calls: Mapping[str, Mapping[str, int]], cost: Mapping[str, float]) -> float:
+    """Multiply counts by costs; KeyError for a kind whose cost nobody has measured."""
+    return sum(cost[kind] * sum(functions.values()) for kind, functions in calls.items())
+
+
+def bounds(
+    workload: Workload, setting: Setting, cost: Mapping[str, float], *, compiled: bool
+) -> Iterator[Bound]:
+    """Count what a step enters in each scope, and divide by the host's time."""
+    backend = "aot_eager" if setting.quick else "inductor"
+
+    def prepared() -> Callable[[], None]:
+        computes = workload.computes
+        if compiled:
+            computes = torch.compile(of_its_own(computes), backend=backend)
+        step = workload.step(computes)
+        for _ in range(3):  # compiles, checks, and allocates what stays
+            step()
+        return step
+
+    plain = prepared()
+    calls = calls_for(plain, setting.block_seconds(0.01), "cpu")
+    host = Spread.of([1e3 * seconds(plain, calls, "cpu") for _ in range(setting.rounds)])
+    for scope, allowed in TARGETS.items():
+        with SCOPES[scope]():
+            step = prepared()
+            found = entered(step)
+            again = entered(step)
+        if found != again:
+            raise RuntimeError(f"a step called {found}, and the next one {again}")
+        nanoseconds = bound_of(found, cost)
+        percent = nanoseconds / (1e4 * host.q1)
+        yield Bound(
+            what=workload.what,
+            phase=workload.phase,
+            mode="compiled" if compiled else "eager",
+            scope=scope,
+            n=setting.rounds,
+            calls=found,
+            count=sum(sum(functions.values()) for functions in found.values()),
+            bound_ns=round(nanoseconds, 1),
+            host_ms=host,
+            percent=float(f"{percent:.3g}"),
+            target=f"at most {allowed:g} % of the host's time",
+            verdict="reached" if percent <= allowed else f"missed: {percent:.3g} %",
+        )
+
+
+def run(setting: Setting) -> Results:
+    """Measure what calls cost, then count them in every step."""
+    torchguard.uninstall()
+    made, cost = costs(replace(setting, rounds=3) if setting.quick else setting)
+    rows = []
+    for compiled in (False, True):
+        for workload in workloads(quick=setting.quick, compiled=compiled):
+            for row in bounds(workload, setting, cost, compiled=compiled):
+                rows.append(row)
+                print(
+                    f"{row.what.partition(':')[0][:40]:40} {row.phase:20} {row.mode:8} "
+                    f"{row.scope:24} {row.count:4} calls, {row.bound_ns / 1e3:.2f} us of "
+                    f"{row.host_ms.q1:.3f} ms: {row.percent:.3g} %: {row.verdict}"
+                )
+            torch.compiler.reset()
+    kinds = {kind: round(nanoseconds, 1) for kind, nanoseconds in cost.items()}
+    return {"costs": made, "cost_ns": kinds, "rows": rows}
+
+
+BENCHMARK = Benchmark(
+    "host",
+    "How many calls of a step enter a guard, and what is that of the host's time at most?",
+    run,
+    rounds=51,
+    rounds_of="rounds per cost and per step",
+    devices=("cpu",),
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

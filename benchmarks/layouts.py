@@ -288,8 +288,8 @@ def _host(record: Record, device: str) -> str:
                 "enter torchguard are counted, in the thread of the step. Each costs at most the "
                 "upper quartile of what was measured for its kind. The host's time is the lower "
                 "quartile of a step whose tensors are so small that computing them takes next to "
-                "nothing, on a CPU; launching kernels of a GPU takes longer, and the share is "
-                "smaller. So this is a bound for every device."
+                "nothing, on a CPU. On a GPU the same Python runs, and its step launches kernels "
+                "besides; no count there is in this record."
             ),
             table(header, rows),
             table(("a call", "adds at most"), prices),

@@ -184,11 +184,11 @@ def host_bound() -> str:
         return max(row["count"] for row in rows), max(row["percent"] for row in rows)
 
     (calls, percent), (all_calls, all_percent) = worst("install()"), worst("install(), every guard")
-    counted = f"calls {calls or 'none'} of the functions that `install()` patches"
     return (
-        f" Counted, not sampled: each of these steps {counted}, {percent:.2g} % of the host's "
-        f"time on any device, and enters every guard together at most {all_calls} times, at most "
-        f"{all_percent:.2g} % ([how](docs/benchmarks.md#host))."
+        f" Counted, not sampled: each of these steps calls {calls or 'none'} of the functions that "
+        f"`install()` patches, at most {percent:.2g} % of the host's time, and enters all guards "
+        f"together at most {all_calls} times, at most {all_percent:.2g} % "
+        "([how](docs/benchmarks.md#host))."
     )
 
 

@@ -9,6 +9,7 @@ A number in what it writes is never typed by hand. ``benchmarks/plots.py`` draws
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ def newest_record(folder: Path = RECORDS) -> Path:
 
 
 def costs(record: Record) -> str:
-    """Lay out the README's table: each guard, what it stops and what it costs."""
+    """Lay out a table: each guard, what it stops and what it costs."""
 
     def both(name: str) -> str:
         row = _row(record, name)
@@ -141,15 +142,38 @@ def every_row(record: Record) -> str:
 
 
 def summary(record: Record) -> str:
-    """Lay out what stands in the README: the table and where the figures come from."""
+    """Lay out the table of costs and say where its figures come from."""
     gpu = " Not measured on a GPU yet." if "note" in record else ""
-    source = f"benchmarks/records/{record['file']}"
+    source = f"../benchmarks/records/{record['file']}"
     versions, hardware = record["versions"], record["hardware"]
     return (
         f"{costs(record)}\n\nMedians on CPU, torch {versions['torch'].partition('+')[0]}, "
-        f"{hardware['cpu'].partition(',')[0]}, "
-        f"{record['date'][:10]} ([record]({source}); [what they mean](docs/guards.md#costs)).{gpu}"
-        f"{whole_steps()}{host_bound()}"
+        f"{hardware['cpu'].partition(',')[0]}, {record['date'][:10]} ([record]({source})).{gpu}"
+    )
+
+
+def overhead(_: Record) -> str:
+    """Lay out what stands in the README: what the guards add to a whole step."""
+    links = f"]({address()}/blob/main/docs/"
+    return f"{host_bound()}{whole_steps()}".strip().replace("](docs/", links)
+
+
+def host_bound() -> str:
+    """Say in one sentence what a step costs at most, from the newest record of ``bench_host``."""
+    record = newest(committed(), "host", "cpu")
+    if record is None:
+        return ""
+
+    def worst(scope: str) -> tuple[int, float]:
+        rows = [row for row in record["rows"] if row["scope"] == scope]
+        return max(row["count"] for row in rows), max(row["percent"] for row in rows)
+
+    (calls, percent), (all_calls, all_percent) = worst("install()"), worst("install(), every guard")
+    return (
+        "Steps of three models, training and inference, eager and compiled, call "
+        f"{calls or 'none'} of the functions that `install()` patches, at most {percent:.2g} % of "
+        f"the host's time, and enter all guards together at most {all_calls} times, at most "
+        f"{all_percent:.2g} % ([counted](docs/benchmarks.md#host))."
     )
 
 
@@ -165,37 +189,30 @@ def whole_steps() -> str:
         return f"{min(found):+.1%} to {max(found):+.1%}".replace("%", " %")
 
     return (
-        "\n\nThe time of whole steps of three models, of training and of inference, eager and "
-        f"compiled, differs by {between('install()')} with `install()`, by "
+        f" By the clock, a step differs by {between('install()')} with `install()`, by "
         f"{between('install(), every guard')} with every guard, and by "
         f"{between('nothing, once more')} with nothing, measured once more "
         "([end to end](docs/benchmarks.md#end-to-end))."
     )
 
 
-def host_bound() -> str:
-    """Say in one sentence what a step costs at most, from the newest record of ``bench_host``."""
-    record = newest(committed(), "host", "cpu")
-    if record is None:
-        return ""
+def address() -> str:
+    """Return the repository's address, which pyproject.toml alone says.
 
-    def worst(scope: str) -> tuple[int, float]:
-        rows = [row for row in record["rows"] if row["scope"] == scope]
-        return max(row["count"] for row in rows), max(row["percent"] for row in rows)
-
-    (calls, percent), (all_calls, all_percent) = worst("install()"), worst("install(), every guard")
-    return (
-        f" Counted, not sampled: each of these steps calls {calls or 'none'} of the functions that "
-        f"`install()` patches, at most {percent:.2g} % of the host's time, and enters all guards "
-        f"together at most {all_calls} times, at most {all_percent:.2g} % "
-        "([how](docs/benchmarks.md#host))."
-    )
+    README's links start with it: on a package index, relative ones lead nowhere.
+    """
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^Repository = "(.*)"$', project, re.MULTILINE)
+    if found is None:
+        raise ValueError("pyproject.toml says no Repository in [project.urls]")
+    return found[1]
 
 
-PAGES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    "README.md": ("costs", summary),
-    "docs/guards.md": ("every row", every_row),
-}
+PAGES: tuple[tuple[str, str, Callable[[Record], str]], ...] = (
+    ("README.md", "whole steps", overhead),
+    ("docs/guards.md", "costs", summary),
+    ("docs/guards.md", "every row", every_row),
+)
 
 
 def rewritten(page: str, name: str, table: str, *, by: str = "benchmarks.publish") -> str:
@@ -217,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.record or newest_record()
     record = {**read_record(path), "file": path.name}
     status = 0
-    for name, (mark, lay_out) in PAGES.items():
+    for name, mark, lay_out in PAGES:
         page = (ROOT / name).read_text(encoding="utf-8")
         new = rewritten(page, mark, lay_out(record))
         if new == page:

@@ -44,16 +44,27 @@ def on_page_content(html: str, **_: object) -> str:
 
 
 def _readme() -> str:
-    """Return the README with its links as seen from the pages' folder."""
+    """Return the README with its links, which are absolute, as seen from the pages' folder."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for before, after in {
-        "](docs/": "](",
-        "](benchmarks/records/": "](records/",
-        "](CHANGELOG.md)": "](changelog.md)",
-        "](LICENSE)": "](license.md)",
-    }.items():
-        text = text.replace(before, after)
+    files = f"]({_repository()}/blob/main/"
+    pages = {
+        "docs/": "",
+        "CHANGELOG.md": "changelog.md",
+        "CONTRIBUTING.md": "contributing.md",
+        "SECURITY.md": "security.md",
+        "LICENSE": "license.md",
+    }
+    for before, after in pages.items():
+        text = text.replace(files + before, f"]({after}")
     return text
+
+
+def _repository() -> str:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^Repository = "(.*)"$', project, re.MULTILINE)
+    if found is None:
+        raise ValueError("pyproject.toml says no Repository in [project.urls]")
+    return found[1]
 
 
 def _catalog() -> str:

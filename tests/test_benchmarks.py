@@ -88,7 +88,7 @@ def test_another_figure_in_the_record_makes_another_table() -> None:
 
     path = newest_record()
     committed = {**read_record(path), "file": path.name}
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guards.md").read_text(encoding="utf-8")
     assert rewritten(page, "costs", summary(committed)) == page
     slower = copy.deepcopy(committed)
     for row in slower["rows"]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import doctest
 import importlib
 import pkgutil
 import re
 import shlex
 import subprocess
+import symtable
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +22,11 @@ import torchguard
 from torchguard.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+REPOSITORY = re.findall(
+    r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+)[0]
+FILES = f"{REPOSITORY}/blob/main/"
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -53,6 +59,38 @@ def test_code_that_does_something_else_is_found(code: str, fault: str, tmp_path:
 def test_the_first_snippet_has_ten_lines_or_fewer() -> None:
     first = next(blocks((ROOT / "README.md").read_text(encoding="utf-8")))
     assert first.code.count("\n") <= 10
+
+
+def _names_from_elsewhere(code: str) -> set[str]:
+    """The global names that a program uses and neither binds itself nor has from Python."""
+    used, bound = set(), set(dir(builtins))
+    unread = [symtable.symtable(code, "block", "exec")]
+    while unread:
+        table = unread.pop()
+        unread += table.get_children()
+        for symbol in table.get_symbols():
+            at_module_level = table.get_type() == "module"
+            if symbol.is_assigned() or symbol.is_imported():
+                bound |= {symbol.get_name()} if at_module_level else set()
+            elif at_module_level or symbol.is_global():
+                used.add(symbol.get_name())
+    return used - bound
+
+
+def _continues(code: str) -> bool:
+    return code.startswith("# continues the ")
+
+
+def test_a_block_of_the_readme_that_continues_another_says_so() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = [block.code for block in blocks(page) if block.language == "python"]
+    assert [each for each in code if bool(_names_from_elsewhere(each)) != _continues(each)] == []
+    assert sum(map(_continues, code)) == len(code) - 1
+
+
+def test_names_from_elsewhere_are_found() -> None:
+    code = "import a\ndef f(x):\n    b = x\n    return a, b, c, len(d)\nf(e)\n"
+    assert _names_from_elsewhere(code) == {"c", "d", "e"}
 
 
 # What comes after the name of a command that a page shows, and whether it exists.
@@ -143,10 +181,12 @@ def _broken_links(page: Path, text: str) -> list[str]:
     broken = []
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-        if target.startswith("https://"):
+        inside = target.startswith(FILES)
+        if target.startswith("https://") and not inside:
             continue
-        path, _, anchor = target.partition("#")
-        file = page.parent / unquote(path) if path else page
+        path, _, anchor = target.removeprefix(FILES).partition("#")
+        folder = ROOT if inside else page.parent
+        file = folder / unquote(path) if path else page
         if not file.exists() or (anchor and anchor not in _anchors(file)):
             broken.append(target)
     return broken
@@ -165,8 +205,30 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 def test_a_broken_link_is_found() -> None:
     text = "[a](docs/none.md) ![b](none.png) [c](docs/why.md#none) [d](docs/why.md) [e](#limits)"
+    text += f" [f]({FILES}docs/none.md) [g]({FILES}docs/why.md#none) [h]({FILES}docs/why.md)"
     broken = ["docs/none.md", "none.png", "docs/why.md#none"]
+    broken += [f"{FILES}docs/none.md", f"{FILES}docs/why.md#none"]
     assert _broken_links(ROOT / "README.md", text) == broken
+
+
+def test_links_of_pages_outside_of_docs_are_absolute() -> None:
+    """On a package index, and in what a workflow shows, a relative link leads nowhere."""
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
+        targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text(encoding="utf-8"))
+        assert [target for target in targets if not target.startswith("https://")] == []
+
+
+def test_the_address_of_the_repository_is_the_one_of_pyproject() -> None:
+    folders = ("src", "docs", "tests", "benchmarks", ".github")
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    files += [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    other = []
+    for path in files:
+        if path.suffix in {".md", ".py", ".yml", ".toml"}:
+            text = path.read_text(encoding="utf-8")
+            found = re.findall(r"https://github\.com/[\w-]*/torchguard(?![\w-])", text)
+            other += [(path.name, address) for address in found if address != REPOSITORY]
+    assert other == []
 
 
 def _modules() -> list[ModuleType]:

@@ -75,6 +75,8 @@ def test_the_source_distribution_builds_the_same_wheel(
     unpack(dist[".gz"], tmp_path)
     [source] = tmp_path.iterdir()
     assert (source / "tests" / "test_package.py").exists()
+    for name in ("mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md"):
+        assert (source / name).exists(), name
     again = build(source, tmp_path / "again", "--wheel")
     digests = [
         hashlib.sha256(path.read_bytes()).hexdigest() for path in (dist[".whl"], again[".whl"])

@@ -169,11 +169,11 @@ def host_bound() -> str:
         return max(row["count"] for row in rows), max(row["percent"] for row in rows)
 
     (calls, percent), (all_calls, all_percent) = worst("install()"), worst("install(), every guard")
+    default = f"at most {calls} times, {percent:.2g} % of the host's time" if calls else "not once"
     return (
-        "Steps of three models, training and inference, eager and compiled, call "
-        f"{calls or 'none'} of the functions that `install()` patches, at most {percent:.2g} % of "
-        f"the host's time, and enter all guards together at most {all_calls} times, at most "
-        f"{all_percent:.2g} % ([counted](docs/benchmarks.md#host))."
+        "Steps of three models, training and inference, eager and compiled, call what `install()` "
+        f"patches {default}, and what all guards together patch at most {all_calls} times, at most "
+        f"{all_percent:.2g} % of the host's time ([counted](docs/benchmarks.md#host))."
     )
 
 

@@ -43,6 +43,7 @@ from torchguard.internals.modes import (
 )
 from torchguard.internals.operators import (
     fill_tables,
+    has_only_results,
     has_python_out,
     operator_name,
     operator_schemas,
@@ -99,6 +100,7 @@ __all__ = [
     "forget_in_torchscript",
     "graphs_compiled",
     "has_hooks",
+    "has_only_results",
     "has_own_dispatch",
     "has_python_out",
     "has_saved_tensors_hooks",

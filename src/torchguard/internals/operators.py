@@ -10,6 +10,7 @@ import torch
 
 __all__ = [
     "fill_tables",
+    "has_only_results",
     "has_python_out",
     "operator_name",
     "operator_schemas",
@@ -46,6 +47,37 @@ def operator_name(function: object) -> str | None:
     if isinstance(function, torch._ops.HigherOrderOperator):
         return f"higher_order::{function.__name__}"
     return None
+
+
+def has_only_results(function: object) -> bool:
+    """Whether an operator's schema and its token promise that its results are its only effect.
+
+    ``torch.library.custom_op(mutates_args=())`` promises it, and AOTAutograd and inductor
+    act on it: they drop, merge and move such calls. An operator that prints or sends has a
+    token, see ``register_effect`` in
+    https://github.com/pytorch/pytorch/blob/main/torch/_higher_order_ops/effects.py. One that
+    returns nothing would be of no use without an effect, and a ScriptObject has a state.
+    """
+    schemas = schemas_of(function)
+    return bool(schemas) and all(
+        schema.returns
+        and not schema.is_mutable
+        and all(argument.type.kind() != "ClassType" for argument in schema.arguments)
+        and not _has_effect_token(schema)
+        for schema in schemas or []
+    )
+
+
+def _has_effect_token(schema: Any) -> bool:
+    effects: Any = importlib.import_module("torch._higher_order_ops.effects")
+    effect_of = getattr(effects, "_get_effect", None)
+    if effect_of is not None:
+        return effect_of(schema.name) is not None
+    table = getattr(effects, "SIDE_EFFECTS", None)  # up to torch 2.9, by overload
+    return table is None or any(
+        isinstance(known, torch._ops.OpOverload) and known._schema.name == schema.name
+        for known in table
+    )
 
 
 def has_python_out(function: Callable[..., Any]) -> bool:

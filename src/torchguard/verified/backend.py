@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +43,10 @@ class VerifiedBackend:
         mode: str | None = None,
         inner_options: dict[str, Any] | None = None,
         dynamic: bool | None = None,
+        function: str | None = None,
     ) -> None:
         self._inner = inner
+        self._function = function  # the name of what the user has decorated
         self._options = options
         self._settings: dict[str, Any] = {
             name: value
@@ -62,14 +64,15 @@ class VerifiedBackend:
         """Compile a graph; its first calls are checked."""
         steps, random_like_eager = self._steps(settings)
         operations = sum(node.op.startswith("call_") for node in graph.graph.nodes)
-        reason = why_not_twice(graph)
+        reason = why_not_twice(graph, self._options.run_twice)
         traced = graph if reason is not None else copy_graph(graph)
         context = tracing_context()
         symbols = [symbols_of(context, value) for value in example_inputs]
         start = time.monotonic()
         compiled = steps[0].compile(graph, example_inputs)
         compile_seconds = time.monotonic() - start
-        record = new_record(self._records, *place_of(traced), operations)
+        function, place = place_of(traced)
+        record = new_record(self._records, self._function or function, place, operations)
         record.runs = steps[0].name
         if reason is not None:
             record.status, record.reason = "unverified", reason
@@ -153,6 +156,7 @@ def verified_backend(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     group: Any = None,
+    run_twice: Collection[str] = (),
 ) -> VerifiedBackend:
     """Return a backend that compiles with ``inner`` and keeps only what does what eager does.
 
@@ -174,14 +178,18 @@ def verified_backend(
         options: as for ``torch.compile``.
         group: a process group whose ranks take the same step; all of them have to compile
             the same graphs in the same order, as they do under DDP.
+        run_twice: custom operators, as ``"namespace::name"``, that have no effect but on their
+            tensors, so that a graph which has them is checked. Of those whose schema says that
+            they write nothing, and that have no side-effect token, torchguard believes it.
 
     Raises:
+        TypeError: ``run_twice`` is no collection of names.
         ValueError: an argument is none of these.
 
     Upstream: https://github.com/pytorch/pytorch/issues/197829 and others; the doctor
     lists them.
     """
-    checks = Options(calls, on_mismatch, max_bytes, every, group)
+    checks = Options(calls, on_mismatch, max_bytes, every, group, run_twice)
     return VerifiedBackend(inner, checks, mode=mode, inner_options=options)
 
 

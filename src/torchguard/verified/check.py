@@ -24,6 +24,7 @@ from torchguard.verified.records import GraphRecord
 from torchguard.verified.reducing import reduced
 from torchguard.verified.reproducer import write_reproducer
 from torchguard.verified.rounding import not_by_rounding, right_in_double
+from torchguard.verified.strides import with_strides
 from torchguard.verified.warning import warn_of
 
 __all__ = ["Check"]
@@ -141,7 +142,7 @@ class Check:
         if reason is not None:
             raise _Unverified(reason)
         eager = self._eager(inputs)
-        found = self._differences(self.steps[self.position], self.trusted, eager, inputs)
+        found, self.trusted = self._judged(self.steps[self.position], self.trusted, eager, inputs)
         if not found:
             if eager.error is not None:
                 raise _Unverified(f"eager raises {type(eager.error).__name__}")
@@ -166,6 +167,24 @@ class Check:
                 "fallback_random=True it can be checked"
             )
         return eager
+
+    def _judged(
+        self, step: Step, function: Callable[..., Any], eager: Outcome, inputs: Sequence[Any]
+    ) -> tuple[list[Difference], Callable[..., Any]]:
+        """Return what ``function`` does otherwise than eager, and the function.
+
+        Where nothing but the strides of outputs is wrong, it is one that gives them eager's.
+        """
+        found = self._differences(step, function, eager, inputs)
+        strides = dict(each.strides for each in found if each.strides is not None)
+        if not found or len(strides) < len(found):
+            return found, function
+        relaid = with_strides(function, strides)
+        if self._differences(step, relaid, eager, inputs):
+            return found, function
+        outputs = ", ".join(map(str, sorted(strides)))
+        self.forgiven = f"{step.name} gives outputs other strides, they get eager's: {outputs}"
+        return [], relaid
 
     def _differences(
         self, step: Step, function: Callable[..., Any], eager: Outcome, inputs: Sequence[Any]
@@ -197,7 +216,7 @@ class Check:
         if self.record.reproducer is None and self.steps[0].source is not None and not self.owned:
             case = self._reduced(Case(self.graph, wrong, list(inputs)))
             self.record.reproducer = write_reproducer(case, self.steps[0].source, self.record)
-        text = _message(self.record, found, self.options.on_mismatch)
+        text = _message(self.record, self.steps[0], found, self.options.on_mismatch)
         self.decided = self.options.on_mismatch != "fallback"
         if self.options.on_mismatch == "raise":
             self.record.runs = "nothing"
@@ -222,7 +241,10 @@ class Check:
             compiled = self._compiled(step, inputs)
             if compiled is None:
                 continue
-            if eager is None or not self._differences(step, compiled, eager, inputs):
+            found: list[Difference] = []
+            if eager is not None:
+                found, compiled = self._judged(step, compiled, eager, inputs)
+            if not found:
                 self.trusted = compiled
                 return
 
@@ -255,7 +277,15 @@ def _first(found: list[Difference]) -> list[str]:
     return shown
 
 
-def _message(record: GraphRecord, found: list[Difference], on_mismatch: str) -> str:
+def _blamed(step: Step) -> str:
+    """Name what has compiled the graph: a backend that somebody has written is not torch's."""
+    if step.source is None:
+        return f"the backend {step.name} (torch {torch.__version__})"
+    with_backend = f" with {step.source}" if step.source.startswith("backend=") else ""
+    return f"torch.compile{with_backend} (torch {torch.__version__})"
+
+
+def _message(record: GraphRecord, step: Step, found: list[Difference], on_mismatch: str) -> str:
     largest = max((d.largest for d in found if d.largest is not None), default=None)
     now = {
         "fallback": f"{record.runs} runs instead",
@@ -263,7 +293,7 @@ def _message(record: GraphRecord, found: list[Difference], on_mismatch: str) -> 
         "raise": "it is not run",
     }[on_mismatch]
     lines = [
-        f"torch.compile (torch {torch.__version__}) compiled {record.function} wrong:",
+        f"{_blamed(step)} compiled {record.function} wrong:",
         *(f"  {line}" for line in _first(found)),
         f"  last statement: {record.place}",
         *([] if largest is None else [f"  largest difference: {largest:.3g}"]),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchguard.verified.outcome import Outcome
+from torchguard.verified.strides import same_strides
 
 __all__ = ["Difference", "apart", "as_double", "differences", "same"]
 
@@ -46,6 +47,9 @@ class Difference:
 
     tensor: tuple[str, int] | None = None
     """Where in an outcome the tensor is whose finite values differ; None if anything else does."""
+
+    strides: tuple[int, tuple[int, ...]] | None = None
+    """An output whose strides alone have been compared so far, and eager's strides of it."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"
@@ -130,29 +134,36 @@ def _sharing(eager: Outcome, compiled: Outcome) -> list[Difference]:
 def _all(
     part: str, eager: list[Any], compiled: list[Any], reference: Callable[[], Outcome | None]
 ) -> list[Difference]:
-    strides = part != "gradients"  # autograd gives a leaf's gradient the leaf's own strides
     found = []
     for position, (expected, actual) in enumerate(zip(eager, compiled, strict=True)):
         where = _NAMES[part].format(position)
-        what = _compare_kinds(expected, actual, strides=strides)
+        what = _compare_kinds(expected, actual)
         if what is not None:
             found.append(Difference(where, what))
-        elif isinstance(expected, torch.Tensor) and expected.layout is torch.strided:
+            continue
+        if not isinstance(expected, torch.Tensor) or expected.layout is not torch.strided:
+            continue
+        # Autograd gives a leaf's gradient the leaf's own strides.
+        if part != "gradients" and not same_strides(expected, actual):
+            what = f"strides {actual.stride()}, eager has {expected.stride()}"
+            wanted = (position, expected.stride()) if part == "outputs" else None
+            found.append(Difference(where, what, strides=wanted))
+            continue
 
-            def exact(position: int = position) -> Any:
-                values = _part(reference, part)
-                return None if values is None else values[position]
+        def exact(position: int = position) -> Any:
+            values = _part(reference, part)
+            return None if values is None else values[position]
 
-            difference = _compare_values(expected.detach(), actual.detach(), exact)
-            if difference is not None:
-                what, largest, finite = difference
-                tensor = (part, position) if finite else None
-                found.append(Difference(where, what, largest, tensor))
+        difference = _compare_values(expected.detach(), actual.detach(), exact)
+        if difference is not None:
+            what, largest, finite = difference
+            tensor = (part, position) if finite else None
+            found.append(Difference(where, what, largest, tensor))
     return found
 
 
-def _compare_kinds(expected: Any, actual: Any, *, strides: bool) -> str | None:
-    """Compare all but the values of tensors; return what differs."""
+def _compare_kinds(expected: Any, actual: Any) -> str | None:
+    """Compare all but the values and strides of tensors; return what differs."""
     if not isinstance(expected, torch.Tensor) or not isinstance(actual, torch.Tensor):
         if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
             return f"a {type(actual).__name__}, eager has a {type(expected).__name__}"
@@ -162,27 +173,11 @@ def _compare_kinds(expected: Any, actual: Any, *, strides: bool) -> str | None:
         want, got = getattr(expected, name), getattr(actual, name)
         if want != got:
             return f"{name} {_plain(got)}, eager has {_plain(want)}"
-    order = _order(expected) if strides and expected.layout is torch.strided else None
-    if order is not None and order != _order(actual):
-        return f"strides {actual.stride()}, eager has {expected.stride()}"
     return None
 
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, torch.Size) else value
-
-
-def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dims from the largest stride to the smallest; dims of size 1 have no say.
-
-    None where a dim is expanded: a compiler may write out what eager returns as a view, but
-    not the other way round, for nobody could write into it any more.
-    """
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    strides = [(stride, dim) for dim, (size, stride) in enumerate(sizes) if size > 1]
-    if not tensor.numel() or any(stride == 0 for stride, _ in strides):
-        return None
-    return tuple(dim for _, dim in sorted(strides, key=lambda pair: (-pair[0], pair[1])))
 
 
 def same(expected: torch.Tensor, actual: torch.Tensor) -> bool:

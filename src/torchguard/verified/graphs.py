@@ -90,15 +90,17 @@ def owned_tensors(graph: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def place_of(graph: fx.GraphModule) -> tuple[str, str]:
-    """Return the function the graph was traced from, and ``file:line`` of its last statement.
+    """Return the function or module that was compiled, and ``file:line`` of the last statement.
 
     A module of torch itself has no line of the user's: then it is the module's class.
     """
     for node in reversed(graph.graph.nodes):
-        found = re.findall(r'File "(.*)", line (\d+), in (.*)', node.stack_trace or "")
-        if found:
-            file, line, function = found[-1]
-            return function, f"{file}:{line}"
+        frames = re.findall(r'File "(.*)", line (\d+), in (.*)', node.stack_trace or "")
+        if frames:
+            # The outermost frame is what Dynamo compiled, or its rest after a graph break.
+            resumed = re.fullmatch(r"torch_dynamo_resume_in_(.*)_at_\d+", frames[0][2])
+            file, line, _ = frames[-1]
+            return resumed[1] if resumed else frames[0][2], f"{file}:{line}"
     for node in graph.graph.nodes:
         for _, kind in (node.meta.get("nn_module_stack") or {}).values():
             return getattr(kind, "__name__", str(kind)), "torch.nn"

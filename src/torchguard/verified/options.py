@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,9 @@ class Options:
     group: Any = None
     """The ranks that take the same step."""
 
+    run_twice: Collection[str] = ()
+    """Custom operators that have no effect but on their tensors."""
+
     def __post_init__(self) -> None:
         if type(self.calls) is not int or self.calls < 1:
             raise ValueError(f"verified: calls is {self.calls!r}, expected a number of 1 or more")
@@ -31,6 +35,20 @@ class Options:
             raise ValueError(
                 f"verified: max_bytes is {self.max_bytes!r}, expected a number of bytes or None"
             )
+        # A string is a collection of its letters, and equal options make equal backends.
+        names = None if isinstance(self.run_twice, str) else tuple(self.run_twice)
+        if names is None or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"verified: run_twice is {self.run_twice!r}, expected names of operators: "
+                'run_twice=["namespace::name"]'
+            )
+        unnamed = [name for name in names if not all(name.partition("::"))]
+        if unnamed:
+            raise ValueError(
+                f"verified: run_twice has {unnamed[0]!r}, expected the name of an operator with "
+                'its namespace: "namespace::name"'
+            )
+        object.__setattr__(self, "run_twice", frozenset(names))
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -6,12 +6,13 @@ tensors. Anything else is left unverified, with the operation as the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
-from torchguard.internals import operator_name
+from torchguard.internals import has_only_results, operator_name
 
 __all__ = ["graphs_of", "why_not_twice"]
 
@@ -39,27 +40,32 @@ def graphs_of(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
             yield module
 
 
-def why_not_twice(graph: fx.GraphModule) -> str | None:
-    """Name the operation because of which the graph must not be run again, or None."""
+def why_not_twice(graph: fx.GraphModule, run_twice: Collection[str] = ()) -> str | None:
+    """Name the operation because of which the graph must not be run again, or None.
+
+    Args:
+        graph: as Dynamo traced it.
+        run_twice: names of custom operators of which the user knows that they may be.
+    """
     for part in graphs_of(graph):
         for node in part.graph.nodes:
-            reason = _reason(part, node)
+            reason = _reason(part, node, run_twice)
             if reason is not None:
                 return reason
     return None
 
 
-def _reason(graph: fx.GraphModule, node: fx.Node) -> str | None:
+def _reason(graph: fx.GraphModule, node: fx.Node, run_twice: Collection[str]) -> str | None:
     if node.op == "call_module":
         module = graph.get_submodule(str(node.target))
         if isinstance(module, fx.GraphModule):
             return None
         # torch._dynamo.config.inline_inbuilt_nn_modules is off.
         return f"a {type(module).__name__} is called as a whole, with state of its own"
-    return _reason_of(node.target) if node.op == "call_function" else None
+    return _reason_of(node.target, run_twice) if node.op == "call_function" else None
 
 
-def _reason_of(function: Any) -> str | None:
+def _reason_of(function: Any, run_twice: Collection[str]) -> str | None:
     name = operator_name(function)
     if name is None:
         return _reason_of_python(function)
@@ -68,9 +74,25 @@ def _reason_of(function: Any) -> str | None:
         return f"{name} communicates with other processes"
     if namespace == "higher_order":
         return None if short in _HIGHER_ORDER else f"the operator {short} may have other effects"
-    if namespace in _OPERATORS:
+    if namespace in _OPERATORS or name in run_twice:
         return None
-    return f"{name} is a custom operator, which may have other effects"
+    return _reason_of_custom(function, name)
+
+
+def _reason_of_custom(function: Any, name: str) -> str | None:
+    if not has_only_results(function):
+        reason = "whose schema or effect token says that it does more than return something"
+    elif _has_peers():
+        reason = "which may communicate with other ranks"
+    else:
+        return None
+    return f"{name} is a custom operator {reason}; where it may run twice: run_twice=[{name!r}]"
+
+
+def _has_peers() -> bool:
+    """Whether an operator could wait for another process, which its schema does not say."""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 def _reason_of_python(function: Any) -> str | None:

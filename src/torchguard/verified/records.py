@@ -16,7 +16,7 @@ class GraphRecord:
     """One compiled graph."""
 
     function: str
-    """The name of the function that Dynamo took it from."""
+    """The function or module that was decorated, or else the one that Dynamo compiled."""
 
     place: str
     """``file:line`` of the graph's last statement."""

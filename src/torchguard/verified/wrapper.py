@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def verified(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     group: Any = None,
+    run_twice: Collection[str] = (),
     **compile_options: Any,
 ) -> Decorator:
     """Compile a function or a module, and keep of each graph only what does what eager does.
@@ -47,6 +48,7 @@ def verified(
         mode: as for ``torch.compile``.
         options: as for ``torch.compile``.
         group: a process group whose ranks take the same step, see :func:`verified_backend`.
+        run_twice: custom operators without side effects, see :func:`verified_backend`.
         **compile_options: further arguments of ``torch.compile``: ``fullgraph``, ``dynamic``.
 
     Raises:
@@ -55,7 +57,7 @@ def verified(
 
     Upstream: https://github.com/pytorch/pytorch/issues/197829
     """
-    checks = Options(calls, on_mismatch, max_bytes, every, group)
+    checks = Options(calls, on_mismatch, max_bytes, every, group, run_twice)
 
     def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
         """Return arguments for ``torch.compile``; those of what is compiled already are kept."""
@@ -68,7 +70,9 @@ def verified(
         if _is_compiled(given):
             found = _settings_of(given)
             return {
-                "backend": VerifiedBackend(found["compiler"], checks),
+                "backend": VerifiedBackend(
+                    found["compiler"], checks, function=_name_of(found["function"])
+                ),
                 "fullgraph": found["fullgraph"],
                 "dynamic": found["dynamic"],
             }
@@ -79,6 +83,7 @@ def verified(
             mode=asked.pop("mode", mode),
             inner_options=asked.pop("options", options),
             dynamic=asked.get("dynamic"),
+            function=_name_of(given),
         )
         return {**asked, "backend": checked}
 
@@ -103,6 +108,12 @@ def verified(
         return made
 
     return wrap
+
+
+def _name_of(function: Any) -> str:
+    """Return the name of a function or of a module's class; a partial has no name of its own."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(name).rpartition("<locals>.")[2]
 
 
 def _is_compiled(function: Any) -> bool:

@@ -81,15 +81,34 @@ except Exception as error:
     result["waiting"] = type(error).__name__
 
 # What one rank sees in the first turn and the other in the later ones is no leak of either.
-once, checking._check_once = checking._check_once, lambda *given: seen_by(given[-1])
+checker = checking._Checker
+pair, first = checker._pair, checker.first
 
-def seen_by(turn):
-    if (turn == 0) == (rank == 0):
-        raise PaddingLeakError(f"rank {rank}, turn {turn}")
+def seen_by(self, case, turn):
+    return PaddingLeakError(f"rank {rank}, turn {turn}") if (turn == 0) == (rank == 0) else None
 
+checker._pair = seen_by
+checker.first = lambda self, case, inputs: checking._First(seen_by(self, case, 0), None, False)
 double.verify(torch.arange(3))
-checking._check_once = once
+checker._pair, checker.first = pair, first
 result["jumps"] = "forgiven"
+
+# Neutral for one rank and not for the other: both refuse, after as many runs.
+largest = bucketed(lambda x: x.amax() * 0 if rank else x.amax(), dims=({0: "t"},),
+                   buckets=Buckets([8]), group=True)
+try:
+    largest(torch.tensor([1.0, -1.0, 2.0]))
+except Exception as error:
+    result["neutral"] = f"{type(error).__name__}: {error}"
+
+# The padding of the shortest rank decides when to prove again.
+checks.clear()
+growing = bucketed(summed, dims=({0: "t"},), buckets=Buckets([64]), outputs={0: "t"}, group=True)
+result["growing"] = []
+for lengths in ((60, 60), (59, 60), (60, 40), (64, 41), (41, 64)):
+    checks.clear()
+    growing(torch.ones(lengths[rank]))
+    result["growing"].append(len(checks))
 
 # DDP training against the same training without padding and without ranks.
 torch.manual_seed(0)
@@ -154,7 +173,8 @@ def test_ddp_training_equals_training_without_padding(results: list[dict[str, An
 
 
 def test_ranks_check_together_or_not_at_all(results: list[dict[str, Any]]) -> None:
-    assert [result["ran"] for result in results] == [4 + 3, 4 + 3]
+    # Four calls; one check: four runs, and two on each of two other sets of data.
+    assert [result["ran"] for result in results] == [4 + 4 + 4, 4 + 4 + 4]
 
 
 def test_a_rank_that_leaks_waits_for_the_others_as_often(results: list[dict[str, Any]]) -> None:
@@ -168,3 +188,14 @@ def test_jumps_of_two_ranks_are_not_added_up(results: list[dict[str, Any]]) -> N
 def test_a_leak_on_one_rank_is_an_error_on_both(results: list[dict[str, Any]]) -> None:
     assert results[0]["leak"].startswith("RuntimeError: bucketed: the check of <lambda>() has")
     assert results[1]["leak"].startswith("PaddingLeakError")
+
+
+def test_a_rank_for_which_0_is_neutral_refuses_with_the_other(
+    results: list[dict[str, Any]],
+) -> None:
+    assert results[0]["neutral"].startswith("PaddingLeakError")
+    assert results[1]["neutral"].startswith("RuntimeError: bucketed: the check of <lambda>() has")
+
+
+def test_padding_that_grows_on_any_rank_is_proven_by_all(results: list[dict[str, Any]]) -> None:
+    assert [result["growing"] for result in results] == 2 * [[9, 1, 5, 1, 1]]

@@ -22,6 +22,7 @@ from torchguard.bucketed.isolation import reachable
 from torchguard.bucketed.outputs import Sizes
 from torchguard.bucketed.planner import Planner
 from torchguard.bucketed.plans import BucketCount, Input, Plan, told
+from torchguard.bucketed.proven import Proven
 from torchguard.bucketed.trees import flattened, replaced
 from torchguard.bucketed.variants import COMPILING, Source, Variant, separated
 from torchguard.bucketed.verification import Arguments, backward
@@ -57,7 +58,7 @@ class Caller:
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._forms: dict[Any, Form] = {}
         self._surroundings: Surroundings | None = None
-        self._verified: set[Any] = set()
+        self.proven = Proven(shared=self.options.group is not None)
         self._warned = False
         self._cutter = Cutter(source, planner, name)
         self._always = self.options.verify == "always"
@@ -174,7 +175,7 @@ class Caller:
                 given=given,
             )
             # A check may contain collectives, so all ranks make it or none does.
-            plan.padded_somewhere = shortest != plan.buckets
+            plan.shortest = shortest
             self._keep(form, key, plan)
         return plan
 
@@ -244,7 +245,7 @@ class Caller:
         self, plan: Plan, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self._to_be_checked(plan):
-            self._check(plan, owner, args, kwargs)
+            check(self._cutter, plan, owner, Arguments(args, kwargs), self.proven)
         variant = plan.variant
         run = variant.run
         if variant.compiles and plan.circumstances not in variant.compiled_for:
@@ -260,22 +261,8 @@ class Caller:
         if self.options.group is None:
             padded = bool(plan.pads) and all(plan.sizes.values())
         else:
-            padded = plan.padded_somewhere
-        if not padded:
-            return False
-        return self._always or self._checked_as(plan) not in self._verified
-
-    def _checked_as(self, plan: Plan) -> tuple[Any, ...]:
-        circumstances = plan.circumstances
-        # Switches may differ between ranks, and all of them have to check at the same time.
-        switches = circumstances.switches if self.options.group is None else ()
-        return (*plan.buckets.values(), circumstances.around, switches)
-
-    def _check(
-        self, plan: Plan, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        check(self._cutter, plan, owner, Arguments(args, kwargs))
-        self._verified.add(self._checked_as(plan))
+            padded = plan.shortest != plan.buckets
+        return padded and (self._always or not self.proven.covers(plan))
 
     def _compiled(self, plan: Plan) -> Callable[..., Any]:
         """Return a variant's function, to be called once, that notes what compiling took."""
@@ -327,7 +314,7 @@ class Caller:
             raise ValueError(
                 f"bucketed: nothing to check: {told(plan)} is above the largest bucket"
             )
-        self._check(plan, owner, args, kwargs)
+        check(self._cutter, plan, owner, Arguments(args, kwargs), self.proven, anew=True)
 
     def warm(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile the variant for inputs that have the sizes of a bucket, backward included."""

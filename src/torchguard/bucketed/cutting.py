@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchguard.bucketed.isolation import eager, modules_of, python_state_kept, quiet
+from torchguard.bucketed.isolation import buffers_kept, eager, modules_of, python_state_kept, quiet
 from torchguard.bucketed.outputs import (
     Formula,
     Leaf,
@@ -56,13 +56,7 @@ class Cutter:
         Raises:
             TypeError, ValueError: it can't be told how much is real.
         """
-        if type(output) is torch.Tensor:
-            key: Any = output.shape
-        else:
-            key = tuple(
-                (path, value.shape if isinstance(value, torch.Tensor) else type(value))
-                for path, value in flattened(output)
-            )
+        key: Any = output.shape if type(output) is torch.Tensor else _kind(output)
         program = plan.programs.get(key)
         if program is None:
             leaves = leaves_of(output)
@@ -83,6 +77,11 @@ class Cutter:
                 tensor = tensor.narrow(dim, start, length)
             new[path] = tensor
         return replaced(output, new)
+
+    def cuts(self, plan: Plan, output: Any) -> dict[Path, tuple[tuple[int, int, int], ...]]:
+        """Return what :meth:`cut` has cut from an output like this one: (dim, start, length)."""
+        key = output.shape if type(output) is torch.Tensor else _kind(output)
+        return dict(plan.programs[key].cuts)
 
     def _program(self, plan: Plan, leaves: list[Leaf], whole: Any, given: Arguments) -> Program:
         """Find out how long the real part of each output is.
@@ -186,5 +185,13 @@ class Cutter:
             return self.source.function(*args, **kwargs)
 
         modules = modules_of(self.source.function, given.args)
-        with COMPILING, eager(), quiet(), python_state_kept(modules):
+        with COMPILING, eager(), quiet(), python_state_kept(modules), buffers_kept(modules):
             return Formula.of(run, hints)
+
+
+def _kind(output: Any) -> tuple[Any, ...]:
+    """Return what tells this output from others that are cut otherwise."""
+    return tuple(
+        (path, value.shape if isinstance(value, torch.Tensor) else type(value))
+        for path, value in flattened(output)
+    )

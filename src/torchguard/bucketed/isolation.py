@@ -29,6 +29,7 @@ __all__ = [
     "python_state_kept",
     "quiet",
     "reachable",
+    "tensors_around",
 ]
 
 
@@ -38,6 +39,20 @@ def reachable(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
     Arguments, what it is bound to, its closure and the globals it names, and what is right
     inside these: a model in a list, or an attribute of the object a method belongs to.
     """
+    found = {
+        id(each): each
+        for each in _candidates(function, arguments)
+        if isinstance(each, torch.nn.Module)
+    }
+    return list(found.values())
+
+
+def tensors_around(function: Any) -> list[torch.Tensor]:
+    """Return the tensors a function holds: in its closure, in globals, in what it is bound to."""
+    return [each for each in _candidates(function, ()) if isinstance(each, torch.Tensor)]
+
+
+def _candidates(function: Any, arguments: Iterable[Any]) -> list[Any]:
     candidates = [*_around(function), *arguments]
     for candidate in list(candidates):
         inside = parts(candidate)
@@ -45,8 +60,7 @@ def reachable(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
             candidates += [part for _, part in inside]
         elif not isinstance(candidate, (type, torch.Tensor, torch.nn.Module, ModuleType)):
             candidates += vars(candidate).values() if hasattr(candidate, "__dict__") else ()
-    found = {id(each): each for each in candidates if isinstance(each, torch.nn.Module)}
-    return list(found.values())
+    return candidates
 
 
 def _around(function: Any) -> list[Any]:
@@ -103,7 +117,10 @@ def _put_back(changed: dict[str, Any], before: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def buffers_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Copy buffers and copy them back: what compiled code writes, nobody sees."""
+    """Copy buffers and copy them back: for what :class:`Undone` does not see.
+
+    Compiled code, and a run on tensors without data, which writes to buffers that are real.
+    """
     kept = [
         (buffer, buffer.detach().clone(), internals.version_of(buffer))
         for module in modules
@@ -112,8 +129,9 @@ def buffers_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before, version in kept:
+        for buffer, before, version in kept:
+            # An inference tensor is written in inference mode only.
+            with torch.inference_mode(mode=buffer.is_inference()), torch.no_grad():
                 buffer.copy_(before)
                 if version is not None:
                     internals.set_version(buffer, version)

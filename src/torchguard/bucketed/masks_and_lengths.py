@@ -19,6 +19,9 @@ Kind = Literal["real", "padding", "additive"]
 """A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf
 to add to scores."""
 
+_MASKED_BELOW = -1000.0
+"""What is added to scores that are not to count is below this."""
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -32,6 +35,12 @@ class Mask:
     def fill(self) -> float:
         """What to extend the caller's own mask with."""
         return {"real": 0, "padding": 1, "additive": float("-inf")}[self.kind]
+
+    def real(self, given: torch.Tensor) -> torch.Tensor:
+        """Say which positions of a mask that the caller gives are real."""
+        if self.kind == "additive":
+            return given > _MASKED_BELOW  # 0, a bias, or -inf, the smallest number, -10,000
+        return (given != 0) if self.kind == "real" else (given == 0)
 
     def make(
         self, shape: tuple[int, ...], length: int, size: int, side: Side, device: torch.device

@@ -96,8 +96,8 @@ class Plan:
     ready: bool = False
     owned: int = 0
     """How many arguments come before those of the caller: ``self``."""
-    padded_somewhere: bool = False
-    """Whether any rank of a group has something to pad."""
+    shortest: Sizes = field(default_factory=dict)
+    """The smallest sizes that any rank of a group has."""
     real: int = 1
     padded: int = 1
 

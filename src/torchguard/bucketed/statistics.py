@@ -36,6 +36,8 @@ class Statistics:
     graphs: int
     """Graphs compiled, recompilations included."""
     axes: tuple[str, ...]
+    relies_on_fill_0: tuple[str, ...] = ()
+    """Inputs whose padding is read, and 0 in it was shown to be neutral, though not declared."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -48,6 +50,7 @@ class Statistics:
             "compile_seconds": self.compile_seconds,
             "graphs": self.graphs,
             "axes": list(self.axes),
+            "relies_on_fill_0": list(self.relies_on_fill_0),
         }
 
     def __str__(self) -> str:
@@ -64,6 +67,8 @@ class Statistics:
             lines.append(f"{' x '.join(map(str, sizes)):>{width}} {count:>10,}")
         if self.overflowed:
             lines.append(f"{'above':>{width}} {self.overflowed:>10,}")
+        if self.relies_on_fill_0:
+            lines.append(f"relies on fill 0 in the padding of {', '.join(self.relies_on_fill_0)}")
         return "\n".join(lines)
 
 
@@ -84,6 +89,7 @@ def statistics_of(caller: Caller, ladders: dict[str, Ladder]) -> Statistics:
         compile_seconds=sum(variant.seconds for variant in variants),
         graphs=sum(variant.graphs for variant in variants),
         axes=tuple(ladders),
+        relies_on_fill_0=caller.proven.relies_on_zero,
     )
 
 

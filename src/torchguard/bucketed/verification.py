@@ -1,12 +1,8 @@
-"""Does the padding change the answer? Three eager runs, compared.
-
-The function on the real inputs, on the padded ones, and on inputs padded with something else:
-what is cut out of each has to be the same, and so have the gradients.
-"""
+"""Run a function without side effects and keep what came of it: outputs, gradients, buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,35 +12,13 @@ from torchguard.bucketed.isolation import (
     address,
     forked_random_state,
     python_state_kept,
+    tensors_around,
 )
 from torchguard.bucketed.outputs import leaves_of
-from torchguard.bucketed.trees import Path, flattened, is_leaf, replaced, spelled
-from torchguard.errors import PaddingLeakError
+from torchguard.bucketed.trees import Path, flattened, replaced, spelled
 from torchguard.last_digits import nudge
 
-__all__ = [
-    "Arguments",
-    "Run",
-    "backward",
-    "compared",
-    "other_filler",
-    "ran",
-    "with_other_last_digits",
-]
-
-# Differences that rounding alone makes, as a share of the largest value. Sums over a padded
-# length are taken in another order, so they are not exact.
-_TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.complex128: 1e-9,
-    torch.float32: 5e-5,
-    torch.complex64: 5e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 4e-2,
-}
-_COARSEST = 0.1  # of dtypes with fewer bits
-# A gradient that is zero but for rounding is measured by the largest of all.
-_OF_LARGEST = 1e-2
+__all__ = ["Arguments", "Gradient", "Run", "backward", "ran", "with_other_last_digits"]
 
 
 class Arguments(NamedTuple):
@@ -65,14 +39,34 @@ class Arguments(NamedTuple):
         return Arguments(*replaced((self.args, self.kwargs), new))
 
 
+class Gradient(NamedTuple):
+    """Of one leaf of the graph."""
+
+    name: str
+    leaf: torch.Tensor
+    """Kept, lest another leaf of another run gets its id."""
+    value: torch.Tensor | None
+    known: bool
+    """Whether the leaf was there before the run; some functions make leaves of their own."""
+
+
 class Run(NamedTuple):
     """What one run gave."""
 
     output: Any
     leaves: list[tuple[Path, Any]]
-    gradients: list[tuple[str, torch.Tensor | None]]
-    parameters: list[torch.Tensor]
+    gradients: dict[Any, Gradient]
+    """By path of an input, or by id of another leaf."""
+    buffers: dict[str, torch.Tensor]
+    """Those of modules that it has written, as it left them."""
+    before: dict[str, torch.Tensor]
+    """The same buffers, as they were and are again."""
     operators: set[str]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The leaves that are no inputs."""
+        return [each.leaf for key, each in self.gradients.items() if type(key) is int]
 
 
 def ran(
@@ -80,21 +74,19 @@ def ran(
     given: Arguments,
     *,
     prepare: Callable[[Arguments], Arguments],
-    cut: Callable[[Any], Any],
+    cut: Callable[[Any], tuple[Any, dict[Path, torch.Tensor]]],
     names: dict[Path, str],
     modules: Sequence[torch.nn.Module],
-    parameters: Sequence[torch.Tensor] | None = None,
 ) -> Run:
-    """Run a function on the side; return the real part of its output and the gradients.
+    """Run a function without side effects; return the real part of its output and the gradients.
 
     Args:
         function: runs eagerly.
         given: its arguments, not padded.
         prepare: pads them.
-        cut: takes the real part of the output.
+        cut: takes the real part of the output; says of its tensors by path which elements count.
         names: what to call the inputs by path.
         modules: those the function may change.
-        parameters: the leaves to take gradients for; None to find them in the graph.
     """
     leaves: dict[Path, torch.Tensor] = {}
     for path, value in given.leaves():
@@ -104,6 +96,7 @@ def ran(
     aside = Undone()
     try:
         with forked_random_state(), python_state_kept(modules):
+            held = _buffers(modules)
             fresh = prepare(given.with_parts(dict(leaves)))
             inputs = {
                 address(value): names[path]
@@ -112,16 +105,17 @@ def ran(
             }
             with aside:
                 output = function(*fresh.args, **fresh.kwargs)
-            output = cut(output)  # which may run the function on tensors without data
+            output, counts = cut(output)  # which may run the function on tensors without data
             parts = [(leaf.path, leaf.value) for leaf in leaves_of(output)]
-            if parameters is None:
-                parameters = _parameters([value for _, value in parts], leaves.values())
             with aside:
-                gradients = _gradients(parts, leaves, parameters, names, modules)
+                gradients = _gradients(parts, counts, leaves, names, (function, modules))
             kept = [
-                (path, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+                (path, _counted(value.detach(), counts.get(path)).clone())
+                if isinstance(value, torch.Tensor)
+                else (path, value)
                 for path, value in parts
             ]
+            buffers = _written(held, aside.written)
     finally:
         aside.undo()
     lost = [name for place, name in inputs.items() if place and place in aside.written]
@@ -130,7 +124,42 @@ def ran(
             f"bucketed: the function writes to its input {lost[0]}; what it gets is a padded copy, "
             "so the write would be lost: return the new value instead"
         )
-    return Run(output, kept, gradients, list(parameters), aside.seen)
+    before = {name: buffer for name, _, _, buffer in held if name in buffers}
+    return Run(output, kept, gradients, buffers, before, aside.seen)
+
+
+def _counted(value: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """Put 0 where an element does not count."""
+    if counts is None:
+        return value
+    return torch.where(counts, value, torch.zeros((), dtype=value.dtype, device=value.device))
+
+
+_Held = tuple[str, torch.nn.Module, str, torch.Tensor]
+"""A buffer: its full name, the module that has it, its name there."""
+
+
+def _buffers(modules: Sequence[torch.nn.Module]) -> list[_Held]:
+    names: dict[int, str] = {}
+    for module in modules:  # the outer ones first
+        for name, buffer in module.named_buffers():
+            names.setdefault(id(buffer), name)
+    return [
+        (names.get(id(buffer), key), module, key, buffer)
+        for module in modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+def _written(held: Iterable[_Held], written: set[int]) -> dict[str, torch.Tensor]:
+    """Copy the buffers whose memory was written, or that are another tensor now."""
+    found = {}
+    for name, module, key, buffer in held:
+        now = module._buffers.get(key)
+        if now is not None and (now is not buffer or address(buffer) in written):
+            found[name] = now.detach().clone()
+    return found
 
 
 def _parameters(outputs: list[Any], inputs: Any) -> list[torch.Tensor]:
@@ -157,160 +186,55 @@ def _parameters(outputs: list[Any], inputs: Any) -> list[torch.Tensor]:
 
 def _gradients(
     parts: list[tuple[Path, Any]],
+    counts: dict[Path, torch.Tensor],
     inputs: dict[Path, torch.Tensor],
-    parameters: Sequence[torch.Tensor],
     names: dict[Path, str],
-    modules: Sequence[torch.nn.Module],
-) -> list[tuple[str, torch.Tensor | None]]:
+    known: tuple[Any, Sequence[torch.nn.Module]],
+) -> dict[Any, Gradient]:
+    parameters = _parameters([value for _, value in parts], inputs.values())
     wanted = [*inputs.values(), *parameters]
     differentiable = [
-        value
-        for _, value in parts
+        (value, counts.get(path))
+        for path, value in parts
         if isinstance(value, torch.Tensor) and value.requires_grad and value.numel()
     ]
     if not wanted or not differentiable:
-        return []
+        return {}
     weights = [
-        torch.linspace(0.5, 1.5, value.numel(), device=value.device, dtype=torch.float64)
-        .to(value.dtype)
-        .view(value.shape)
-        for value in differentiable
+        _counted(
+            torch.linspace(0.5, 1.5, value.numel(), device=value.device, dtype=torch.float64)
+            .to(value.dtype)
+            .view(value.shape),
+            counted,
+        )
+        for value, counted in differentiable
     ]
-    found = torch.autograd.grad(differentiable, wanted, weights, allow_unused=True)
-    said = {id(p): name for m in modules for name, p in m.named_parameters()}
+    found = torch.autograd.grad(
+        [value for value, _ in differentiable], wanted, weights, allow_unused=True
+    )
+    said: dict[int, str] = {}
+    function, modules = known
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            said.setdefault(id(parameter), name)
+    held = {*said, *(id(tensor) for tensor in tensors_around(function))}
     labels = [
-        *(names.get(path, spelled("input", path[1:])) for path in inputs),
-        *(said.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)),
+        *((path, names.get(path, spelled("input", path[1:])), True) for path in inputs),
+        *(
+            (id(p), said.get(id(p), f"parameter {i}"), id(p) in held)
+            for i, p in enumerate(parameters)
+        ),
     ]
-    return list(zip(labels, found, strict=True))
+    return {
+        key: Gradient(name, leaf, value, is_known)
+        for (key, name, is_known), leaf, value in zip(labels, wanted, found, strict=True)
+    }
 
 
 def backward(output: Any) -> None:
     """Run the backward of an output; no gradient is accumulated anywhere."""
     parts = [(leaf.path, leaf.value) for leaf in leaves_of(output)]
-    parameters = _parameters([value for _, value in parts], ())
-    _gradients(parts, {}, parameters, {}, ())
-
-
-def compared(
-    expected: Run, got: Run, *, what: str, function: str, modules: Sequence[torch.nn.Module]
-) -> None:
-    """Raise unless two runs agree.
-
-    Raises:
-        PaddingLeakError: naming what differs, and by how much.
-    """
-    if [path for path, _ in expected.leaves] != [path for path, _ in got.leaves]:
-        raise PaddingLeakError(
-            f"bucketed: {function} returns another structure when its input is padded ({what})"
-        )
-    causes = _causes(expected.operators | got.operators, modules)
-    for (path, wanted), (_, value) in zip(expected.leaves, got.leaves, strict=True):
-        where = spelled("output", path, expected.output)
-        if not isinstance(wanted, torch.Tensor):
-            if is_leaf(wanted) and wanted != value and not (wanted != wanted and value != value):  # noqa: PLR0124
-                raise PaddingLeakError(
-                    f"bucketed: {where} of {function} is {value!r} with padding and {wanted!r} "
-                    f"without ({what}). {causes}"
-                )
-            continue
-        if wanted.shape != value.shape:
-            raise PaddingLeakError(
-                f"bucketed: {where} of {function} has shape {tuple(value.shape)} cut out of a "
-                f"padded run, and {tuple(wanted.shape)} without padding ({what}): say in outputs= "
-                "how long it is"
-            )
-        _compare(wanted, value, where=f"{where} of {function}", what=what, causes=causes)
-    largest = max((_largest(g) for _, g in expected.gradients if g is not None), default=0.0)
-    for (name, wanted), (_, value) in zip(expected.gradients, got.gradients, strict=True):
-        if wanted is None and value is None:
-            continue
-        zero = value if wanted is None else wanted
-        assert zero is not None
-        _compare(
-            torch.zeros_like(zero) if wanted is None else wanted,
-            torch.zeros_like(zero) if value is None else value,
-            scale=_OF_LARGEST * largest,
-            where=f"the gradient of {name} in {function}",
-            what=what,
-            causes=causes,
-        )
-
-
-def _compare(
-    wanted: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    where: str,
-    what: str,
-    causes: str,
-    scale: float = 0.0,
-) -> None:
-    if wanted.dtype.is_floating_point or wanted.dtype.is_complex:
-        tolerance = _TOLERANCES.get(wanted.dtype, _COARSEST)
-        allowed = tolerance * max(_largest(wanted), scale)
-        wide = torch.complex128 if wanted.dtype.is_complex else torch.float64
-        a, b = wanted.to(wide), value.to(wide)
-        # Infinities and NaN have to be in the same places.
-        same = (a == b) | (a.isnan() & b.isnan())
-        difference = torch.where(same, torch.zeros_like(a), a - b).abs()
-    else:
-        allowed = 0
-        difference = (wanted != value).to(torch.float64)
-    largest = float(difference.max()) if difference.numel() else 0.0
-    if largest <= allowed:  # NaN is not
-        return
-    raise PaddingLeakError(
-        f"bucketed: padding changes {where}: largest difference {largest:.3g}, where the largest "
-        f"value is {_largest(wanted):.3g} ({what}). {causes}"
-    )
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    if tensor.numel() == 0:
-        return 0.0
-    size = tensor.abs() if tensor.dtype != torch.bool else tensor.to(torch.int8)
-    size = size.to(torch.float64)
-    return float(size[size.isfinite()].max()) if bool(size.isfinite().any()) else 0.0
-
-
-_BATCH_NORM = "BatchNorm in training mode, whose statistics include the padding"
-_BATCH_NORMS = (
-    torch.nn.BatchNorm1d,
-    torch.nn.BatchNorm2d,
-    torch.nn.BatchNorm3d,
-    torch.nn.SyncBatchNorm,
-)
-# By the beginnings of operators' names.
-_CULPRITS = (
-    (("native_batch_norm", "_native_batch_norm", "_batch_norm", "cudnn_batch_norm"), _BATCH_NORM),
-    (("mean", "var", "std"), "a mean or variance over the padded dim"),
-    (
-        ("_softmax", "_log_softmax", "_scaled_dot_product"),
-        "softmax or attention without a mask",
-    ),
-    (
-        ("sum", "norm", "linalg_vector_norm", "amax", "max", "mse_loss"),
-        "a sum, maximum or loss over the padded dim without weights",
-    ),
-)
-
-
-def _causes(operators: set[str], modules: Sequence[torch.nn.Module]) -> str:
-    """Name the usual culprits, those that ran first."""
-    names = [name.removeprefix("aten::") for name in operators]
-    trains = not modules or any(isinstance(m, _BATCH_NORMS) and m.training for m in modules)
-    found = [
-        culprit
-        for beginnings, culprit in _CULPRITS
-        if any(name.startswith(beginnings) for name in names) and (culprit != _BATCH_NORM or trains)
-    ]
-    if not found:
-        found = ["a mean, a softmax without a mask, BatchNorm in training mode"]
-    return (
-        f"Usual causes, seen here: {'; '.join(found)}. Pass the function a mask (mask=) or the "
-        "true sizes (lengths=); if what the padding holds means something to it, say so in fill="
-    )
+    _gradients(parts, {}, {}, {}, (None, ()))
 
 
 def with_other_last_digits(given: Arguments, seed: int) -> tuple[Arguments, bool]:
@@ -324,17 +248,3 @@ def with_other_last_digits(given: Arguments, seed: int) -> tuple[Arguments, bool
             changed |= not torch.equal(copy, value)
             new[path] = copy.requires_grad_()
     return given.with_parts(new), changed
-
-
-def other_filler(tensor: torch.Tensor) -> Any:
-    """Return another value than 0 for the padding of an input; None if there is none to try."""
-    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
-        return None
-    if tensor.dtype.is_floating_point:
-        finite = tensor.detach()[tensor.detach().isfinite()]
-        scale = float(finite.abs().max()) if finite.numel() else 1.0
-        value = 1.0 + 2.0 * scale
-        return value if value < torch.finfo(tensor.dtype).max else None
-    # Numbers of tokens: only those that are there are known to be valid.
-    other = tensor[tensor != 0]
-    return int(other.flatten()[0]) if other.numel() else None

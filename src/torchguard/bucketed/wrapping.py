@@ -73,8 +73,9 @@ def bucketed(
             ``"grow"``, a new bucket of twice the size; ``"dynamic"``, one compiled function
             with symbolic sizes.
         verify: ``"first"``: once per bucket (and with gradients on and off, in training and
-            not) the function runs three times without compiling: on the real inputs, padded,
-            and padded with something else. ``"always"``: in every call. ``"never"``.
+            not) the function runs four times without compiling: on the real inputs, padded, and
+            padded with two other values; more often where these tell something apart, and again
+            where padding grows (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
         compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well.
         plan: a file that ``save_plan`` wrote, in place of ``buckets``.
         group: a group of ``torch.distributed``, or True for all ranks: every rank takes the

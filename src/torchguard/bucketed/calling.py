@@ -24,7 +24,7 @@ from torchguard.bucketed.planner import Planner
 from torchguard.bucketed.plans import BucketCount, Input, Plan, told
 from torchguard.bucketed.proven import Proven
 from torchguard.bucketed.trees import flattened, replaced
-from torchguard.bucketed.variants import COMPILING, Source, Variant, separated
+from torchguard.bucketed.variants import Source, Variant, alone, separated
 from torchguard.bucketed.verification import Arguments, backward
 from torchguard.errors import RecompileError
 
@@ -198,7 +198,7 @@ class Caller:
                 inputs=inputs,
                 sizes=sizes,
                 buckets=buckets or {},
-                variant=self._variant(shapes, transformed=circumstances.transformed),
+                variant=self._variant(shapes, circumstances),
                 count=self.counts.setdefault(tuple((buckets or {}).values()), BucketCount()),
                 extras=extras,
                 extra_places=places,
@@ -214,9 +214,16 @@ class Caller:
                 form.plans.clear()
             form.plans[key] = plan
 
-    def _variant(self, shapes: Any, *, transformed: bool) -> Variant:
-        # torch.compile runs what is inside a transform of torch.func uncompiled.
-        key = "transformed" if transformed else shapes
+    def _variant(self, shapes: Any, circumstances: Circumstances) -> Variant:
+        if circumstances.transformed:
+            # torch.compile runs what is inside a transform of torch.func uncompiled.
+            key: Any = "transformed"
+        elif shapes is None:
+            key = None
+        else:
+            # Dynamo compiles anew for each of these anyway. With a function of its own a call
+            # finds one entry in Dynamo's cache: in a list of several, threads walk past theirs.
+            key = (shapes, circumstances.around)
         found = self.variants.get(key)
         if found is None:
             found = self.variants[key] = self._new_variant(key)
@@ -229,9 +236,9 @@ class Caller:
         if key is None:  # above the largest bucket
             return Variant(source.dynamic, compiles=self.options.overflow == "dynamic")
         # Dynamo keeps the sizes it has seen under this name, in a file too.
-        sizes = "_".join("x".join(map(str, shape)) for _, shape in key)
+        sizes = "_".join("x".join(map(str, shape)) for _, shape in key[0])
         copied = separated(source.function, f"bucket_{sizes}")
-        compiled = source.static(copied)
+        compiled = internals.compiles_inside(source.static(copied), alone)
         return Variant(
             compiled,
             copied.__code__,
@@ -279,7 +286,7 @@ class Caller:
     @contextlib.contextmanager
     def _compiling(self, plan: Plan) -> Iterator[None]:
         variant = plan.variant
-        with COMPILING, internals.without_recompile_limit():
+        with alone():
             graphs, begun = internals.graphs_compiled(), time.perf_counter()
             yield
             variant.seconds += time.perf_counter() - begun
@@ -327,7 +334,7 @@ class Caller:
         for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs else 1):
             output = (run if turn == 0 else variant.run)(*owner, *given, **named)
             begun = time.perf_counter()
-            with COMPILING, internals.without_recompile_limit():
+            with alone():
                 backward(output)
             if turn == 0:
                 variant.seconds += time.perf_counter() - begun

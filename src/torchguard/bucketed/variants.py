@@ -10,8 +10,9 @@ https://github.com/pytorch/pytorch/issues/190631
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
@@ -20,13 +21,25 @@ import torch
 
 from torchguard import internals
 
-__all__ = ["COMPILING", "Compiler", "Source", "Variant", "compiler_for", "separated"]
+__all__ = ["COMPILING", "Compiler", "Source", "Variant", "alone", "compiler_for", "separated"]
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 COMPILING = threading.RLock()
 """Held while something compiles for the first time or is checked: both change settings of
 the whole process for a moment."""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Compile as often as it takes, while no other thread compiles a bucket.
+
+    A call waits here while another thread compiles. The recompile limit is thread-local from
+    torch 2.13 on and the whole process's before, so it has to be lifted by each thread, and by
+    one at a time.
+    """
+    with COMPILING, internals.without_recompile_limit():
+        yield
 
 
 @dataclass
@@ -123,8 +136,13 @@ def _compilers(options: bool | Mapping[str, Any]) -> tuple[Compiler, Compiler]:
 
 
 def separated(function: Callable[..., Any], suffix: str) -> FunctionType:
-    """Return a copy of ``function`` with a code object and a name of its own."""
-    if not isinstance(function, FunctionType):
+    """Return a copy of ``function`` with a code object and a name of its own.
+
+    What Dynamo does not trace, such as ``nn.Sequential.forward``, is called by a function that
+    it does: the frame that ``torch.compile`` would put around it is shared by all buckets, and
+    so would be the recompile limit.
+    """
+    if not isinstance(function, FunctionType) or not internals.traced(function):
         function = _trampoline(function)
     code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{suffix}")
     copied = FunctionType(

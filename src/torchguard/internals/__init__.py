@@ -24,9 +24,11 @@ from torchguard.internals.compiled import (
     compiled_variants,
     compiler_of,
     compiles_dynamic,
+    compiles_inside,
     graphs_compiled,
     records_cuda_graphs,
     settings_of_compiled,
+    traced,
     without_recompile_limit,
 )
 from torchguard.internals.modes import (
@@ -89,6 +91,7 @@ __all__ = [
     "compiled_variants",
     "compiler_of",
     "compiles_dynamic",
+    "compiles_inside",
     "coo_parts",
     "default_backend",
     "dynamo_backend",
@@ -130,6 +133,7 @@ __all__ = [
     "skip_frames",
     "symbols_of",
     "torch_function_modes",
+    "traced",
     "tracing_again",
     "tracing_context",
     "tracing_unseen",

@@ -17,9 +17,11 @@ __all__ = [
     "compiled_variants",
     "compiler_of",
     "compiles_dynamic",
+    "compiles_inside",
     "graphs_compiled",
     "records_cuda_graphs",
     "settings_of_compiled",
+    "traced",
     "without_recompile_limit",
 ]
 
@@ -72,6 +74,49 @@ def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
         "dynamic": getattr(settings, "_dynamic", None),
         "compiler": compiler,
     }
+
+
+def compiles_inside(
+    compiled: Callable[..., Any], scope: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    """Return the same compiled function, which enters ``scope()`` whenever Dynamo compiles for it.
+
+    Dynamo looks for a compiled variant without a lock, and each guard it evaluates releases the
+    GIL. When another thread moves an entry to the front of the list meanwhile, the entry that
+    fits can be walked past, so any call may compile, in any thread. (With 2.13: 8 threads that
+    call one function compiled for 2 sizes compile it 7 more times.) What happens then is up to
+    the callback, which costs nothing while calls find their variant.
+    """
+    found = compiler_of(compiled)
+    callback = getattr(found[1], "callback", None) if found is not None else None
+    if found is None or not callable(callback):
+        return compiled
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        with scope():
+            return callback(*args, **kwargs)
+
+    for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
+        # The backend is part of a variant's cache key, and found by this attribute. As many
+        # steps away as before: set_stance("eager_then_compile") counts them.
+        backend = getattr(callback, name, None)
+        if backend is not None:
+            setattr(convert, name, backend)
+    settings = object.__new__(type(found[1]))
+    # Not copy.copy(): its __reduce__ leaves dynamic= and most of the other settings out.
+    vars(settings).update(vars(found[1]), callback=convert)
+    result: Callable[..., Any] = settings(found[0])
+    return result
+
+
+def traced(function: Callable[..., Any]) -> bool:
+    """Whether Dynamo compiles the frame of this function, True where it can't be told.
+
+    It does not for functions of torch and of Python's own library. ``torch.compile`` puts one
+    frame around those, ``inner``, whose code object and cache all of them share.
+    """
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    return not getattr(rules, "check", lambda _: False)(function)
 
 
 def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:

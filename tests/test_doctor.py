@@ -393,6 +393,10 @@ class TestChoosing:
         with pytest.raises(ValueError, match=r"no defect 'resize-lock'.*mean resize-locked"):
             torchguard.doctor(["resize-lock"])
 
+    def test_a_row_of_another_family_is_bad_usage_and_not_a_report_of_nothing(self) -> None:
+        with pytest.raises(ValueError, match="resize-locked is of the family 'memory'"):
+            torchguard.doctor(only=["resize-locked"], family="gradient")
+
     def test_an_unknown_family_names_the_families(self) -> None:
         with pytest.raises(ValueError, match="memory, compile, gradient"):
             torchguard.doctor(family="graphics")  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from torchguard.bucketed import no_compiling, ranks
 from torchguard.bucketed.checking import check
 from torchguard.bucketed.circumstances import Circumstances, Surroundings, differing
 from torchguard.bucketed.cutting import Cutter
+from torchguard.bucketed.forgotten import explained
 from torchguard.bucketed.forms import Form
 from torchguard.bucketed.isolation import reachable
 from torchguard.bucketed.outputs import Sizes
@@ -26,7 +26,8 @@ from torchguard.bucketed.proven import Proven
 from torchguard.bucketed.trees import flattened, replaced
 from torchguard.bucketed.variants import Source, Variant, alone, separated
 from torchguard.bucketed.verification import Arguments, backward
-from torchguard.errors import RecompileError
+from torchguard.bucketed.warning import warn_user
+from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
 
 __all__ = ["Caller"]
 
@@ -59,7 +60,7 @@ class Caller:
         self._forms: dict[Any, Form] = {}
         self._surroundings: Surroundings | None = None
         self.proven = Proven(shared=self.options.group is not None)
-        self._warned = False
+        self._warned = self._warned_of_compiling_around = False
         self._cutter = Cutter(source, planner, name)
         self._always = self.options.verify == "always"
         self._fitting = any(ladder.automatic for ladder in planner.ladders.values())
@@ -251,13 +252,25 @@ class Caller:
     def _run_carefully(
         self, plan: Plan, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._to_be_checked(plan):
-            check(self._cutter, plan, owner, Arguments(args, kwargs), self.proven)
-        variant = plan.variant
-        run = variant.run
-        if variant.compiles and plan.circumstances not in variant.compiled_for:
-            run = self._compiled(plan)
-        output = self._run(plan, run, owner, args, kwargs)
+        try:
+            if self._to_be_checked(plan):
+                check(self._cutter, plan, owner, Arguments(args, kwargs), self.proven)
+            variant = plan.variant
+            run = variant.run
+            if variant.compiles and plan.circumstances not in variant.compiled_for:
+                run = self._compiled(plan)
+            output = self._run(plan, run, owner, args, kwargs)
+        except PaddingLeakError as error:
+            unknown = self.planner.declaration.unknown(list(self.planner.masks))
+            error.args = (f"{error}{unknown}", *error.args[1:])
+            raise
+        except TorchGuardError:
+            raise
+        except Exception as error:
+            forgotten = explained(self._cutter, plan, owner, Arguments(args, kwargs), error)
+            if forgotten is None:
+                raise
+            raise forgotten from error
         plan.ready = True
         self._warn(plan)
         return output
@@ -301,12 +314,25 @@ class Caller:
             return
         self._warned = True
         names = differing(plan.variant.compiled_for)
-        warnings.warn(
+        warn_user(
             f"bucketed: {self.name} was compiled {len(plan.variant.compiled_for)} times for "
             f"{told(plan)}, because {', '.join(names) or 'what is around the call'} differs from "
             "call to call: numbers, texts and sizes that dims does not name are compiled in. Pass "
-            "a number as a tensor, name a size in dims",
-            stacklevel=5,
+            "a number as a tensor, name a size in dims"
+        )
+
+    def warn_of_compiling_around(self) -> None:
+        """Say once that ``torch.compile`` around this compiles nothing of it."""
+        asked = self.source.static is not None or self.options.compile is not None
+        if asked or self._warned_of_compiling_around:
+            return
+        self._warned_of_compiling_around = True
+        warn_user(
+            f"bucketed: a compiled function calls {self.name}, which runs uncompiled: "
+            "torch.compile stops at a bucketed function, so that what it compiles is padded. Let "
+            "bucketed compile each bucket: bucketed(..., compile=True), or compile={'mode': ...} "
+            "with torch.compile's arguments (in place of torch.compile around it, or of "
+            "TrainingArguments(torch_compile=True)); compile=False keeps it uncompiled"
         )
 
     def verify(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class Core:
         declaration = Declaration.of(function, options.dims, options.fill, bound=bound)
         masks = masks_of(options.mask, axes)
         lengths = lengths_of(options.lengths, axes)
-        declaration.check_arguments([*(mask.argument for mask in masks), *lengths.values()])
+        declaration.check_arguments([mask.argument for mask in masks], list(lengths.values()))
         self._planner = Planner(declaration, self.ladders, options, masks, lengths)
         self._function = function
         self._static, self._dynamic = static, dynamic

@@ -6,6 +6,7 @@ https://pytorch.org/docs/stable/export.html#expressing-dynamism
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from torchguard.bucketed.trees import Path, parts, spelled
+from torchguard.bucketed.warning import warn_user
 
 __all__ = ["Declaration", "Dims", "Found", "axis_names"]
 
 Dims: TypeAlias = Any
 """``{argument: {dim: name}}``, or a sequence in the order of the arguments; containers nest."""
+
+
+_ALIKE = 0.8
 
 
 class Found(NamedTuple):
@@ -76,6 +81,10 @@ class Declaration:
     """The names of all arguments, None where any name will do."""
     required: frozenset[str]
     """Those without a default."""
+    explicit: frozenset[str] = frozenset()
+    """The names in the signature."""
+    others: str | None = None
+    """The name of ``**kwargs``, if the function has it."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], dims: Dims, fill: Any, *, bound: bool) -> Declaration:
@@ -111,16 +120,38 @@ class Declaration:
             if named.get(name) is None:
                 raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
         named = {name: spec for name, spec in named.items() if spec is not None}
-        return cls(named, fills, tuple(positional), known, required)
+        explicit = frozenset((*positional, *keywords))
+        return cls(named, fills, tuple(positional), known, required, explicit, others)
 
-    def check_arguments(self, names: Sequence[str]) -> None:
-        """Raise unless the function takes all of these."""
-        for name in names:
+    def check_arguments(self, masks: Sequence[str], lengths: Sequence[str]) -> None:
+        """Raise unless the function takes all of these.
+
+        A name that is much like one in the signature, but only ``**kwargs`` takes, warns:
+        ``mask="mask"`` where the argument is called ``attention_mask`` would vanish.
+        """
+        given = {*masks, *lengths, *self.dims}
+        for what, name in (*(("mask", n) for n in masks), *(("lengths", n) for n in lengths)):
             if self.known is not None and name not in self.known:
                 raise TypeError(
-                    f"bucketed: mask or lengths names {name!r}, but the function takes "
+                    f"bucketed: {what} names {name!r}, but the function takes "
                     f"{', '.join(sorted(self.known)) or 'nothing'}"
                 )
+            alike = [n for n in sorted(self.explicit - given) if _alike(n, name)]
+            if name not in self.explicit and alike:
+                warn_user(
+                    f"bucketed: {what} names {name!r}, which only **{self.others} takes: is it "
+                    f"{alike[0]!r}?"
+                )
+
+    def unknown(self, masks: Sequence[str]) -> str:
+        """Say which masks nobody but ``**kwargs`` takes; empty where it is none."""
+        found = [name for name in masks if name not in self.explicit]
+        if not found or not self.explicit or self.others is None:
+            return ""
+        return (
+            f". mask names {found[0]!r}, which the function takes as one of **{self.others} only: "
+            f"if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
+        )
 
     def locations(self, count: int, keywords: tuple[str, ...]) -> list[tuple[int | str, str]]:
         """Say where a call of this form has its declared arguments: (place, name)."""
@@ -140,6 +171,12 @@ class Declaration:
         spec, fill = self.dims[name], self.fill.get(name)
         label = f"argument {name[1:]}" if name.startswith("*") else name
         yield from _find(label, value, spec, fill, path=(), whole=value)
+
+
+def _alike(name: str, other: str) -> bool:
+    """Whether one may be a misspelling of the other: ``mask`` of ``attention_mask``."""
+    inside = f"_{other}_" in f"_{name}_"
+    return inside or difflib.SequenceMatcher(None, name, other).ratio() > _ALIKE
 
 
 def _by_name(

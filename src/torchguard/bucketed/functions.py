@@ -23,7 +23,7 @@ from torchguard.bucketed.statistics import Report, Statistics, report_of, statis
 from torchguard.bucketed.variants import compiler_for
 from torchguard.bucketed.warming import warm_up
 
-__all__ = ["Bucketed"]
+__all__ = ["Bucketed", "outside"]
 
 
 class Bucketed:
@@ -60,7 +60,7 @@ class Bucketed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Pad, run, cut."""
         if internals.inside_compiled():
-            return _outside(self._alone()[1], (), args, kwargs)
+            return outside(self._alone()[1], (), args, kwargs)
         unbound = self._unbound or self._alone()
         return unbound[1]((), args, kwargs)
 
@@ -164,7 +164,7 @@ class BoundMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Pad, run, cut."""
         if internals.inside_compiled():
-            return _outside(self._caller, (self.__self__,), args, kwargs)
+            return outside(self._caller, (self.__self__,), args, kwargs)
         return self._caller((self.__self__,), args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -198,9 +198,14 @@ class BoundMethod:
         return getattr, (self.__self__, self.__func__.__dict__["__name__"])
 
 
-def _outside(caller: Caller, owner: Any, args: Any, kwargs: Any) -> Any:
+def outside(caller: Caller, owner: Any, args: Any, kwargs: Any) -> Any:
     """Call from a compiled function, which must not compile what is here."""
-    return torch.compiler.disable(caller)(owner, args, kwargs)
+    return torch.compiler.disable(_warned_and_called)(caller, owner, args, kwargs)
+
+
+def _warned_and_called(caller: Caller, owner: Any, args: Any, kwargs: Any) -> Any:
+    caller.warn_of_compiling_around()
+    return caller(owner, args, kwargs)
 
 
 def _seems_a_method(function: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torchguard import internals
 from torchguard.bucketed.calling import Caller
 from torchguard.bucketed.core import Core
+from torchguard.bucketed.functions import outside
 from torchguard.bucketed.ladders import write_plan
 from torchguard.bucketed.options import Options
 from torchguard.bucketed.statistics import Report, Statistics, report_of, statistics_of
@@ -39,7 +40,7 @@ class BucketedModule:
         """Pad, run the module's own forward, cut."""
         module, _, _, _, caller = self._bucketed
         if internals.inside_compiled():  # which must not compile what is here
-            return torch.compiler.disable(caller)((module,), args, kwargs)
+            return outside(caller, (module,), args, kwargs)
         return caller((module,), args, kwargs)
 
     def stats(self) -> Statistics:

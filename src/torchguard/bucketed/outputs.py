@@ -8,7 +8,7 @@ ever read off a size that happens to equal a bucket.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,6 +48,12 @@ def leaves_of(output: Any) -> list[Leaf]:
     """
     leaves = [Leaf(path, value) for path, value in flattened(output)]
     for path, value in leaves:
+        if isinstance(value, (Iterator, Awaitable)):
+            where = spelled("output", path, output)
+            raise TypeError(
+                f"bucketed: {where} is a {type(value).__name__}: what comes out of it later can't "
+                "be cut to size. Return tensors, tuples, lists, dicts or dataclasses"
+            )
         if not is_leaf(value) and _holds_tensors(value):
             where = spelled("output", path, output)
             raise TypeError(

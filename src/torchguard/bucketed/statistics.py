@@ -38,6 +38,8 @@ class Statistics:
     axes: tuple[str, ...]
     relies_on_fill_0: tuple[str, ...] = ()
     """Inputs whose padding is read, and 0 in it was shown to be neutral, though not declared."""
+    compiled: bool = True
+    """Whether anything compiles: ``compile=`` was given, or what ``torch.compile`` made."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -51,16 +53,17 @@ class Statistics:
             "graphs": self.graphs,
             "axes": list(self.axes),
             "relies_on_fill_0": list(self.relies_on_fill_0),
+            "compiled": self.compiled,
         }
 
     def __str__(self) -> str:
         title = " x ".join(self.axes)
         width = max(len(title), 8)
+        compiling = f"{self.graphs} graphs, {self.compile_seconds:.1f} s compiling"
+        if not self.compiled:
+            compiling = "not compiled (compile=True compiles each bucket)"
         lines = [
-            (
-                f"{self.name}: {self.calls:,} calls, waste {100 * self.waste:.1f} %, "
-                f"{self.graphs} graphs, {self.compile_seconds:.1f} s compiling"
-            ),
+            f"{self.name}: {self.calls:,} calls, waste {100 * self.waste:.1f} %, {compiling}",
             f"{title:>{width}} {'calls':>10}",
         ]
         for sizes, count in sorted(self.hits.items()):
@@ -90,6 +93,7 @@ def statistics_of(caller: Caller, ladders: dict[str, Ladder]) -> Statistics:
         graphs=sum(variant.graphs for variant in variants),
         axes=tuple(ladders),
         relies_on_fill_0=caller.proven.relies_on_zero,
+        compiled=caller.source.static is not None,
     )
 
 

@@ -19,6 +19,7 @@ from torchguard.bucketed.isolation import (
 )
 from torchguard.bucketed.ladders import Ladder
 from torchguard.bucketed.trees import Path, parts, replaced
+from torchguard.bucketed.warning import warn_user
 from torchguard.padding import pad_to_bucket
 
 __all__ = ["warm_up"]
@@ -40,6 +41,11 @@ def warm_up(
     Raises:
         ValueError: an automatic ladder has no bucket yet.
     """
+    if caller.source.static is None and caller.options.compile is None:
+        warn_user(
+            f"bucketed: warmup() has nothing to compile: {caller.name} runs uncompiled. Pass "
+            "compile=True to bucketed"
+        )
     entries = caller.planner.entries(len(args), tuple(kwargs))
     inputs, _ = caller.planner.inputs(entries, args, kwargs)
     empty = [name for name, ladder in ladders.items() if ladder.buckets is None]

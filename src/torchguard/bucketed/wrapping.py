@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from typing_extensions import Unpack
 
+from torchguard import internals
 from torchguard.padding import Side
 
 # What does it is imported with the first use: it is a third of what `import torchguard` would take.
@@ -76,7 +78,8 @@ def bucketed(
             not) the function runs four times without compiling: on the real inputs, padded, and
             padded with two other values; more often where these tell something apart, and again
             where padding grows (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
-        compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well.
+        compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well. False
+            says that it runs uncompiled on purpose, also where ``torch.compile`` is around it.
         plan: a file that ``save_plan`` wrote, in place of ``buckets``.
         group: a group of ``torch.distributed``, or True for all ranks: every rank takes the
             bucket of the longest. Each rank has to make the same calls.
@@ -127,12 +130,44 @@ def _wrap(function: Any, *, options: Options) -> Any:
     from torchguard.bucketed.functions import Bucketed  # noqa: PLC0415
     from torchguard.bucketed.modules import module_around  # noqa: PLC0415
 
-    if not callable(function):
-        raise TypeError(
-            f"bucketed: function is a {type(function).__name__}, expected something to call"
-        )
     if isinstance(function, (Bucketed, staticmethod, classmethod)):
         raise TypeError(f"bucketed: function is a {type(function).__name__}: wrap what is inside")
+    reason = _refused(function)
+    if reason is not None:
+        raise TypeError(f"bucketed: function is {reason}")
     if isinstance(function, torch.nn.Module):
         return module_around(function, options)
     return Bucketed(function, options)
+
+
+def _refused(function: Any) -> str | None:
+    """Say what a function is, and what to pass instead, if its output can't be cut to size."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if isinstance(function, type):
+        return (
+            f"the class {name}: pass an instance, bucketed({name}(...), ...), or decorate its "
+            "forward or __call__"
+        )
+    if not callable(function):
+        return f"a {type(function).__name__}, expected something to call"
+    if isinstance(function, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        return (
+            f"{name}, made by torch.jit: pass the module or the function it was made from, and "
+            "compile=True in place of torch.jit"
+        )
+    compiled = internals.compiler_of(function)
+    called = function if compiled is None else compiled[0]
+    if isinstance(called, torch.nn.Module):
+        called = type(called).forward
+    for each in (called, getattr(type(called), "__call__", None)):  # noqa: B004 - looked into
+        if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
+            return (
+                f"{name}, which is async: what it returns can't be cut to size. Wrap the function "
+                "that runs the model, and call that from the async one"
+            )
+        if inspect.isgeneratorfunction(each):
+            return (
+                f"{name}, which is a generator: what it yields can't be cut to size. Wrap the "
+                "function that makes one item, or return a list"
+            )
+    return None

@@ -70,7 +70,8 @@ def select(
     Broken plug-ins belong to no family, so they are part of each.
 
     Raises:
-        ValueError: if there is no such identifier, with the nearest ones, or no such family.
+        ValueError: if there is no such identifier, with the nearest ones, or no such family,
+            or no row that is both.
 
     """
     rows = list(rows)
@@ -82,12 +83,17 @@ def select(
         for identifier in wanted:
             if identifier not in known:
                 raise ValueError(_unknown(identifier, known))
-    return [
+    chosen = [
         row
         for row in rows
         if (wanted is None or row.id in wanted)
         and (family is None or isinstance(row, BrokenDefect) or row.family == family)
     ]
+    if wanted and family is not None and not chosen:
+        families = {row.id: row.family for row in rows if not isinstance(row, BrokenDefect)}
+        named = ", ".join(f"{each} is of the family {families.get(each)!r}" for each in wanted)
+        raise ValueError(f"nothing to probe in the family {family!r}: {named}")
+    return chosen
 
 
 def _unknown(identifier: str, known: list[str]) -> str:

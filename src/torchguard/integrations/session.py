@@ -24,6 +24,9 @@ class Session:
     Args:
         guards: names for :func:`torchguard.install`; one or several.
         buckets: what to report on, by the name it gets in the logger.
+
+    Raises:
+        TypeError: one of ``buckets`` is not what ``bucketed`` made.
     """
 
     def __init__(
@@ -32,7 +35,18 @@ class Session:
         buckets: Mapping[str, HasStatistics] | None = None,
     ) -> None:
         self.guards = (guards,) if isinstance(guards, str) else tuple(guards)
+        if not isinstance(buckets, (Mapping, type(None))):
+            raise TypeError(
+                f"GuardCallback: buckets is a {type(buckets).__name__}, expected {{name: what "
+                "bucketed() made}"
+            )
         self.buckets = dict(buckets or {})
+        for name, each in self.buckets.items():
+            if not callable(getattr(each, "stats", None)):
+                raise TypeError(
+                    f"GuardCallback: buckets[{name!r}] is a {type(each).__name__} without "
+                    "stats(): pass what bucketed() returned, not what it was given"
+                )
         self._installation: Installation | None = None
 
     def start(self) -> None:

@@ -85,7 +85,10 @@ def mark_untraced(function: Callable[..., Any]) -> None:
     It is the mark that ``disable`` leaves; its wrapper would cost each call some microseconds.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "torchguard.bucketed"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "torchguard.bucketed pads outside of what is compiled, and compiles each bucket itself: "
+        "pass compile={...} to bucketed in place of torch.compile around it"
+    )
 
 
 def skip_frames(code: CodeType) -> None:

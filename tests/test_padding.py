@@ -6,9 +6,12 @@ import collections
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, default_collate
@@ -471,6 +474,132 @@ def test_pads_in_the_workers() -> None:
     assert [batch["ids"].shape[1] for batch in loader] == [4, 8, 16]
 
 
+def ragged() -> list[dict[str, Any]]:
+    return [
+        {
+            "ids": torch.arange(length),
+            "labels": np.arange(length),
+            "types": [1] * length,
+            "audio": {"wave": torch.ones(2, 3 * length)},
+            "weight": 1.0,
+        }
+        for length in (3, 5, 2)
+    ]
+
+
+RAGGED = BucketCollator(
+    {"t": BUCKETS, "s": Buckets([16])},
+    {
+        "ids": {1: "t"},
+        "labels": {-1: "t"},
+        "types": {1: "t"},
+        "audio": {"wave": {2: "s"}},
+        "weight": None,
+    },
+    fill={"labels": -100, "audio": {"wave": "repeat-last"}},
+    length_key="lengths",
+    mask_key={"t": "mask"},
+)
+
+
+def test_samples_of_different_length_are_padded_each() -> None:
+    """Rows of length 3, 5 and 2: torch's own collate function says they must be equally long."""
+    batch = RAGGED(ragged())
+    assert batch["ids"].tolist() == [
+        [0, 1, 2, 0, 0, 0, 0, 0],
+        [0, 1, 2, 3, 4, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0],
+    ]
+    assert batch["labels"].tolist()[2] == [0, 1] + [-100] * 6
+    assert batch["types"].tolist()[0] == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert torch.equal(batch["audio"]["wave"], torch.ones(3, 2, 16))
+    assert batch["weight"].shape == (3,)
+    assert batch["lengths"] == {"t": 5, "s": 15}
+    assert batch["mask"].sum(1).tolist() == [3, 5, 2]
+    assert batch["mask"].shape == (3, 8)
+
+
+def test_samples_are_left_as_they_are() -> None:
+    rows = ragged()
+    RAGGED(rows)
+    assert [row["ids"].shape[0] for row in rows] == [3, 5, 2]
+    assert isinstance(rows[0]["types"], list)
+
+
+def test_padding_on_the_left_of_each_sample() -> None:
+    collate = BucketCollator(BUCKETS, {"ids": {1: "t"}}, side="left", mask_key="mask")
+    batch = collate([{"ids": torch.tensor([1, 2, 3])}, {"ids": torch.tensor([4])}])
+    assert batch["ids"].tolist() == [[0, 1, 2, 3], [0, 0, 0, 4]]
+    assert batch["mask"].tolist() == [[False, True, True, True], [False, False, False, True]]
+
+
+def test_samples_with_masks_of_their_own() -> None:
+    """What a tokenizer gives: lists of numbers, a mask among them."""
+    dims = {"input_ids": {1: "t"}, "attention_mask": {1: "t"}, "labels": {1: "t"}}
+    collate = BucketCollator(BUCKETS, dims, fill={"input_ids": 1, "labels": -100})
+    rows = [{"input_ids": [5] * n, "attention_mask": [1] * n, "labels": [5] * n} for n in (2, 7)]
+    batch = collate(rows)
+    assert batch["input_ids"].tolist() == [[5, 5, 1, 1, 1, 1, 1, 1], [5] * 7 + [1]]
+    assert batch["attention_mask"].sum(1).tolist() == [2, 7]
+    assert batch["labels"][0].tolist() == [5, 5] + [-100] * 6
+
+
+def test_ragged_samples_that_are_tensors_or_tuples() -> None:
+    rows = [torch.ones(3, 4), torch.ones(6, 4)]
+    assert BucketCollator(BUCKETS, {1: "t"})(rows).shape == (2, 8, 4)
+    pairs = [(torch.ones(3), 0), (torch.ones(6), 1)]
+    x, y = BucketCollator(BUCKETS, [{1: "t"}, None])(pairs)
+    assert (x.shape, y.tolist()) == ((2, 8), [0, 1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ragged_samples_in_the_workers(workers: int) -> None:
+    loader: Any = DataLoader(
+        ragged() * 2,  # type: ignore[arg-type]
+        batch_size=3,
+        num_workers=workers,
+        collate_fn=pickle.loads(pickle.dumps(RAGGED)),  # noqa: S301
+    )
+    assert [batch["mask"].sum(1).tolist() for batch in loader] == [[3, 5, 2]] * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=5),
+    st.sampled_from([0, -7, "repeat-last"]),
+    st.sampled_from(["left", "right"]),
+)
+def test_ragged_samples_come_back_out_of_the_batch(
+    lengths: list[int], fill: Any, side: Any
+) -> None:
+    rows = [{"x": torch.randn(2, length)} for length in lengths]
+    collate = BucketCollator(BUCKETS, {"x": {2: "t"}}, fill={"x": fill}, side=side, mask_key="mask")
+    batch = collate(rows)
+    assert batch["x"].shape == (len(rows), 2, BUCKETS.bucket_for(max(lengths)))
+    for row, padded, mask in zip(rows, batch["x"], batch["mask"], strict=True):
+        assert torch.equal(padded[:, mask], row["x"])
+        if fill != "repeat-last":
+            assert (padded[:, ~mask] == fill).all()
+
+
+def test_what_is_wrong_with_ragged_samples_is_named() -> None:
+    collate = BucketCollator(BUCKETS, {"a": {1: "t"}, "b": {1: "t"}})
+    with pytest.raises(ValueError, match=r"axis 't' is 3 in samples\[1\]\['a'\] and 2 in"):
+        collate(
+            [{"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(3), "b": torch.ones(2)}]
+        )
+    with pytest.raises(KeyError, match=r"there is no samples\[0\]\['b'\]; it has keys \['a'\]"):
+        collate([{"a": torch.ones(2)}])
+    with pytest.raises(ValueError, match="mask_key and collate_fn are both given"):
+        BucketCollator(BUCKETS, {"a": {1: "t"}}, collate_fn=list, mask_key="mask")
+    with pytest.raises(ValueError, match=r"mask_key is 'mask', but dims has axes s, t"):
+        BucketCollator(BUCKETS, {"a": {1: "t", 2: "s"}}, mask_key="mask")
+    with pytest.raises(ValueError, match="the samples have 'b' themselves"):
+        BucketCollator(BUCKETS, {"a": {1: "t"}}, mask_key="b")(
+            [{"a": torch.ones(2), "b": torch.ones(2)}]
+        )
+
+
 Pair = collections.namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - as torch's own tests do
 
 
@@ -517,7 +646,7 @@ def test_a_fill_for_what_is_not_padded_is_refused() -> None:
 
 def test_a_batch_of_another_structure_is_named() -> None:
     for dims, error, message in [
-        ({"idz": {1: "t"}}, KeyError, r"there is no batch\['idz'\]"),
+        ({"idz": {1: "t"}}, KeyError, r"there is no samples\[0\]\['idz'\]"),
         ({"ids": {2: "t"}}, IndexError, "dims names dimension 2"),
         ({"audio": {1: "t"}}, TypeError, r"batch\['audio'\] is a dict"),
         ({"ids": {1: "t"}, "audio": {"wave": {2: "t"}}}, ValueError, "axis 't' is 5 in"),

@@ -262,7 +262,8 @@ class Caller:
             output = self._run(plan, run, owner, args, kwargs)
         except PaddingLeakError as error:
             unknown = self.planner.declaration.unknown(list(self.planner.masks))
-            error.args = (f"{error}{unknown}", *error.args[1:])
+            hint = unknown or self._cutter.flattened(plan)
+            error.args = (f"{error}{hint}", *error.args[1:])
             raise
         except TorchGuardError:
             raise

@@ -8,6 +8,7 @@ import torch
 
 from torchguard.bucketed.isolation import buffers_kept, eager, modules_of, python_state_kept, quiet
 from torchguard.bucketed.outputs import (
+    Fold,
     Formula,
     Leaf,
     Program,
@@ -63,25 +64,43 @@ class Cutter:
             given = Arguments((*owner, *args), kwargs)
             program = self._program(plan, leaves, output, given)
             plan.programs[key] = program
-        if not program.cuts and not program.numbers:
+        if not program.cuts and not program.numbers and not program.folds:
             return output
         if type(output) is torch.Tensor:
-            for dim, start, length in program.cuts[0][1]:
-                output = output.narrow(dim, start, length)
+            for _, cuts in program.cuts:
+                output = _cut(output, cuts)
+            for _, folds in program.folds:
+                output = _unfolded(output, folds)
             return output
         new: dict[Path, Any] = dict(program.numbers)
         values = dict(flattened(output))
         for path, cuts in program.cuts:
-            tensor = values[path]
-            for dim, start, length in cuts:
-                tensor = tensor.narrow(dim, start, length)
-            new[path] = tensor
+            new[path] = _cut(values[path], cuts)
+        for path, folds in program.folds:
+            new[path] = _unfolded(new.get(path, values[path]), folds)
         return replaced(output, new)
 
     def cuts(self, plan: Plan, output: Any) -> dict[Path, tuple[tuple[int, int, int], ...]]:
         """Return what :meth:`cut` has cut from an output like this one: (dim, start, length)."""
         key = output.shape if type(output) is torch.Tensor else _kind(output)
         return dict(plan.programs[key].cuts)
+
+    def flattened(self, plan: Plan) -> str:
+        """Name what was cut as one piece, but may be a batch and its rows in one dim."""
+        for path, dim, length in (
+            (path, dim, length)
+            for program in plan.programs.values()
+            for path, cuts in program.cuts
+            for dim, _, length in cuts
+        ):
+            for axis, size in plan.sizes.items():
+                if length > size > 0 and length % size == 0:
+                    return (
+                        f". {spelled('output', path)} has {length // size} times {axis!r} in "
+                        f"dimension {dim}: if these are the rows of a batch flattened into one "
+                        f"dim, say so in outputs=: {{{dim}: (None, {axis!r})}}"
+                    )
+        return ""
 
     def _program(self, plan: Plan, leaves: list[Leaf], whole: Any, given: Arguments) -> Program:
         """Find out how long the real part of each output is.
@@ -195,3 +214,15 @@ def _kind(output: Any) -> tuple[Any, ...]:
         (path, value.shape if isinstance(value, torch.Tensor) else type(value))
         for path, value in flattened(output)
     )
+
+
+def _cut(tensor: torch.Tensor, cuts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    for dim, start, length in cuts:
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _unfolded(tensor: torch.Tensor, folds: tuple[Fold, ...]) -> torch.Tensor:
+    for fold in folds:
+        tensor = fold.cut(tensor)
+    return tensor

@@ -8,6 +8,7 @@ ever read off a size that happens to equal a bucket.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -18,7 +19,16 @@ from torchguard.bucketed.trees import Path, flattened, is_leaf, parts, spelled
 from torchguard.internals import SymbolicSizes
 from torchguard.padding import Side
 
-__all__ = ["Formula", "Leaf", "Program", "as_declared", "as_measured", "as_reasoned", "leaves_of"]
+__all__ = [
+    "Fold",
+    "Formula",
+    "Leaf",
+    "Program",
+    "as_declared",
+    "as_measured",
+    "as_reasoned",
+    "leaves_of",
+]
 
 Sizes: TypeAlias = dict[str, int]
 """Size by axis."""
@@ -31,6 +41,23 @@ class Leaf(NamedTuple):
     value: Any
 
 
+class Fold(NamedTuple):
+    """A dim that is several flattened into one, (B, T) as B * T, and what of them is real."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    """Of those dims, after padding."""
+    cuts: tuple[tuple[int, int, int], ...]
+    """(which of them, start, length)."""
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the real part; a copy, where it is not one piece of memory."""
+        tensor = tensor.unflatten(self.dim, self.sizes)
+        for index, start, length in self.cuts:
+            tensor = tensor.narrow(self.dim + index, start, length)
+        return tensor.flatten(self.dim, self.dim + len(self.sizes) - 1)
+
+
 class Program(NamedTuple):
     """What to do to an output."""
 
@@ -38,6 +65,8 @@ class Program(NamedTuple):
     """For each tensor to cut: (dim, start, length) of its real part."""
     numbers: tuple[tuple[Path, int], ...]
     """Integers that say how long something is."""
+    folds: tuple[tuple[Path, tuple[Fold, ...]], ...] = ()
+    """Likewise, for dims that are several flattened into one."""
 
 
 def leaves_of(output: Any) -> list[Leaf]:
@@ -201,13 +230,13 @@ def as_declared(
     Raises:
         TypeError, ValueError: it does not fit what the function returned.
     """
-    cuts = []
+    cuts, folds = [], []
     for path, value in leaves:
         spec = _spec_at(outputs, path) if isinstance(value, torch.Tensor) else None
         if spec is None:
             continue
         where = spelled("output", path, whole)
-        cut = []
+        cut, folded = [], []
         for dim, size in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
             if size is None:
                 continue
@@ -216,22 +245,74 @@ def as_declared(
                     f"bucketed: outputs names dimension {dim!r} of {where}, which has shape "
                     f"{tuple(value.shape)}"
                 )
-            padded, length = (_evaluated(size, given, where) for given in (buckets, sizes))
-            if value.shape[dim] != padded:
-                raise ValueError(
-                    f"bucketed: outputs says that dimension {dim} of {where} is {padded} for "
-                    f"{_spelled_sizes(buckets)}, but it is {value.shape[dim]}"
-                )
-            if not 0 <= length <= padded:
-                raise ValueError(
-                    f"bucketed: outputs gives {length} for dimension {dim} of {where} at "
-                    f"{_spelled_sizes(sizes)}, expected 0 to {padded}"
-                )
-            if length != padded:
-                cut.append(_cut(dim % value.dim(), length, padded, side))
+            what = _Declared(dim % value.dim(), value.shape[dim], dim, where, sizes, buckets)
+            if isinstance(size, tuple):
+                folded += what.fold(size, side)
+            else:
+                cut += what.cut(size, side)
         if cut:
             cuts.append((path, tuple(cut)))
-    return Program(tuple(cuts), ())
+        if folded:
+            folds.append((path, tuple(folded)))
+    return Program(tuple(cuts), (), tuple(folds))
+
+
+class _Declared(NamedTuple):
+    """A dim of an output that ``outputs=`` names."""
+
+    dim: int
+    size: int
+    given: int
+    """The dim as it was written."""
+    where: str
+    sizes: Sizes
+    buckets: Sizes
+
+    def cut(self, size: Any, side: Side) -> list[tuple[int, int, int]]:
+        padded, length = self._sizes(size)
+        if self.size != padded:
+            raise ValueError(
+                f"bucketed: outputs says that dimension {self.given} of {self.where} is {padded} "
+                f"for {_spelled_sizes(self.buckets)}, but it is {self.size}"
+            )
+        return [] if length == padded else [_cut(self.dim, length, padded, side)]
+
+    def fold(self, parts: tuple[Any, ...], side: Side) -> list[Fold]:
+        """Read ``(None, "t")``: what was flattened into the dim, None for one of any size."""
+        what = f"dimension {self.given} of {self.where}"
+        if parts.count(None) > 1:
+            raise ValueError(
+                f"bucketed: outputs has {parts!r} for {what}, expected None for one part only"
+            )
+        pairs = [
+            (part, part) if part is None or type(part) is int else self._sizes(part)
+            for part in parts
+        ]
+        known = math.prod(padded for padded, _ in pairs if padded is not None)
+        other = self.size // known if known else 0
+        sizes = tuple(other if padded is None else padded for padded, _ in pairs)
+        if math.prod(sizes) != self.size:
+            raise ValueError(
+                f"bucketed: outputs says that {what} is {parts!r} flattened, for "
+                f"{_spelled_sizes(self.buckets)}, but it is {self.size}, which is no multiple of "
+                f"{known}"
+            )
+        cuts = tuple(
+            _cut(index, length, padded, side)
+            for index, (padded, length) in enumerate(pairs)
+            if padded is not None and length is not None and length != padded
+        )
+        return [Fold(self.dim, sizes, cuts)] if cuts else []
+
+    def _sizes(self, size: Any) -> tuple[int, int]:
+        """Return a declared size after padding, and how much of it is real."""
+        padded, length = (_evaluated(size, each, self.where) for each in (self.buckets, self.sizes))
+        if not 0 <= length <= padded:
+            raise ValueError(
+                f"bucketed: outputs gives {length} for dimension {self.given} of {self.where} at "
+                f"{_spelled_sizes(self.sizes)}, expected 0 to {padded}"
+            )
+        return padded, length
 
 
 def _spec_at(outputs: Any, path: Path) -> Any:
@@ -255,7 +336,8 @@ def _evaluated(size: Any, sizes: Sizes, where: str) -> int:
             return int(size(**{name: sizes[name] for name in wanted}))
     raise TypeError(
         f"bucketed: outputs has {size!r} for {where}, expected one of {', '.join(sizes)}, or a "
-        f"function of them, such as lambda {next(iter(sizes))}: {next(iter(sizes))} // 2"
+        f"function of them, such as lambda {next(iter(sizes))}: {next(iter(sizes))} // 2, or "
+        f"(None, {next(iter(sizes))!r}) for a batch and its rows flattened into one dim"
     )
 
 

@@ -69,7 +69,9 @@ def bucketed(
             caller gives none or None, extended where he does. ``{argument: "padding"}`` for True
             where padding is, ``"additive"`` for 0 and -inf, ``(axis, kind)`` with several axes.
         outputs: sizes of the outputs, in their structure: ``{dim: axis}`` or ``{dim: lambda t:
-            t // 2}``. Left out, they are derived from the function.
+            t // 2}``; ``{dim: (None, axis)}`` where a batch and its rows are one dim of B * t, as
+            in router logits of mixture-of-experts models. Left out, they are derived from the
+            function.
         side: where padding goes, ``"right"`` or ``"left"``.
         overflow: above the largest bucket: ``"error"``; ``"eager"``, without compiling;
             ``"grow"``, a new bucket of twice the size; ``"dynamic"``, one compiled function

@@ -465,7 +465,7 @@ class TestInputs:
             ({"side": "up"}, "side is 'up'"),
             ({"overflow": "ignore"}, "overflow is 'ignore'"),
             ({"verify": "often"}, "verify is 'often'"),
-            ({"mask": "m"}, "mask or lengths names 'm'"),
+            ({"mask": "m"}, "mask names 'm'"),
             ({"lengths": {"u": "x"}}, "names axis 'u'"),
             ({"compile": "inductor"}, "compile is 'inductor'"),
             ({"dims": {"x": {0: 3}}}, "expected the name of an axis"),

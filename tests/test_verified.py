@@ -647,13 +647,14 @@ def test_what_stays_after_reducing_shows_the_fault_and_time_is_kept() -> None:
         return spoiled.forward
 
     case = Case(graphs[0], exp_is_wrong(graphs[0], []), given)
-    small = reduced(case, exp_is_wrong, seconds=60, first=0)
+    small, ended_early = reduced(case, exp_is_wrong, seconds=60, first=0)
+    assert not ended_early
     statements = [node.target for node in small.graph.graph.nodes if node.op.startswith("call_")]
     assert statements == ["exp"]
     assert len(small.inputs) == 1
     assert small.differences(small.inputs) != []
     tried.clear()
-    assert reduced(case, exp_is_wrong, seconds=60, first=61) is case
+    assert reduced(case, exp_is_wrong, seconds=1, first=100) == (case, True)
     assert tried == []
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import sys
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +14,10 @@ import torch
 from torch import nn
 
 from torchguard import MiscompilationWarning, verified, verified_backend
+from torchguard.internals import dynamo_backend
+from torchguard.verified.graphs import copy_graph
 from torchguard.verified.purity import why_not_twice
+from torchguard.verified.quiet import quiet
 from torchguard.verified.strides import same_strides
 
 if TYPE_CHECKING:
@@ -254,3 +261,108 @@ def test_without_a_decorator_it_is_what_dynamo_compiled() -> None:
     backend = verified_backend("eager")
     torch.compile(tripled_twice, backend=backend)(torch.ones(3))
     assert [graph.function for graph in backend.stats().graphs] == ["tripled_twice"] * 2
+
+
+# --- reproducers
+
+
+def wrong_where(name: str) -> Any:
+    """Make a backend that is wrong where a graph has an operation of this name."""
+
+    def compile_(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        spoiled = copy_graph(graph)
+        for node in spoiled.graph.nodes:
+            if name in str(node.target):
+                with spoiled.graph.inserting_after(node):
+                    more = spoiled.graph.call_function(torch.add, (node, 1))
+                node.replace_all_uses_with(more)
+                more.args = (node, 1)
+        spoiled.recompile()
+        compiled: Any = dynamo_backend("aot_eager")(spoiled, inputs)
+        return compiled
+
+    return compile_
+
+
+@pytest.fixture
+def erf_is_wrong() -> Iterator[str]:
+    """Register the backend under a name, so that a script can name it."""
+    registry: Any = importlib.import_module("torch._dynamo.backends.registry")
+    registry.register_backend(wrong_where("erf"), name="torchguard_tests_erf")
+    yield "torchguard_tests_erf"
+    for table in (registry._BACKENDS, registry._COMPILER_FNS):
+        table.pop("torchguard_tests_erf", None)
+
+
+class Deep(nn.Module):
+    """A hundred statements; one in the middle is compiled wrong. The queue is written in place."""
+
+    queue: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12))
+        self.register_buffer("queue", torch.zeros(6, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.queue[1:] = self.queue[:-1].clone()
+        self.queue[0] = x.detach().mean(0)
+        for number, layer in enumerate(self.layers):
+            x = x + layer(x) * 0.5
+            x = x / (1 + x.square().mean(-1, keepdim=True)).sqrt()
+            if number == 6:
+                x = torch.special.erf(x)
+        return x, x.sum(), self.queue * 2
+
+
+def test_the_reproducer_of_a_large_graph_is_small_and_nothing_else_is_printed(
+    erf_is_wrong: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """FX prints a traceback for each try that raises, such as ``q[1:] = q[:-1]``."""
+    deep = verified(backend=erf_is_wrong)(Deep())
+    with pytest.warns(MiscompilationWarning) as caught:
+        deep(torch.randn(3, 4))
+    assert [warning.category for warning in caught] == [MiscompilationWarning]
+    assert capfd.readouterr() == ("", "")
+    text = (tmp_path / "reproducers" / "Deep.py").read_text()
+    assert f"reproducer: {tmp_path / 'reproducers' / 'Deep.py'}" in str(caught[0].message)
+    assert text.count("erf") == 2  # in the code, and in the backend's name
+    assert "linear" not in text
+    assert "queue" not in text
+    assert len(text) < 4000
+
+
+def test_what_reducing_has_no_time_for_is_said(
+    erf_is_wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = importlib.import_module("torchguard.verified.check")
+    monkeypatch.setattr(check, "_MOST_SECONDS_TO_REDUCE", 0.0)
+    with pytest.warns(MiscompilationWarning, match=r"Deep\.py \(reducing it ended early"):
+        verified(backend=erf_is_wrong)(Deep())(torch.randn(3, 4))
+
+
+def test_why_there_is_no_reproducer_is_said() -> None:
+    with pytest.warns(MiscompilationWarning, match="none: off_by_one is a callable, which a"):
+        verified(backend=off_by_one)(inner)(torch.ones(3))
+
+
+def test_only_this_thread_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("torch.something")
+
+    def speak(who: str) -> None:
+        sys.stderr.write(f"{who}\n")
+        log.error("%s logs", who)
+
+    before = sys.stderr
+    with quiet():
+        speak("this thread")
+        warnings.warn("this thread warns", stacklevel=1)
+        other = threading.Thread(target=speak, args=["another"])
+        other.start()
+        other.join()
+    assert sys.stderr is before
+    speak("afterwards")
+    said = capsys.readouterr().err
+    assert "this thread" not in said
+    assert "another\n" in said
+    assert "afterwards\n" in said

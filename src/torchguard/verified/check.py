@@ -20,9 +20,10 @@ from torchguard.verified.graphs import copy_graph, is_symbolic, owned_tensors
 from torchguard.verified.ladder import EAGER, Step
 from torchguard.verified.options import Options
 from torchguard.verified.outcome import Outcome, run
+from torchguard.verified.quiet import quiet
 from torchguard.verified.records import GraphRecord
-from torchguard.verified.reducing import reduced
-from torchguard.verified.reproducer import write_reproducer
+from torchguard.verified.reducing import Reduced, reduced
+from torchguard.verified.reproducer import NotWritten, write_reproducer
 from torchguard.verified.rounding import not_by_rounding, right_in_double
 from torchguard.verified.strides import with_strides
 from torchguard.verified.warning import warn_of
@@ -30,8 +31,11 @@ from torchguard.verified.warning import warn_of
 __all__ = ["Check"]
 
 
-_SECONDS_TO_REDUCE = 10.0
-"""How long the reproducer of a wrong graph may be made smaller: the caller is waiting."""
+_SECONDS_TO_REDUCE, _MOST_SECONDS_TO_REDUCE = 10.0, 60.0
+"""How long the reproducer of a wrong graph may be made smaller: the caller is waiting.
+
+Where compiling took long, twice as long as that, so that there is time for some tries.
+"""
 
 
 class _Unverified(Exception):  # noqa: N818 - it is an answer, not an error
@@ -208,15 +212,17 @@ class Check:
             raise _Unverified("eager itself does not give the same result twice")
         wrong, runs = self.trusted, self.steps[self.position].name
         if self.options.on_mismatch == "fallback":
-            self._descend(eager, inputs)
+            with quiet():
+                self._descend(eager, inputs)
             runs = self.steps[self.position].name
         self.record.status = "mismatched"
         self.record.runs = runs
         self.record.differences = tuple(map(str, found))
-        if self.record.reproducer is None and self.steps[0].source is not None and not self.owned:
-            case = self._reduced(Case(self.graph, wrong, list(inputs)))
-            self.record.reproducer = write_reproducer(case, self.steps[0].source, self.record)
-        text = _message(self.record, self.steps[0], found, self.options.on_mismatch)
+        if self.record.reproducer is None:
+            reproducer = self._reproducer(Case(self.graph, wrong, list(inputs)))
+        else:
+            reproducer = self.record.reproducer
+        text = _message(self.record, self.steps[0], found, self.options.on_mismatch, reproducer)
         self.decided = self.options.on_mismatch != "fallback"
         if self.options.on_mismatch == "raise":
             self.record.runs = "nothing"
@@ -224,11 +230,34 @@ class Check:
         else:
             self.warning = text
 
-    def _reduced(self, case: Case) -> Case:
+    def _reproducer(self, case: Case) -> str:
+        """Write the script; return where it is, or why there is none."""
+        source = self.steps[0].source
+        if source is None:
+            return f"none: {self.steps[0].name} is a callable, which a script can't name"
+        if self.owned:
+            return "none: the graph holds tensors of its own, such as an optimizer's parameters"
+        with quiet():
+            small = self._reduced(case)
+            try:
+                path = write_reproducer(small.case, source, self.record)
+            except NotWritten as reason:
+                return f"none: {reason}"
+        self.record.reproducer = path
+        if not small.ended_early:
+            return path
+        return f"{path} (reducing it ended early: its time was up)"
+
+    def _reduced(self, case: Case) -> Reduced:
         if any(map(is_symbolic, self.examples)):
-            return case  # without Dynamo's symbols it would be another graph
-        with tracing_again(None):
-            return reduced(case, self.steps[0].compile, _SECONDS_TO_REDUCE, self.compile_seconds)
+            # Without Dynamo's symbols it would be another graph.
+            return Reduced(case, ended_early=False)
+        seconds = min(max(_SECONDS_TO_REDUCE, 2 * self.compile_seconds), _MOST_SECONDS_TO_REDUCE)
+        try:
+            with tracing_again(None):
+                return reduced(case, self.steps[0].compile, seconds, self.compile_seconds)
+        except Exception:  # noqa: BLE001 - the large one is there
+            return Reduced(case, ended_early=False)
 
     def _descend(self, eager: Outcome | None, inputs: Sequence[Any]) -> None:
         """Take the next step that is right, or can be compiled; the last one is eager itself."""
@@ -285,7 +314,13 @@ def _blamed(step: Step) -> str:
     return f"torch.compile{with_backend} (torch {torch.__version__})"
 
 
-def _message(record: GraphRecord, step: Step, found: list[Difference], on_mismatch: str) -> str:
+def _message(
+    record: GraphRecord,
+    step: Step,
+    found: list[Difference],
+    on_mismatch: str,
+    reproducer: str,
+) -> str:
     largest = max((d.largest for d in found if d.largest is not None), default=None)
     now = {
         "fallback": f"{record.runs} runs instead",
@@ -298,6 +333,6 @@ def _message(record: GraphRecord, step: Step, found: list[Difference], on_mismat
         f"  last statement: {record.place}",
         *([] if largest is None else [f"  largest difference: {largest:.3g}"]),
         f"  now: {now}",
-        f"  reproducer: {record.reproducer or 'none could be written'}",
+        f"  reproducer: {reproducer}",
     ]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from torchguard.internals import (
     has_saved_tensors_hooks,
@@ -93,8 +94,10 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
     # The cache of autocast would keep the copies alive.
     with without_autocast_cache(), _unseen_by_hooks(), random_state_kept(devices) as drawn:
         before = [_function_behind(value) for value in given]
+        # Called as a module, a graph that raises prints a traceback of its own.
+        called = function.forward if isinstance(function, fx.GraphModule) else function
         try:
-            returned = function(*given)
+            returned = called(*given)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a graph raises is its outcome

@@ -18,7 +18,7 @@ from torch import fx
 from torchguard.verified.case import Case
 from torchguard.verified.records import GraphRecord
 
-__all__ = ["FOLDER_VARIABLE", "write_reproducer"]
+__all__ = ["FOLDER_VARIABLE", "NotWritten", "write_reproducer"]
 
 FOLDER_VARIABLE = "TORCHGUARD_REPRODUCERS"
 """Names the folder for the scripts; without it they go to a temporary one."""
@@ -83,12 +83,12 @@ raise SystemExit(bool(wrong))
 '''
 
 
-class _NotWritten(Exception):  # noqa: N818 - it is an answer, not an error
-    """The graph can't be written as a script."""
+class NotWritten(Exception):  # noqa: N818 - it is an answer, not an error
+    """The graph can't be written as a script; the text says why."""
 
 
-def write_reproducer(case: Case, arguments: str, record: GraphRecord) -> str | None:
-    """Write the script and return its path, or None where the graph can't be written as one.
+def write_reproducer(case: Case, arguments: str, record: GraphRecord) -> str:
+    """Write the script and return its path.
 
     Inputs are random, of the shapes, strides and sharing they had. Where random ones do not
     show a difference and there are few elements, the script has their values.
@@ -97,6 +97,10 @@ def write_reproducer(case: Case, arguments: str, record: GraphRecord) -> str | N
         case: what differs.
         arguments: those for ``torch.compile``, as in source code.
         record: names the graph.
+
+    Raises:
+        NotWritten: the graph can't be written as a script, or the script not to its folder.
+
     """
     try:
         text = _script(case, _inputs_that_show(case), arguments)
@@ -106,8 +110,10 @@ def write_reproducer(case: Case, arguments: str, record: GraphRecord) -> str | N
             number += 1
             path = path.with_name(f"{path.stem.rpartition('-')[0] or path.stem}-{number}.py")
         path.write_text(text, encoding="utf-8")
-    except Exception:  # noqa: BLE001 - a script that fails must not hide what it is about
-        return None
+    except NotWritten:
+        raise
+    except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
+        raise NotWritten(f"writing it raised {type(error).__name__}: {error}") from None
     return str(path)
 
 
@@ -149,7 +155,7 @@ def _class_of(graph: fx.GraphModule, name: str, imports: dict[str, str], classes
     children = []
     for child, module in graph.named_children():
         if not isinstance(module, fx.GraphModule):
-            raise _NotWritten
+            raise NotWritten(f"the graph calls a {type(module).__name__} as a whole")
         made = _class_of(module, f"{name}_{child}", imports, classes)
         children.append(f"        self.{child} = {made}()")
     code = graph.graph.python_code("self")
@@ -179,7 +185,7 @@ def _import_of(name: str, value: Any) -> str:
         and getattr(sys.modules.get(module), qualified, None) is value
     ):
         return f"from {module} import {qualified} as {name}"
-    raise _NotWritten
+    raise NotWritten(f"the graph has {value!r}, which a script can't import")
 
 
 def _inputs_that_show(case: Case) -> str:

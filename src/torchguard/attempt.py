@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from torchguard.internals import refuses_writes, without_torch_function
+from torchguard.compressed import Compressed
+from torchguard.internals import call_unrecorded, refuses_writes, without_torch_function
+from torchguard.interrupts import finish
 from torchguard.metadata import Metadata, bytes_needed, capture, read_stride_and_offset
 from torchguard.rollback import Saved, roll_back, save
 from torchguard.shared_memory import (
@@ -18,14 +20,15 @@ from torchguard.shared_memory import (
 )
 from torchguard.writes import Writes, out_tensors, written_tensors
 
-__all__ = ["Attempt", "undo_in_place", "undo_out"]
+__all__ = ["Attempt", "undo_first", "undo_out"]
 
 
 class Attempt:
     """What one call writes to.
 
     Use: call torch with ``*attempt.args, **attempt.kwargs``; on success return
-    ``attempt.finish(result)``, on an exception call ``attempt.undo(error)``.
+    ``attempt.finish(result)``. On an exception (also one that ``finish`` raises) call
+    ``attempt.undo(error)``, twice as interrupts.py says, and then ``attempt.explain(error)``.
     """
 
     __slots__ = ("_in_place", "_out", "_stand_ins", "args", "kwargs")
@@ -72,12 +75,12 @@ class Attempt:
         """Turn the result of a call with stand-ins into that of a call without."""
         if not self._stand_ins:
             return result
-        for stand_in, (tensor, metadata, _) in self._stand_ins:
+        for stand_in, (tensor, metadata, *_) in self._stand_ins:
             assert metadata is not None
-            with without_torch_function(), torch.no_grad():
+            with without_torch_function():
                 if stand_in.shape != metadata.size or stand_in.stride() != metadata.stride:
-                    offset = stand_in.storage_offset()
-                    tensor.set_(metadata.storage, offset, stand_in.shape, stand_in.stride())
+                    view = stand_in.storage_offset(), stand_in.shape, stand_in.stride()
+                    call_unrecorded(tensor, tensor.set_, metadata.storage, *view)
                 else:
                     torch.autograd.graph.increment_version(tensor)
         real = {id(stand_in): saved.tensor for stand_in, saved in self._stand_ins}
@@ -90,10 +93,18 @@ class Attempt:
 
     def undo(self, error: BaseException) -> None:
         """Put everything back; what may be half-written and has no copy gets a new version."""
+        finish(self._undo, error)
+
+    def _undo(self, error: BaseException) -> None:
         for saved in reversed(self._out):
-            undo_out(saved, error)
+            _undo_out(saved, error)
         for saved, elements in reversed(self._in_place):
-            undo_in_place(saved, error, elements=elements)
+            _undo_in_place(saved, error, elements)
+
+    def explain(self, error: BaseException) -> None:
+        """Raise what is to be raised instead of ``error``, if anything."""
+        if not isinstance(error, Exception):  # an interrupt
+            return
         for stand_in, saved in self._stand_ins:
             metadata = saved.metadata
             assert metadata is not None
@@ -107,18 +118,32 @@ class Attempt:
 
 def undo_out(saved: Saved, error: BaseException) -> None:
     """Undo what a call that failed with ``error`` did to its output."""
-    tensor, metadata, _ = saved
+    finish(_undo_out, saved, error)
+
+
+def _undo_out(saved: Saved, error: BaseException) -> None:
+    tensor, metadata, *_ = saved
     with without_torch_function():
         refused = torch.is_grad_enabled() and tensor.requires_grad
     empty = metadata is not None and 0 in metadata.size
     roll_back(saved, wrote=_ran(error) and not empty and not refused)
 
 
-def undo_in_place(saved: Saved, error: BaseException, *, elements: bool) -> None:
-    """Undo what a call that failed with ``error`` did to a tensor it writes in place.
+def undo_first(
+    tensor: torch.Tensor,
+    metadata: Metadata | None,
+    compressed: Compressed | None,
+    error: BaseException,
+    elements: bool,
+) -> None:
+    """Undo what a call that failed with ``error`` did to its first argument.
 
     ``elements`` says whether the operation writes elements at all.
     """
+    finish(_undo_in_place, Saved(tensor, metadata, None, compressed), error, elements)
+
+
+def _undo_in_place(saved: Saved, error: BaseException, elements: bool) -> None:
     with without_torch_function():
         refused = refuses_writes(saved.tensor)
     roll_back(saved, wrote=elements and _ran(error) and not refused)

@@ -7,12 +7,18 @@ reach from here, so a tensor with the old row pointers takes their place.
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import torch
 
-from torchguard.internals import set_version, version_of, without_torch_function
+from torchguard.internals import (
+    call_unrecorded,
+    call_with_grad,
+    set_version,
+    version_of,
+    without_torch_function,
+)
+from torchguard.interrupts import persist
 
 __all__ = ["COMPRESSED", "Compressed", "capture_compressed", "restore_compressed"]
 
@@ -37,41 +43,46 @@ def capture_compressed(tensor: torch.Tensor) -> Compressed | None:
 
     Copies the row pointers, one number per row (or column), and shares the rest.
     """
-    with without_torch_function(), torch.no_grad():
+    with without_torch_function():
         if tensor.layout not in COMPRESSED or tensor.is_meta:
             return None
-        by_rows = tensor.layout in _BY_ROWS
-        pointers = tensor.crow_indices() if by_rows else tensor.ccol_indices()
-        indices = tensor.col_indices() if by_rows else tensor.row_indices()
-        values = tensor.values()
-        before = torch.sparse_compressed_tensor(
-            pointers.clone(),
-            indices,
-            values,
-            tensor.shape,
-            layout=tensor.layout,
-            check_invariants=False,
-        )
-        storages = [part.untyped_storage() for part in (pointers, indices, values)]
-        sizes = tuple((storage, storage.nbytes()) for storage in storages)
-        return Compressed(before, sizes, version_of(tensor))
+        read: Compressed = call_with_grad(False, _read, tensor)
+        return read
+
+
+def _read(tensor: torch.Tensor) -> Compressed:
+    by_rows = tensor.layout in _BY_ROWS
+    pointers = tensor.crow_indices() if by_rows else tensor.ccol_indices()
+    indices = tensor.col_indices() if by_rows else tensor.row_indices()
+    values = tensor.values()
+    before = torch.sparse_compressed_tensor(
+        pointers.clone(),
+        indices,
+        values,
+        tensor.shape,
+        layout=tensor.layout,
+        check_invariants=False,
+    )
+    storages = [part.untyped_storage() for part in (pointers, indices, values)]
+    sizes = tuple((storage, storage.nbytes()) for storage in storages)
+    return Compressed(before, sizes, version_of(tensor))
 
 
 def restore_compressed(tensor: torch.Tensor, saved: Compressed) -> None:
-    """Make the tensor what it was. Never raises, like :func:`torchguard.metadata.restore`."""
-    try:
-        with without_torch_function(), torch.no_grad():
-            tensor.resize_as_sparse_(saved.before)
-            tensor.copy_(saved.before)
-            for storage, nbytes in saved.storages:
-                if storage.nbytes() != nbytes:
-                    storage.resize_(nbytes)
-            if saved.version is not None:
-                set_version(tensor, saved.version)
-    except Exception as error:  # noqa: BLE001  whatever it is, it must not hide the first one
-        warnings.warn(
-            f"torchguard could not put a sparse tensor back to shape {saved.before.shape} after a "
-            f"failed operation: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    """Make the tensor what it was; like :func:`torchguard.metadata.restore`."""
+    failure = (
+        f"torchguard could not put a sparse tensor back to shape {saved.before.shape} after a "
+        "failed operation"
+    )
+    with without_torch_function():
+        persist(call_unrecorded, tensor, _restore, tensor, saved, failure=failure)
+
+
+def _restore(tensor: torch.Tensor, saved: Compressed) -> None:
+    tensor.resize_as_sparse_(saved.before)
+    tensor.copy_(saved.before)
+    for storage, nbytes in saved.storages:
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
+    if saved.version is not None:
+        set_version(tensor, saved.version)

@@ -14,13 +14,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchguard import patching, stepping_aside, tracing
-from torchguard.attempt import Attempt, undo_in_place
-from torchguard.compressed import capture_compressed, restore_compressed
+from torchguard.attempt import Attempt, undo_first
+from torchguard.compressed import capture_compressed
 from torchguard.internals import without_torch_function
 from torchguard.metadata import capture
 from torchguard.out import guard_out
 from torchguard.resize import guard_set_, refuse_resize_, refuse_resize_as_
-from torchguard.rollback import Saved
 from torchguard.writes import Writes, writes_of
 
 __all__ = ["Guarded", "guarded"]
@@ -108,23 +107,30 @@ class _Mode(TorchFunctionMode):
                 # The common case, x.add_(y), without the general machinery.
                 metadata = capture(args[0])
                 compressed = None
-                if metadata is None and refuse is not None:  # a resize_ of a sparse tensor
+                if metadata is None and not writes.elements:  # a resize_ of a sparse tensor
                     compressed = capture_compressed(args[0])
                 try:
-                    return func(*args, **kwargs)
-                except BaseException as error:
-                    saved = Saved(args[0], metadata, None)
-                    undo_in_place(saved, error, elements=writes.elements)
-                    if compressed is not None:
-                        restore_compressed(args[0], compressed)
+                    try:
+                        return func(*args, **kwargs)
+                    except BaseException as error:
+                        undo_first(args[0], metadata, compressed, error, writes.elements)
+                        raise
+                except (
+                    BaseException
+                ) as error:  # an interrupt in the clause above: see interrupts.py
+                    undo_first(args[0], metadata, compressed, error, writes.elements)
                     raise
         attempt = Attempt(writes, args, kwargs, data=self._data)
         try:
-            result = func(*attempt.args, **attempt.kwargs)
-        except BaseException as error:
+            try:
+                return attempt.finish(func(*attempt.args, **attempt.kwargs))
+            except BaseException as error:
+                attempt.undo(error)
+                raise
+        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
             attempt.undo(error)
+            attempt.explain(error)
             raise
-        return attempt.finish(result)
 
 
 class _ModeSeenByDynamo(_Mode):

@@ -6,12 +6,12 @@ which storage, how many bytes that storage holds, and the version counter.
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import torch
 
 from torchguard.internals import (
+    call_unrecorded,
     has_own_dispatch,
     has_torch_function_unary,
     inner_tensors,
@@ -20,6 +20,7 @@ from torchguard.internals import (
     without_dispatch_modes,
     without_torch_function,
 )
+from torchguard.interrupts import persist
 
 __all__ = [
     "Metadata",
@@ -86,26 +87,25 @@ def restore(tensor: torch.Tensor, saved: Metadata, *, version: int | None) -> No
     """Put the captured metadata back; the version counter becomes ``version``.
 
     The other aliases of the storage are untouched, because the storage gets back
-    the number of bytes it had. Never raises: it runs while another exception is
-    on its way, and that one is what the caller has to see.
+    the number of bytes it had. May be called again and again. Raises nothing of its own:
+    it runs while another exception is on its way, and that one is what the caller has to see.
     """
-    try:
-        with without_torch_function():
-            for part, metadata in saved.parts:
-                wrote = version != saved.version
-                restore(part, metadata, version=version_of(part) if wrote else metadata.version)
-            # A wrapper is what its parts are; its own set_ would reach one of them.
-            if not saved.parts and not _is_as_saved(tensor, saved):
-                _put_back(tensor, saved)
-            if version is not None and version_of(tensor) != version:
-                set_version(tensor, version)
-    except Exception as error:  # noqa: BLE001  whatever it is, it must not hide the first one
-        warnings.warn(
-            f"torchguard could not put a tensor back to shape {saved.size} after a failed "
-            f"operation: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    failure = (
+        f"torchguard could not put a tensor back to shape {saved.size} after a failed operation"
+    )
+    persist(_restore, tensor, saved, version, failure=failure)
+
+
+def _restore(tensor: torch.Tensor, saved: Metadata, version: int | None) -> None:
+    with without_torch_function():
+        for part, metadata in saved.parts:
+            wrote = version != saved.version
+            restore(part, metadata, version=version_of(part) if wrote else metadata.version)
+        # A wrapper is what its parts are; its own set_ would reach one of them.
+        if not saved.parts and not _is_as_saved(tensor, saved):
+            call_unrecorded(tensor, _put_back, tensor, saved)
+        if version is not None and version_of(tensor) != version:
+            set_version(tensor, version)
 
 
 def _is_as_saved(tensor: torch.Tensor, saved: Metadata) -> bool:
@@ -138,12 +138,12 @@ def read_stride_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
 
 
 def _put_back(tensor: torch.Tensor, saved: Metadata) -> None:
-    # An inference tensor takes in-place updates in inference mode only.
-    quiet = torch.inference_mode() if tensor.is_inference() else torch.no_grad()
-    with quiet, without_dispatch_modes(tensor):
+    with without_dispatch_modes(tensor):
         # resize_ grows the storage before it looks at the memory format.
         if saved.storage.nbytes() != saved.nbytes:
             saved.storage.resize_(saved.nbytes)
+            if _is_as_saved(tensor, saved):
+                return
         torchs_set_(tensor, saved.storage, saved.storage_offset, saved.size, saved.stride)
 
 

@@ -37,16 +37,26 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             metadata = capture(out)
             if metadata is not None and not lacks_allocator(metadata.storage):
                 try:
-                    return original(*args, out=out, **kwargs)
-                except BaseException as error:
+                    try:
+                        return original(*args, out=out, **kwargs)
+                    except BaseException as error:
+                        undo_out(Saved(out, metadata, None), error)
+                        raise
+                except (
+                    BaseException
+                ) as error:  # an interrupt in the clause above: see interrupts.py
                     undo_out(Saved(out, metadata, None), error)
                     raise
         attempt = Attempt(None, args, {**kwargs, "out": out}, data=False)
         try:
-            result = original(*attempt.args, **attempt.kwargs)
-        except BaseException as error:
+            try:
+                return attempt.finish(original(*attempt.args, **attempt.kwargs))
+            except BaseException as error:
+                attempt.undo(error)
+                raise
+        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
             attempt.undo(error)
+            attempt.explain(error)
             raise
-        return attempt.finish(result)
 
     return guarded

@@ -27,6 +27,7 @@ from torchguard.internals import (
     overriding,
     without_torch_function,
 )
+from torchguard.interrupts import finish
 from torchguard.metadata import Metadata, bytes_needed, capture, restore
 from torchguard.shared_memory import cannot_grow, lacks_allocator
 from torchguard.signatures import describe
@@ -46,7 +47,9 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 
 
-def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Callable[..., Any]:
+def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
+    original: Callable[..., Any], *, helper: bool = False
+) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_``, exception-safe.
 
     A helper asks the tensor's class for its own ``resize_``; a patched method is
@@ -95,13 +98,17 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
         sizes = _as_given(size, second, rest)
         saved = _begin(self, operation, sizes or (options.get("size"),))
         try:
-            if helper:
-                return type(self).resize_(self, *sizes, **options)
-            if has_torch_function_unary(self):
-                seen_by = overriding((self,))
-                return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
-            return original(self, *sizes, **options)  # type: ignore[no-any-return]
-        except BaseException:
+            try:
+                if helper:
+                    return type(self).resize_(self, *sizes, **options)
+                if has_torch_function_unary(self):
+                    seen_by = overriding((self,))
+                    return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
+                return original(self, *sizes, **options)  # type: ignore[no-any-return]
+            except BaseException:
+                _undo(self, saved)
+                raise
+        except BaseException:  # an interrupt in the clause above: see interrupts.py
             _undo(self, saved)
             raise
 
@@ -115,11 +122,15 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
         template = args[0] if args else kwargs.get("the_template")
         saved = _begin(self, "resize_as_", (_numel(template),))
         try:
-            if has_torch_function((self, *args)):
-                seen_by = overriding((self, *args))
-                return handle_torch_function(original, seen_by, self, *args, **kwargs)  # type: ignore[no-any-return]
-            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-        except BaseException:
+            try:
+                if has_torch_function((self, *args)):
+                    seen_by = overriding((self, *args))
+                    return handle_torch_function(original, seen_by, self, *args, **kwargs)  # type: ignore[no-any-return]
+                return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+            except BaseException:
+                _undo(self, saved)
+                raise
+        except BaseException:  # an interrupt in the clause above: see interrupts.py
             _undo(self, saved)
             raise
 
@@ -132,9 +143,13 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         saved = _begin_set(self, args, kwargs)
         try:
-            # Not shown to subclasses and modes: torch does not show them set_ either.
-            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-        except BaseException:
+            try:
+                # Not shown to subclasses and modes: torch does not show them set_ either.
+                return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+            except BaseException:
+                _undo(self, saved)
+                raise
+        except BaseException:  # an interrupt in the clause above: see interrupts.py
             _undo(self, saved)
             raise
 
@@ -213,8 +228,12 @@ def safe_resize_as_(
     """
     saved = _begin(tensor, "safe_resize_as_", (_numel(template),))
     try:
-        return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
-    except BaseException:
+        try:
+            return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
+        except BaseException:
+            _undo(tensor, saved)
+            raise
+    except BaseException:  # an interrupt in the clause above: see interrupts.py
         _undo(tensor, saved)
         raise
 
@@ -257,8 +276,12 @@ def safe_set_(
     }
     saved = _begin_set(tensor, (), arguments, "safe_set_")
     try:
-        return tensor.set_(**arguments)  # type: ignore[arg-type, return-value]
-    except BaseException:
+        try:
+            return tensor.set_(**arguments)  # type: ignore[arg-type, return-value]
+        except BaseException:
+            _undo(tensor, saved)
+            raise
+    except BaseException:  # an interrupt in the clause above: see interrupts.py
         _undo(tensor, saved)
         raise
 
@@ -331,9 +354,13 @@ def _begin_set(
 
 def _undo(tensor: torch.Tensor, saved: Metadata | Compressed | None) -> None:
     if isinstance(saved, Compressed):
-        restore_compressed(tensor, saved)
+        finish(restore_compressed, tensor, saved)
     elif saved is not None:
-        restore(tensor, saved, version=saved.version)
+        finish(_restore, tensor, saved)
+
+
+def _restore(tensor: torch.Tensor, saved: Metadata) -> None:
+    restore(tensor, saved, version=saved.version)
 
 
 def _require_tensor(tensor: object, operation: str) -> None:

@@ -72,6 +72,9 @@ def stand_in_for(
     tensor: torch.Tensor, metadata: Metadata, storage: torch.UntypedStorage
 ) -> torch.Tensor:
     """Return what ``tensor`` is, over the storage of :func:`locked_storage`."""
-    with without_torch_function(), torch.no_grad():
+    with without_torch_function():
         blank = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return blank.set_(storage, metadata.storage_offset, metadata.size, metadata.stride)
+        view: torch.Tensor = blank.set_(
+            storage, metadata.storage_offset, metadata.size, metadata.stride
+        )
+        return view

@@ -34,6 +34,8 @@ from torchguard.internals.compiled import (
 from torchguard.internals.modes import (
     TorchDispatchMode,
     autocast_is_on,
+    call_unrecorded,
+    call_with_grad,
     has_torch_function_unary,
     inside_transform,
     overriding,
@@ -87,6 +89,8 @@ __all__ = [
     "autocast_is_on",
     "base_of",
     "before_backward",
+    "call_unrecorded",
+    "call_with_grad",
     "compile_in_place",
     "compiled_variants",
     "compiler_of",

@@ -15,6 +15,8 @@ from torchguard.internals.tensors import has_own_dispatch
 __all__ = [
     "TorchDispatchMode",
     "autocast_is_on",
+    "call_unrecorded",
+    "call_with_grad",
     "has_torch_function_unary",
     "inside_transform",
     "overriding",
@@ -34,19 +36,50 @@ The developer notes on extending torch name it; there is no public spelling.
 """
 
 
-@contextlib.contextmanager
-def without_dispatch_modes(tensor: torch.Tensor) -> Iterator[None]:
+_disable_torch_dispatch: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+    torch._C, "_DisableTorchDispatch", contextlib.nullcontext
+)
+
+
+def without_dispatch_modes(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """Run operators on a plain tensor unseen by dispatch modes (FLOP counters, loggers).
 
     A tensor with a dispatcher of its own (a fake tensor) needs it, so for those
     nothing is switched off. Falls back to letting the modes see the call.
     """
-    guard = getattr(torch._C, "_DisableTorchDispatch", None)
-    if guard is None or has_own_dispatch(tensor):
-        yield
-        return
-    with guard():
-        yield
+    return contextlib.nullcontext() if has_own_dispatch(tensor) else _disable_torch_dispatch()
+
+
+# The context managers behind torch.no_grad and torch.inference_mode, written in C: those
+# written in Python can be interrupted on the way out, and the thread's mode stays changed.
+_set_grad_enabled: Callable[[bool], Any] = getattr(
+    torch._C, "_set_grad_enabled", torch.set_grad_enabled
+)
+_inference_mode: Callable[[bool], contextlib.AbstractContextManager[Any]] = getattr(
+    torch._C, "_InferenceMode", torch.inference_mode
+)
+
+
+def call_unrecorded(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)`` so that it may write to ``tensor`` and autograd records nothing.
+
+    An inference tensor takes in-place updates in inference mode only. The modes are as before
+    afterwards, whatever interrupts the call.
+    """
+    if tensor.is_inference():
+        with _inference_mode(True):
+            return function(*args)
+    return call_with_grad(False, function, *args)
+
+
+def call_with_grad(mode: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)`` under ``torch.set_grad_enabled(mode)``; see above."""
+    before = torch.is_grad_enabled()
+    try:
+        _set_grad_enabled(mode)
+        return function(*args)
+    finally:
+        _set_grad_enabled(before)
 
 
 def torch_function_modes() -> list[TorchFunctionMode]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from torchguard.compressed import Compressed
 from torchguard.internals import call_unrecorded, refuses_writes, without_torch_function
 from torchguard.interrupts import finish
 from torchguard.metadata import Metadata, bytes_needed, capture, read_stride_and_offset
@@ -20,7 +19,7 @@ from torchguard.shared_memory import (
 )
 from torchguard.writes import Writes, out_tensors, written_tensors
 
-__all__ = ["Attempt", "undo_first", "undo_out"]
+__all__ = ["Attempt", "undo_in_place", "undo_out"]
 
 
 class Attempt:
@@ -31,7 +30,7 @@ class Attempt:
     ``attempt.undo(error)``, twice as interrupts.py says, and then ``attempt.explain(error)``.
     """
 
-    __slots__ = ("_in_place", "_out", "_stand_ins", "args", "kwargs")
+    __slots__ = ("_calls_back", "_in_place", "_out", "_stand_ins", "args", "kwargs")
 
     def __init__(
         self,
@@ -44,14 +43,16 @@ class Attempt:
         self.args = args
         self.kwargs = kwargs
         self._in_place: list[tuple[Saved, bool]] = []
+        self._calls_back = writes is not None and writes.calls_back and any(map(callable, args))
         self._out = [save(tensor, data=data) for tensor in out_tensors(writes, kwargs)]
         self._stand_ins: list[tuple[torch.Tensor, Saved]] = []
         if writes is not None:
             for tensor, in_list in written_tensors(writes, args, kwargs):
                 # A list is written element by element (_foreach_add_): no shape
                 # changes, and reading all of an optimizer's would be slow.
-                read = data or not in_list
-                saved = save(tensor, data=data) if read else Saved(tensor, None, None)
+                saved = Saved(tensor, None, None)
+                if data or not in_list:
+                    saved = save(tensor, data=data, elements=writes.elements)
                 self._in_place.append((saved, writes.elements))
         for saved in self._out:
             if (
@@ -93,13 +94,13 @@ class Attempt:
 
     def undo(self, error: BaseException) -> None:
         """Put everything back; what may be half-written and has no copy gets a new version."""
-        finish(self._undo, error)
+        finish(self._undo, self._calls_back or _ran(error))
 
-    def _undo(self, error: BaseException) -> None:
+    def _undo(self, ran: bool) -> None:
         for saved in reversed(self._out):
-            _undo_out(saved, error)
+            _undo_out(saved, ran)
         for saved, elements in reversed(self._in_place):
-            _undo_in_place(saved, error, elements)
+            _undo_in_place(saved, ran and elements)
 
     def explain(self, error: BaseException) -> None:
         """Raise what is to be raised instead of ``error``, if anything."""
@@ -118,35 +119,29 @@ class Attempt:
 
 def undo_out(saved: Saved, error: BaseException) -> None:
     """Undo what a call that failed with ``error`` did to its output."""
-    finish(_undo_out, saved, error)
+    finish(_undo_out, saved, _ran(error))
 
 
-def _undo_out(saved: Saved, error: BaseException) -> None:
+def _undo_out(saved: Saved, ran: bool) -> None:
     tensor, metadata, *_ = saved
     with without_torch_function():
         refused = torch.is_grad_enabled() and tensor.requires_grad
     empty = metadata is not None and 0 in metadata.size
-    roll_back(saved, wrote=_ran(error) and not empty and not refused)
+    roll_back(saved, wrote=ran and not empty and not refused)
 
 
-def undo_first(
-    tensor: torch.Tensor,
-    metadata: Metadata | None,
-    compressed: Compressed | None,
-    error: BaseException,
-    elements: bool,
-) -> None:
-    """Undo what a call that failed with ``error`` did to its first argument.
+def undo_in_place(saved: Saved, error: BaseException, *, elements: bool) -> None:
+    """Undo what a call that failed with ``error`` did to a tensor it writes in place.
 
     ``elements`` says whether the operation writes elements at all.
     """
-    finish(_undo_in_place, Saved(tensor, metadata, None, compressed), error, elements)
+    finish(_undo_in_place, saved, elements and _ran(error))
 
 
-def _undo_in_place(saved: Saved, error: BaseException, elements: bool) -> None:
+def _undo_in_place(saved: Saved, wrote: bool) -> None:
     with without_torch_function():
         refused = refuses_writes(saved.tensor)
-    roll_back(saved, wrote=elements and _ran(error) and not refused)
+    roll_back(saved, wrote=wrote and not refused)
 
 
 def _ran(error: BaseException) -> bool:
@@ -154,6 +149,7 @@ def _ran(error: BaseException) -> bool:
 
     torch raises TypeError while it reads the arguments. One that comes from
     Python code below our frame is somebody else's: a callback of ``apply_``.
+    (A callback without a frame, ``{}.get``, is why ``Writes`` has ``calls_back``.)
     """
     below = error.__traceback__ and error.__traceback__.tb_next
     return not isinstance(error, TypeError) or below is not None

@@ -14,12 +14,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchguard import patching, stepping_aside, tracing
-from torchguard.attempt import Attempt, undo_first
+from torchguard.attempt import Attempt, undo_in_place
 from torchguard.compressed import capture_compressed
 from torchguard.internals import without_torch_function
 from torchguard.metadata import capture
 from torchguard.out import guard_out
 from torchguard.resize import guard_set_, refuse_resize_, refuse_resize_as_
+from torchguard.rollback import Saved
 from torchguard.writes import Writes, writes_of
 
 __all__ = ["Guarded", "guarded"]
@@ -113,12 +114,14 @@ class _Mode(TorchFunctionMode):
                     try:
                         return func(*args, **kwargs)
                     except BaseException as error:
-                        undo_first(args[0], metadata, compressed, error, writes.elements)
+                        saved = Saved(args[0], metadata, None, compressed)
+                        undo_in_place(saved, error, elements=writes.elements)
                         raise
                 except (
                     BaseException
                 ) as error:  # an interrupt in the clause above: see interrupts.py
-                    undo_first(args[0], metadata, compressed, error, writes.elements)
+                    saved = Saved(args[0], metadata, None, compressed)
+                    undo_in_place(saved, error, elements=writes.elements)
                     raise
         attempt = Attempt(writes, args, kwargs, data=self._data)
         try:

@@ -30,7 +30,9 @@ __all__ = ["Saved", "roll_back", "rollback_on_error", "save"]
 class _Data(NamedTuple):
     """A copy of a tensor's elements, and how to reach them again."""
 
-    copy: torch.Tensor
+    copy: torch.Tensor | torch.UntypedStorage
+    """A storage where torch can't clone the tensor: per channel with float zero points."""
+
     span: tuple[int, int] | None
     """First element and count, for a tensor whose elements overlap (``expand``)."""
 
@@ -50,9 +52,13 @@ class Saved(NamedTuple):
     """In place of metadata and data, for a sparse compressed tensor."""
 
 
-def save(tensor: torch.Tensor, *, data: bool) -> Saved:
-    """Read a tensor's metadata and, with ``data``, copy its elements."""
+def save(tensor: torch.Tensor, *, data: bool, elements: bool = True) -> Saved:
+    """Read a tensor's metadata and, with ``data``, copy its elements.
+
+    Not ``elements`` says that nothing writes them: where there is metadata, that is enough.
+    """
     metadata = capture(tensor)
+    data = data and (elements or metadata is None)
     compressed = None if data or metadata is not None else capture_compressed(tensor)
     return Saved(tensor, metadata, _copy(tensor) if data else None, compressed)
 
@@ -111,23 +117,28 @@ def _copy(tensor: torch.Tensor) -> _Data | None:
                 span = (int(tensor.storage_offset()), bytes_needed(size, stride, 0, 1))
                 copy = call_with_grad(False, _stretch(tensor, span).clone)
                 return _Data(copy, span, version_of(tensor), [])
-        return _Data(call_with_grad(False, tensor.clone), None, version_of(tensor), [])
+        try:
+            copy = call_with_grad(False, tensor.clone)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            copy = tensor.untyped_storage().clone()
+        return _Data(copy, None, version_of(tensor), [])
 
 
 def _put_back(tensor: torch.Tensor, data: _Data) -> None:
     if not data.put_back:
-        failure = (
-            f"torchguard could not put back the elements of a tensor of shape {data.copy.shape} "
-            "after a failed operation"
-        )
+        failure = "torchguard could not put back the elements of a tensor after a failed operation"
         with without_torch_function(), without_dispatch_modes(tensor):
             persist(call_unrecorded, tensor, _copy_back, tensor, data, failure=failure)
 
 
 def _copy_back(tensor: torch.Tensor, data: _Data) -> None:
-    if tensor.layout in COMPRESSED:  # copy_ wants as many elements as there are
+    target: Any = tensor if data.span is None else _stretch(tensor, data.span)
+    if isinstance(data.copy, torch.UntypedStorage):
+        target = tensor.untyped_storage()
+    elif tensor.layout in COMPRESSED:  # copy_ wants as many elements as there are
         tensor.resize_as_sparse_(data.copy)
-    target = tensor if data.span is None else _stretch(tensor, data.span)
     # Copied and noted without a bytecode in between, so that an interrupt after
     # a copy of gigabytes does not begin another one.
     data.put_back.extend(map(target.copy_, (data.copy,)))

@@ -59,9 +59,13 @@ class Writes(NamedTuple):
     only_first: bool = False
     """Whether it writes its first argument, always, and nothing else."""
 
+    calls_back: bool = False
+    """Whether it calls a Python function for each element, as ``apply_`` does."""
+
     out_place: OutPlace | None = None
 
 
+_CALL_BACK = frozenset(("apply_", "map_", "map2_"))
 _DUNDERS = frozenset(
     f"__{name}__"
     for name in (
@@ -93,7 +97,8 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
         return writes
     # add_ and mul_ have overloads for lists as well, of TorchScript.
     first = all(each.position == 0 and not each.is_out for each in writes.arguments)
-    return writes._replace(only_first=first)
+    calls_back = getattr(function, "__name__", "") in _CALL_BACK
+    return writes._replace(only_first=first and not calls_back, calls_back=calls_back)
 
 
 def _writes(function: Callable[..., Any]) -> Writes | None:

@@ -429,11 +429,11 @@ def test_a_tensor_that_torch_cant_clone_keeps_its_operations_and_its_data() -> N
             arguments = (False,) if name == "requires_grad_" else ()
             assert outcome_of(lambda: getattr(_float_zero_points(), name)(*arguments)).error is None  # noqa: B023
     tensor = _float_zero_points()
-    before = bytes(tensor.untyped_storage())
+    before = bytes(tensor.untyped_storage().tolist())
     with pytest.raises(Planned), rollback_on_error(tensor, data=True):
-        tensor.untyped_storage().fill_(7)
+        tensor.untyped_storage().copy_(torch.full((6,), 7, dtype=torch.uint8).untyped_storage())
         raise Planned
-    assert bytes(tensor.untyped_storage()) == before
+    assert bytes(tensor.untyped_storage().tolist()) == before
 
 
 # --- callbacks

@@ -443,7 +443,7 @@ UNDER_VMAP: dict[str, Callable[..., torch.Tensor]] = {
     "mixed": lambda t, i, v: sliced_assign(t, (i, slice(0, 2)), v[:, :2]),
     "add": lambda t, i, v: at(t)[i].add(v),
     "multiply": lambda t, i, v: at(t)[i].multiply(v),
-    "maximum": lambda t, i, v: at(t)[i].maximum(v),
+    "max": lambda t, i, v: at(t)[i].max(v),
     "add to a slice": lambda t, i, v: at(t)[0:2].add(v) + i.sum(),
 }
 DIMS = [dims for dims in itertools.product((0, None), repeat=3) if 0 in dims]
@@ -504,8 +504,8 @@ def test_set_and_get_are_assignment_and_indexing() -> None:
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": torch.add,
     "multiply": torch.mul,
-    "minimum": torch.minimum,
-    "maximum": torch.maximum,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
 
 
@@ -542,8 +542,8 @@ def test_duplicates_are_applied_every_time_as_in_jax() -> None:
     value = torch.tensor([5.0, -7.0, 0.5])
     assert at(t)[index].add(value).tolist() == [-1.0, 2.0, 3.5]
     assert at(t)[index].multiply(value).tolist() == [-35.0, 2.0, 1.5]
-    assert at(t)[index].minimum(value).tolist() == [-7.0, 2.0, 0.5]
-    assert at(t)[index].maximum(value).tolist() == [5.0, 2.0, 3.0]
+    assert at(t)[index].min(value).tolist() == [-7.0, 2.0, 0.5]
+    assert at(t)[index].max(value).tolist() == [5.0, 2.0, 3.0]
     assert t.tolist() == [1.0, 2.0, 3.0]
 
 

@@ -146,7 +146,7 @@ def test_in_place_the_result_and_every_alias_is_right() -> None:
         assert torch.autograd.grad(out.sum(), value)[0] == 12
 
 
-OPERATIONS = ("set", "add", "multiply", "minimum", "maximum")
+OPERATIONS = ("set", "add", "subtract", "multiply", "divide", "power", "min", "max")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -541,6 +541,10 @@ class TestTheCommand:
         [
             (["--only", "planted-liv"], "did you mean planted-live"),
             (["--only", ""], "no defect ''"),
+            (
+                ["--only", "resize-locked", "--family", "compile"],
+                "nothing to probe in the family 'compile': resize-locked is of the family 'memory'",
+            ),
             (["--family", "graphics"], "invalid choice: 'graphics'"),
             (["--jobs", "0"], "argument --jobs"),
             (["--timeout", "soon"], "argument --timeout"),
@@ -620,7 +624,7 @@ class TestProgress:
     def steps(self, report: Report) -> Iterator[Step]:
         from torchguard.doctor import Step  # noqa: PLC0415 - only a type above
 
-        yield Step(0, 2, ("planted-live",), None)
+        yield Step(0, 2, ("planted-live",), None, 121.0)
         yield Step(1, 2, (), row(report, "live"))
         yield Step(2, 2, (), row(report, "segfault"))
 
@@ -635,7 +639,7 @@ class TestProgress:
         assert "\x1b[" in shown  # a bar is redrawn in place
         assert "\n[2/2]" not in shown
 
-    def test_is_plain_lines_on_a_terminal_without_rich(
+    def test_is_a_plain_bar_on_a_terminal_without_rich(
         self, report: Report, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "rich", None)
@@ -643,10 +647,34 @@ class TestProgress:
         with shown_on(terminal, color=True) as show:
             for step in self.steps(report):
                 show(step)
-        assert terminal.getvalue().splitlines() == [
+        shown = terminal.getvalue().split("\r")
+        assert [line.strip() for line in shown] == [
+            "",
+            "[--------------------] 0/2 about 2 minutes left: planted-live",
+            "[##########----------] 1/2 starting",
+            "[####################] 2/2 finishing",
+            "",
+            "",
+        ]
+
+    def test_is_plain_lines_elsewhere(self, report: Report) -> None:
+        log = io.StringIO()
+        with shown_on(log, color=True) as show:
+            for step in self.steps(report):
+                show(step)
+        assert log.getvalue().splitlines() == [
+            "2 defects to probe, about 2 minutes",
             "[1/2] planted-live: corrupt, open, no guard yet",
             "[2/2] planted-segfault: crash (SIGSEGV), open, no guard yet",
         ]
+
+    def test_says_how_long_the_rest_will_take(self, plugin: Path) -> None:
+        steps: list[Step] = []
+        torchguard.doctor(planted(["absent", "closed"]), progress=steps.append)
+        left = [step.remaining for step in steps]
+        assert left[0] is not None
+        assert left[0] > 1
+        assert left[-1] == 0
 
     def test_counts_every_row_and_names_what_runs(self, plugin: Path) -> None:
         steps: list[Step] = []

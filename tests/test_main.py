@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,43 @@ def test_runs_as_a_module_and_says_its_version() -> None:
     line = [sys.executable, "-m", "torchguard", "--version"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert done.stdout == f"torchguard {torchguard.__version__}\n"
+
+
+@pytest.mark.parametrize("start", [["-m", "torchguard"], ["torchguard"]], ids=["module", "script"])
+def test_the_version_is_said_without_importing_torch(start: list[str], tmp_path: Path) -> None:
+    """torch takes seconds to import; here it would raise."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    script = tmp_path / "torchguard"  # what pip makes of [project.scripts]
+    script.write_text("import sys\nfrom torchguard.__main__ import main\nsys.exit(main())\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}
+    arguments = [str(script)] if start == ["torchguard"] else start
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, *arguments, *more]
+        return subprocess.run(
+            line, capture_output=True, text=True, check=False, cwd="/", env=environment
+        )
+
+    assert run("--version").stdout == f"torchguard {torchguard.__version__}\n"
+    assert "torch was imported" in run("doctor", "--help").stderr  # the test can fail
+
+
+def test_another_program_that_is_asked_for_its_version_goes_on(tmp_path: Path) -> None:
+    program = tmp_path / "mine.py"
+    program.write_text("import torchguard\nprint('mine 2')\n")
+    for line in ([str(program), "--version"], [str(program), "-m", "torchguard", "--version"]):
+        done = subprocess.run(
+            [sys.executable, *line], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        assert done.stdout == "mine 2\n"
+
+
+def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("usage: python -m torchguard")
+    assert "doctor" in shown.out
+    assert not shown.err
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,9 +68,8 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: command"),
         (["docter"], "invalid choice: 'docter'"),
-        (["--colour"], "required: command"),
+        (["--colour"], "unrecognized arguments: --colour"),
     ],
 )
 def test_bad_usage_ends_with_2(

@@ -5,6 +5,11 @@ Three ways in, each complete without the others: call a helper
 for the whole process (:func:`install`).
 """
 
+from torchguard.command_line import show_version_alone
+
+# `torchguard --version` has to be told before the lines below import torch, which takes seconds.
+show_version_alone()
+
 from torchguard.assign import sliced_assign, sliced_assign_
 from torchguard.at import at
 from torchguard.bucketed import bucketed, no_recompile

@@ -19,10 +19,13 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m torchguard", description="A seat belt for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"torchguard {__version__}")
-    commands = parser.add_subparsers(metavar="command", required=True)
+    commands = parser.add_subparsers(metavar="command")
     for add_parser in _COMMANDS:
         add_parser(commands)
     options = parser.parse_args(arguments)
+    if not hasattr(options, "command"):  # nothing was asked for
+        parser.print_help()
+        return 0
     status: int = options.command(options)
     return status
 

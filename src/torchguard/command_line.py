@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
-__all__ = ["interrupted", "positive_float", "positive_int", "write"]
+from torchguard.version import __version__
+
+__all__ = ["interrupted", "positive_float", "positive_int", "show_version_alone", "write"]
+
+
+def show_version_alone() -> None:
+    """Print the version and exit if this process was started for that and nothing else.
+
+    While Python looks for the program of ``-m``, ``sys.argv[0]`` is ``"-m"``; any other program
+    that is told ``--version`` and imports torchguard is left alone.
+    """
+    as_module = sys.argv[:1] == ["-m"] and sys.orig_argv[-3:] == ["-m", "torchguard", "--version"]
+    as_script = Path(*sys.argv[:1]).stem == "torchguard" and sys.argv[1:] == ["--version"]
+    if as_module or as_script:
+        write(f"torchguard {__version__}\n")
+        sys.exit()
 
 
 def positive_int(text: str) -> int:

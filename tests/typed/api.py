@@ -120,8 +120,8 @@ def assignment() -> None:
     assert_type(torchguard.at(t)[rows].set(1.0), torch.Tensor)
     assert_type(torchguard.at(t)[1:, None].add(1.0), torch.Tensor)
     assert_type(torchguard.at(t)[t > 0].multiply(2), torch.Tensor)
-    assert_type(torchguard.at(t)[0].minimum(1.0), torch.Tensor)
-    assert_type(torchguard.at(t)[0].maximum(1.0), torch.Tensor)
+    assert_type(torchguard.at(t)[0].min(1.0), torch.Tensor)
+    assert_type(torchguard.at(t)[0].max(1.0), torch.Tensor)
     assert_type(torchguard.at(t)[0].get(), torch.Tensor)
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import tempfile
+import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Step", "examine", "select"]
 
+# Seconds that a row takes on a core of its own, roughly: compiling outweighs the rest by far.
+_START, _QUICK, _COMPILED = 5.0, 0.5, 15.0
 _MOST_WORKERS = 8  # each takes about half a gigabyte while it compiles
 
 
@@ -41,6 +44,9 @@ class Step:
 
     row: Row | None
     """The row that has just been completed, if one was."""
+
+    remaining: float | None = None
+    """How many seconds the rest will take: a guess, which the rows that are done make better."""
 
 
 def examine(
@@ -129,9 +135,11 @@ class _Examination:
         self._bare: dict[str, Verdict] = {}
         self._rows: dict[str, Row] = {}
         self._running: list[str] = []
+        self._begun, self._expected, self._share = time.monotonic(), 0.0, dict[str, float]()
         self._facts: dict[str, str] = {}
 
     def run(self, plan: Plan) -> Report:
+        self._estimate(plan.workers)
         for row in self._chosen:
             if isinstance(row, BrokenDefect):
                 self._tell(_broken_row(row))
@@ -164,7 +172,27 @@ class _Examination:
         if row is not None:
             self._rows[row.id] = row
         total = len(self._chosen)
-        self._progress(Step(len(self._rows), total, tuple(self._running), row))
+        left = self._remaining()
+        self._progress(Step(len(self._rows), total, tuple(self._running), row, left))
+
+    def _estimate(self, workers: int) -> None:
+        """Say what the whole will take, before anything has been seen."""
+        seconds = {
+            name: _QUICK if defect.family == "memory" else _COMPILED
+            for name, defect in self._defects.items()
+        }
+        whole = sum(seconds.values())
+        self._share = {name: each / whole for name, each in seconds.items()}
+        together = max(1, min(workers, len(seconds)))
+        self._expected = _START + max([whole / together, *seconds.values()])
+
+    def _remaining(self) -> float:
+        """Trust the estimate at the beginning, and what was seen the more rows are done."""
+        done = sum(self._share.get(name, 0.0) for name in self._rows)
+        if not done:
+            return self._expected
+        seen = (time.monotonic() - self._begun) / done
+        return max(0.0, (1 - done) * ((1 - done) * self._expected + done * seen))
 
 
 def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:

@@ -1,9 +1,10 @@
-"""Shows how far the doctor is: a live bar on a terminal with rich, plain lines elsewhere."""
+"""Shows how far the doctor is: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shutil
 from typing import TYPE_CHECKING, TextIO
 
 from torchguard.doctor.table import one_line
@@ -16,21 +17,36 @@ if TYPE_CHECKING:
 __all__ = ["shown_on"]
 
 
+_CELLS = 20  # of a bar
+
+
 @contextlib.contextmanager
 def shown_on(stream: TextIO, *, color: bool) -> Iterator[Callable[[Step], None]]:
     """Give a function for ``doctor(progress=...)`` that shows each step on ``stream``."""
+    if not stream.isatty():
+        yield _lines(stream)
     # rich is the extra `cli`: it is only imported where a bar can be drawn.
-    if stream.isatty() and importlib.util.find_spec("rich") is not None:
+    elif importlib.util.find_spec("rich") is not None:
         with _bar(stream, color=color) as show:
             yield show
     else:
-        yield _lines(stream)
+        with _plain_bar(stream) as show:
+            yield show
 
 
 def _lines(stream: TextIO) -> Callable[[Step], None]:
     """One line per finished row, so a log shows what the doctor was doing when it stopped."""
+    announced = False
 
     def show(step: Step) -> None:
+        nonlocal announced
+        if step.remaining is not None and not announced:
+            announced = True
+            print(
+                f"{step.total} defects to probe, {_duration(step.remaining)}",
+                file=stream,
+                flush=True,
+            )
         if step.row is not None:
             width = len(str(step.total))
             print(
@@ -38,6 +54,35 @@ def _lines(stream: TextIO) -> Callable[[Step], None]:
             )
 
     return show
+
+
+def _described(step: Step) -> str:
+    running = ", ".join(step.running) or ("starting" if step.done < step.total else "finishing")
+    return running if step.remaining is None else f"{_duration(step.remaining)} left: {running}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:  # noqa: PLR2004 - from here on people count in minutes
+        return f"about {max(5, 5 * round(seconds / 5))} seconds"
+    return f"about {round(seconds / 60)} minutes"
+
+
+@contextlib.contextmanager
+def _plain_bar(stream: TextIO) -> Iterator[Callable[[Step], None]]:
+    """Redraw one line; it is cut where the terminal ends, and gone afterwards."""
+
+    def show(step: Step) -> None:
+        full = _CELLS * step.done // max(step.total, 1)
+        bar = "#" * full + "-" * (_CELLS - full)
+        line = f"[{bar}] {step.done}/{step.total} {_described(step)}"
+        width = shutil.get_terminal_size((80, 24)).columns - 1
+        print(f"\r{line[:width]:<{width}}", end="", file=stream, flush=True)
+
+    try:
+        yield show
+    finally:
+        width = shutil.get_terminal_size((80, 24)).columns - 1
+        print(f"\r{'':<{width}}\r", end="", file=stream, flush=True)
 
 
 @contextlib.contextmanager
@@ -62,7 +107,8 @@ def _bar(stream: TextIO, *, color: bool) -> Iterator[Callable[[Step], None]]:
         bar = progress.add_task("starting", total=None)
 
         def show(step: Step) -> None:
-            running = ", ".join(step.running) or "finishing"
-            progress.update(bar, completed=step.done, total=step.total, description=running)
+            progress.update(
+                bar, completed=step.done, total=step.total, description=_described(step)
+            )
 
         yield show

@@ -1,0 +1,270 @@
+"""``at(t)[index]``: numpy's ``ufunc.at`` and JAX's modes, gradients, compiled in one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchguard import at
+
+UFUNCS: dict[str, Any] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "mul": np.multiply,
+    "divide": np.divide,
+    "power": np.power,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+BEYOND = 3  # how far an index is out of bounds at most
+
+
+@st.composite
+def selections(draw: st.DrawFn, *, beyond: int = 0) -> tuple[np.ndarray, Any]:
+    """An array and an index into it: integers and slices, or arrays and slices.
+
+    Not integers beside arrays: numpy takes those integers for arrays, torch does not.
+    """
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    array = np.arange(1.0, np.prod(shape) + 1).reshape(shape)
+    spread = draw(st.sampled_from([None, (), (3,), (2, 2), (0,)]))
+    items: list[Any] = []
+    for size in shape[: draw(st.integers(1, len(shape)))]:
+        rows = st.integers(-size - beyond, size - 1 + beyond)
+        if draw(st.booleans()):
+            items.append(slice(draw(st.integers(-size, size)), None, draw(st.integers(1, 2))))
+        elif spread is None or spread == ():
+            items.append(draw(rows))
+        else:
+            count = int(np.prod(spread))
+            drawn = draw(st.lists(rows, min_size=count, max_size=count))
+            items.append(np.array(drawn, dtype=np.int64).reshape(spread))
+    return array, tuple(items)
+
+
+def forms(index: Any) -> list[Any]:
+    """The same index of arrays, of tensors, and of lists where they have one dimension."""
+
+    def each(change: Callable[[np.ndarray], Any]) -> tuple[Any, ...]:
+        return tuple(change(i) if isinstance(i, np.ndarray) else i for i in index)
+
+    found = [index, each(torch.as_tensor)]
+    if all(i.ndim == 1 and i.size for i in index if isinstance(i, np.ndarray)):
+        found.append(each(lambda i: i.tolist()))
+    scalars = tuple(torch.tensor(i) if isinstance(i, int) else i for i in index)
+    return [*found, scalars]
+
+
+def coordinates(array: np.ndarray, index: Any) -> list[tuple[int, ...]]:
+    """Where the selected elements stand, one after the other, in bounds or not.
+
+    Each dimension that is named by number is read from a longer one, so that numpy
+    neither wraps nor refuses.
+    """
+    items = (*index, *[slice(None)] * (array.ndim - len(index)))
+    along, shifted = [], []
+    for item, size in zip(items, array.shape, strict=True):
+        if isinstance(item, slice):
+            along.append(np.arange(size))
+            shifted.append(item)
+        else:
+            far = size + BEYOND
+            along.append(np.arange(-far, far))
+            shifted.append(np.asarray(item) + far if isinstance(item, np.ndarray) else item + far)
+    grids = np.meshgrid(*along, indexing="ij")
+    read = [np.asarray(grid[tuple(shifted)]).reshape(-1) for grid in grids]
+    wrapped = [
+        np.where(rows < 0, rows + size, rows) for rows, size in zip(read, array.shape, strict=True)
+    ]
+    return list(zip(*[rows.tolist() for rows in wrapped], strict=True))
+
+
+def values_for(shape: tuple[int, ...]) -> np.ndarray:
+    count = int(np.prod(shape))
+    return (np.arange(count) % 3 + 1.0).reshape(shape)
+
+
+@settings(max_examples=150, deadline=None)
+@given(selections(), st.sampled_from(sorted(UFUNCS)), st.booleans())
+def test_each_operation_is_numpys_at(
+    case: tuple[np.ndarray, Any], operation: str, lone: bool
+) -> None:
+    """Indices given twice, negative ones and empty ones included."""
+    array, index = case
+    values: Any = 2.0 if lone else values_for(array[index].shape)
+    expected = array.copy()
+    UFUNCS[operation].at(expected, index, values)
+    for form in forms(index):
+        t = torch.as_tensor(array)
+        found = getattr(at(t)[form], operation)(values)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+        assert np.array_equal(t.numpy(), array)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    selections(beyond=BEYOND),
+    st.sampled_from(["set", "add", "multiply", "min", "divide", "power", "apply", "get"]),
+    st.sampled_from(["drop", "fill", "clip"]),
+)
+def test_modes_are_those_of_jax(case: tuple[np.ndarray, Any], operation: str, mode: Any) -> None:
+    """Element by element: dropped, filled with NaN, or moved to the nearest row."""
+    array, index = case
+    places = [
+        tuple(np.clip(place, 0, np.array(array.shape) - 1)) if mode == "clip" else place
+        for place in coordinates(array, index)
+    ]
+    inside = [
+        all(0 <= row < size for row, size in zip(place, array.shape, strict=True))
+        for place in places
+    ]
+    values = np.arange(len(places)) % 3 + 2.0
+    if operation == "set":
+        values[:] = 7.0  # which of several values stays is nobody's promise
+    expected = array.copy()
+    read = [array[p] if ok else np.nan for p, ok in zip(places, inside, strict=True)]
+    for place, ok, value in zip(places, inside, values, strict=True):
+        if ok and operation != "get":
+            ways = {"set": value, "apply": -2 * expected[place]}
+            expected[place] = ways.get(operation) or UFUNCS[operation](expected[place], value)
+    for form in forms(index):
+        t = torch.as_tensor(array)
+        selected = at(t)[form].get(mode=mode)
+        np.testing.assert_array_equal(selected.reshape(-1).numpy(), read)
+        if operation == "apply":
+            found = at(t)[form].apply(lambda x: -2 * x, mode=mode)
+        elif operation != "get":
+            shaped = torch.as_tensor(values).reshape(selected.shape)
+            found = getattr(at(t)[form], operation)(shaped, mode=mode)
+        else:
+            continue
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [(torch.int8, -128), (torch.uint8, 255), (torch.bool, 1), (torch.int64, -(2**63))],
+)
+def test_what_is_read_out_of_bounds_is_jaxs_fill(dtype: torch.dtype, fill: int) -> None:
+    t = torch.zeros(3, dtype=dtype)
+    assert at(t)[[0, 3, -4]].get(mode="fill").tolist() == [0, fill, fill]
+    assert at(t)[[0, 3]].get(mode="fill", fill_value=1).tolist() == [0, 1]
+
+
+GRADIENTS = ("set", "add", "subtract", "multiply", "divide", "power", "min", "max")
+
+
+@pytest.mark.parametrize("mode", [None, "drop", "clip"])
+@pytest.mark.parametrize("operation", GRADIENTS)
+def test_gradients_of_both_sides_where_an_index_is_given_twice(operation: str, mode: Any) -> None:
+    torch.manual_seed(0)
+    t = (torch.rand(4, 3, dtype=torch.double) + 0.5).requires_grad_()
+    values = (torch.rand(3, 3, dtype=torch.double) + 0.5).requires_grad_()
+    rows = [2, 0, 3] if operation == "set" else [2, 2, 0] if mode is None else [2, 2, -1]
+    if mode is not None:
+        rows[-1] = 9
+
+    def update(t: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = getattr(at(t)[rows], operation)(values, mode=mode)
+        return out
+
+    assert torch.autograd.gradcheck(update, (t, values))
+
+
+def test_gradients_of_what_is_left_alone_are_no_nan() -> None:
+    t = torch.tensor([-2.0, 0.0, 3.0], requires_grad=True)
+    power = torch.tensor([2.0, 1.0], requires_grad=True)
+    out = at(t)[[2, 2]].power(power)
+    assert out.tolist() == [-2.0, 0.0, 9.0]
+    found = torch.autograd.grad(out.sum(), (t, power))
+    assert found[0].tolist() == [1.0, 1.0, 6.0]
+    assert found[1].isfinite().all()
+
+
+def test_apply_has_a_gradient_and_counts() -> None:
+    t = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    out = at(t)[[0, 0, 2]].apply(torch.square)
+    assert out.tolist() == [1.0, 2.0, 9.0]
+    assert torch.autograd.grad(out.sum(), t)[0].tolist() == [4.0, 1.0, 6.0]
+    assert at(t)[t > 1.5].apply(torch.neg).tolist() == [1.0, -2.0, -3.0]
+    assert at(t)[[]].apply(torch.neg).tolist() == [1.0, 2.0, 3.0]
+    assert at(torch.ones(2, 3).t())[[0]].apply(torch.neg).stride() == (1, 3)
+
+
+COMPILED: dict[str, Callable[..., torch.Tensor]] = {
+    "subtract": lambda t, i, v: at(t)[i].subtract(v),
+    "divide": lambda t, i, v: at(t)[i].divide(v),
+    "power": lambda t, i, v: at(t)[i].power(v),
+    "add to one row": lambda t, i, v: at(t)[i[0]].add(v[0]),
+    "set one element": lambda t, i, v: at(t)[i[0], 1].set(v[0, 0]),
+    "set, drop": lambda t, i, v: at(t)[i + 2].set(v, mode="drop"),
+    "add, clip": lambda t, i, v: at(t)[i + 2].add(v, mode="clip"),
+    "one row, drop": lambda t, i, v: at(t)[i[0] + 9].add(v[0], mode="drop"),
+    "get": lambda t, i, v: at(t)[i].get() + v,
+    "get of one row": lambda t, i, v: at(t)[i[0]].get() + v,
+    "get, fill": lambda t, i, v: at(t)[:, i + 1].get(mode="fill", fill_value=2.0),
+    "apply": lambda t, i, v: at(t)[1:].apply(torch.sin),
+    "apply, unique": lambda t, i, v: at(t)[i].apply(torch.sin, unique_indices=True),
+    "list": lambda t, i, v: at(t)[[0, 0, 2]].mul([[2.0], [3.0], [4.0]]),
+    "array": lambda t, i, v: at(t)[np.array([0, 2])].add(np.array([1.0, 2.0, 3.0])),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_in_one_graph(name: str, dynamic: bool) -> None:
+    torch.compiler.reset()
+    function = COMPILED[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    index = torch.tensor([0, 2])
+    results = []
+    for each in (function, compiled):
+        t = torch.arange(1.0, 13.0, dtype=torch.double).reshape(4, 3).requires_grad_()
+        value = torch.full((2, 3), 2.0, dtype=torch.double, requires_grad=True)
+        out = each(t, index, value)
+        grads = torch.autograd.grad(out.sin().sum(), (t, value), allow_unused=True)
+        results.append((out, *[x for x in grads if x is not None]))
+    assert len(results[0]) == len(results[1])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_what_can_not_be_had_says_what_to_write() -> None:
+    t, index = torch.ones(4), torch.tensor([0, 0])
+    with pytest.raises(NotImplementedError, match="unique_indices=True"):
+        torch.func.vmap(lambda t: at(t)[index].apply(torch.sin))(t.reshape(1, 4))
+    compiled = torch.compile(lambda t: at(t)[index].apply(torch.neg), backend="eager")
+    assert torch.equal(compiled(t), t)  # twice, outside of the graph
+    with pytest.raises(TypeError, match=r"at\(t.double\(\)\)\[index\].divide"):
+        at(t.long())[0].divide(2)
+    with pytest.raises(ValueError, match='mode is \'wrap\'; expected "clip", "drop", "fill"'):
+        at(t)[[0]].add(1.0, mode="wrap")  # type: ignore[arg-type]
+    with pytest.raises(IndexError, match="dimension 0 has no elements to clip to"):
+        at(torch.ones(0))[[1]].add(1.0, mode="clip")
+    with pytest.raises(TypeError, match=r"expected a list of integers.*write a tensor"):
+        at(t)[[[0], [1]]].add(1.0, mode="drop")
+    assert at(torch.ones(0))[[1]].add(1.0, mode="drop").tolist() == []
+
+
+def test_values_and_indices_from_numpy_and_lists() -> None:
+    t = torch.zeros(3)
+    assert at(t)[np.array([0, 2])].set([1, 2]).tolist() == [1.0, 0.0, 2.0]
+    assert at(t)[np.array([0, 2], dtype=np.uint8)].add(np.float32(1)).tolist() == [1.0, 0.0, 1.0]
+    assert at(t)[np.array([True, False, True])].set(np.array([1, 2])).tolist() == [1.0, 0.0, 2.0]
+    with pytest.raises(IndexError):
+        at(t)[np.array([0.5])].add(1.0)
+    assert at(t)[np.int64(1)].add(np.int64(4)).tolist() == [0.0, 4.0, 0.0]
+
+
+def test_its_repr_is_what_was_written() -> None:
+    t = torch.zeros(2, 3)
+    assert repr(at(t)) == "at(<float32 tensor of shape (2, 3)>)"
+    assert repr(at(t)[0, 1:]) == "at(<float32 tensor of shape (2, 3)>)[0, 1:]"
+    assert repr(at(t)[[0, 0]]) == "at(<float32 tensor of shape (2, 3)>)[[0, 0]]"

@@ -1,4 +1,4 @@
-"""The suite on every version of torch that is supported: ``nox -s matrix``.
+"""The suite on what is supported: ``nox -s matrix`` for torch, ``nox -s pythons`` for Python.
 
 Each version is a download of gigabytes, so this is not part of CI. What a session
 finds goes to ``.nox/results``; ``python docs/make_compatibility.py`` turns that into
@@ -11,6 +11,7 @@ from pathlib import Path
 import nox
 
 TORCH_VERSIONS = ("2.6.0", "2.8.0", "2.9.1", "2.11.0", "2.13.0", "2.15.0")
+PYTHON_VERSIONS = ("3.10", "3.12", "3.13")
 RESULTS = Path(__file__).parent / ".nox" / "results"
 
 nox.needs_version = ">=2024.10"
@@ -24,12 +25,24 @@ nox.options.stop_on_first_error = False
 @nox.parametrize("torch", [nox.param(version, id=f"torch-{version}") for version in TORCH_VERSIONS])
 def matrix(session: nox.Session, torch: str) -> None:
     """Run the doctor and the tests on one version of torch."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
     session.install(f"torch=={torch}", "-e", ".[test]")
+    examine(session, f"torch-{torch}")
+
+
+@nox.session(python=PYTHON_VERSIONS)
+def pythons(session: nox.Session) -> None:
+    """Run both on one version of Python, with the torch that constraints.txt pins."""
+    session.install("-c", "constraints.txt", "-e", ".[test]")
+    examine(session, f"python-{session.python}")
+
+
+def examine(session: nox.Session, name: str) -> None:
+    """Leave what the doctor and the tests find under this name."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
     # First, because a failing test ends the session. 1 says that a guard left a defect open,
     # which is part of the result.
-    with (RESULTS / f"torch-{torch}.json").open("w", encoding="utf-8") as report:
+    with (RESULTS / f"{name}.json").open("w", encoding="utf-8") as report:
         doctor = ("python", "-m", "torchguard", "doctor", "--json")
         session.run(*doctor, stdout=report, success_codes=[0, 1])
-    junit = f"--junitxml={RESULTS / f'torch-{torch}.xml'}"
+    junit = f"--junitxml={RESULTS / f'{name}.xml'}"
     session.run("python", "-m", "pytest", "-n", "auto", junit, *session.posargs)

@@ -1,7 +1,8 @@
-"""Writes the tables of ``docs/compatibility.md`` from what ``nox -s matrix`` has found.
+"""Writes the tables of ``docs/compatibility.md`` from what nox has found.
 
-A session leaves ``torch-2.8.0.json`` (the doctor) and ``torch-2.8.0.xml`` (the tests) in
-``.nox/results``. Where tests failed and were mended, a second run of these alone, with
+A session of ``nox -s matrix`` leaves ``torch-2.8.0.json`` (the doctor) and ``torch-2.8.0.xml`` (the
+tests) in ``.nox/results``, one of ``nox -s pythons`` ``python-3.13.json`` and its ``.xml``. Where
+tests failed and were mended, a second run of these alone, with
 ``--junitxml=.nox/results/torch-2.8.0.again.xml``, is counted beside the first and not in
 place of it.
 """  # noqa: INP001
@@ -30,6 +31,9 @@ MENDED = "passed the second time"
 class Result:
     """What one session of the matrix has found."""
 
+    of: str
+    """What was varied: ``torch`` or ``python``."""
+
     asked: str
     """The version that was asked for: ``2.13.0``. The build that answered may say more."""
 
@@ -40,13 +44,19 @@ class Result:
 
 
 def read(folder: Path) -> list[Result]:
-    """Read every finished session, oldest torch first."""
+    """Read every finished session: each torch, then each Python, the oldest first."""
     results = [
-        _read_one(report, report.with_suffix(".xml"), report.with_suffix(".again.xml"))
-        for report in folder.glob("torch-*.json")
-        if report.with_suffix(".xml").exists() and report.stat().st_size
+        _read_one(report, _beside(report, ".xml"), _beside(report, ".again.xml"))
+        for of in ("python", "torch")
+        for report in folder.glob(f"{of}-*.json")
+        if _beside(report, ".xml").exists() and report.stat().st_size
     ]
-    return sorted(results, key=lambda result: [int(part) for part in result.asked.split(".")])
+    oldest = sorted(results, key=lambda result: [int(part) for part in result.asked.split(".")])
+    return sorted(oldest, key=lambda result: result.of, reverse=True)
+
+
+def _beside(report: Path, suffix: str) -> Path:
+    return report.with_name(f"{report.name.removesuffix('.json')}{suffix}")
 
 
 def _read_one(report: Path, junit: Path, again: Path) -> Result:
@@ -61,7 +71,8 @@ def _read_one(report: Path, junit: Path, again: Path) -> Result:
     for outcome in outcomes.values():
         tests[outcome] += 1
     return Result(
-        asked=report.stem.removeprefix("torch-"),
+        of=report.stem.partition("-")[0],
+        asked=report.stem.partition("-")[2],
         tests=tests,
         seconds=float(suite.get("time", "0")),
         date=suite.get("timestamp", "")[:10],
@@ -93,7 +104,8 @@ def _outcome(case: ET.Element) -> str:
 
 def tables(results: list[Result]) -> str:
     """Lay out the tests and the defects, one column or row per version."""
-    return "\n\n".join((_tests(results), _LEGEND, _defects(results)))
+    versions = [result for result in results if result.of == "torch"]
+    return "\n\n".join((_tests(results), _LEGEND, _defects(versions)))
 
 
 def _tests(results: list[Result]) -> str:

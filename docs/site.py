@@ -18,6 +18,13 @@ RECORDS = ROOT / "benchmarks" / "records"
 _UPSTREAM = re.compile(r"https://github\.com/([^/]+/[^/]+)/(?:issues|pull)/(\d+)$")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Say where the repository is; mkdocs calls this with what mkdocs.yml says."""
+    config.repo_url = _repository()
+    config.repo_name = config.repo_url.removeprefix("https://github.com/")
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages; mkdocs calls this with the pages it has found."""
     pages = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -80,6 +81,29 @@ def test_each_version_is_a_row_of_tests_and_a_column_of_defects(
         "gpu-one": "not run",
     }.items():
         assert f"| `{name}` | {word} | {word} |" in page
+
+
+def test_a_version_of_python_is_a_row_of_tests_alone(script: ModuleType, tmp_path: Path) -> None:
+    for name in ("python-3.13", "python-3.9", "torch-2.9.1"):
+        write_report(tmp_path / f"{name}.json")
+        write_junit(tmp_path / f"{name}.xml", {"a": ""})
+    results = script.read(tmp_path)
+    assert [result.asked for result in results] == ["2.9.1", "3.9", "3.13"]
+    page = script.tables(results)
+    assert page.count("| 2.9.1+cpu | CPython 3.11.7 | Linux |") == 3
+    assert "| defect | 2.9.1 |\n" in page
+
+
+def test_the_workflow_and_nox_run_the_same_versions() -> None:
+    root = SCRIPT.parent.parent
+    nox = (root / "noxfile.py").read_text(encoding="utf-8")
+    workflow = (root / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    for name, key in (("TORCH_VERSIONS", "torch"), ("PYTHON_VERSIONS", "python")):
+        told = re.search(rf"^{name} = \((.*)\)$", nox, re.MULTILINE)
+        run = re.search(rf"^ +{key}: \[(.*)\]$", workflow, re.MULTILINE)
+        assert told is not None
+        assert run is not None
+        assert run[1] == told[1]
 
 
 def test_what_failed_and_passed_later_is_counted_by_itself(

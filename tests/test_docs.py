@@ -61,6 +61,12 @@ def test_the_first_snippet_has_ten_lines_or_fewer() -> None:
     assert first.code.count("\n") <= 10
 
 
+def test_no_line_of_code_in_the_readme_is_cut_at_the_width_of_a_desktop() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for block in blocks(page) for line in block.code.splitlines()]
+    assert [line for line in lines if len(line) > 90] == []
+
+
 def _names_from_elsewhere(code: str) -> set[str]:
     """The global names that a program uses and neither binds itself nor has from Python."""
     used, bound = set(), set(dir(builtins))

@@ -180,7 +180,8 @@ safe_resize_: _SafeResize = describe(
     guard_resize_(torch.Tensor.resize_, helper=True),
     name="safe_resize_",
     module=__name__,
-    signature="(tensor, *size, memory_format=torch.contiguous_format)",
+    signature="(tensor: torch.Tensor, *size: int | Sequence[int], "
+    "memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor",
     doc="""Resize a tensor in place; if that fails, nothing about it has changed.
 
     Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns

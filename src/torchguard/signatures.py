@@ -39,7 +39,8 @@ def describe(
     function.__name__ = function.__qualname__ = name
     function.__module__ = module
     function.__doc__ = doc
-    function.__signature__ = _parse(signature) or _ANYTHING  # type: ignore[attr-defined]
+    found = _parse(signature, annotated=True) or _ANYTHING
+    function.__signature__ = found  # type: ignore[attr-defined]
     return function
 
 
@@ -90,14 +91,30 @@ def signature_of(original: Callable[..., Any], *, is_method: bool) -> inspect.Si
     return parsed
 
 
-def _parse(parameters: str) -> inspect.Signature | None:
+def _parse(parameters: str, *, annotated: bool = False) -> inspect.Signature | None:
     """Read ``(input, *, out=None)``; None where it is no Python parameter list."""
     try:
         tree = ast.parse(f"def function{parameters}: ...").body[0]
         assert isinstance(tree, ast.FunctionDef)
-        return _signature(tree.args)
+        signature = _signature(tree.args)
     except (SyntaxError, ValueError):
         return None
+    return _annotated(signature, tree) if annotated else signature
+
+
+def _annotated(signature: inspect.Signature, tree: ast.FunctionDef) -> inspect.Signature:
+    """Add the annotations, as the words they were written in: a page shows them."""
+    written = {
+        argument.arg: _Shown(ast.unparse(argument.annotation))
+        for argument in ast.walk(tree.args)
+        if isinstance(argument, ast.arg) and argument.annotation is not None
+    }
+    parameters = [
+        parameter.replace(annotation=written.get(parameter.name, parameter.empty))
+        for parameter in signature.parameters.values()
+    ]
+    returns = signature.empty if tree.returns is None else _Shown(ast.unparse(tree.returns))
+    return signature.replace(parameters=parameters, return_annotation=returns)
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:

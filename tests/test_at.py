@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from torchguard import at
 
@@ -23,11 +24,12 @@ UFUNCS: dict[str, Any] = {
     "min": np.minimum,
     "max": np.maximum,
 }
+Array = NDArray[Any]
 BEYOND = 3  # how far an index is out of bounds at most
 
 
 @st.composite
-def selections(draw: st.DrawFn, *, beyond: int = 0) -> tuple[np.ndarray, Any]:
+def selections(draw: st.DrawFn, *, beyond: int = 0) -> tuple[Array, Any]:
     """An array and an index into it: integers and slices, or arrays and slices.
 
     Not integers beside arrays: numpy takes those integers for arrays, torch does not.
@@ -52,7 +54,7 @@ def selections(draw: st.DrawFn, *, beyond: int = 0) -> tuple[np.ndarray, Any]:
 def forms(index: Any) -> list[Any]:
     """The same index of arrays, of tensors, and of lists where they have one dimension."""
 
-    def each(change: Callable[[np.ndarray], Any]) -> tuple[Any, ...]:
+    def each(change: Callable[[Array], Any]) -> tuple[Any, ...]:
         return tuple(change(i) if isinstance(i, np.ndarray) else i for i in index)
 
     found = [index, each(torch.as_tensor)]
@@ -62,7 +64,7 @@ def forms(index: Any) -> list[Any]:
     return [*found, scalars]
 
 
-def coordinates(array: np.ndarray, index: Any) -> list[tuple[int, ...]]:
+def coordinates(array: Array, index: Any) -> list[tuple[int, ...]]:
     """Where the selected elements stand, one after the other, in bounds or not.
 
     Each dimension that is named by number is read from a longer one, so that numpy
@@ -93,9 +95,7 @@ def values_for(shape: tuple[int, ...]) -> np.ndarray:
 
 @settings(max_examples=150, deadline=None)
 @given(selections(), st.sampled_from(sorted(UFUNCS)), st.booleans())
-def test_each_operation_is_numpys_at(
-    case: tuple[np.ndarray, Any], operation: str, lone: bool
-) -> None:
+def test_each_operation_is_numpys_at(case: tuple[Array, Any], operation: str, lone: bool) -> None:
     """Indices given twice, negative ones and empty ones included."""
     array, index = case
     values: Any = 2.0 if lone else values_for(array[index].shape)
@@ -114,7 +114,7 @@ def test_each_operation_is_numpys_at(
     st.sampled_from(["set", "add", "multiply", "min", "divide", "power", "apply", "get"]),
     st.sampled_from(["drop", "fill", "clip"]),
 )
-def test_modes_are_those_of_jax(case: tuple[np.ndarray, Any], operation: str, mode: Any) -> None:
+def test_modes_are_those_of_jax(case: tuple[Array, Any], operation: str, mode: Any) -> None:
     """Element by element: dropped, filled with NaN, or moved to the nearest row."""
     array, index = case
     places = [

@@ -71,7 +71,7 @@ def coordinates(array: Array, index: Any) -> list[tuple[int, ...]]:
     neither wraps nor refuses.
     """
     items = (*index, *[slice(None)] * (array.ndim - len(index)))
-    along, shifted = [], []
+    along, shifted = list[Array](), list[Any]()
     for item, size in zip(items, array.shape, strict=True):
         if isinstance(item, slice):
             along.append(np.arange(size))
@@ -88,7 +88,7 @@ def coordinates(array: Array, index: Any) -> list[tuple[int, ...]]:
     return list(zip(*[rows.tolist() for rows in wrapped], strict=True))
 
 
-def values_for(shape: tuple[int, ...]) -> np.ndarray:
+def values_for(shape: tuple[int, ...]) -> Array:
     count = int(np.prod(shape))
     return (np.arange(count) % 3 + 1.0).reshape(shape)
 

@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 
-from torchguard.internals import call_unrecorded, refuses_writes, without_torch_function
+from torchguard.errors import NonResizableStorageError
+from torchguard.internals import (
+    call_unrecorded,
+    refuses_writes,
+    version_of,
+    without_torch_function,
+)
 from torchguard.interrupts import finish
-from torchguard.metadata import Metadata, bytes_needed, capture, read_stride_and_offset
+from torchguard.metadata import Metadata, bytes_needed, capture, read_stride_and_offset, restore
 from torchguard.rollback import Saved, roll_back, save
 from torchguard.shared_memory import (
     can_stand_in_for,
@@ -30,7 +36,16 @@ class Attempt:
     ``attempt.undo(error)``, twice as interrupts.py says, and then ``attempt.explain(error)``.
     """
 
-    __slots__ = ("_calls_back", "_in_place", "_out", "_stand_ins", "args", "kwargs")
+    __slots__ = (
+        "_calls_back",
+        "_in_place",
+        "_moved",
+        "_out",
+        "_stand_ins",
+        "_too_small",
+        "args",
+        "kwargs",
+    )
 
     def __init__(
         self,
@@ -46,6 +61,8 @@ class Attempt:
         self._calls_back = writes is not None and writes.calls_back and any(map(callable, args))
         self._out = [save(tensor, data=data) for tensor in out_tensors(writes, kwargs)]
         self._stand_ins: list[tuple[torch.Tensor, Saved]] = []
+        self._moved: dict[int, tuple[torch.Tensor, Metadata]] = {}
+        self._too_small: NonResizableStorageError | None = None
         if writes is not None:
             for tensor, in_list in written_tensors(writes, args, kwargs):
                 # A list is written element by element (_foreach_add_): no shape
@@ -54,26 +71,37 @@ class Attempt:
                 if data or not in_list:
                     saved = save(tensor, data=data, elements=writes.elements)
                 self._in_place.append((saved, writes.elements))
-        for saved in self._out:
-            if (
-                saved.metadata is not None
-                and lacks_allocator(saved.metadata.storage)
-                and can_stand_in_for(saved.tensor)
-            ):
-                self._begin_shared(saved.metadata)
+        done: list[torch.UntypedStorage] = []
+        for _, metadata, *_ in self._out:
+            if metadata is None or any(metadata.storage is storage for storage in done):
+                continue
+            if lacks_allocator(metadata.storage) and not metadata.parts:
+                done.append(metadata.storage)
+                try:
+                    self._begin_shared(metadata)
+                except BaseException:
+                    self._move_back()
+                    raise
 
     def _begin_shared(self, metadata: Metadata) -> None:
         storage = locked_storage(metadata.storage)
         # Inputs in the same storage move along: torch has to see that they overlap.
-        moved: dict[int, torch.Tensor] = {}
-        self.args = _move(self.args, metadata.storage, storage, moved)
-        self.kwargs = _move(self.kwargs, metadata.storage, storage, moved)
+        stand_ins: dict[int, torch.Tensor] = {}
+        given = self.args, self.kwargs
+        self.args, self.kwargs = _move(given, metadata.storage, storage, stand_ins, self._moved)
         for each in self._out:
-            if id(each.tensor) in moved:
-                self._stand_ins.append((moved[id(each.tensor)], each))
+            if id(each.tensor) in stand_ins:
+                self._stand_ins.append((stand_ins[id(each.tensor)], each))
+        # Autograd, subclasses and inference mode have to see these tensors themselves, so
+        # they view the storage that can't grow for as long as the call takes.
+        for tensor, before in self._moved.values():
+            if before.storage is metadata.storage:
+                restore(tensor, before._replace(storage=storage), version=before.version)
 
     def finish(self, result: Any) -> Any:
         """Turn the result of a call with stand-ins into that of a call without."""
+        if self._moved:
+            finish(self._move_back)
         if not self._stand_ins:
             return result
         for stand_in, (tensor, metadata, *_) in self._stand_ins:
@@ -92,29 +120,46 @@ class Attempt:
             return type(result)([real.get(id(item), item) for item in result])
         return result
 
+    def _move_back(self) -> None:
+        """Let each tensor view its own storage again, with the shape that it has now."""
+        for tensor, before in self._moved.values():
+            with without_torch_function():
+                stride, offset = read_stride_and_offset(tensor)
+                now = before._replace(size=tensor.shape, stride=stride, storage_offset=offset)
+                version = version_of(tensor)
+            restore(tensor, now, version=version)
+
     def undo(self, error: BaseException) -> None:
         """Put everything back; what may be half-written and has no copy gets a new version."""
         finish(self._undo, self._calls_back or _ran(error))
 
     def _undo(self, ran: bool) -> None:
+        self._note_what_is_too_small()
+        for tensor, before in self._moved.values():
+            with without_torch_function():
+                version = version_of(tensor)
+            restore(tensor, before, version=version)
         for saved in reversed(self._out):
             _undo_out(saved, ran)
         for saved, elements in reversed(self._in_place):
             _undo_in_place(saved, ran and elements)
 
+    def _note_what_is_too_small(self) -> None:
+        """Make the error for :meth:`explain`, while outputs still have the shape they got."""
+        moved = [(tensor, before) for tensor, before in self._moved.values()]
+        stand_ins = [(stand_in, saved.metadata) for stand_in, saved in self._stand_ins]
+        for tensor, before in (*stand_ins, *moved):
+            assert before is not None
+            with without_torch_function():
+                size, (stride, _) = tensor.shape, read_stride_and_offset(tensor)
+                needed = bytes_needed(size, stride, before.storage_offset, tensor.itemsize)
+            if needed > before.nbytes and self._too_small is None:
+                self._too_small = cannot_grow("out=", before.size, before.storage, needed)
+
     def explain(self, error: BaseException) -> None:
         """Raise what is to be raised instead of ``error``, if anything."""
-        if not isinstance(error, Exception):  # an interrupt
-            return
-        for stand_in, saved in self._stand_ins:
-            metadata = saved.metadata
-            assert metadata is not None
-            stride, _ = read_stride_and_offset(stand_in)
-            needed = bytes_needed(
-                stand_in.shape, stride, metadata.storage_offset, stand_in.itemsize
-            )
-            if needed > metadata.nbytes:
-                raise cannot_grow("out=", metadata.size, metadata.storage, needed) from error
+        if self._too_small is not None and isinstance(error, Exception):
+            raise self._too_small from error
 
 
 def undo_out(saved: Saved, error: BaseException) -> None:
@@ -159,23 +204,30 @@ def _move(
     value: Any,
     storage: torch.UntypedStorage,
     target: torch.UntypedStorage,
-    moved: dict[int, torch.Tensor],
+    stand_ins: dict[int, torch.Tensor],
+    moved: dict[int, tuple[torch.Tensor, Metadata]],
 ) -> Any:
     """Replace each plain tensor over ``storage`` by the same view of ``target``.
 
-    ``moved`` collects the replacements by the id of what they replace.
+    ``stand_ins`` collects the replacements by the id of what they replace, and ``moved``
+    the tensors that nothing can replace.
     """
     if isinstance(value, torch.Tensor):
         metadata = capture(value)
-        if metadata is None or metadata.storage is not storage or not can_stand_in_for(value):
+        if metadata is None or metadata.parts or metadata.storage is not storage:
             return value
-        if id(value) not in moved:
-            moved[id(value)] = stand_in_for(value, metadata, target)
-        return moved[id(value)]
+        if not can_stand_in_for(value):
+            moved[id(value)] = value, metadata
+            return value
+        if id(value) not in stand_ins:
+            stand_ins[id(value)] = stand_in_for(value, metadata, target)
+        return stand_ins[id(value)]
     if isinstance(value, dict):
-        return {name: _move(item, storage, target, moved) for name, item in value.items()}
+        return {
+            name: _move(item, storage, target, stand_ins, moved) for name, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         # A named tuple of torch takes a sequence; as an argument a tuple does as well.
-        items = [_move(item, storage, target, moved) for item in value]
+        items = [_move(item, storage, target, stand_ins, moved) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value

@@ -19,7 +19,7 @@ from torchguard.compressed import capture_compressed
 from torchguard.internals import without_torch_function
 from torchguard.metadata import capture
 from torchguard.out import guard_out
-from torchguard.resize import guard_set_, refuse_resize_, refuse_resize_as_
+from torchguard.resize import guard_set_, refuse_resize_, refuse_resize_as_, refuse_set_
 from torchguard.rollback import Saved
 from torchguard.writes import Writes, writes_of
 
@@ -39,7 +39,7 @@ class _Plan(NamedTuple):
 _UNKNOWN: Any = object()
 _PLANS: dict[Any, _Plan | None] = {}
 _PLANS_LIMIT = 4096  # torch has about 2,000; a program that makes functions must not fill memory
-_REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_}
+_REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_, "set_": refuse_set_}
 
 
 def _plan(function: Callable[..., Any]) -> _Plan | None:

@@ -38,6 +38,7 @@ __all__ = [
     "guard_set_",
     "refuse_resize_",
     "refuse_resize_as_",
+    "refuse_set_",
     "safe_resize_",
     "safe_resize_as_",
     "safe_set_",
@@ -164,6 +165,11 @@ def refuse_resize_(self: torch.Tensor, *size: Any, **options: Any) -> None:
 def refuse_resize_as_(self: torch.Tensor, template: Any = None, **options: Any) -> None:
     """Raise where ``self.resize_as_(template)`` would kill the process."""
     _begin(self, "resize_as_", (_numel(options.get("the_template", template)),))
+
+
+def refuse_set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Raise where ``self.set_(*args)`` would kill the process."""
+    _begin_set(self, args, kwargs)
 
 
 class _SafeResize(Protocol):

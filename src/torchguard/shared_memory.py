@@ -60,11 +60,12 @@ def locked_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a storage over the same bytes that says it can't grow.
 
     Given to torch in place of one in shared memory, it turns the null pointer
-    into torch's ordinary exception. Valid as long as ``storage`` is.
+    into torch's ordinary exception. It keeps ``storage`` alive.
     """
     if not storage.nbytes():
         return torch.from_numpy(np.empty(0, dtype=np.uint8)).untyped_storage()
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = storage  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from torchguard import plan
+from torchguard import BucketCollator, bucketed, plan
 from torchguard.buckets import Buckets
 from torchguard.lengths import read_sizes
 from torchguard.observed import batch_maxima
@@ -152,7 +153,7 @@ def test_says_what_is_wrong_with_a_file(
     [
         ((), "", "sizes is empty"),
         ((), "1 0", "sizes[1] is 0"),
-        (("--maximum", "5"), "10", "maximum is 5, but a size of 10 was observed"),
+        (("--maximum", "5"), "10", "--maximum is 5, but standard input has a length of 10"),
         (("--batch", "3"), "1 2", "batch is 3, expected at most 2"),
         (("--buckets", "0"), "1", "argument --buckets"),
         (("--cost", "cubic"), "1", "argument --cost"),
@@ -205,3 +206,68 @@ def test_a_bar_for_slow_work_that_is_wiped_at_the_end(monkeypatch: pytest.Monkey
         bar.show(16, 32)
         assert stream.getvalue().endswith("16 of 32 ladders")
     assert stream.getvalue().endswith(" \r")
+
+
+def test_ends_with_the_line_to_paste_which_works(
+    docstrings: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths, ladder = tmp_path / "in.txt", tmp_path / "out.json"
+    lengths.write_text("\n".join(map(str, docstrings)))
+
+    def double(input_ids: torch.Tensor) -> torch.Tensor:
+        return 2 * input_ids
+
+    for options, told in (([], "buckets=["), (["--json", str(ladder)], "plan='")):
+        assert run(str(lengths), "--buckets", "3", *options) == 0
+        line = capsys.readouterr().out.splitlines()[-1].strip()
+        assert told in line
+        names = {"bucketed": bucketed, "model": double}
+        wrapped = eval(line.replace("True", "{'backend': 'eager'}"), names)  # noqa: S307
+        assert wrapped(torch.ones(1, 3)).shape == (1, 3)
+        assert next(iter(wrapped.stats().hits))[0] == Buckets.fit(docstrings, 3).bucket_for(3)
+
+
+def test_says_why_the_buckets_waste_more_than_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = tmp_path / "in.txt"
+    lengths.write_text("3 5 9 12 30 41 60 61 62")
+    assert run(str(lengths), "--buckets", "4") == 0
+    assert "above the table" not in capsys.readouterr().out
+    assert run(str(lengths), "--buckets", "4", "--maximum", "500") == 0
+    shown = capsys.readouterr().out
+    assert "above the table, which knows no length above 62; with --maximum 500, 4 more" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--buckets", "0"], "argument --buckets: '0' is no whole number from 1 on"),
+        (["--multiple-of", "x"], "argument --multiple-of: 'x' is no whole number from 1 on"),
+        (["--maximum", "10"], "--maximum is 10, but .* has a length of 62"),
+    ],
+)
+def test_bad_options_are_named_as_they_are_typed(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = tmp_path / "in.txt"
+    lengths.write_text("3 5 62")
+    with pytest.raises(SystemExit) as caught:
+        run(str(lengths), *options)
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert re.search(message, shown)
+    assert "Buckets.fit" not in shown
+    assert "_count" not in shown
+
+
+def test_bucketed_takes_lists_of_sizes() -> None:
+    x = torch.ones(3)
+    for given in ([4, 8], (4, 8), range(4, 9, 4), {"t": [4, 8]}):
+        wrapped = bucketed(lambda x: 2 * x, dims={"x": {0: "t"}}, buckets=given)
+        wrapped(x)
+        assert wrapped.stats().hits == {(4,): 1}
+    collate = BucketCollator([4, 8], {1: "t"})
+    assert collate([x, torch.ones(5)]).shape == (2, 8)
+    with pytest.raises(ValueError, match="Buckets"):
+        bucketed(lambda x: 2 * x, dims={"x": {0: "t"}}, buckets=[])

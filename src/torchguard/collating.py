@@ -30,7 +30,7 @@ class BucketCollator:
     the DataLoader's workers, and can be pickled if that can.
 
     Args:
-        buckets: a ladder for every axis, or ``{axis: ladder}``.
+        buckets: a ladder or a list of sizes for every axis, or ``{axis: ladder}``.
         dims: which dimensions of which tensors to pad, in the batch's own structure:
             ``{"ids": {1: "t"}, "audio": {"wave": {2: "s"}}}``. An integer key is a dimension,
             the value names its axis; tensors that share an axis must be equally long.
@@ -64,7 +64,7 @@ class BucketCollator:
 
     def __init__(
         self,
-        buckets: Buckets | Mapping[str, Buckets],
+        buckets: Buckets | Sequence[int] | Mapping[str, Buckets],
         dims: Dims,
         *,
         fill: Any = None,
@@ -76,10 +76,12 @@ class BucketCollator:
         axes = _axes(dims, "dims")
         if not axes:
             raise ValueError("BucketCollator: dims names no dimension to pad")
+        if isinstance(buckets, (list, tuple, range)):
+            buckets = Buckets(buckets)
         if not isinstance(buckets, (Buckets, Mapping)):
             raise TypeError(
-                f"BucketCollator: buckets is a {type(buckets).__name__}, expected Buckets or "
-                "{axis: Buckets}"
+                f"BucketCollator: buckets is a {type(buckets).__name__}, expected Buckets, a list "
+                "of sizes or {axis: Buckets}"
             )
         self._buckets = dict.fromkeys(axes, buckets) if isinstance(buckets, Buckets) else buckets
         missing = sorted(axes - self._buckets.keys())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -26,17 +27,24 @@ def show_version_alone() -> None:
 
 def positive_int(text: str) -> int:
     """Read an option that counts something, for argparse."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise ValueError
+        # Another error would be reported with the name of this function.
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return number
 
 
 def positive_float(text: str) -> float:
     """Read an option that is a time, for argparse."""
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not number > 0:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return number
 
 

@@ -11,6 +11,7 @@ from typing import TextIO
 from typing_extensions import Self
 
 from torchguard.buckets import Buckets
+from torchguard.command_line import positive_int
 from torchguard.lengths import FORMATS, read_sizes
 from torchguard.observed import Observed, Sizes, batch_maxima, observe
 from torchguard.planning import costs_of, plans
@@ -32,19 +33,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "objects, or {length: how often}). Exit status: 0, or 2 on bad usage or a bad file.",
     )
     parser.add_argument("file", nargs="?", default="-", help="the lengths; - for standard input")
-    parser.add_argument("--buckets", type=_count, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--buckets", type=positive_int, default=8, metavar="N", help="default: 8")
     parser.add_argument("--column", metavar="NAME", help="the column of a CSV or JSON file")
     parser.add_argument(
         "--format", choices=FORMATS, help="default: by the file's ending or content"
     )
     parser.add_argument("--cost", choices=("linear", "quadratic"), default="linear")
-    parser.add_argument("--multiple-of", type=_count, default=1, metavar="N", help="align sizes")
     parser.add_argument(
-        "--maximum", type=_count, metavar="N", help="the longest there can be: the largest bucket"
+        "--multiple-of", type=positive_int, default=1, metavar="N", help="align sizes"
+    )
+    parser.add_argument(
+        "--maximum",
+        type=positive_int,
+        metavar="N",
+        help="the longest there can be: the largest bucket",
     )
     parser.add_argument(
         "--batch",
-        type=_count,
+        type=positive_int,
         default=1,
         metavar="N",
         help="plan for the longest of random batches of N: what the model sees",
@@ -72,6 +78,11 @@ def _run(options: argparse.Namespace) -> None:
     single = observed
     if options.batch > 1:
         observed = observe(batch_maxima(_histogram(observed), options.batch), name)
+    if options.maximum is not None and options.maximum < observed.sizes[-1]:
+        raise ValueError(
+            f"--maximum is {options.maximum}, but {name} has a length of {observed.sizes[-1]}: "
+            "leave it out, or give the longest there can be"
+        )
     with _Bar(sys.stderr) as bar:
         buckets = Buckets.fit(
             _histogram(observed),
@@ -134,10 +145,12 @@ def _report(
             f"planned for the longest of random batches of {options.batch}: {_range(observed)}"
         )
     listed = " ".join(map(str, buckets))
+    waste = buckets.waste(seen, options.cost)
     lines += [
         "",
         f"{len(buckets)} buckets: {listed}",
-        f"waste: {_percent(buckets.waste(seen, options.cost))} ({options.cost} cost)",
+        f"waste: {_percent(waste)} ({options.cost} cost)",
+        *_why_more(waste, costs[min(len(buckets), len(costs)) - 1] / useful - 1, observed, buckets),
         "",
         "waste of the best ladder, by number of buckets",
         *_columns([_percent(cost / useful - 1) for cost in costs]),
@@ -153,7 +166,32 @@ def _report(
         used = {ladder.bucket_for(size) for size in seen}
         waste = ladder.waste(seen, options.cost)
         lines.append(f"  {rule:<15} {_percent(waste):>7}  ({len(used)} buckets in use)")
+    lines += [
+        "",
+        "to use them, where 't' is the dimension that varies:",
+        f"  {_line(options, buckets)}",
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _why_more(waste: float, best: float, observed: Observed, buckets: Buckets) -> list[str]:
+    """Say why the buckets are not the best of their number for what was seen."""
+    if _percent(waste) == _percent(best):
+        return []
+    text = (
+        f"({_percent(waste - best)} above the table, which knows no length above "
+        f"{observed.sizes[-1]:,}; with --maximum {buckets.sizes[-1]}, 4 more are assumed between)"
+    )
+    return [text]
+
+
+def _line(options: argparse.Namespace, buckets: Buckets) -> str:
+    """Return the line of Python that takes the buckets."""
+    if options.json is None or options.json == Path("-"):
+        taken = f"buckets={list(buckets)}"
+    else:
+        taken = f"plan={str(options.json)!r}"
+    return f"bucketed(model, dims={{'input_ids': {{1: 't'}}}}, {taken}, compile=True)"
 
 
 def _summary(name: str, observed: Observed) -> str:
@@ -175,13 +213,6 @@ def _columns(values: list[str], rows: int = 8) -> list[str]:
     """Lay out numbered values in columns of ``rows``."""
     numbered = [f"{number:>4} {value:>9}" for number, value in enumerate(values, start=1)]
     return ["".join(numbered[row::rows]) for row in range(min(rows, len(numbered)))]
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 class _Bar:

@@ -86,7 +86,7 @@ class Ladder:
 
 
 def ladders_of(
-    axes: Iterable[str], given: Any, plan: Mapping[str, Buckets] | None, *, growing: bool
+    axes: Iterable[str], given: Any, plan: Mapping[str, Buckets] | Buckets | None, *, growing: bool
 ) -> dict[str, Ladder]:
     """Give each axis its ladder.
 
@@ -103,11 +103,14 @@ def ladders_of(
         given = plan
     if given is None:
         raise ValueError('bucketed: no buckets: pass buckets={...}, buckets="auto" or plan=')
-    by_name = given if isinstance(given, Mapping) else dict.fromkeys(axes, given)
+    by_name = dict(given) if isinstance(given, Mapping) else dict.fromkeys(axes, given)
     for name, buckets in by_name.items():
+        if isinstance(buckets, (list, tuple, range)):
+            by_name[name] = buckets = Buckets(buckets)  # noqa: PLW2901
         if not (isinstance(buckets, Buckets) or buckets == "auto"):
             raise TypeError(
-                f"bucketed: buckets of {name!r} is {buckets!r}, expected Buckets or 'auto'"
+                f"bucketed: buckets of {name!r} is {buckets!r}, expected Buckets, a list of sizes "
+                "or 'auto'"
             )
         if name not in axes:
             raise ValueError(f"bucketed: buckets names {name!r}, but dims has {', '.join(axes)}")
@@ -143,15 +146,20 @@ def write_plan(
     unfinished.replace(target)
 
 
-def read_plan(path: str | os.PathLike[str]) -> dict[str, Buckets]:
-    """Read the ladders that :func:`write_plan` wrote.
+def read_plan(path: str | os.PathLike[str]) -> dict[str, Buckets] | Buckets:
+    """Read the ladders that :func:`write_plan` wrote, or ``python -m torchguard plan --json``.
+
+    The latter is one ladder, for every axis.
 
     Raises:
         OSError: the file can't be read.
         ValueError: it is no plan.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        document = json.loads(text)
+        if "sizes" in document:
+            return Buckets.from_json(text)
         if document["format"] != _FORMAT or document["version"] != _VERSION:
             raise ValueError("another format or version")  # noqa: TRY301
         return {name: Buckets(sizes) for name, sizes in document["buckets"].items()}

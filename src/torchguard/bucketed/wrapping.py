@@ -58,8 +58,8 @@ def bucketed(
         dims: which dims vary, in the form of ``torch.export``'s ``dynamic_shapes``:
             ``{"ids": {1: "t"}, "batch": {"audio": {2: "s"}}}``. Inputs that share a name are
             equally long.
-        buckets: a :class:`Buckets` for every axis, ``{axis: Buckets}``, or ``"auto"``: powers
-            of two as they are needed, fitted once after 32 calls.
+        buckets: a :class:`Buckets` or a list of sizes for every axis, ``{axis: Buckets}``, or
+            ``"auto"``: powers of two as they are needed, fitted once after 32 calls.
         fill: what padding holds, by argument: a number, ``"repeat-last"``, ``"arange"`` or a
             function, as ``value`` of :func:`pad_to_bucket`; 0 where nothing is said. Say it
             where it means something (labels: -100): only what is left at 0 is varied by the check.
@@ -82,7 +82,8 @@ def bucketed(
             where padding grows (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
         compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well. False
             says that it runs uncompiled on purpose, also where ``torch.compile`` is around it.
-        plan: a file that ``save_plan`` wrote, in place of ``buckets``.
+        plan: a file that ``save_plan`` wrote, or ``python -m torchguard plan --json``, in
+            place of ``buckets``.
         group: a group of ``torch.distributed``, or True for all ranks: every rank takes the
             bucket of the longest. Each rank has to make the same calls.
 

@@ -77,9 +77,18 @@ class Caller:
     ) -> Any:
         """Call the function; ``owner`` comes first in what it is given."""
         plan = self._plan(owner, args, kwargs)
-        if not plan.ready or self._always:
-            return self._run_carefully(plan, owner, args, kwargs)
-        return self._run(plan, plan.variant.run, owner, args, kwargs)
+        try:
+            if not plan.ready or self._always:
+                return self._run_carefully(plan, owner, args, kwargs)
+            return self._run(plan, plan.variant.run, owner, args, kwargs)
+        except RuntimeError as error:
+            changed = no_compiling.reasons(error) if no_compiling.refused() else None
+            if changed is None:
+                raise
+            because = f", because {changed}" if changed else ""
+            raise RecompileError(
+                f"no_recompile: {self.name} was about to compile {told(plan)} again{because}"
+            ) from error
 
     def _run(
         self,
@@ -289,7 +298,10 @@ class Caller:
         """Return a variant's function, to be called once, that notes what compiling took."""
         variant = plan.variant
         if no_compiling.refused() and not variant.compiled_for:
-            raise RecompileError(f"no_recompile: {self.name} was about to compile {told(plan)}")
+            shapes = tuple((each.label, each.padded(plan.buckets)) for each in plan.inputs)
+            compiled = [key for key, each in self.variants.items() if each.compiled_for and key]
+            said = no_compiling.news(plan, shapes, plan.circumstances.around, compiled)
+            raise RecompileError(f"no_recompile: {self.name} was about to compile {said}")
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._compiling(plan):

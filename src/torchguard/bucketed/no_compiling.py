@@ -5,15 +5,25 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from torchguard import internals
 from torchguard.errors import RecompileError
 
-__all__ = ["no_recompile", "refused"]
+if TYPE_CHECKING:  # `import torchguard` does not wait for it
+    from torchguard.bucketed.plans import Plan
+
+__all__ = ["news", "no_recompile", "reasons", "refused"]
+
+Shapes: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
+"""Label and padded shape of each input."""
+
+_QUOTED = 3
+_AROUND = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
 
 _scopes = threading.local()
 
@@ -23,8 +33,10 @@ def no_recompile() -> Iterator[None]:
     """Raise where anything would be compiled, for a loop that has to run at full speed.
 
     Equals ``with torch.compiler.set_stance("fail_on_recompile"):``, and the error names the
-    arguments and their sizes. That setting is the whole process's, so it holds for other
-    threads too.
+    arguments and quotes what changed. That setting is the whole process's, so it holds for
+    other threads too. Something that is bucketed raises :class:`RecompileError` where it is
+    called; for any other compiled function torch raises a ``RuntimeError`` there, which leaves
+    this scope as a ``RecompileError``, so inside of it ``except RuntimeError`` catches both.
 
     Raises:
         RecompileError: something in the scope was about to compile, for the first time or again.
@@ -60,6 +72,54 @@ def refused() -> bool:
     return getattr(_scopes, "count", 0) > 0
 
 
+def reasons(error: RuntimeError) -> str | None:
+    """Return the guards of Dynamo that failed, empty where it does not say; None if none did."""
+    text = str(error)
+    if "fail_on_recompile" not in text:
+        return None
+    _, found, rest = text.partition("guard failure(s):")
+    lines = [line.strip().lstrip("- ") for line in rest.splitlines()] if found else []
+    # "0/3: tensor 'x' dtype mismatch": the number of the compiled variant says nothing here.
+    lines = [line.partition(": ")[2] or line for line in lines if line]
+    return "; ".join(dict.fromkeys(lines[:_QUOTED]))
+
+
+def news(plan: Plan, shapes: Shapes, around: tuple[Any, ...], compiled: Iterable[Any]) -> str:
+    """Say what a call has that no compiled variant has.
+
+    Args:
+        plan: of the call.
+        shapes: of its inputs, padded.
+        around: as :meth:`Surroundings.now` says.
+        compiled: (shapes, around) of what is compiled.
+    """
+    from torchguard.bucketed.plans import told  # noqa: PLC0415 - likewise
+
+    inputs = dict(shapes)
+    others = [(dict(key[0]), key[1]) for key in compiled]
+    same_bucket = [
+        (known, then)
+        for known, then in others
+        if known.keys() == inputs.keys()
+        and all(
+            known[e.label][dim] == inputs[e.label][dim] for e in plan.inputs for dim, _ in e.axes
+        )
+    ]
+    if not same_bucket:
+        return f"{told(plan)}, a bucket that is not compiled yet: warmup() compiles all"
+    then = next((then for known, then in same_bucket if known == inputs), None)
+    if then is not None:
+        index = next(i for i, (a, b) in enumerate(zip(around, then, strict=True)) if a != b)
+        what = _AROUND[index] if index < len(_AROUND) else "the training mode of a module"
+        return f"{told(plan)}: {what} is another than where this bucket was compiled"
+    changed = [
+        f"{label} is {shape} after padding, compiled was {same_bucket[0][0][label]}"
+        for label, shape in inputs.items()
+        if shape != same_bucket[0][0][label]
+    ]
+    return f"{', '.join(changed)} ({told(plan)})"
+
+
 def _refuse(graph: str) -> None:
     raise RecompileError(
         f"no_recompile: the backward of compiled graph {graph} was about to compile: run it once "
@@ -89,12 +149,15 @@ def _said(error: RuntimeError) -> str:
     except (TypeError, ValueError):
         given = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
     shapes = ", ".join(
-        f"{name} of shape {tuple(value.shape)}"
+        f"{name} of shape {tuple(value.shape)} and {value.dtype}"
         for name, value in given.items()
         if isinstance(value, torch.Tensor)
     )
     name = getattr(function, "__qualname__", type(function).__name__)
+    because = reasons(error)
     return (
         f"no_recompile: {name} was about to compile with "
-        f"{shapes or 'no tensor among its arguments'}: call it with these sizes before"
+        f"{shapes or 'no tensor among its arguments'}"
+        + (f", because {because}" if because else "")
+        + ": call it with these before"
     )

@@ -308,7 +308,7 @@ ZOO: tuple[Architecture, ...] = (
     _decoder("gpt-neox", "GPTNeoX"),
     _decoder("opt", "OPT", ffn_dim=32, word_embed_proj_dim=16),
     _decoder("bloom", "Bloom", n_layer=2, n_head=2),
-    _decoder("llama", "Llama"),
+    _decoder("llama", "Llama", num_key_value_heads=2),
     _decoder("mistral", "Mistral", sliding_window=4),
     _decoder("qwen3", "Qwen3"),
     _decoder("gemma2", "Gemma2", sliding_window=4, query_pre_attn_scalar=8),

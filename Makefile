@@ -7,11 +7,14 @@ BIN := $(VENV)/bin
 PYTEST_OPTIONS ?=
 # Options for the doctor, such as `make doctor DOCTOR_OPTIONS="--family memory"`.
 DOCTOR_OPTIONS ?=
+# How long `make gpu` may take, and where its results go.
+MINUTES ?= 9
+OUT ?= gpu-results
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor test lint types docs dist format matrix clean
+.PHONY: help doctor test lint types docs dist gpu format matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +40,9 @@ dist: $(VENV)/dev.stamp ## build wheel and source distribution into dist/, the s
 	rm -rf dist
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir dist
 	$(BIN)/python -m twine check --strict dist/*
+
+gpu: ## make every record that needs a GPU: MINUTES=9 OUT=gpu-results; needs no environment of ours
+	$(PYTHON) -m benchmarks gpu --minutes $(MINUTES) --out $(OUT)
 
 format: $(VENV)/dev.stamp ## repair what `make lint` can repair by itself
 	$(BIN)/python -m ruff check --fix .

@@ -212,6 +212,8 @@ def run(setting: Setting) -> Results:
     rows = []
     for size in sizes:
         rounds = setting.rounds // FEWER if size >= LARGE else setting.rounds
+        if setting.stream.time_is_up():
+            break
         made = comparisons(setting.device, size, backend)
         rows += measure(made, replace(setting, rounds=rounds), block_seconds=2e-2)
     return {"freed_memory_is_kept": kept, "rows": rows}

@@ -30,6 +30,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torchguard
+from benchmarks.clocks import peak_bytes
 from benchmarks.counting import counted
 from benchmarks.harness import Scope
 from benchmarks.models import Convolutions, Decoder, DecoderSize, Perceptron
@@ -54,11 +55,15 @@ SCOPES: dict[str, Scope] = {
     "install(), every guard": _installed(*EVERY_GUARD),
     "guarded()": torchguard.guarded,
 }
+GPU_SCOPES = (NOTHING, CONTROL, "install()", "install(), every guard", "guarded()")
 QUICK_SCOPES = (NOTHING, "install(), every guard", "guarded()")
 
 # Aimed at on a GPU: a ratio, or no difference that could be told from none.
 TARGETS = {"install()": 1.001, "install(), every guard": 1.01}
 TARGETS['install("resize", "out", "setitem")'] = TARGETS["install(), every guard"]
+
+NARROW = 0.001  # width of a 95 % interval, as a share of the step: the target is no wider
+FIRST_ROUNDS, MORE_ROUNDS = 8, 4  # every variant stands first equally often in a multiple of these
 
 Call = Callable[..., torch.Tensor]
 
@@ -222,49 +227,81 @@ def _both(what: str, network: nn.Module, x: torch.Tensor, loss: Call) -> Iterato
     yield Workload(what, "inference", lambda x: network(x), (x,), None)  # noqa: PLW0108
 
 
-def measured(workload: Workload, setting: Setting, *, compiled: bool) -> list[Paired]:
-    """Run one workload in every scope, by turns."""
-    device, backend = setting.device, "aot_eager" if setting.quick else "inductor"
-    names = [name for name in SCOPES if not setting.quick or name in QUICK_SCOPES]
-    variants, graphs, peaks = [], {}, {}
-    for name in names:
-        with SCOPES[name]():
-            before = graphs_compiled()
-            computes = workload.computes
-            if compiled:
-                computes = torch.compile(of_its_own(computes), backend=backend)
-            step = workload.step(computes)
-            for _ in range(3):  # compiles, checks, and allocates what stays
-                step()
-            graphs[name] = graphs_compiled() - before
-            peaks[name] = counted(step, device).peak_bytes
-        variants.append(Variant(name, step, SCOPES[name]))
-    before = graphs_compiled()
-    calls = calls_for(variants[0].step, setting.block_seconds(0.03), device)
-    found = take_turns(variants, setting.rounds, calls, device)
-    again = graphs_compiled() - before
-    intervals = ratios(found, NOTHING)
-    rows = []
-    for name in names[1:]:
-        row = Paired(
-            what=workload.what,
-            phase=workload.phase,
-            mode="compiled" if compiled else "eager",
-            scope=name,
-            device=device,
-            n=setting.rounds,
-            calls=calls,
-            nothing_ms=Spread.of([1e3 * value for value in found[NOTHING]]),
-            scope_ms=Spread.of([1e3 * value for value in found[name]]),
-            ratio=intervals[name],
-            graphs=graphs[name],
-            compiled_again=again,
-            peak_bytes=peaks[name],
-            more_bytes=peaks[name] - peaks[NOTHING],
-        )
-        rows.append(_judged(row))
-        print(_line(rows[-1]))
-    return rows
+class Contest:
+    """One workload, eager or compiled, prepared in every scope; rounds can be added to it."""
+
+    def __init__(self, workload: Workload, setting: Setting, *, compiled: bool) -> None:
+        self.workload, self.setting = workload, setting
+        self.mode = "compiled" if compiled else "eager"
+        device, backend = setting.device, "aot_eager" if setting.quick else "inductor"
+        self.variants: list[Variant] = []
+        self.graphs: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}
+        for name in _scopes(setting):
+            with SCOPES[name]():
+                before = graphs_compiled()
+                computes = workload.computes
+                if compiled:
+                    computes = torch.compile(of_its_own(computes), backend=backend)
+                step = workload.step(computes)
+                for _ in range(3):  # compiles, checks, and allocates what stays
+                    step()
+                self.graphs[name] = graphs_compiled() - before
+                self.peaks[name] = _peak(step, device)
+            self.variants.append(Variant(name, step, SCOPES[name]))
+        self.calls = calls_for(self.variants[0].step, setting.block_seconds(0.03), device)
+        self.seconds: dict[str, list[float]] = {}
+        self.again = 0
+
+    def add(self, rounds: int) -> None:
+        """Measure so many rounds more."""
+        before = graphs_compiled()
+        done = len(self.seconds.get(NOTHING, ()))
+        found = take_turns(self.variants, rounds, self.calls, self.setting.device, first=done)
+        for name, times in found.items():
+            self.seconds.setdefault(name, []).extend(times)
+        self.again += graphs_compiled() - before
+
+    def width(self) -> float:
+        """Return how wide the widest interval is, as a share of the step."""
+        return max(each.high - each.low for each in ratios(self.seconds, NOTHING).values())
+
+    def rows(self) -> list[Paired]:
+        """Return a row for each scope, with all rounds so far."""
+        intervals = ratios(self.seconds, NOTHING)
+        plain = Spread.of([1e3 * value for value in self.seconds[NOTHING]])
+        return [
+            _judged(
+                Paired(
+                    what=self.workload.what,
+                    phase=self.workload.phase,
+                    mode=self.mode,
+                    scope=name,
+                    device=self.setting.device,
+                    n=len(self.seconds[name]),
+                    calls=self.calls,
+                    nothing_ms=plain,
+                    scope_ms=Spread.of([1e3 * value for value in self.seconds[name]]),
+                    ratio=interval,
+                    graphs=self.graphs[name],
+                    compiled_again=self.again,
+                    peak_bytes=self.peaks[name],
+                    more_bytes=self.peaks[name] - self.peaks[NOTHING],
+                )
+            )
+            for name, interval in intervals.items()
+        ]
+
+
+def _scopes(setting: Setting) -> list[str]:
+    wanted = QUICK_SCOPES if setting.quick else tuple(SCOPES)
+    if setting.device == "cuda" and not setting.quick:  # minutes of a GPU are few
+        wanted = GPU_SCOPES
+    return [name for name in SCOPES if name in wanted]
+
+
+def _peak(step: Callable[[], Any], device: str) -> int:
+    return peak_bytes(step) if device == "cuda" else counted(step, device).peak_bytes
 
 
 def of_its_own(function: Any) -> Any:
@@ -309,12 +346,71 @@ def _line(row: Paired) -> str:
 
 def run(setting: Setting) -> Results:
     """Measure every workload, eager and compiled."""
+    if setting.stream.seconds is not None:
+        return {"rows": until_time_is_up(setting)}
     rows: list[Paired] = []
     for workload in workloads(setting.device, quick=setting.quick):
         for compiled in (False, True):
-            rows += measured(workload, setting, compiled=compiled)
+            contest = Contest(workload, setting, compiled=compiled)
+            contest.add(setting.rounds)
+            rows += _kept(contest, setting)
             torch.compiler.reset()
     return {"rows": rows}
+
+
+def until_time_is_up(setting: Setting) -> list[Paired]:
+    """Measure until every interval is narrower than ``NARROW``, or time is up.
+
+    Each of the twelve workloads has its share of the time: it is prepared, and then the one
+    whose intervals are widest gets more rounds. Eager ones come first, because compiling takes
+    long; what an earlier run has measured narrowly enough is left out.
+    """
+    narrow = _narrow_enough(setting)
+    models = list(workloads(setting.device, quick=setting.quick))
+    todo = [
+        (workload, compiled)
+        for compiled in (False, True)
+        for workload in models
+        if (workload.what, workload.phase, "compiled" if compiled else "eager") not in narrow
+    ]
+    contests: list[Contest] = []
+    rows: dict[Contest, list[Paired]] = {}
+    for number, (workload, compiled) in enumerate(todo, start=1):
+        if setting.stream.time_is_up():
+            break
+        contests.append(Contest(workload, setting, compiled=compiled))
+        contests[-1].add(FIRST_ROUNDS)
+        rows[contests[-1]] = _kept(contests[-1], setting)
+        while setting.stream.elapsed() < number / len(todo):
+            widest = max(contests, key=Contest.width)
+            if widest.width() <= NARROW or _enough(widest, setting):
+                break
+            widest.add(MORE_ROUNDS)
+            rows[widest] = _kept(widest, setting)
+    if len(contests) < len(todo) or any(each.width() > NARROW for each in contests):
+        setting.stream.stopped = not setting.quick  # the next run goes on
+    return [row for kept in rows.values() for row in kept]
+
+
+def _enough(contest: Contest, setting: Setting) -> bool:
+    """Whether a quick run has shown that rounds can be added; only real ones seek an interval."""
+    return setting.quick and len(contest.seconds[NOTHING]) > FIRST_ROUNDS
+
+
+def _narrow_enough(setting: Setting) -> set[tuple[str, str, str]]:
+    widths: dict[tuple[str, str, str], float] = {}
+    for row in setting.stream.known("rows"):
+        key = (row["what"], row["phase"], row["mode"])
+        widths[key] = max(widths.get(key, 0.0), row["ratio"]["high"] - row["ratio"]["low"])
+    return {key for key, width in widths.items() if width <= NARROW}
+
+
+def _kept(contest: Contest, setting: Setting) -> list[Paired]:
+    rows = contest.rows()
+    for row in rows:
+        setting.stream.keep("rows", row)
+        print(_line(row))
+    return rows
 
 
 BENCHMARK = Benchmark(

@@ -194,9 +194,15 @@ def _holds(plain: Counts, guarded: Counts) -> bool:
 def run(setting: Setting) -> Results:
     """Count every case."""
     rows = []
+    known = {row["what"] for row in setting.stream.known("rows")}
     for case in cases(setting.device):
+        if case.what in known:
+            continue
+        if setting.stream.time_is_up():
+            break
         row = compare(case, setting.device)
         rows.append(row)
+        setting.stream.keep("rows", row)
         more = ", ".join(f"{count} {name}" for name, count in row.more.items())
         print(
             f"{row.what:48} {row.device:4} operators {row.operators[0]} -> {row.operators[1]}, "

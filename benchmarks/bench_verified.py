@@ -7,6 +7,7 @@ Each first call is a process of its own with an empty cache, plain and checked b
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 import time
@@ -86,7 +87,7 @@ def first_call(
 
 def first_calls(workload: str, setting: Setting) -> dict[str, Any]:
     """Measure first calls in processes of their own, plain and checked by turns."""
-    count = FEW if setting.quick else GRAPHS
+    count = FEW if setting.quick else setting.options.graphs
     found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     for number in range(setting.rounds):
         for checked in (False, True) if number % 2 == 0 else (True, False):
@@ -144,9 +145,13 @@ def run(setting: Setting) -> Results:
     """Measure first calls, and calls after the first."""
     workloads = WORKLOADS[-1:] if setting.quick else WORKLOADS
     firsts = []
+    known = {row["id"] for row in setting.stream.known("first_calls")}
     for workload in workloads:
+        if setting.stream.time_is_up() or f"first-{workload}" in known:
+            continue
         first = first_calls(workload, setting)
         firsts.append(first)
+        setting.stream.keep("first_calls", first)
         plain, checked = first["plain_seconds"]["median"], first["checked_seconds"]["median"]
         print(
             f"{first['id']:34} {setting.device:4} {plain:.2f} s -> {checked:.2f} s, "
@@ -159,6 +164,12 @@ def run(setting: Setting) -> Results:
     return {"first_calls": firsts, "rows": measure(made, later, block_seconds=0.05)}
 
 
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--graphs", type=int, default=GRAPHS, help=f"of the workload tiny (default: {GRAPHS})"
+    )
+
+
 BENCHMARK = Benchmark(
     "verified",
     "What does checking a compiled graph cost: the first call, its memory, every call after it?",
@@ -166,6 +177,7 @@ BENCHMARK = Benchmark(
     rounds=7,
     quick_rounds=1,
     rounds_of="first calls a row",
+    add_options=_add_options,
 )
 main = BENCHMARK.main
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from benchmarks import (
     bench_assign,
     bench_buckets,
+    bench_cuda_tests,
+    bench_doctor,
     bench_end_to_end,
+    bench_failures,
     bench_fit,
     bench_host,
     bench_import,
@@ -33,6 +36,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         bench_assign.BENCHMARK,
         bench_verified.BENCHMARK,
         bench_import.BENCHMARK,
+        bench_failures.BENCHMARK,
+        bench_doctor.BENCHMARK,
+        bench_cuda_tests.BENCHMARK,
     )
 }
 """By name; ``python -m benchmarks run NAME``."""

@@ -12,12 +12,14 @@ up and synchronises a GPU.
 from __future__ import annotations
 
 import contextlib
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.benchmark import Timer
 
+from benchmarks.clocks import on_both_clocks
 from benchmarks.program import Setting
 from benchmarks.spread import Interval, Spread
 
@@ -137,16 +139,28 @@ class Row:
     target: str | None = None
     verdict: str | None = None
     why: str | None = None
+    host: dict[str, Spread] | None = None
+    """On a GPU, what the host alone takes to call and not to wait: ``baseline_ns``,
+    ``guarded_ns``, ``added_ns``. The other times are then of CUDA events."""
 
 
 def measure(
     comparisons: Iterable[Comparison], setting: Setting, *, block_seconds: float
 ) -> list[Row]:
-    """Measure every comparison, one after the other, and show each."""
+    """Measure every comparison, one after the other, and show each.
+
+    Those that the stream knows already are left out, and the rest where time is up.
+    """
+    known = {row["id"] for row in setting.stream.known("rows")}
     rows = []
     for comparison in comparisons:
+        if comparison.id in known:
+            continue
+        if setting.stream.time_is_up():
+            break
         seconds = setting.block_seconds(block_seconds)
         rows.append(_measure(comparison, setting.device, setting.rounds, seconds))
+        setting.stream.keep("rows", rows[-1])
         print(shown(rows[-1]))
     return rows
 
@@ -154,12 +168,18 @@ def measure(
 class _Timed:
     """One side, ready to be timed: a block runs inside its scope, warmed up there."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, device: str) -> None:
         self._timer = Timer(side.statement, globals=dict(side.names))
+        self._call = timeit.Timer(side.statement, globals=dict(side.names))
         self._scope = side.scope
+        self._device = device
+        self.host: list[float] = []
+        """On a GPU, the host's seconds of every block so far."""
 
     def seconds(self, block: int) -> float:
         """Return the time of one statement."""
+        if self._device == "cuda":
+            return self._on_a_gpu(block)
         with self._scope():
             # The interpreter adapts to what it calls, and entering the scope has changed that.
             # Timer's own warm-up, a hundredth of the block, is too short for it to adapt again.
@@ -168,14 +188,28 @@ class _Timed:
             pieces = _PIECES if block >= _PIECES else 1
             return min(self._timer.timeit(block // pieces).median for _ in range(pieces))
 
+    def _on_a_gpu(self, block: int) -> float:
+        """Return the time between two events; the host's goes to ``host``."""
+        with self._scope():
+            self._call.timeit(max(1, min(_ADAPTED_AFTER, block)))
+            pieces = _PIECES if block >= _PIECES else 1
+            timed = [
+                on_both_clocks(lambda: self._call.timeit(block // pieces)) for _ in range(pieces)
+            ]
+        calls = block // pieces
+        self.host.append(min(host for host, _ in timed) / calls)
+        return min(device for _, device in timed) / calls
+
 
 def _measure(comparison: Comparison, device: str, rounds: int, block_seconds: float) -> Row:
     sides = [comparison.baseline, comparison.guarded]
     if comparison.making is not None:
         sides.append(comparison.making)
-    timed = [_Timed(side) for side in sides]
+    timed = [_Timed(side, device) for side in sides]
     block = _block(timed[0], block_seconds, comparison.floor)
     seconds: list[list[float]] = [[] for _ in timed]
+    for each in timed:
+        each.host.clear()  # those that chose the block
     for number in range(rounds):
         order = range(len(timed)) if number % 2 == 0 else reversed(range(len(timed)))
         for position in order:
@@ -198,6 +232,7 @@ def _measure(comparison: Comparison, device: str, rounds: int, block_seconds: fl
         added_ns=Spread.of([after - before for before, after in pairs]),
         ratio=Spread.of([after / before for before, after in pairs]),
         making_ns=None if comparison.making is None else Spread.of(making),
+        host=_host(timed, calls) if device == "cuda" else None,
     )
     if comparison.target is None:
         return row
@@ -208,6 +243,18 @@ def _measure(comparison: Comparison, device: str, rounds: int, block_seconds: fl
         why = comparison.why or None
     added = {"target": str(comparison.target), "verdict": verdict, "why": why}
     return Row(**(vars(row) | added))
+
+
+def _host(timed: Sequence[_Timed], calls: int) -> dict[str, Spread]:
+    """Summarise the host's times of both sides, in nanoseconds per call."""
+    baseline, guarded = ([1e9 * value / calls for value in side.host] for side in timed[:2])
+    return {
+        "baseline_ns": Spread.of(baseline),
+        "guarded_ns": Spread.of(guarded),
+        "added_ns": Spread.of(
+            [after - before for before, after in zip(baseline, guarded, strict=True)]
+        ),
+    }
 
 
 def _block(timed: _Timed, block_seconds: float, floor: int) -> int:

@@ -42,7 +42,8 @@ def _comparisons(record: Record, device: str) -> str:
     rows = of_device(record, "rows", device)
     listed = []
     for row in rows:
-        ratio = row["ratio"]
+        ratio, host = row["ratio"], row.get("host")
+        on_host = "" if host is None else time(host["added_ns"]["median"])
         listed.append(
             (
                 row["what"] if row["what"] != "a call after the first" else f"`{row['id']}`",
@@ -50,10 +51,13 @@ def _comparisons(record: Record, device: str) -> str:
                 f"`{row['guarded']}`" if row["guarded"] != row["baseline"] else "the same, guarded",
                 f"{time(row['baseline_ns']['median'])} → {time(row['guarded_ns']['median'])}",
                 f"{times(ratio['median'])} [{ratio['q1']:.3g}, {ratio['q3']:.3g}]",
+                *([on_host] if device == "cuda" else []),
                 "" if row["target"] is None else f"{row['target']}: {row['verdict']}",
             )
         )
-    header = ("", "plain", "against", "per call", "ratio [quartiles]", "target")
+    header = ["", "plain", "against", "per call", "ratio [quartiles]", "target"]
+    if device == "cuda":
+        header.insert(-1, "more on the host")
     rounds = rows[0]["n"]
     reasons = dict.fromkeys(row["why"] for row in rows if row["why"])
     notes = [f"- Where a target is missed: {reason}." for reason in reasons]
@@ -63,7 +67,8 @@ def _comparisons(record: Record, device: str) -> str:
             f"- What no guard patches: {same['the_same_object']:,} of {same['attributes']:,} "
             "attributes of torch are the same objects with both guards installed."
         )
-    lead = f"Medians of {rounds} rounds in which both sides took turns.\n\n"
+    clock = " Times are between CUDA events; the host's own are beside." if device == "cuda" else ""
+    lead = f"Medians of {rounds} rounds in which both sides took turns.{clock}\n\n"
     return lead + table(header, listed) + ("\n\n" + "\n".join(notes) if notes else "")
 
 
@@ -161,6 +166,67 @@ def _code(text: str) -> str:
 
 def _quoted(text: str) -> str:
     return f"`{text}`" if "(" in text else text
+
+
+def _doctor(record: Record, device: str) -> str:
+    rows = [
+        (
+            f"`{row['id']}`",
+            f"{row['bare']}: {row['detail']}" if row["detail"] else row["bare"],
+            f"{row['guarded']}: {row['guarded_detail']}"
+            if row["guarded_detail"]
+            else row["guarded"],
+            ", ".join(f"`{guard}`" for guard in row["guards"]),
+        )
+        for row in of_device(record, "rows", device)
+    ]
+    return table(("defect", "bare torch", "guarded", "guard"), rows)
+
+
+def _failures(record: Record, device: str) -> str:
+    rows = of_device(record, "rows", device)
+    counts = []
+    for name, what in (
+        ("torch", "plain torch"),
+        ("guarded", "`guarded()`"),
+        ("installed", "`install()`"),
+    ):
+        found = [row[name] for row in rows]
+        counts.append(
+            (
+                what,
+                str(sum(each != "not patched" for each in found)),
+                str(sum(each.startswith("corrupt") for each in found)),
+                str(found.count("as it was")),
+                str(found.count("did not fail")),
+            )
+        )
+    header = ("with", "calls", "corrupt", "as they were", "did not fail")
+    bad = [row for row in rows if row["verdict"] == "does not hold"]
+    named = ", ".join(f"`{row['operator']}`" for row in bad)
+    parts = [
+        (
+            "Each output is an empty tensor in memory that belongs to somebody else, so it can't "
+            "grow. Compared are shape, stride, offset, storage and every byte."
+        ),
+        table(header, counts),
+    ]
+    return "\n\n".join([*parts, f"Not as they were with a guard: {named}."] if bad else parts)
+
+
+def _cuda_tests(record: Record, device: str) -> str:
+    rows = of_device(record, "rows", device)
+    outcomes = dict.fromkeys(row["outcome"] for row in rows)
+    counts = table(
+        ("", "tests"),
+        [(each, str(sum(row["outcome"] == each for row in rows))) for each in outcomes],
+    )
+    listed = [
+        f"- `{row['test']}`: {row['outcome']}: {row['why'].splitlines()[-1] if row['why'] else ''}"
+        for row in rows
+        if row["outcome"] != "passed"
+    ]
+    return "\n\n".join([counts, "\n".join(listed)] if listed else [counts])
 
 
 def _kernels(record: Record, device: str) -> str:
@@ -326,5 +392,8 @@ LAYOUTS: dict[str, Layout] = {
     "assign": _assign,
     "verified": _first_calls,
     "import": _imports,
+    "doctor": _doctor,
+    "failures": _failures,
+    "cuda_tests": _cuda_tests,
 }
 """By the benchmark's name."""

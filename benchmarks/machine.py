@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.clocks import gpu_facts
+
 __all__ = ["NOT_ON_A_GPU", "ROOT", "context", "keep_freed_memory"]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +31,7 @@ NOT_ON_A_GPU = "not measured on a GPU yet"
 def context(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Describe the run of a benchmark that was given these arguments."""
     given = sys.argv[1:] if arguments is None else arguments
+    gpu = gpu_facts() if torch.cuda.is_available() else {}
     return {
         "benchmark": benchmark,
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
@@ -45,10 +48,12 @@ def context(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str,
             "cpu": _cpu(),
             "cores": os.cpu_count(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "driver": gpu.pop("driver_version", None),
             "system": f"{platform.system()} {platform.machine()}",
         },
         "threads": torch.get_num_threads(),
         "load_average_at_start": _load_average(),
+        **({"gpu_at_start": gpu} if gpu else {}),
     }
 
 
@@ -67,7 +72,12 @@ def keep_freed_memory() -> bool:
 
 
 def _revision() -> str | None:
-    """Return the commit, with ``-dirty`` behind it where a file of the commit was changed."""
+    """Return the commit, with ``-dirty`` behind it where a file of the commit was changed.
+
+    A copy of the checkout may be no repository: whoever made it says which commit it is.
+    """
+    if "BENCHMARKS_REVISION" in os.environ:
+        return os.environ["BENCHMARKS_REVISION"]
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         done = subprocess.run(  # noqa: S603

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from benchmarks.clocks import on_both_clocks
 from benchmarks.harness import Scope
 from benchmarks.spread import Interval
 
@@ -37,18 +36,15 @@ class Variant:
 
 def seconds(step: Step, calls: int, device: str) -> float:
     """Return the seconds of one call, the mean of several."""
-    if device == "cuda":
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begun.record()
+
+    def block() -> None:
         for _ in range(calls):
             step()
-        ended.record()
-        torch.cuda.synchronize()
-        return float(begun.elapsed_time(ended)) / 1e3 / calls
+
+    if device == "cuda":
+        return on_both_clocks(block)[1] / calls
     start = time.perf_counter()
-    for _ in range(calls):
-        step()
+    block()
     return (time.perf_counter() - start) / calls
 
 
@@ -60,11 +56,14 @@ def calls_for(step: Step, block_seconds: float, device: str) -> int:
 
 
 def take_turns(
-    variants: Sequence[Variant], rounds: int, calls: int, device: str
+    variants: Sequence[Variant], rounds: int, calls: int, device: str, *, first: int = 0
 ) -> dict[str, list[float]]:
-    """Return the seconds per call of each variant, one number per round."""
+    """Return the seconds per call of each variant, one number per round.
+
+    ``first`` is how many rounds there were before: the order goes on where it was.
+    """
     found: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    for number in range(rounds):
+    for number in range(first, first + rounds):
         for variant in _order(variants, number):
             with variant.scope():
                 for _ in range(max(1, min(_WARM, calls // 2))):

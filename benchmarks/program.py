@@ -9,13 +9,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import NOT_ON_A_GPU, context
+from benchmarks.stream import Stream, text
 
 __all__ = ["Benchmark", "Results", "Setting", "write_record"]
 
@@ -32,6 +33,9 @@ class Setting:
     rounds: int
     options: argparse.Namespace
     """Every argument, those that this benchmark alone knows included."""
+
+    stream: Stream = field(default_factory=Stream)
+    """Takes each result as soon as it is there, and says when time is up."""
 
     def block_seconds(self, usual: float) -> float:
         """Return how long a block of calls shall take: as usual, or a moment."""
@@ -86,17 +90,24 @@ class Benchmark:
         _check(self, parser, options)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        record = context(self.file, arguments)
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        if options.lines is not None:  # a path of this machine, and no part of what was measured
+            place = given.index("--lines")
+            given = given[:place] + given[place + 2 :]
+        head = {**context(self.file, given), "quick": options.quick}
         devices = [options.device] if options.device else self.devices_here()
         rounds = self.quick_rounds if options.quick else options.rounds
         parts: dict[str, Any] = {}
         for device in devices:
-            for name, found in self.run(Setting(device, options.quick, rounds, options)).items():
+            stream = Stream(options.lines, {**head, "device": device}, options.seconds)
+            results = self.run(Setting(device, options.quick, rounds, options, stream))
+            stream.end(results)
+            for name, found in results.items():
                 parts[name] = [*parts.get(name, []), *found] if isinstance(found, list) else found
-        record["quick"] = options.quick
+        record = dict(head)
         if "cuda" in self.devices and "cuda" not in devices:
             record["note"] = NOT_ON_A_GPU
-        record = json.loads(_text({**record, **parts}))
+        record = json.loads(text({**record, **parts}))
         for line in self.afterwards(record):
             print(line)
         if "note" in record:
@@ -109,7 +120,7 @@ class Benchmark:
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_text(record) + "\n", encoding="utf-8")
+    path.write_text(text(record, indent=1) + "\n", encoding="utf-8")
 
 
 def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
@@ -125,6 +136,13 @@ def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="a moment: does it run at all?")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
+    parser.add_argument(
+        "--lines",
+        type=Path,
+        metavar="PATH",
+        help="append each result there as soon as it is found, and skip those that are there",
+    )
+    parser.add_argument("--seconds", type=float, help="stop then, with what there is")
     benchmark.add_options(parser)
     return parser
 
@@ -136,19 +154,11 @@ def _check(
         parser.error("--device cuda: torch.cuda.is_available() is False here")
     if not options.device and not benchmark.devices_here():
         parser.error(f"needs one of {', '.join(benchmark.devices)}, and there is none here")
+    if options.seconds is not None and options.seconds <= 0:
+        parser.error(f"--seconds {options.seconds:g}: expected more than 0")
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: expected 1 or more")
     wrong = benchmark.check_options(options)
     if wrong is not None:
         parser.error(wrong)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _text(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, indent=1, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    raise TypeError(f"a record can't hold {value!r}")

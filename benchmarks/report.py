@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import publish, publish_buckets
+from benchmarks import gpu, publish, publish_buckets
 from benchmarks.catalog import BENCHMARKS
 from benchmarks.layouts import LAYOUTS, verdicts
 from benchmarks.machine import NOT_ON_A_GPU, ROOT
 from benchmarks.plots import PLOTS, shows
-from benchmarks.program import Benchmark
+from benchmarks.program import Benchmark, write_record
 from benchmarks.records import Record, committed, newest
+from benchmarks.stream import records_of
 from benchmarks.wording import described, table
 
-__all__ = ["main", "page"]
+__all__ = ["main", "page", "take_in"]
 
 PAGE = Path("docs", "benchmarks.md")
 IMAGES = Path("docs", "img")
@@ -108,6 +109,8 @@ def _section(benchmark: Benchmark, records: list[Record]) -> Iterator[str]:
             yield f"### {_title(benchmark.name)} on a {'GPU' if device == 'cuda' else 'CPU'}"
         source = f"[Record](../benchmarks/records/{record['file']})."
         yield f"{described(record)} {source}"
+        if record.get("ended", "finished") != "finished":
+            yield "Time was up before all of it was measured; what is here was."
         missed = [
             (what, verdict)
             for what, verdict in verdicts(record, device)
@@ -121,6 +124,31 @@ def _section(benchmark: Benchmark, records: list[Record]) -> Iterator[str]:
         if benchmark.name in PLOTS:
             yield f"![{benchmark.question}](img/{image(benchmark.name, device)})"
         yield LAYOUTS[benchmark.name](record, device)
+
+
+def take_in(results: Path, folder: Path) -> list[Path]:
+    """Write a record for each benchmark that ``python -m benchmarks gpu`` has results of.
+
+    Raises:
+        FileNotFoundError: the folder has no results.
+        ValueError: they are those of a rehearsal.
+    """
+    path = results / gpu.RESULTS
+    if not path.exists():
+        raise FileNotFoundError(f"{results}: expected {gpu.RESULTS} of python -m benchmarks gpu")
+    written = []
+    for record in records_of(path):
+        name, device = record["benchmark"].removeprefix("bench_"), record.pop("device")
+        if record.get("quick"):
+            raise ValueError(f"{path} is of a rehearsal, which shows only that the command runs")
+        if not record.get("rows"):
+            continue
+        record.pop("begun", None)
+        list(BENCHMARKS[name].afterwards(record))
+        to = folder / f"{record['date'][:10]}-{name}-{device}.json"
+        write_record(to, record)
+        written.append(to)
+    return written
 
 
 def _plots(records: list[Record]) -> Iterator[tuple[str, Record, str]]:

@@ -59,12 +59,26 @@ def _measured(record: dict[str, Any]) -> str:
     versions, hardware = record["versions"], record["hardware"]
     busy = record["load_average_at_start"]
     threads = record["threads"]
-    gpu = "" if hardware["gpu"] is None else f"{hardware['gpu']} (CUDA {versions['cuda']}) and "
+    gpu = "" if hardware["gpu"] is None else f"{_gpu(record)} and "
     return (
         f"Measured on {record['date'][:10]} with torch {versions['torch']} and Python "
         f"{versions['python']} on {gpu}{hardware['cores']} cores of an {hardware['cpu']}, "
         f"{threads} thread{'s' if threads != 1 else ''}, load average {busy} at the start"
     )
+
+
+def _gpu(record: dict[str, Any]) -> str:
+    """Name the GPU with its driver and with the clocks it ran at when the record was begun."""
+    hardware, found = record["hardware"], record.get("gpu_at_start", {})
+    facts = [f"CUDA {record['versions']['cuda']}"]
+    if hardware.get("driver"):
+        facts.append(f"driver {hardware['driver']}")
+    facts += [
+        f"{clock} at {found[name]}"
+        for name, clock in (("clocks.sm", "SMs"), ("clocks.mem", "memory"))
+        if name in found
+    ]
+    return f"{hardware['gpu']} ({', '.join(facts)})"
 
 
 def _source(record: dict[str, Any]) -> str:

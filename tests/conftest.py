@@ -57,6 +57,15 @@ def residue() -> list[str]:
     return found
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``cuda`` are collected everywhere, and skipped where there is no GPU."""
+    if not torch.cuda.is_available():
+        reason = f"needs a CUDA GPU: torch.cuda.is_available() is False (torch {torch.__version__})"
+        for item in items:
+            if item.get_closest_marker("cuda") is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture(autouse=True)
 def no_residue() -> Iterator[None]:
     """Fail a test that leaves something of torchguard in torch, and clean up after it."""

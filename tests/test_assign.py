@@ -376,7 +376,7 @@ def test_meta_tensors_and_devices() -> None:
     }
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_indices_on_the_cpu_for_a_tensor_on_a_gpu() -> None:
     t = torch.zeros(3, 4, device="cuda")
     for index in (torch.tensor([0, 2]), torch.tensor([True, False, True]), [0, 2], slice(1, 2)):

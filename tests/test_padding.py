@@ -279,7 +279,7 @@ def test_one_operator(way: str, value: Any, side: Any, with_out: bool) -> None:
     assert operators.seen == ["constant_pad_nd" if by_pad else "cat"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("value", [0, -100.0, "repeat-last", "arange"])
 def test_one_kernel_on_a_gpu(value: Any) -> None:
     x = torch.randn(16, 50, device="cuda")
@@ -293,7 +293,7 @@ def test_one_kernel_on_a_gpu(value: Any) -> None:
     assert len(kernels) == 1, kernels
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU build pins memory")
+@pytest.mark.cuda
 @pytest.mark.parametrize("value", [0, "repeat-last"])
 def test_pinned_memory_stays_pinned(value: Any) -> None:
     image = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last).pin_memory()

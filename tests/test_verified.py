@@ -1034,7 +1034,7 @@ def test_every_mode_reaches_inductor_whichever_way_it_is_given(mode: str) -> Non
             assert f"{name!r}: {value!r}" in str(ladder[0].source)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.cuda
 def test_cuda_graphs_are_recorded_and_replayed_after_the_check() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)).cuda()
     eager = copy.deepcopy(model)

@@ -1,0 +1,114 @@
+"""The tests that need a GPU: ``pytest -m cuda``, with a line for each test as it ends.
+
+    python benchmarks/bench_cuda_tests.py --lines results.jsonl --seconds 60
+
+On a CPU the same tests are collected and skipped, each with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.machine import ROOT
+from benchmarks.program import Benchmark, Results, Setting
+
+_TOLD = "TORCHGUARD_TESTS_TOLD_TO"  # a file descriptor that the plug-in below writes to
+_GRACE = 2.0  # seconds that pytest gets to end by itself
+
+
+@dataclass(frozen=True)
+class Tested:
+    """One test."""
+
+    test: str
+    device: str
+    outcome: str
+    seconds: float
+    why: str
+    """The end of what pytest says of a failure, or the reason why it was skipped."""
+
+    target: str = "passes"
+    verdict: str | None = None
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Tell of a test as soon as it has ended: this file is pytest's plug-in, too."""
+    if _TOLD in os.environ and (report.when == "call" or not report.passed):
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+        line = {
+            "test": report.nodeid,
+            "outcome": "error" if report.when != "call" and report.failed else report.outcome,
+            "seconds": round(report.duration, 3),
+            "why": why[-2000:],
+        }
+        os.write(int(os.environ[_TOLD]), (json.dumps(line) + "\n").encode())
+
+
+def files() -> list[str]:
+    """Return the files that have such tests; the others need not be imported."""
+    marked = re.compile(r"\bmark\.cuda\b")
+    found = sorted((ROOT / "tests").glob("test_*.py"))
+    return [
+        str(path.relative_to(ROOT))
+        for path in found
+        if marked.search(path.read_text(encoding="utf-8"))
+    ]
+
+
+def told(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
+    """Run them in a process of its own; it is ended when time is up."""
+    reading, writing = os.pipe()
+    line = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider"]
+    line += ["-p", "no:xdist", "-p", "benchmarks.bench_cuda_tests", "--tb=short", *files()]
+    line += [f"--deselect={test}" for test in sorted(done)]
+    with subprocess.Popen(  # noqa: S603 - our own tests
+        line, cwd=ROOT, env={**os.environ, _TOLD: str(writing)}, pass_fds=(writing,)
+    ) as running:
+        os.close(writing)
+        with os.fdopen(reading, encoding="utf-8") as lines:
+            for each in lines:
+                yield json.loads(each)
+                if setting.stream.time_is_up():
+                    running.terminate()
+                    time.sleep(_GRACE)
+                    running.kill()
+                    return
+
+
+def run(setting: Setting) -> Results:
+    """Run the tests that have not passed yet."""
+    known = setting.stream.known("rows")
+    done = {row["test"] for row in known if row["outcome"] == "passed"}
+    rows = []
+    for each in told(setting, done):
+        verdict = {"passed": "reached", "skipped": None}.get(each["outcome"], "missed: it fails")
+        rows.append(Tested(device=setting.device, verdict=verdict, **each))
+        setting.stream.keep("rows", rows[-1])
+        print(f"{rows[-1].outcome:8} {rows[-1].seconds:6.1f} s {rows[-1].test}")
+    return {"rows": rows}
+
+
+BENCHMARK = Benchmark(
+    "cuda_tests",
+    "Do the tests that need a GPU pass on one?",
+    run,
+    rounds=1,
+    quick_rounds=1,
+    rounds_of="not used: each test runs once",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

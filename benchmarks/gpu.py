@@ -1,0 +1,355 @@
+"""Every record that needs a GPU, in minutes: ``python -m benchmarks gpu --minutes 9 --out DIR``.
+
+Works through a list in the order of worth. Each piece is a benchmark in a process of its own, with
+a limit, and appends what it finds to ``DIR/results.jsonl`` at once, so that whatever ends it, what
+was done counts. ``DIR/log.txt`` has what they printed. Nothing else is written there.
+
+Needs the checkout and torch's own packages: torchguard is imported from ``src``, installed or not.
+What an installation would register is not needed: no piece asks ``torch.compile`` for a backend
+by name, and none loads pytest's plug-in of torchguard. This file imports no torch: it starts at
+once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stream import append, lines_of
+
+__all__ = ["PIECES", "Piece", "limit_of", "main", "pieces_of"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, LOG = "results.jsonl", "log.txt"
+CLOSING = 6.0  # seconds kept at the end: for the last process to die, and for the summary
+GRACE = 4.0  # seconds between telling a benchmark that time is up and ending it
+REHEARSAL = 240.0  # seconds that a rehearsal may take before something is wrong
+CRASHES = 3  # times a piece is begun again after it died
+
+# What a piece starts is ended with it: they are one process group. (Python 3.10 can't make a
+# group without making a session, too, which outlives this command if it is killed itself.)
+_GROUP: dict[str, Any] = (
+    {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+)
+
+PARTS = {
+    "a": "the doctor on the GPU: which defects are live, which are closed",
+    "b": "exception safety: operators that fail, memory that runs out, training that goes on",
+    "c": "what a call costs: CUDA events, the host's time, kernels counted",
+    "d": "whole steps of three models, with the guards on and off by turns",
+    "e": "buckets: CUDA graphs recorded per bucket, per shape, with dynamic=True",
+    "f": "the tests marked cuda",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One benchmark, as it is run on a GPU."""
+
+    part: str
+    name: str
+    share: float
+    """Of the time, beside the others'; what one leaves over goes to all that follow."""
+
+    options: tuple[str, ...] = ()
+    rehearsed: tuple[str, ...] = ()
+    """Options of a rehearsal in place of these."""
+
+    def command(self, device: str, *, quick: bool) -> list[str]:
+        """Return the command line, without where the results go."""
+        options = ("--quick", *self.rehearsed) if quick else self.options
+        return [f"benchmarks/bench_{self.name}.py", "--device", device, *options]
+
+
+PIECES = (
+    Piece("a", "doctor", 60, ("--timeout", "45"), ("--timeout", "60")),
+    Piece("b", "out_of_memory", 40),
+    Piece("b", "failures", 40),
+    Piece("c", "kernels", 20),
+    Piece("c", "resize", 35, ("--rounds", "15")),
+    Piece("c", "padding", 15, ("--rounds", "15")),
+    Piece("c", "assign", 30, ("--rounds", "9", "--largest", "1e6")),
+    Piece("c", "verified", 25, ("--rounds", "1", "--graphs", "50")),
+    Piece("d", "end_to_end", 170),
+    Piece(
+        "e",
+        "buckets",
+        75,
+        (
+            *("--rounds", "50", "--mode", "reduce-overhead", "--phase", "forward"),
+            *("--rows", "bucketed fit 8,compile"),
+        ),
+    ),
+    Piece("f", "cuda_tests", 45),
+)
+
+
+def pieces_of(only: str | None, skip: str | None) -> list[Piece]:
+    """Choose by letters of parts and names of benchmarks, separated by commas.
+
+    Raises:
+        ValueError: there is no such part and no such benchmark.
+    """
+    known = {*PARTS, *(piece.name for piece in PIECES)}
+
+    def names(given: str | None) -> set[str]:
+        found = {name.strip() for name in (given or "").split(",") if name.strip()}
+        for unknown in sorted(found - known):
+            raise ValueError(
+                f"{unknown!r} is neither a part ({', '.join(PARTS)}) nor one of "
+                f"{', '.join(piece.name for piece in PIECES)}"
+            )
+        return found
+
+    wanted, unwanted = names(only) or known, names(skip)
+    return [
+        piece
+        for piece in PIECES
+        if {piece.part, piece.name} & wanted and not {piece.part, piece.name} & unwanted
+    ]
+
+
+def limit_of(piece: Piece, left: Iterable[Piece], seconds: float) -> float:
+    """Return a piece's share of the time that is left for it and all that follow."""
+    return seconds * piece.share / sum(each.share for each in left)
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT has come."""
+
+
+class Session:
+    """One call of the command."""
+
+    def __init__(
+        self, out: Path, seconds: float, *, device: str, quick: bool, revision: str | None = None
+    ) -> None:
+        self.out, self.device, self.quick, self.revision = out, device, quick, revision
+        self.results, self.log_file = out / RESULTS, out / LOG
+        self.deadline = time.monotonic() + seconds - CLOSING
+        self.begun = time.monotonic()
+        out.mkdir(parents=True, exist_ok=True)
+        self.running: subprocess.Popen[bytes] | None = None
+        self.scratch = tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True)
+
+    def left(self) -> float:
+        """Return the seconds until no piece may run."""
+        return self.deadline - time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Show a line and put it in the log."""
+        shown = f"[{time.monotonic() - self.begun:5.0f} s] {text}"
+        print(shown, flush=True)
+        with self.log_file.open("a", encoding="utf-8") as log:
+            log.write(shown + "\n")
+
+    def environment(self) -> dict[str, str]:
+        """Return a child's environment: the checkout's torchguard, and compiled code kept aside."""
+        path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+        return {
+            **os.environ,
+            "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # The driver is asked without touching CUDA: what forks afterwards can still use it.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(self.scratch.name) / "inductor"),
+            "TRITON_CACHE_DIR": str(Path(self.scratch.name) / "triton"),
+            **({} if self.revision is None else {"BENCHMARKS_REVISION": self.revision}),
+        }
+
+    def run(self, piece: Piece, seconds: float) -> str:
+        """Run a piece for so long at most; return how it ended, and write that down."""
+        own = max(1.0, seconds - GRACE)
+        command = [sys.executable, *piece.command(self.device, quick=self.quick)]
+        command += ["--lines", str(self.results.resolve()), "--seconds", f"{own:.1f}"]
+        begun, used = time.monotonic(), _processor_seconds()
+        with subprocess.Popen(  # noqa: S603 - a benchmark of ours
+            command,
+            cwd=ROOT,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **_GROUP,
+        ) as self.running:
+            try:
+                ended = self._follow(self.running, piece, begun + seconds)
+            finally:
+                self._end()
+        took = round(time.monotonic() - begun, 1)
+        used = round(_processor_seconds() - used, 1)
+        line = {"part": piece.part, "name": piece.name, "ended": ended, "seconds": took}
+        append(self.results, {"piece": {**line, "limit": round(seconds, 1), "processor": used}})
+        self.say(f"{piece.part} {piece.name}: {ended} after {took:.0f} s ({used:.0f} s processor)")
+        return ended
+
+    def _follow(self, running: subprocess.Popen[bytes], piece: Piece, until: float) -> str:
+        """Show what it prints, until it ends or has to."""
+        assert running.stdout is not None
+        rest = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(running.stdout, selectors.EVENT_READ)
+            while (wait := until - time.monotonic()) > 0:
+                if not selector.select(min(wait, 1.0)):
+                    if running.poll() is not None:  # a child of it holds the pipe
+                        break
+                    continue
+                read = os.read(running.stdout.fileno(), 65536)
+                if not read:
+                    break
+                *lines, rest = (rest + read).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"USDT:"):  # the profiler's own marks, two for each profile
+                        continue
+                    self.say(f"  {piece.part} {line.decode(errors='replace')}")
+        if rest:
+            self.say(f"  {piece.part} {rest.decode(errors='replace')}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = running.wait(max(0.0, min(GRACE, until - time.monotonic())))
+            return "finished" if status == 0 else f"failed with {status}"
+        return "killed: time was up"
+
+    def _end(self) -> None:
+        """End the process that runs, with all that it has started."""
+        if self.running is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.running.pid, signal.SIGKILL)
+            self.running.wait()
+
+    def close(self) -> None:
+        """Leave nothing behind but the results and the log."""
+        self._end()
+        self.scratch.cleanup()
+
+
+def _processor_seconds() -> float:
+    """Return what processes that have ended have used of the processor."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def finished(path: Path, piece: Piece) -> bool:
+    """Whether the last run of a piece that is written down there has come to its end."""
+    lines = lines_of(path)
+    heads = [
+        line["run"]
+        for line in lines
+        if "head" in line and line["head"]["benchmark"] == f"bench_{piece.name}"
+    ]
+    ends = {line["run"]: line["ended"] for line in lines if "ended" in line}
+    return bool(heads) and ends.get(heads[-1]) == "finished"
+
+
+def work_through(session: Session, pieces: Sequence[Piece], *, go_on: bool) -> list[str]:
+    """Run the pieces one after the other; return the lines of a summary."""
+    summary = []
+    for number, piece in enumerate(pieces):
+        if go_on and finished(session.results, piece):
+            summary.append(f"{piece.part} {piece.name}: finished before")
+            continue
+        if session.left() < GRACE + 1:
+            summary.append(f"{piece.part} {piece.name}: no time was left")
+            continue
+        limit = REHEARSAL if session.quick else limit_of(piece, pieces[number:], session.left())
+        limit = min(limit, session.left())
+        command = shlex.join(["python", *piece.command("cuda", quick=False)])
+        would = "would run on a GPU" if session.quick else "runs"
+        session.say(f"== {piece.part}: {PARTS[piece.part]}")
+        session.say(f"   {would}: {command}; {limit:.0f} s of {session.left():.0f} s left")
+        until = time.monotonic() + limit
+        for _ in range(CRASHES):
+            ended = session.run(piece, until - time.monotonic())
+            if not ended.startswith("failed with -") or until - time.monotonic() < 2 * GRACE:
+                break  # what died of a signal goes on behind what killed it
+        summary.append(f"{piece.part} {piece.name}: {ended}")
+    return summary
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks gpu",
+        description=__doc__,
+        epilog="\n".join(f"{letter}  {what}" for letter, what in PARTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="in all (default: 9)")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="a folder without results")
+    where.add_argument(
+        "--continue", type=Path, dest="go_on", metavar="DIR", help="go on where a call stopped"
+    )
+    parser.add_argument("--only", metavar="NAMES", help="parts or benchmarks: b,d or end_to_end")
+    parser.add_argument("--skip", metavar="NAMES", help="likewise, those to leave out")
+    parser.add_argument(
+        "--revision", metavar="COMMIT", help="of a copy of the checkout that is no git repository"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="the same list on a CPU, with tiny sizes"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, *, began: float | None = None) -> int:
+    """Run the command; ``began`` is when its process did, on the monotonic clock."""
+    before = 0.0 if began is None else time.monotonic() - began
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    out: Path = options.out or options.go_on
+    if options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes:g}: expected more than 0")
+    if options.out is not None and (out / RESULTS).exists():
+        parser.error(f"--out {out}: {RESULTS} is there already; --continue {out} goes on with it")
+    if options.go_on is not None and not (out / RESULTS).exists():
+        parser.error(f"--continue {out}: there is no {RESULTS} to go on with")
+    try:
+        pieces = pieces_of(options.only, options.skip)
+    except ValueError as error:
+        parser.error(str(error))
+    device = "cpu" if options.rehearse else "cuda"
+    session = Session(
+        out,
+        60 * options.minutes - before,
+        device=device,
+        quick=options.rehearse,
+        revision=options.revision,
+    )
+    with _told_to_stop():
+        try:
+            summary = work_through(session, pieces, go_on=options.go_on is not None)
+        except Stopped as stopped:
+            summary = [f"stopped by {stopped}: what was found until then is there"]
+        finally:
+            session.close()
+    for line in summary:
+        session.say(line)
+    session.say(f"python -m benchmarks report {out} makes records and pages of it")
+    return int(any(": failed" in line for line in summary))
+
+
+@contextlib.contextmanager
+def _told_to_stop() -> Iterator[None]:
+    """Turn the signals that end a command into an exception, so that its children end too."""
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -106,6 +106,8 @@ BENCHMARK = Benchmark(
     run,
     rounds=1,
     quick_rounds=1,
+    devices=("cuda",),
+    rehearsed_on=("cpu",),
     rounds_of="not used: each test runs once",
 )
 main = BENCHMARK.main

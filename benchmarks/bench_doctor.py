@@ -90,6 +90,8 @@ BENCHMARK = Benchmark(
     run,
     rounds=1,
     quick_rounds=1,
+    devices=("cuda",),
+    rehearsed_on=("cpu",),
     rounds_of="not used: each probe runs once",
     add_options=_add_options,
 )

@@ -35,6 +35,7 @@ __all__ = ["PIECES", "Piece", "limit_of", "main", "pieces_of"]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOG = "results.jsonl", "log.txt"
 CLOSING = 6.0  # seconds kept at the end: for the last process to die, and for the summary
+TICK = 0.2  # seconds between two looks at whether to stop
 GRACE = 4.0  # seconds between telling a benchmark that time is up and ending it
 REHEARSAL = 240.0  # seconds that a rehearsal may take before something is wrong
 CRASHES = 3  # times a piece is begun again after it died
@@ -127,10 +128,6 @@ def limit_of(piece: Piece, left: Iterable[Piece], seconds: float) -> float:
     return seconds * piece.share / sum(each.share for each in left)
 
 
-class Stopped(BaseException):
-    """SIGTERM or SIGINT has come."""
-
-
 class Session:
     """One call of the command."""
 
@@ -142,7 +139,11 @@ class Session:
         self.deadline = time.monotonic() + seconds - CLOSING
         self.begun = time.monotonic()
         out.mkdir(parents=True, exist_ok=True)
-        self.running: subprocess.Popen[bytes] | None = None
+        self.stopped_by: str | None = None
+        """The signal that told the command to stop; looked at often, never raised.
+
+        An exception could come while a process is being started, and nobody would end that one.
+        """
         self.scratch = tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True)
 
     def left(self) -> float:
@@ -185,11 +186,12 @@ class Session:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             **_GROUP,
-        ) as self.running:
+        ) as running:
             try:
-                ended = self._follow(self.running, piece, begun + seconds)
+                ended = self._follow(running, piece, begun + seconds)
             finally:
-                self._end()
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(running.pid, signal.SIGKILL)  # with all that it has started
         took = round(time.monotonic() - begun, 1)
         used = round(_processor_seconds() - used, 1)
         line = {"part": piece.part, "name": piece.name, "ended": ended, "seconds": took}
@@ -204,7 +206,9 @@ class Session:
         with selectors.DefaultSelector() as selector:
             selector.register(running.stdout, selectors.EVENT_READ)
             while (wait := until - time.monotonic()) > 0:
-                if not selector.select(min(wait, 1.0)):
+                if self.stopped_by is not None:
+                    return f"stopped by {self.stopped_by}"
+                if not selector.select(min(wait, TICK)):
                     if running.poll() is not None:  # a child of it holds the pipe
                         break
                     continue
@@ -220,19 +224,14 @@ class Session:
             self.say(f"  {piece.part} {rest.decode(errors='replace')}")
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = running.wait(max(0.0, min(GRACE, until - time.monotonic())))
-            return "finished" if status == 0 else f"failed with {status}"
+            if status != 0:
+                return f"failed with {status}"
+            done = finished(self.results, piece)
+            return "finished" if done else "stopped by itself: its time was up"
         return "killed: time was up"
-
-    def _end(self) -> None:
-        """End the process that runs, with all that it has started."""
-        if self.running is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.running.pid, signal.SIGKILL)
-            self.running.wait()
 
     def close(self) -> None:
         """Leave nothing behind but the results and the log."""
-        self._end()
         self.scratch.cleanup()
 
 
@@ -260,6 +259,9 @@ def work_through(session: Session, pieces: Sequence[Piece], *, go_on: bool) -> l
     for number, piece in enumerate(pieces):
         if go_on and finished(session.results, piece):
             summary.append(f"{piece.part} {piece.name}: finished before")
+            continue
+        if session.stopped_by is not None:
+            summary.append(f"{piece.part} {piece.name}: stopped by {session.stopped_by}")
             continue
         if session.left() < GRACE + 1:
             summary.append(f"{piece.part} {piece.name}: no time was left")
@@ -327,25 +329,25 @@ def main(arguments: Sequence[str] | None = None, *, began: float | None = None) 
         quick=options.rehearse,
         revision=options.revision,
     )
-    with _told_to_stop():
-        try:
+    try:
+        with _told_to_stop(session):
             summary = work_through(session, pieces, go_on=options.go_on is not None)
-        except Stopped as stopped:
-            summary = [f"stopped by {stopped}: what was found until then is there"]
-        finally:
-            session.close()
+    finally:
+        session.close()
     for line in summary:
         session.say(line)
-    session.say(f"python -m benchmarks report {out} makes records and pages of it")
+    session.say(f"python -m benchmarks report {out} makes records and pages of what is there")
+    if session.stopped_by is not None:
+        return 128 + signal.Signals[session.stopped_by]
     return int(any(": failed" in line for line in summary))
 
 
 @contextlib.contextmanager
-def _told_to_stop() -> Iterator[None]:
-    """Turn the signals that end a command into an exception, so that its children end too."""
+def _told_to_stop(session: Session) -> Iterator[None]:
+    """Let the signals that end a command end its children first, and the summary be written."""
 
     def stop(number: int, _: object) -> None:
-        raise Stopped(signal.Signals(number).name)
+        session.stopped_by = signal.Signals(number).name
 
     before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -63,6 +63,9 @@ class Benchmark:
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Where the answer may differ; a benchmark of plain Python names the CPU alone."""
 
+    rehearsed_on: tuple[str, ...] = ()
+    """Where it can be run, though no record is made: the path taken is what is looked at."""
+
     threads: int | None = 1
     """The work of most is small, and threads would only add noise; None: as many as there are."""
 
@@ -127,7 +130,9 @@ def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python benchmarks/{benchmark.file}.py", description=benchmark.question
     )
-    parser.add_argument("--device", choices=benchmark.devices, help="one of them only")
+    parser.add_argument(
+        "--device", choices=(*benchmark.devices, *benchmark.rehearsed_on), help="one of them only"
+    )
     parser.add_argument(
         "--rounds",
         type=int,

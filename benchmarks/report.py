@@ -39,6 +39,11 @@ python -m benchmarks list
 python -m benchmarks run resize --json my-record.json
 ```
 
+On a machine with a GPU, `python -m benchmarks gpu --minutes 9 --out DIR` (or `make gpu`) makes every
+record that needs one, in the order of worth, and `python -m benchmarks report DIR` turns what it
+wrote into records and pages. It needs the checkout and torch's own packages, nothing installed;
+`--continue DIR` goes on where a call stopped, and `--rehearse` runs the same list on a CPU.
+
 `--quick` shows that a benchmark runs and says nothing of how fast; no quick record is shown here.
 """
 
@@ -62,7 +67,7 @@ def _overview(records: list[Record]) -> str:
         for device in ("cpu", "cuda"):
             record = newest(records, name, device)
             if device not in benchmark.devices:
-                cells.append("the same")
+                cells.append("the same" if device == "cuda" else "not asked")
             elif record is None:
                 cells.append(_missing(device))
             else:

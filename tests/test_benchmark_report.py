@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow
@@ -25,12 +26,31 @@ def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The records of quick runs, with the word taken away that keeps them out of the page."""
-    folder = tmp_path_factory.mktemp("records")
-    done = benchmarks("run", "--quick", "--device", "cpu", "--json", str(folder))
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What ``gpu --rehearse`` prints and writes: the command of the day, on a CPU."""
+    out = tmp_path_factory.mktemp("rehearsal")
+    done = benchmarks("gpu", "--rehearse", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    for path in folder.iterdir():
+    return done.stdout, out
+
+
+@pytest.fixture(scope="module")
+def folder(rehearsal: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of quick runs, with the word taken away that keeps them out of the page.
+
+    Most are of the rehearsal; the benchmarks that don't ask for a GPU are run here.
+    """
+    from benchmarks.report import take_in  # noqa: PLC0415
+
+    folder, results = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("results")
+    text = (rehearsal[1] / "results.jsonl").read_text(encoding="utf-8")
+    (results / "results.jsonl").write_text(text.replace('"quick": true', '"quick": false'))
+    assert len(take_in(results, folder)) == 11
+    rest = ("fit", "host", "import")
+    done = benchmarks("run", *rest, "--quick", "--device", "cpu", "--json", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in rest:
+        [path] = folder.glob(f"*-{name}-cpu.json")
         record = json.loads(path.read_text(encoding="utf-8"))
         assert record.pop("quick") is True
         path.write_text(json.dumps(record), encoding="utf-8")
@@ -65,10 +85,63 @@ def test_every_benchmark_runs_and_writes_its_record(folder: Path, records: dict[
         assert record["revision"] is None or record["revision"]
         assert record["command"].startswith(f"python benchmarks/{name}.py --device cpu --quick")
         assert str(ROOT) not in json.dumps(record)
-    without_gpu = {name for name, each in records.items() if "note" in each}
-    assert without_gpu == files - {"bench_fit", "bench_host", "bench_import"}
     named = {path.name[len("2026-11-21-") :] for path in folder.iterdir()}
     assert named == {f"{name.removeprefix('bench_')}-cpu.json" for name in files}
+
+
+def test_the_command_of_the_day_says_what_it_would_run_and_runs_it(
+    rehearsal: tuple[str, Path],
+) -> None:
+    from benchmarks.gpu import PARTS, PIECES  # noqa: PLC0415
+    from benchmarks.stream import lines_of, records_of  # noqa: PLC0415
+
+    printed, out = rehearsal
+    assert sorted(path.name for path in out.iterdir()) == ["log.txt", "results.jsonl"]
+    for letter, what in PARTS.items():
+        assert f"== {letter}: {what}" in printed
+    for piece in PIECES:
+        command = " ".join(piece.command("cuda", quick=False)).split(" 'bucketed")[0][:60]
+        assert f"would run on a GPU: python {command}" in printed
+        assert f"{piece.part} {piece.name}: finished" in printed
+    ended = [line["piece"] for line in lines_of(out / "results.jsonl") if "piece" in line]
+    assert [each["name"] for each in ended] == [piece.name for piece in PIECES]
+    found = {record["benchmark"]: record for record in records_of(out / "results.jsonl")}
+    assert set(found) == {f"bench_{piece.name}" for piece in PIECES}
+    assert {record["ended"] for record in found.values()} == {"finished"}
+    # The tests that need a GPU were found, and each says why it was skipped.
+    tests = found["bench_cuda_tests"]["rows"]
+    assert len(tests) >= 60
+    if not torch.cuda.is_available():
+        assert {row["outcome"] for row in tests} == {"skipped"}
+        assert all("needs a CUDA GPU" in row["why"] for row in tests)
+
+
+def test_a_rehearsal_is_not_published(rehearsal: tuple[str, Path], tmp_path: Path) -> None:
+    from benchmarks.report import take_in  # noqa: PLC0415
+
+    with pytest.raises(ValueError, match="is of a rehearsal"):
+        take_in(rehearsal[1], tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"expected results\.jsonl"):
+        take_in(tmp_path, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_operators_that_fail_leave_their_outputs_with_a_guard_alone(
+    records: dict[str, Any],
+) -> None:
+    rows = records["bench_failures"]["rows"]
+    assert len(rows) == 12
+    assert {row["verdict"] for row in rows} == {"holds"}
+    assert all(row["torch"].startswith("corrupt") for row in rows)
+    assert {"Tensor.resize_", "Tensor.resize_as_", "Tensor.set_"} < {
+        row["operator"] for row in rows
+    }
+
+
+def test_no_step_calls_what_install_patches(records: dict[str, Any]) -> None:
+    rows = [row for row in records["bench_host"]["rows"] if row["scope"] == "install()"]
+    assert len(rows) == 12
+    assert {row["count"] for row in rows} == {0}
 
 
 def test_a_guard_calls_no_operator_and_needs_no_byte_more(records: dict[str, Any]) -> None:
@@ -112,8 +185,9 @@ def test_the_page_has_every_record_and_says_what_was_not_measured(
     checkout: Path, records: dict[str, Any]
 ) -> None:
     page = (checkout / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    for record in records.values():
-        assert f"command `{record['command']}`" in page
+    for name, record in records.items():
+        if name not in {"bench_doctor", "bench_cuda_tests"}:  # rehearsed on a CPU, and no more
+            assert f"command `{record['command']}`" in page
     assert "no record yet" not in page
     assert page.count("Not measured on a GPU yet") == len(records) - 3
     for image in (checkout / "docs" / "img").iterdir():

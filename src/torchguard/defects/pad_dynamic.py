@@ -35,9 +35,18 @@ def _pad(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _compare(run: Callable[[torch.Tensor, torch.Tensor], Any]) -> str | None:
+    """Compare on the CPU, and on a GPU where there is one: inductor writes other code for it."""
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        seen = _compare_on(device, run)
+        if seen is not None:
+            return seen if device == "cpu" else f"on the GPU: {seen}"
+    return None
+
+
+def _compare_on(device: str, run: Callable[[torch.Tensor, torch.Tensor], Any]) -> str | None:
     """Compare the padding with eager, and the result's size with that of its memory."""
-    memory = torch.ones(4, 2)
-    x, weight = memory[:3], torch.ones(2, 1)
+    memory = torch.ones(4, 2, device=device)
+    x, weight = memory[:3], torch.ones(2, 1, device=device)
     eager, _ = _pad(x, weight)
     padded, product = run(x, weight)
     if not torch.equal(padded, eager):

@@ -411,7 +411,9 @@ def run(setting: Setting) -> Results:
     """Run the stream in every way, and measure what a call costs more."""
     quick, wanted = setting.quick, setting.options.rows
     parts = None if wanted is None else wanted.split(",")
-    rows = [row for row in ROWS if parts is None or any(part in row for part in parts)]
+    rows = list(ROWS)
+    if parts is not None:  # in the order in which they were named
+        rows = list(dict.fromkeys(row for part in parts for row in ROWS if part in row))
     if quick and wanted is None:
         rows = ["bucketed fit 4"]
     phases = [setting.options.phase] if setting.options.phase else PHASES[-1:] if quick else PHASES

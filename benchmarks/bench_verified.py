@@ -144,6 +144,9 @@ def _another(function: Any) -> Any:
 def run(setting: Setting) -> Results:
     """Measure first calls, and calls after the first."""
     workloads = WORKLOADS[-1:] if setting.quick else WORKLOADS
+    # Calls after the first take seconds to measure, first calls take minutes.
+    later = replace(setting, rounds=3 if setting.quick else LATER_ROUNDS)
+    rows = measure(steady(setting.device, workloads), later, block_seconds=0.05)
     firsts = []
     known = {row["id"] for row in setting.stream.known("first_calls")}
     for workload in workloads:
@@ -159,9 +162,7 @@ def run(setting: Setting) -> Results:
             f"({first['processor_ratio']['median']:.2f} in processor time), "
             f"memory {first['memory_ratio']['median']:.2f} times: {first['verdict']}"
         )
-    later = replace(setting, rounds=3 if setting.quick else LATER_ROUNDS)
-    made = steady(setting.device, workloads)
-    return {"first_calls": firsts, "rows": measure(made, later, block_seconds=0.05)}
+    return {"first_calls": firsts, "rows": rows}
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -35,7 +35,8 @@ def _name(row: dict[str, Any]) -> str:
     if "scope" in row:  # what a model is, is said above its table
         model = row["what"].partition(":")[0]
         return f"{model}, {row['phase']}, {row['mode']}, {row['scope']}"
-    return str(row.get("what") or row.get("way") or row["id"])
+    names = ("what", "way", "id", "operator", "test")
+    return next(str(row[name]) for name in names if row.get(name))
 
 
 def _comparisons(record: Record, device: str) -> str:
@@ -152,7 +153,8 @@ def _end_to_end(record: Record, device: str) -> str:
 def _rounds(rows: list[dict[str, Any]]) -> str:
     again = max(row["compiled_again"] for row in rows)
     graphs = "no scope made another compile anew" if not again else f"{again} graphs compiled anew"
-    return f"{rows[0]['n']} rounds of {_span([row['calls'] for row in rows])} steps; {graphs}."
+    rounds, calls = (_span([row[name] for row in rows]) for name in ("n", "calls"))
+    return f"{rounds} rounds of {calls} steps; {graphs}."
 
 
 def _span(values: list[int]) -> str:

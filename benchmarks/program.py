@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.clocks import gpu_facts
 from benchmarks.machine import NOT_ON_A_GPU, context
-from benchmarks.stream import Stream, text
+from benchmarks.stream import NO_GPU, Stream, text
 
 __all__ = ["Benchmark", "Results", "Setting", "write_record"]
 
@@ -104,6 +105,8 @@ class Benchmark:
         for device in devices:
             stream = Stream(options.lines, {**head, "device": device}, options.seconds)
             results = self.run(Setting(device, options.quick, rounds, options, stream))
+            if device == "cuda":  # what it ran at, while it is still warm
+                results = {**results, "gpu_at_end": gpu_facts()}
             stream.end(results)
             for name, found in results.items():
                 parts[name] = [*parts.get(name, []), *found] if isinstance(found, list) else found
@@ -156,7 +159,7 @@ def _check(
     benchmark: Benchmark, parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch.cuda.is_available() is False here")
+        parser.exit(NO_GPU, "--device cuda: torch.cuda.is_available() is False here\n")
     if not options.device and not benchmark.devices_here():
         parser.error(f"needs one of {', '.join(benchmark.devices)}, and there is none here")
     if options.seconds is not None and options.seconds <= 0:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.publish import rewritten
-from benchmarks.records import RECORDS, read_record
+from benchmarks.records import RECORDS, measured_on, read_record
 
 __all__ = ["laid_out", "newest"]
 
@@ -30,8 +30,12 @@ NO_RECORD = "No record of `benchmarks/bench_buckets.py` has been made yet."
 
 
 def newest(folder: Path = RECORDS) -> Path | None:
-    """Return the newest record of ``bench_buckets``, None without one; names begin with a date."""
-    return max(folder.glob("*-buckets-*.json"), default=None)
+    """Return the newest record that was made on a CPU, None without one; names begin with a date.
+
+    A GPU's is for ``docs/benchmarks.md``, which has both.
+    """
+    found = (path for path in folder.glob("*-buckets-*.json") if measured_on(path, "cpu"))
+    return max(found, default=None)
 
 
 def laid_out(record: dict[str, Any]) -> str:

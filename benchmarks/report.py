@@ -39,10 +39,11 @@ python -m benchmarks list
 python -m benchmarks run resize --json my-record.json
 ```
 
-On a machine with a GPU, `python -m benchmarks gpu --minutes 9 --out DIR` (or `make gpu`) makes every
-record that needs one, in the order of worth, and `python -m benchmarks report DIR` turns what it
-wrote into records and pages. It needs the checkout and torch's own packages, nothing installed;
-`--continue DIR` goes on where a call stopped, and `--rehearse` runs the same list on a CPU.
+On a machine with a GPU, `python -m benchmarks gpu --minutes 9 --out DIR` (or `make gpu`) makes
+every record that needs one, in the order of worth, and `python -m benchmarks report DIR` turns
+what it wrote into records and pages. It needs the checkout and torch's own packages, nothing
+installed; `--continue DIR` goes on where a call stopped, and `--rehearse` runs the same list on a
+CPU.
 
 `--quick` shows that a benchmark runs and says nothing of how fast; no quick record is shown here.
 """

@@ -17,9 +17,11 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Line", "Stream", "append", "identity", "lines_of", "records_of", "text"]
+__all__ = ["NO_GPU", "Line", "Stream", "append", "identity", "lines_of", "records_of", "text"]
 
 Line = dict[str, Any]
+
+NO_GPU = 3  # exit status of a benchmark that was asked for a GPU where there is none
 
 _NAMES = ("id", "what", "phase", "mode", "scope", "way", "row", "buckets", "operator", "test")
 

@@ -68,8 +68,9 @@ def _measured(record: dict[str, Any]) -> str:
 
 
 def _gpu(record: dict[str, Any]) -> str:
-    """Name the GPU with its driver and with the clocks it ran at when the record was begun."""
-    hardware, found = record["hardware"], record.get("gpu_at_start", {})
+    """Name the GPU with its driver, and with the clocks it ran at when the last row was made."""
+    hardware = record["hardware"]
+    found = record.get("gpu_at_end") or record.get("gpu_at_start", {})
     facts = [f"CUDA {record['versions']['cuda']}"]
     if hardware.get("driver"):
         facts.append(f"driver {hardware['driver']}")

@@ -221,11 +221,11 @@ def test_a_piece_that_fails_does_not_end_the_list(tmp_path: Path) -> None:
     from benchmarks.gpu import work_through  # noqa: PLC0415
 
     running = session(tmp_path, 60)
-    pieces: Any = [Planned("raise SystemExit(3)"), Planned("print('after it')", name="kernels")]
+    pieces: Any = [Planned("raise SystemExit(5)"), Planned("print('after it')", name="kernels")]
     summary = work_through(running, pieces, go_on=False)
     running.close()
     assert summary == [
-        "c padding: failed with 3",
+        "c padding: failed with 5",
         "c kernels: stopped by itself: its time was up",  # it wrote no end
     ]
     assert "after it" in running.log_file.read_text(encoding="utf-8")
@@ -240,6 +240,19 @@ def test_a_piece_that_dies_of_a_signal_is_begun_again(tmp_path: Path) -> None:
     assert work_through(running, pieces, go_on=False) == ["c padding: failed with -11"]
     running.close()
     assert marks.read_text() == "x" * CRASHES
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_says_so_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.__main__ import main  # noqa: PLC0415
+
+    assert main(["gpu", "--skip", "a", "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("== ") == 1
+    assert "torch.cuda.is_available() is False here" in printed
+    assert "no part can run without a CUDA GPU; --rehearse is for a CPU" in printed
 
 
 def test_what_no_time_is_left_for_is_said(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT
+from benchmarks.machine import NOT_ON_A_GPU, ROOT
 from benchmarks.records import (
     RECORDS,
     Record,
@@ -134,8 +134,8 @@ def every_row(record: Record) -> str:
         ),
         *(f"Why targets are missed: {why}." for why in missed),
     ]
-    if "note" in record:
-        notes.append(f"This record was {record['note']}.")
+    if newest(committed(), "resize", "cuda") is None:
+        notes.append(f"This record was {NOT_ON_A_GPU}.")
     header = ("per call", "device", "torch", "guarded", "ratio [quartiles]", "target")
     listed = "\n".join(f"- {note}" for note in notes)
     return f"{made(record)}\n\n{table(header, tuple(rows))}\n\n{listed}"
@@ -143,7 +143,10 @@ def every_row(record: Record) -> str:
 
 def summary(record: Record) -> str:
     """Lay out the table of costs and say where its figures come from."""
-    gpu = " Not measured on a GPU yet." if "note" in record else ""
+    on_gpu = newest(committed(), "resize", "cuda")
+    gpu = f" {NOT_ON_A_GPU[0].upper()}{NOT_ON_A_GPU[1:]}."
+    if on_gpu is not None:
+        gpu = f" On an {on_gpu['hardware']['gpu']}: [benchmarks](benchmarks.md#resize-on-a-gpu)."
     source = f"../benchmarks/records/{record['file']}"
     versions, hardware = record["versions"], record["hardware"]
     return (
@@ -179,19 +182,25 @@ def host_bound() -> str:
 
 def whole_steps() -> str:
     """Say how much longer a whole step takes, from the newest record of ``bench_end_to_end``."""
-    record = newest(committed(), "end_to_end", "cpu")
-    if record is None:
-        return ""
+    found = []
+    for device, place in (("cpu", " By the clock, a step"), ("cuda", " On an {gpu} it")):
+        record = newest(committed(), "end_to_end", device)
+        if record is not None:
+            where = place.format(gpu=record["hardware"]["gpu"])
+            found.append(f"{where} differs by {_differences(record, device)}")
+    return "".join(found)
 
+
+def _differences(record: Record, device: str) -> str:
     def between(scope: str) -> str:
-        rows = of_device(record, "rows", "cpu")
+        rows = of_device(record, "rows", device)
         found = [row["ratio"]["median"] - 1 for row in rows if row["scope"] == scope]
-        return f"{min(found):+.1%} to {max(found):+.1%}".replace("%", " %")
+        digits = 1 if device == "cpu" else 2  # a GPU's target is 0.1 %
+        return f"{min(found):+.{digits}%} to {max(found):+.{digits}%}".replace("%", " %")
 
     return (
-        f" By the clock, a step differs by {between('install()')} with `install()`, by "
-        f"{between('install(), every guard')} with every guard, and by "
-        f"{between('nothing, once more')} with nothing, measured once more "
+        f"{between('install()')} with `install()`, by {between('install(), every guard')} with "
+        f"every guard, and by {between('nothing, once more')} with nothing, measured once more "
         "([end to end](docs/benchmarks.md#end-to-end))."
     )
 

@@ -96,6 +96,33 @@ def test_another_figure_in_the_record_makes_another_table() -> None:
     assert rewritten(page, "costs", summary(slower)) != page
 
 
+def test_a_gpus_record_is_told_of_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import publish  # noqa: PLC0415
+    from benchmarks.records import committed, newest  # noqa: PLC0415
+
+    records = [each for each in committed() if each["hardware"]["gpu"] is None]
+    monkeypatch.setattr(publish, "committed", lambda: records)
+    resize = newest(records, "resize", "cpu")
+    assert resize is not None
+    assert "On an" not in publish.overhead(resize)
+    assert "Not measured on a GPU yet." in publish.summary(resize)
+    assert "not measured on a GPU yet" in publish.every_row(resize)
+    for name in ("end_to_end", "resize"):
+        made_up = copy.deepcopy(newest(records, name, "cpu"))
+        assert made_up is not None
+        made_up["hardware"]["gpu"] = "NVIDIA H100"
+        for row in made_up["rows"]:
+            row["device"] = "cuda"
+            if name == "end_to_end":
+                row["ratio"]["median"] = 1.0004
+        records.append(made_up)
+    told = "On an NVIDIA H100 it differs by +0.04 % to +0.04 % with `install()`"
+    assert told in publish.overhead(resize)
+    assert "On an NVIDIA H100: [benchmarks]" in publish.summary(resize)
+    for page in (publish.summary, publish.every_row):
+        assert "not measured on a GPU yet" not in page(resize).lower()
+
+
 def test_a_quick_record_is_not_published(record: Any, tmp_path: Path) -> None:
     from benchmarks.records import read_record  # noqa: PLC0415
 

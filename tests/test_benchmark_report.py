@@ -29,7 +29,7 @@ def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
 def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What ``gpu --rehearse`` prints and writes: the command of the day, on a CPU."""
     out = tmp_path_factory.mktemp("rehearsal")
-    done = benchmarks("gpu", "--rehearse", "--out", str(out))
+    done = benchmarks("gpu", "--rehearse", "--minutes", "14", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, out
 
@@ -248,3 +248,38 @@ def test_a_gpu_record_has_a_section_and_a_plot_of_its_own(
     assert "Not measured on a GPU yet: `python -m benchmarks run kernels" not in page
     assert "](img/bench_padding_cuda.png)" in page
     assert (tmp_path / "docs" / "img" / "bench_padding_cuda.png").exists()
+
+
+def test_what_the_command_finds_on_a_gpu_becomes_records_and_pages(
+    rehearsal: tuple[str, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    from benchmarks.gpu import PIECES  # noqa: PLC0415
+
+    lines = []
+    for text in (rehearsal[1] / "results.jsonl").read_text(encoding="utf-8").splitlines():
+        line = json.loads(
+            text.replace('"cpu"', '"cuda"').replace('"quick": true', '"quick": false')
+        )
+        if "head" in line:
+            hardware = line["head"]["hardware"]
+            hardware |= {"gpu": "NVIDIA H100", "driver": "580.1", "cpu": "a CPU"}
+            hardware.pop("cuda", None)
+        if line.get("ended") and "end_to_end" in line["run"]:
+            continue  # this one was killed
+        lines.append(json.dumps(line))
+    (tmp_path / "results.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    records = tmp_path / "records"
+    records.mkdir()
+    given = ("--records", str(records), "--to", str(tmp_path))
+    done = benchmarks("report", str(tmp_path), *given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {path.name[len("2026-11-22-") :] for path in records.iterdir()}
+    assert names == {f"{piece.name}-cuda.json" for piece in PIECES}
+    page = (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert "Not measured on a GPU yet" not in page
+    assert page.count("NVIDIA H100 (CUDA None, driver 580.1)") == len(PIECES)
+    assert page.count("Time was up before all of it was measured") == 1
+    for image in (tmp_path / "docs" / "img").iterdir():
+        assert image.name.endswith("_cuda.png")
+        assert f"](img/{image.name})" in page

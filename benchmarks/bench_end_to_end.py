@@ -362,28 +362,29 @@ def run(setting: Setting) -> Results:
 def until_time_is_up(setting: Setting) -> list[Paired]:
     """Measure until every interval is narrower than ``NARROW``, or time is up.
 
-    Each of the twelve workloads has its share of the time: it is prepared, and then the one
+    Each workload, eager or compiled, has its share of the time: it is prepared, and then the one
     whose intervals are widest gets more rounds. Eager ones come first, because compiling takes
     long; what an earlier run has measured narrowly enough is left out.
     """
     widths = _widths(setting)
     models = list(workloads(setting.device, quick=setting.quick))
     pairs = [(model, False) for model in models]
-    pairs += [(models[place], True) for place in QUICKEST_TO_COMPILE]
+    compiled = QUICKEST_TO_COMPILE[:3] if setting.quick else QUICKEST_TO_COMPILE
+    pairs += [(models[place], True) for place in compiled]
 
     def width(pair: tuple[Workload, bool]) -> float:
-        workload, compiled = pair
-        mode = "compiled" if compiled else "eager"
+        workload, is_compiled = pair
+        mode = "compiled" if is_compiled else "eager"
         return widths.get((workload.what, workload.phase, mode), float("inf"))
 
     # What nobody has measured comes first, then what is widest.
     todo = sorted((pair for pair in pairs if width(pair) > NARROW), key=width, reverse=True)
     contests: list[Contest] = []
     rows: dict[Contest, list[Paired]] = {}
-    for number, (workload, compiled) in enumerate(todo, start=1):
+    for number, (workload, is_compiled) in enumerate(todo, start=1):
         if setting.stream.time_is_up():
             break
-        contests.append(Contest(workload, setting, compiled=compiled))
+        contests.append(Contest(workload, setting, compiled=is_compiled))
         contests[-1].add(FIRST_ROUNDS)
         rows[contests[-1]] = _kept(contests[-1], setting)
         while setting.stream.elapsed() < number / len(todo):

@@ -213,7 +213,12 @@ def _failures(record: Record, device: str) -> str:
         ),
         table(header, counts),
     ]
-    return "\n\n".join([*parts, f"Not as they were with a guard: {named}."] if bad else parts)
+    if bad:
+        parts.append(f"Not as they were with a guard: {named}.")
+    if record.get("unfinished"):
+        names = ", ".join(f"`{name}`" for name in record["unfinished"])
+        parts.append(f"Begun and not ended, by the clock or because the process died: {names}.")
+    return "\n\n".join(parts)
 
 
 def _cuda_tests(record: Record, device: str) -> str:

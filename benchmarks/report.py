@@ -149,7 +149,10 @@ def take_in(results: Path, folder: Path) -> list[Path]:
             raise ValueError(f"{path} is of a rehearsal, which shows only that the command runs")
         if not record.get("rows"):
             continue
-        record.pop("begun", None)
+        done = {row.get("operator") for row in record["rows"]}
+        begun = [row["operator"] for row in record.pop("begun", []) if row["operator"] not in done]
+        if begun:
+            record["unfinished"] = begun
         list(BENCHMARKS[name].afterwards(record))
         to = folder / f"{record['date'][:10]}-{name}-{device}.json"
         write_record(to, record)

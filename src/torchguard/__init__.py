@@ -14,10 +14,15 @@ from torchguard.assign import sliced_assign, sliced_assign_
 from torchguard.at import at
 from torchguard.bucketed import bucketed, no_recompile
 from torchguard.buckets import Buckets
+from torchguard.checkpoint.folder import checkpoint_folder
+from torchguard.checkpoint.loading import load
+from torchguard.checkpoint.saving import save
+from torchguard.checkpoint.state_dict import load_state_dict
 from torchguard.collating import BucketCollator
 from torchguard.consistency import check_consistent, is_consistent, repair_
 from torchguard.doctor import doctor
 from torchguard.errors import (
+    DamagedFileError,
     InconsistentTensorError,
     MiscompilationError,
     MiscompilationWarning,
@@ -25,7 +30,9 @@ from torchguard.errors import (
     PaddingLeakError,
     PatchConflictError,
     RecompileError,
+    SaveError,
     TorchGuardError,
+    TornSaveError,
 )
 from torchguard.guarded import guarded
 from torchguard.install import (
@@ -48,6 +55,7 @@ from torchguard.version import __version__
 __all__ = [
     "BucketCollator",
     "Buckets",
+    "DamagedFileError",
     "InconsistentTensorError",
     "Installation",
     "MiscompilationError",
@@ -58,7 +66,9 @@ __all__ = [
     "PairBuckets",
     "PatchConflictError",
     "RecompileError",
+    "SaveError",
     "TorchGuardError",
+    "TornSaveError",
     "VerificationReport",
     "__version__",
     "at",
@@ -66,6 +76,7 @@ __all__ = [
     "batch_maxima",
     "bucketed",
     "check_consistent",
+    "checkpoint_folder",
     "doctor",
     "guarded",
     "install",
@@ -73,6 +84,8 @@ __all__ = [
     "is_consistent",
     "is_installed",
     "length_mask",
+    "load",
+    "load_state_dict",
     "no_recompile",
     "original",
     "pad_to_bucket",
@@ -82,6 +95,7 @@ __all__ = [
     "safe_resize_",
     "safe_resize_as_",
     "safe_set_",
+    "save",
     "sliced_assign",
     "sliced_assign_",
     "uninstall",

@@ -5,6 +5,7 @@ so ``except RuntimeError`` and out-of-memory retry loops go on working.
 """
 
 __all__ = [
+    "DamagedFileError",
     "InconsistentTensorError",
     "MiscompilationError",
     "MiscompilationWarning",
@@ -12,7 +13,9 @@ __all__ = [
     "PaddingLeakError",
     "PatchConflictError",
     "RecompileError",
+    "SaveError",
     "TorchGuardError",
+    "TornSaveError",
 ]
 
 
@@ -52,3 +55,15 @@ class PaddingLeakError(TorchGuardError, AssertionError):
 
 class RecompileError(TorchGuardError, RuntimeError):
     """Raised when something compiles where nothing may."""
+
+
+class SaveError(TorchGuardError, RuntimeError):
+    """Raised when a file can't be replaced in one step; what was there is as it was."""
+
+
+class TornSaveError(SaveError):
+    """Raised when a tensor was changed in place while it was being saved."""
+
+
+class DamagedFileError(TorchGuardError, RuntimeError):
+    """Raised when a checkpoint is not whole: cut off, or other bytes than were written."""

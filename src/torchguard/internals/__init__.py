@@ -45,6 +45,7 @@ from torchguard.internals.modes import (
     without_dispatch_modes,
     without_torch_function,
 )
+from torchguard.internals.modules import loads_by_copies_alone, tensors_to_load
 from torchguard.internals.operators import (
     fill_tables,
     has_only_results,
@@ -120,6 +121,7 @@ __all__ = [
     "inside_transform",
     "is_view",
     "keep_whole_in_graph",
+    "loads_by_copies_alone",
     "mark_untraced",
     "mutation_switches",
     "operator_name",
@@ -136,6 +138,7 @@ __all__ = [
     "shape_guards",
     "skip_frames",
     "symbols_of",
+    "tensors_to_load",
     "torch_function_modes",
     "traced",
     "tracing_again",

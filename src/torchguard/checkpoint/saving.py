@@ -1,0 +1,305 @@
+"""``save()``: ``torch.save`` that never leaves half a file, nor a file of two training steps."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import torch
+
+from torchguard import patching
+from torchguard.checkpoint.whole_file import is_replaceable, is_temporary, replace_file
+from torchguard.errors import TornSaveError
+from torchguard.internals import version_of
+
+__all__ = ["OnTorn", "guard_save", "guard_save_file", "guard_serialize_file", "save", "save_file"]
+
+OnTorn = Literal["raise", "retry", "ignore"]
+
+_TRIES = 5  # with on_torn="retry": a loop that steps faster than it saves would never end
+
+
+def save(
+    obj: Any,
+    f: Any,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = torch.serialization.DEFAULT_PROTOCOL,
+    *,
+    fsync: bool = True,
+    on_torn: OnTorn = "raise",
+    **options: Any,
+) -> None:
+    """Save an object so that the path holds the old file or the new one, whole, at every instant.
+
+    Equals ``torch.save(obj, f, pickle_module, pickle_protocol)`` on success, byte for byte. On
+    failure, whatever is raised, the old file is as it was, and the exception is torch's own.
+    The same holds when the process is killed or the disk is full: the new file is written beside
+    the old one and takes its place in one step. Memory mapped from the old file
+    (``torch.load(mmap=True)``) stays valid.
+
+    Args:
+        obj: what to save.
+        f: a path; a symbolic link is followed to its file. A file object, a pipe or a device
+            goes to ``torch.save`` as it is.
+        pickle_module: as for ``torch.save``.
+        pickle_protocol: as for ``torch.save``.
+        fsync: wait until the file is on the disk. Without it a process that is killed loses
+            nothing, but a machine that loses power may keep neither file.
+        on_torn: what to do if a tensor was changed in place, by another thread, while it was
+            being saved: ``"raise"``, ``"retry"`` (save again, five times at most, then raise)
+            or ``"ignore"``. Writes through ``tensor.data`` or numpy are not seen.
+        **options: further options of ``torch.save``.
+
+    Raises:
+        SaveError: the folder of ``f`` takes no new file.
+        TornSaveError: a tensor changed while it was being saved; names it.
+        ValueError: ``on_torn`` is none of these.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/2883,
+    https://github.com/pytorch/pytorch/issues/144657
+
+    Example:
+        >>> import tempfile, torch, torchguard
+        >>> path = tempfile.mkdtemp() + "/model.pt"
+        >>> torchguard.save({"weight": torch.ones(2)}, path)
+        >>> torchguard.load(path)
+        {'weight': tensor([1., 1.])}
+    """
+    _check_on_torn(on_torn)
+    torchs: Callable[..., None] = patching.original("torch.save")
+    _save(torchs, obj, f, (pickle_module, pickle_protocol), options, fsync=fsync, on_torn=on_torn)
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    fsync: bool = True,
+    on_torn: OnTorn = "raise",
+) -> None:
+    """Save tensors in the safetensors format, whole or not at all.
+
+    Equals ``safetensors.torch.save_file(tensors, filename, metadata)`` on success; for failures
+    see :func:`save`. ``install("save")`` does the same for ``save_file`` and ``save_model``.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        SaveError, TornSaveError, ValueError: as :func:`save`.
+    """
+    import safetensors.torch  # noqa: F401, PLC0415  a package that need not be there
+
+    _check_on_torn(on_torn)
+    original = patching.original("safetensors.torch.save_file")
+    _save_file(original, tensors, filename, metadata, fsync=fsync, on_torn=on_torn)
+
+
+def guard_save(original: Callable[..., None]) -> Callable[..., None]:
+    """Make ``torch.save`` what :func:`save` is."""
+
+    def save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
+        _save(original, obj, f, args, options, fsync=True, on_torn="raise")
+
+    return save
+
+
+def guard_save_file(original: Callable[..., None]) -> Callable[..., None]:
+    """Make ``safetensors.torch.save_file`` what :func:`save_file` is; ``save_model`` calls it."""
+
+    def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+        _save_file(original, tensors, filename, metadata, fsync=True, on_torn="raise")
+
+    return save_file
+
+
+def guard_serialize_file(original: Callable[..., None]) -> Callable[..., None]:
+    """Guard what ``save_file`` calls, for those who imported ``save_file`` before the guard."""
+
+    def serialize_file(flattened: Any, filename: Any, metadata: Any = None) -> None:
+        def write(temporary: str) -> None:
+            original(flattened, temporary, metadata=metadata)
+
+        path = _path_to_replace(filename)
+        if path is None:
+            original(flattened, filename, metadata=metadata)
+        else:
+            replace_file(path, write)
+
+    return serialize_file
+
+
+def guard_commit(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Guard the last step of fsspec's local files, which Lightning writes checkpoints through.
+
+    They are written in the system's temporary folder and moved; where that is another file
+    system, ``shutil.move`` copies onto the target.
+    """
+
+    def move(source: str, temporary: str) -> None:
+        shutil.move(source, temporary)
+
+    def commit(self: Any) -> None:
+        path = None if self.autocommit else _path_to_replace(self.path)
+        if path is None:
+            original(self)
+            return
+        if not self.f.closed:
+            self.f.close()
+        replace_file(path, lambda temporary: move(self.temp, temporary))
+
+    return commit
+
+
+def _save(
+    torchs: Callable[..., None],
+    obj: Any,
+    f: Any,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    *,
+    fsync: bool,
+    on_torn: OnTorn,
+) -> None:
+    path = _path_to_replace(f)
+    if path is None:
+        torchs(obj, f, *args, **options)
+        return
+    module, *others = args or (options.pop("pickle_module", pickle),)
+
+    def write(temporary: str, versions: _Versions) -> None:
+        torchs(obj, temporary, _telling(module, versions.saved), *others, **options)
+
+    _write_watched(obj, path, write, fsync=fsync, on_torn=on_torn)
+
+
+def _save_file(
+    original: Callable[..., None],
+    tensors: Any,
+    filename: Any,
+    metadata: Any,
+    *,
+    fsync: bool,
+    on_torn: OnTorn,
+) -> None:
+    path = _path_to_replace(filename)
+    if path is None:
+        original(tensors, filename, metadata=metadata)
+        return
+
+    def write(temporary: str, versions: _Versions) -> None:
+        for tensor in tensors.values():
+            versions.saved(tensor)
+        original(tensors, temporary, metadata=metadata)
+
+    _write_watched(tensors, path, write, fsync=fsync, on_torn=on_torn)
+
+
+def _path_to_replace(f: Any) -> str | None:
+    """Return the path if it is ours to replace; None where the original writer has to say."""
+    path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else None
+    if not isinstance(path, str) or is_temporary(path) or not is_replaceable(path):
+        return None
+    # What may not be written to may not be replaced either; torch's own error says so.
+    return None if os.path.exists(path) and not os.access(path, os.W_OK) else path
+
+
+def _write_watched(
+    obj: Any,
+    path: str,
+    write: Callable[[str, _Versions], None],
+    *,
+    fsync: bool,
+    on_torn: OnTorn,
+) -> None:
+    for left in reversed(range(_TRIES if on_torn == "retry" else 1)):
+        versions = _Versions(obj)
+
+        def write_and_compare(temporary: str, versions: _Versions = versions) -> None:
+            write(temporary, versions)
+            if on_torn != "ignore":
+                versions.compare(path)
+
+        try:
+            replace_file(path, write_and_compare, fsync=fsync)
+        except TornSaveError:
+            if not left:
+                raise
+        else:
+            return
+
+
+class _Versions:
+    """The version counters of the tensors that are saved, from before the first is read."""
+
+    def __init__(self, obj: Any) -> None:
+        # The tensors are held, so that no id is used again.
+        self._before: dict[int, tuple[torch.Tensor, int | None, str]] = {}
+        self._saved: dict[int, torch.Tensor] = {}
+        for name, tensor in _named_tensors(obj, "obj", set()):
+            self._before.setdefault(id(tensor), (tensor, version_of(tensor), name))
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is part of what is saved."""
+        self._saved[id(tensor)] = tensor
+        name = f"a tensor of shape {tuple(tensor.shape)}"
+        self._before.setdefault(id(tensor), (tensor, version_of(tensor), name))
+
+    def compare(self, path: str) -> None:
+        """Raise if one of the tensors has been written to since."""
+        for key in self._saved:
+            tensor, before, name = self._before[key]
+            if version_of(tensor) != before:
+                raise TornSaveError(
+                    f"save: {name} was changed in place while it was being saved, so the file "
+                    f"would have held parts of two states; {path} is as it was. Let the thread "
+                    "that changes it wait, save a copy, or pass on_torn='retry'"
+                )
+
+
+def _named_tensors(obj: Any, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(obj, torch.Tensor):
+        yield name, obj
+        return
+    if not isinstance(obj, (Mapping, list, tuple, torch.nn.Module)) or id(obj) in seen:
+        return
+    seen.add(id(obj))
+    if isinstance(obj, torch.nn.Module):
+        for key, tensor in (*obj.named_parameters(), *obj.named_buffers()):
+            yield f"{name}.{key}", tensor
+        return
+    items: Any = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
+    for key, value in items:
+        yield from _named_tensors(value, f"{name}[{key!r}]", seen)
+
+
+def _telling(pickle_module: Any, saved: Callable[[torch.Tensor], None]) -> Any:
+    """Return the pickle module with a ``Pickler`` that calls ``saved`` with each tensor it meets.
+
+    ``torch.save`` derives its own pickler from this one, and calls nothing else of the module
+    but ``dump``; what is written is the same.
+    """
+    base: Any = getattr(pickle_module, "Pickler", None)
+    if not isinstance(base, type):
+        return pickle_module
+
+    class Pickler(base):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor):
+                saved(obj)
+            inherited = getattr(super(), "reducer_override", None)
+            return NotImplemented if inherited is None else inherited(obj)
+
+    module = ModuleType(pickle_module.__name__)
+    module.__dict__.update(vars(pickle_module), Pickler=Pickler)
+    return module
+
+
+def _check_on_torn(on_torn: str) -> None:
+    if on_torn not in get_args(OnTorn):
+        raise ValueError(
+            f"save: on_torn is {on_torn!r}, expected {' or '.join(map(repr, get_args(OnTorn)))}"
+        )

@@ -18,6 +18,7 @@ from torchguard.rollback import rollback_on_error
 
 __all__ = ["guard_module_load", "guard_optimizer_load", "load_state_dict"]
 
+_MORE_INTERRUPTS = 10  # somebody who goes on pressing Ctrl-C
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # The tensors of torch.optim's states that have the shape of their parameter. (Adafactor keeps
 # sums of rows and columns, LBFGS one vector for all parameters.)
@@ -39,7 +40,7 @@ def load_state_dict(
     ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
     exception is torch's own, with everything that does not match in one message, and every
     parameter, buffer, moment and group is as it was. Names and shapes are compared before the
-    first write. Where a module has hooks or a loader of its own that might raise later, a copy
+    first write; a load that Ctrl-C interrupts after that is finished first. Where a module has hooks or a loader of its own that might raise later, a copy
     of its tensors is kept while it loads, and put back.
 
     Args:
@@ -106,13 +107,27 @@ def _load_module(
             return call()
     tensors = tensors_to_load(module)
     matching = [(tensor, state[name]) for name, tensor in tensors if name in state]
-    complete = len(matching) == len(tensors) and (len(state) == len(tensors) or not strict)
-    if not complete or not all(_same_shape(*pair) for pair in matching):
+    fitting = [pair for pair in matching if _same_shape(*pair)]
+    if not all(_copy_succeeds(*pair) for pair in fitting):
+        with _put_back(module, state):
+            return call()
+    if len(fitting) != len(tensors) or (strict and len(state) != len(tensors)):
         _call_without_copying(call)
-    if all(_copy_succeeds(tensor, value) for tensor, value in matching):
+    return _finished(call)
+
+
+def _finished(call: Callable[[], Any]) -> Any:
+    """Call what can only be interrupted; finish it before the interrupt goes on."""
+    try:
         return call()
-    with _put_back(module, state):
-        return call()
+    except BaseException:
+        for _ in range(_MORE_INTERRUPTS):
+            try:
+                call()
+            except BaseException:  # noqa: BLE001, S112  the first one is raised
+                continue
+            break
+        raise
 
 
 class _SkipCopies(TorchFunctionMode):

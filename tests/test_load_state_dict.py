@@ -1,0 +1,332 @@
+"""load_state_dict of modules and optimizers: what torch does on success, nothing on failure."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import torchguard
+from torchguard.internals import version_of
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(4, 4), nn.Embedding(5, 2))
+    )
+    model.register_buffer("unsaved", torch.ones(2), persistent=False)
+    model.register_parameter("none", None)
+    return model
+
+
+def other_state() -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {
+        name: torch.randn_like(value) if value.is_floating_point() else value + 7
+        for name, value in make_model().state_dict().items()
+    }
+
+
+class Contents:
+    """Everything a module holds: objects by identity, tensors bit for bit."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.objects = {
+            (name, kind, key): value
+            for name, each in module.named_modules()
+            for kind in ("_parameters", "_buffers", "_modules")
+            for key, value in getattr(each, kind).items()
+        }
+        self.tensors = {
+            key: (value.detach().clone(), version_of(value), value.requires_grad)
+            for key, value in self.objects.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def changes(self, module: nn.Module) -> list[str]:
+        now = Contents(module)
+        found = [str(k) for k in self.objects.keys() | now.objects.keys()
+                 if self.objects.get(k) is not now.objects.get(k)]
+        for key, (value, version, requires_grad) in self.tensors.items():
+            after = self.objects[key]
+            if not torch.equal(after.detach(), value):
+                found.append(f"{key}: elements")
+            if (version_of(after), after.requires_grad) != (version, requires_grad):
+                found.append(f"{key}: version {version} -> {version_of(after)}")
+        return found
+
+
+def outcome(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    try:
+        return call(), None
+    except Exception as error:  # noqa: BLE001
+        return None, f"{type(error).__name__}: {error}"
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "nothing": lambda s: None,
+    "missing": lambda s: s.pop("2.0.bias", None),
+    "unexpected": lambda s: s.update(more=torch.ones(1)),
+    "in a module that is none": lambda s: s.update({"9.weight": torch.ones(1)}),
+    "shape": lambda s: s.update({"2.1.weight": torch.ones(9, 9)}),
+    "first shape": lambda s: s.update({"0.weight": torch.ones(9, 9)}),
+    "no tensor": lambda s: s.update({"2.0.weight": "text"}),
+    "dtype": lambda s: s.update({"0.weight": torch.ones(3, 2, 1).double()}),
+    "complex": lambda s: s.update({"0.weight": torch.ones(3, 2, 1) * 1j}),
+    "sparse": lambda s: s.update({"2.1.weight": torch.ones(5, 2).to_sparse()}),
+    "older checkpoint": lambda s: s.pop("1.num_batches_tracked", None),
+    "one element": lambda s: s.update({"1.num_batches_tracked": torch.tensor([3])}),
+    "not contiguous": lambda s: s.update({"2.0.weight": torch.rand(4, 4).t()}),
+    "meta": lambda s: s.update({"2.0.weight": torch.ones(4, 4, device="meta")}),
+}
+
+
+@settings(max_examples=120)
+@given(
+    names=st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=3),
+    strict=st.booleans(),
+    assign=st.booleans(),
+)
+def test_equals_torch_or_changes_nothing(names: list[str], strict: bool, assign: bool) -> None:
+    """Same result or same message as torch's on a copy; after a failure nothing has changed."""
+    state: dict[str, Any] = OrderedDict(other_state())
+    for name in names:
+        CHANGES[name](state)
+    ours, torchs = make_model(), make_model()
+    before = Contents(ours)
+    given_flags = {k: getattr(v, "requires_grad", None) for k, v in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, error = outcome(
+            lambda: torchs.load_state_dict(copy.copy(state), strict=strict, assign=assign)
+        )
+        got, our_error = outcome(
+            lambda: torchguard.load_state_dict(ours, copy.copy(state), strict, assign)
+        )
+    assert our_error == error
+    assert got == expected
+    if error is not None:
+        assert before.changes(ours) == []
+        assert given_flags == {k: getattr(v, "requires_grad", None) for k, v in state.items()}
+        return
+    for (name, a), (_, b) in zip(
+        ours.state_dict().items(), torchs.state_dict().items(), strict=True
+    ):
+        assert a.is_meta == b.is_meta, name
+        assert a.is_meta or torch.equal(a.to_dense(), b.to_dense()), name
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_torch_itself_loads_half(assign: bool) -> None:
+    """What this is for: without torchguard, what matched was overwritten."""
+    state = other_state()
+    state["2.1.weight"] = torch.ones(9, 9)
+    model = make_model()
+    before = Contents(model)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(state, assign=assign)
+    assert before.changes(model)
+
+
+class Late(nn.Linear):
+    """Raises after it has loaded."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        raise KeyboardInterrupt
+
+
+def extra_state() -> nn.Module:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return 1
+
+        def set_extra_state(self, state: Any) -> None:
+            self.stands = state
+            raise ValueError("no")
+
+    return Extra(2, 2)
+
+
+def late_hook() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def hook(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model[1].register_load_state_dict_post_hook(hook)
+    return model
+
+
+def an_inference_tensor() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    with torch.inference_mode():
+        model[1].register_buffer("x", torch.ones(2))
+    return model
+
+
+def overlapping_memory() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].register_buffer("x", torch.ones(1).expand(2))
+    return model
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(2, 2), Late(2, 2)),
+        late_hook,
+        extra_state,
+        an_inference_tensor,
+        overlapping_memory,
+    ],
+)
+def test_what_raises_late_is_undone(make: Callable[[], nn.Module], assign: bool) -> None:
+    """A loader, a hook, extra state or a copy that raises after others were written."""
+    model = make()
+    state = {
+        name: torch.full_like(value, 7.0) if isinstance(value, torch.Tensor) else value
+        for name, value in model.state_dict().items()
+    }
+    before, attributes = Contents(model), set(vars(model))
+    plain = copy.deepcopy(model) if make not in (an_inference_tensor,) else make()
+    _, error = outcome_of_any(lambda: plain.load_state_dict(state, assign=assign))
+    _, ours = outcome_of_any(lambda: torchguard.load_state_dict(model, state, assign=assign))
+    assert ours == error
+    if error is not None:
+        assert before.changes(model) == []
+        assert set(vars(model)) == attributes
+
+
+def outcome_of_any(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001
+        return None, f"{type(error).__name__}: {error}"
+
+
+def test_warnings_that_are_errors() -> None:
+    """A copy from complex to real warns after it has written."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = {k: torch.full_like(v, 3.0) for k, v in model.state_dict().items()}
+    state["1.weight"] = state["1.weight"].to(torch.complex64)
+    before = Contents(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, error = outcome(lambda: torchguard.load_state_dict(model, state))
+    if error is not None:
+        assert before.changes(model) == []
+
+
+def test_shared_parameters_and_aliases() -> None:
+    """What shares memory with a parameter sees what is loaded, as with torch."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    alias = model[0].weight.detach()
+    state = {k: torch.full_like(v, 3.0) for k, v in model.state_dict().items()}
+    torchguard.load_state_dict(model, state)
+    assert torch.equal(alias, torch.full((2, 2), 3.0))
+    assert model[1].weight is model[0].weight
+
+
+# ---- optimizers ----
+
+
+def trained(size: int = 4, kind: Any = torch.optim.Adam, **options: Any) -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(2, 3))]
+    optimizer: torch.optim.Optimizer = kind(parameters, lr=0.1, **options)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def in_full(optimizer: torch.optim.Optimizer) -> str:
+    return repr((optimizer.state_dict(), sorted(vars(optimizer)), len(optimizer.state)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad,
+        torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+        torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adafactor,
+    ],
+)
+def test_every_optimizer_takes_its_own_state(kind: Any) -> None:
+    """Fresh and used ones, for every optimizer of torch: as torch itself does."""
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    state = trained(kind=kind, **options).state_dict()
+    for target in (trained(kind=kind, **options), kind([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 3))])):
+        torchguard.load_state_dict(target, state)
+        assert repr(target.state_dict()["state"]) == repr(state["state"])
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_state_of_other_shapes_is_refused(used: bool) -> None:
+    state = trained(size=3).state_dict()
+    target = trained() if used else torch.optim.Adam([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 3))])
+    before = in_full(target)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(3,\), expected \(4,\)"):
+        torchguard.load_state_dict(target, state)
+    assert in_full(target) == before
+
+
+@pytest.mark.parametrize("fault", ["groups", "sizes", "no groups", "hook"])
+def test_a_failure_leaves_the_optimizer(fault: str) -> None:
+    target = trained()
+    state = trained().state_dict()
+    if fault == "groups":
+        state["param_groups"].append({"params": []})
+    elif fault == "sizes":
+        state["param_groups"][0]["params"].append(9)
+    elif fault == "no groups":
+        del state["param_groups"]
+    else:
+        def hook(optimizer: Any) -> None:
+            raise KeyboardInterrupt
+
+        target.register_load_state_dict_post_hook(hook)
+    groups, before = target.param_groups, in_full(target)
+    contents = [dict(group) for group in groups]
+    _, error = outcome_of_any(lambda: torchguard.load_state_dict(target, state))
+    assert error is not None
+    assert target.param_groups is groups
+    assert [dict(group) for group in groups] == contents
+    assert in_full(target) == before
+
+
+def test_wrong_target() -> None:
+    with pytest.raises(TypeError, match="target is dict"):
+        torchguard.load_state_dict({}, {})  # type: ignore[arg-type]
+
+
+def test_ctrl_c_between_two_copies() -> None:
+    """The state is loaded whole before the interrupt goes on; torch loads half of it."""
+
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    state = {k: torch.full_like(v, 7.0) for k, v in model.state_dict().items()}
+    copied = []
+
+    class Interrupt(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.copy_:
+                copied.append(func)
+                if len(copied) == 3:
+                    raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
+
+    with Interrupt(), pytest.raises(KeyboardInterrupt):
+        torchguard.load_state_dict(model, state)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())

@@ -1,0 +1,1 @@
+"""Memory shared with numpy and other buffers: read-only stays read-only, nothing dangles."""

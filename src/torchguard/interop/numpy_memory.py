@@ -1,0 +1,264 @@
+"""Doors between torch and memory of others: numpy's arrays, buffers, shared memory.
+
+torch has no read-only tensors, so ``from_numpy`` and its kin drop the flag with a warning
+(https://github.com/pytorch/pytorch/issues/46741, https://github.com/pytorch/pytorch/issues/5442).
+``frombuffer`` lets go of the buffer at once. ``share_memory_`` frees the memory that an array
+made by ``t.numpy()`` points at (https://github.com/pytorch/pytorch/issues/51849).
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from torchguard import patching
+from torchguard.errors import ReadOnlyMemoryError, SharedViewError
+from torchguard.internals import register_reduction, storage_key
+
+__all__ = [
+    "ReadOnly",
+    "as_tensor",
+    "asarray",
+    "changed",
+    "from_dlpack",
+    "from_numpy",
+    "frombuffer",
+    "replacements",
+]
+
+ReadOnly = Literal["copy", "raise", "warn"]
+
+_REDUCE = "torch.multiprocessing.reductions.reduce_tensor"
+
+
+def from_numpy(array: np.ndarray[Any, Any], *, readonly: ReadOnly = "copy") -> torch.Tensor:
+    """Return a tensor that shares memory with an array, or a copy where that is read-only.
+
+    Equals ``torch.from_numpy(array)`` for arrays that may be written to.
+
+    Args:
+        array: of any shape.
+        readonly: what a read-only array gives: ``"copy"``, ``"warn"`` (a copy, with a warning)
+            or ``"raise"``.
+
+    Raises:
+        ReadOnlyMemoryError: the array is read-only, with ``readonly="raise"``.
+        ValueError: ``readonly`` is none of these.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/46741
+    """
+    return _call("torch.from_numpy", (array,), {}, readonly)
+
+
+def as_tensor(data: Any, *args: Any, readonly: ReadOnly = "copy", **options: Any) -> torch.Tensor:
+    """Equals ``torch.as_tensor(data, ...)``; for read-only arrays see :func:`from_numpy`."""
+    return _call("torch.as_tensor", (data, *args), options, readonly)
+
+
+def asarray(obj: Any, *, readonly: ReadOnly = "copy", **options: Any) -> torch.Tensor:
+    """Equals ``torch.asarray(obj, ...)``; for read-only memory see :func:`from_numpy`.
+
+    ``copy=False`` asks for shared memory, so read-only memory raises then.
+    """
+    return _call("torch.asarray", (obj,), options, readonly)
+
+
+def from_dlpack(
+    ext_tensor: Any, *args: Any, readonly: ReadOnly = "copy", **options: Any
+) -> torch.Tensor:
+    """Equals ``torch.from_dlpack(ext_tensor)``; for read-only arrays see :func:`from_numpy`."""
+    return _call("torch.from_dlpack", (ext_tensor, *args), options, readonly)
+
+
+def frombuffer(buffer: Any, *, readonly: ReadOnly = "copy", **options: Any) -> torch.Tensor:
+    """Return a 1-D tensor over a buffer, which can't be closed while the tensor lives.
+
+    Equals ``torch.frombuffer(buffer, dtype=..., ...)`` for buffers that may be written to, but
+    ``close()``, ``clear()`` or ``resize()`` of the buffer raises ``BufferError`` as long as a
+    tensor looks at it; with torch's own the tensor is left with memory that is free. For
+    read-only buffers see :func:`from_numpy`.
+    """
+    return _call("torch.frombuffer", (buffer,), options, readonly)
+
+
+def _call(path: str, args: tuple[Any, ...], options: dict[str, Any], readonly: str) -> Any:
+    name = path.rpartition(".")[2]
+    if readonly not in get_args(ReadOnly):
+        raise ValueError(
+            f"{name}: readonly is {readonly!r}, expected "
+            f"{' or '.join(map(repr, get_args(ReadOnly)))}"
+        )
+    return _DOORS[path](patching.original(path), readonly)(*args, **options)
+
+
+# ---- the doors ----
+
+
+def _refuse_or_tell(name: str, readonly: str) -> None:
+    if readonly == "raise":
+        raise ReadOnlyMemoryError(
+            f"{name}: the memory is read-only, and a tensor can always be written to; pass a copy"
+        )
+    if readonly == "warn":
+        warnings.warn(
+            f"{name}: the memory is read-only, so the tensor is a copy of it",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _copied(array: np.ndarray[Any, Any], name: str, readonly: str) -> np.ndarray[Any, Any]:
+    _refuse_or_tell(name, readonly)
+    return array.copy(order="K")
+
+
+def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
+    """Guard a function whose first argument may be an array: from_numpy, as_tensor, from_dlpack."""
+    array_type, name = np.ndarray, original.__name__
+
+    def guarded(data: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(data, array_type) and not data.flags.writeable:
+            data = _copied(data, name, readonly)
+        return original(data, *args, **options)
+
+    return guarded
+
+
+def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
+    array_type, tensor_type = np.ndarray, torch.Tensor
+
+    def asarray(obj: Any, **options: Any) -> Any:
+        if isinstance(obj, tensor_type):
+            return original(obj, **options)
+        if isinstance(obj, array_type):
+            if obj.flags.writeable:
+                return original(obj, **options)
+            shares = options.get("copy") is False
+            return original(_copied(obj, "asarray", "raise" if shares else readonly), **options)
+        if hasattr(obj, "__dlpack__") or not _is_read_only_buffer(obj):
+            return original(obj, **options)
+        shares = options.get("copy") is False
+        _refuse_or_tell("asarray", "raise" if shares else readonly)
+        return original(obj, **{**options, "copy": True})
+
+    return asarray
+
+
+def _is_read_only_buffer(obj: Any) -> bool:
+    try:
+        with memoryview(obj) as view:
+            return view.readonly
+    except TypeError:  # no buffer: a number, a list
+        return False
+
+
+def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
+    def frombuffer(buffer: Any, **options: Any) -> Any:
+        try:
+            # torch releases the buffer at once and keeps the object: this one holds an export.
+            view = memoryview(buffer)
+        except TypeError:
+            return original(buffer, **options)  # which says so
+        if not view.readonly:
+            return original(view, **options)
+        _refuse_or_tell("frombuffer", readonly)
+        requires_grad = options.pop("requires_grad", False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not writable: nobody will write to it
+            return original(view, **options).clone().requires_grad_(requires_grad)
+
+    return frombuffer
+
+
+_DOORS: dict[str, Callable[..., Callable[..., Any]]] = {
+    "torch.from_numpy": _guard_array,
+    "torch.as_tensor": _guard_array,
+    "torch.from_dlpack": _guard_array,
+    "torch.utils.dlpack.from_dlpack": _guard_array,
+    "torch.asarray": _guard_asarray,
+    "torch.frombuffer": _guard_frombuffer,
+}
+
+
+# ---- arrays that look at a tensor's memory ----
+
+# By storage: the arrays that t.numpy() has made, and copies that were sent to other processes
+# in the storage's place, kept as long as an array lives.
+_looking: dict[int, tuple[list[weakref.ref[Any]], list[torch.Tensor]]] = {}
+
+
+def _guard_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    def numpy(self: torch.Tensor, **options: Any) -> Any:
+        array = original(self, **options)
+        if self.device.type == "cpu" and array.base is not None:
+            _note(storage_key(self), array)
+        return array
+
+    return numpy
+
+
+def _note(key: int, array: np.ndarray[Any, Any]) -> None:
+    def forget(reference: weakref.ref[Any]) -> None:
+        arrays.remove(reference)
+        if not arrays and _looking.get(key, (None,))[0] is arrays:
+            del _looking[key]
+
+    arrays, _ = _looking.setdefault(key, ([], []))
+    arrays.append(weakref.ref(array, forget))
+
+
+def _guard_share_memory_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard ``torch.UntypedStorage.share_memory_``, which every other way in ends at."""
+
+    def share_memory_(self: Any, *args: Any, **options: Any) -> Any:
+        if self._cdata in _looking and not self.is_shared():
+            raise SharedViewError(
+                "share_memory_: a numpy array looks at this memory, which would be freed under it; "
+                "call share_memory_() before numpy(), or keep numpy().copy()"
+            )
+        return original(self, *args, **options)
+
+    return share_memory_
+
+
+def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard what pickles a tensor for a queue or a spawned process, which moves its memory."""
+
+    def reduce_tensor(tensor: torch.Tensor) -> Any:
+        looked_at = None
+        if _looking and tensor.layout is torch.strided and not tensor.is_shared():
+            looked_at = _looking.get(storage_key(tensor))
+        if looked_at is None:
+            return original(tensor)
+        warnings.warn(
+            "a tensor was sent to another process as a copy, because a numpy array looks at its "
+            "memory: neither process sees what the other one writes. Call share_memory_() before "
+            "numpy() to share it",
+            UserWarning,
+            stacklevel=2,
+        )
+        copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        looked_at[1].append(copy)  # a spawned process takes it up later
+        return original(copy)
+
+    return reduce_tensor
+
+
+def replacements() -> dict[str, patching.Make]:
+    """Return what ``install("numpy")`` patches."""
+    return {
+        **_DOORS,
+        "torch.Tensor.numpy": _guard_numpy,
+        "torch.UntypedStorage.share_memory_": _guard_share_memory_,
+        _REDUCE: _guard_reduce,
+    }
+
+
+def changed(before: Any, now: Any) -> None:
+    """Pickle tensors with what stands in torch now: the pickler keeps functions in a table."""
+    register_reduction(before, now)

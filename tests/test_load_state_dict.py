@@ -55,8 +55,11 @@ class Contents:
 
     def changes(self, module: nn.Module) -> list[str]:
         now = Contents(module)
-        found = [str(k) for k in self.objects.keys() | now.objects.keys()
-                 if self.objects.get(k) is not now.objects.get(k)]
+        found = [
+            str(k)
+            for k in self.objects.keys() | now.objects.keys()
+            if self.objects.get(k) is not now.objects.get(k)
+        ]
         for key, (value, version, requires_grad) in self.tensors.items():
             after = self.objects[key]
             if not torch.equal(after.detach(), value):
@@ -232,18 +235,19 @@ def test_warnings_that_are_errors() -> None:
 def test_shared_parameters_and_aliases() -> None:
     """What shares memory with a parameter sees what is loaded, as with torch."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    alias = model[0].weight.detach()
+    weight = model[0].get_parameter("weight")
+    model[1].register_parameter("weight", weight)
+    alias = weight.detach()
     state = {k: torch.full_like(v, 3.0) for k, v in model.state_dict().items()}
     torchguard.load_state_dict(model, state)
     assert torch.equal(alias, torch.full((2, 2), 3.0))
-    assert model[1].weight is model[0].weight
+    assert model[1].weight is weight
 
 
 # ---- optimizers ----
 
 
-def trained(size: int = 4, kind: Any = torch.optim.Adam, **options: Any) -> torch.optim.Optimizer:
+def trained(size: int = 4, kind: Any = torch.optim.Adam, **options: float) -> torch.optim.Optimizer:
     parameters = [nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(2, 3))]
     optimizer: torch.optim.Optimizer = kind(parameters, lr=0.1, **options)
     for parameter in parameters:
@@ -259,16 +263,28 @@ def in_full(optimizer: torch.optim.Optimizer) -> str:
 @pytest.mark.parametrize(
     "kind",
     [
-        torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad,
-        torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
-        torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adafactor,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
     ],
 )
 def test_every_optimizer_takes_its_own_state(kind: Any) -> None:
     """Fresh and used ones, for every optimizer of torch: as torch itself does."""
-    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    options: Any = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     state = trained(kind=kind, **options).state_dict()
-    for target in (trained(kind=kind, **options), kind([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 3))])):
+    for target in (
+        trained(kind=kind, **options),
+        kind([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 3))]),
+    ):
         torchguard.load_state_dict(target, state)
         assert repr(target.state_dict()["state"]) == repr(state["state"])
 
@@ -276,9 +292,15 @@ def test_every_optimizer_takes_its_own_state(kind: Any) -> None:
 @pytest.mark.parametrize("used", [True, False])
 def test_a_state_of_other_shapes_is_refused(used: bool) -> None:
     state = trained(size=3).state_dict()
-    target = trained() if used else torch.optim.Adam([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 3))])
+    target = (
+        trained()
+        if used
+        else torch.optim.Adam([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 3))])
+    )
     before = in_full(target)
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(3,\), expected \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"exp_avg of parameter 0 has shape \(3,\), expected \(4,\)"
+    ):
         torchguard.load_state_dict(target, state)
     assert in_full(target) == before
 
@@ -294,6 +316,7 @@ def test_a_failure_leaves_the_optimizer(fault: str) -> None:
     elif fault == "no groups":
         del state["param_groups"]
     else:
+
         def hook(optimizer: Any) -> None:
             raise KeyboardInterrupt
 
@@ -320,7 +343,9 @@ def test_ctrl_c_between_two_copies() -> None:
     copied = []
 
     class Interrupt(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.Tensor.copy_:
                 copied.append(func)
                 if len(copied) == 3:

@@ -12,8 +12,10 @@ __all__ = [
     "NonResizableStorageError",
     "PaddingLeakError",
     "PatchConflictError",
+    "ReadOnlyMemoryError",
     "RecompileError",
     "SaveError",
+    "SharedViewError",
     "TorchGuardError",
     "TornSaveError",
 ]
@@ -67,3 +69,11 @@ class TornSaveError(SaveError):
 
 class DamagedFileError(TorchGuardError, RuntimeError):
     """Raised when a checkpoint is not whole: cut off, or other bytes than were written."""
+
+
+class ReadOnlyMemoryError(TorchGuardError, RuntimeError):
+    """Raised with ``readonly="raise"`` when a tensor would share read-only memory."""
+
+
+class SharedViewError(TorchGuardError, RuntimeError):
+    """Raised when memory that a numpy array looks at would be moved to shared memory."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ import wrapt
 from typing_extensions import Self
 
 from torchguard import patching, scatter, setitem
+from torchguard.checkpoint import guards as checkpoint
 from torchguard.internals import (
     dynamo_is_imported,
     fill_tables,
@@ -21,6 +23,7 @@ from torchguard.internals import (
     paths_behind_python,
     rebuild_dynamo_tables,
 )
+from torchguard.interop import numpy_memory
 from torchguard.out import guard_out
 from torchguard.resize import guard_resize_, guard_resize_as_, guard_set_
 from torchguard.verified.process_wide import guard_compile
@@ -50,6 +53,19 @@ class Guard:
 
     patches_dynamo: bool = False
     """Whether it has to wait until something imports Dynamo; it is tried again then."""
+
+    in_packages: Mapping[str, Mapping[str, patching.Make]] = field(default_factory=dict)
+    """By module of another package, paths to patch as soon as that module is imported."""
+
+    changed: Callable[[], None] = lambda: None
+    """Called after the guard's paths were patched or put back."""
+
+    def paths(self) -> Mapping[str, patching.Make | patching.Computed]:
+        """Return what to patch now: in torch, and in what is imported of other packages."""
+        found = dict(self.replacements())
+        for module, replacements in self.in_packages.items():
+            found.update(replacements if module in sys.modules else {})
+        return found
 
 
 def _resize_replacements() -> Mapping[str, patching.Make]:
@@ -117,6 +133,19 @@ GUARDS: dict[str, Guard] = {
         Guard("setitem", setitem.replacements, setitem.not_needed, patches_dynamo=True),
         Guard("slice_scatter", scatter.replacements, scatter.not_needed, patches_dynamo=True),
         Guard("verify", lambda: {"torch.compile": guard_compile}, _verify_not_needed),
+        Guard(
+            "save",
+            checkpoint.save_replacements,
+            checkpoint.save_not_needed,
+            in_packages=checkpoint.SAVE_IN_PACKAGES,
+        ),
+        Guard("load", checkpoint.load_replacements, checkpoint.load_not_needed),
+        Guard(
+            "numpy",
+            numpy_memory.replacements,
+            numpy_memory.not_needed,
+            changed=numpy_memory.changed,
+        ),
     )
 }
 """Every guard that ``install()`` knows, by name."""
@@ -128,6 +157,7 @@ _holders: dict[str, set[Installation]] = {}
 _paths: dict[str, list[str]] = {}
 _waiting: list[str] = []  # guards of Dynamo that is not imported yet
 _watching_dynamo = False
+_watched: set[str] = set()  # modules of other packages
 
 
 class Installation:
@@ -200,6 +230,12 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
         ``select_scatter`` and ``diagonal_scatter`` have the gradient they have in eager.
         ``"verify"``: ``torch.compile`` checks every graph that inductor compiles against
         eager before it is trusted, as ``verified()`` does.
+        ``"save"``: ``torch.save``, safetensors' ``save_file`` and ``save_model``, and what writes
+        through fsspec, as Lightning does, replace a file whole or not at all, as ``save()`` does.
+        ``"load"``: ``torch.load`` says what is wrong with a file, as ``load()`` does, and
+        ``load_state_dict`` of modules and optimizers loads whole or not at all.
+        ``"numpy"``: a tensor never writes to a read-only array or buffer, ``frombuffer`` keeps
+        its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 
     ``"setitem"`` and ``"slice_scatter"`` patch Dynamo. While nothing has imported
     that, they wait for it, and count as installed; they are tried then, and may move
@@ -236,16 +272,19 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
             for name in chosen
             if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
         ]
-        new = {name: GUARDS[name].replacements() for name in now}
+        new = {name: GUARDS[name].paths() for name in now}
         _prepare_dynamo()
         fill_tables()
         patching.apply(pair for pairs in new.values() for pair in pairs.items())
         _paths.update({name: list(replacements) for name, replacements in new.items()})
+        for name in now:
+            GUARDS[name].changed()
         installation = Installation(chosen, skipped, only_if_needed=only_if_needed)
         for name in chosen:
             if name not in _holders and name not in now:
                 _waiting.append(name)
             _holders.setdefault(name, set()).add(installation)
+        _watch_packages(chosen)
     return installation
 
 
@@ -305,6 +344,27 @@ def _undo(names: list[str]) -> None:
         _paths.pop(name, None)
         if name in _waiting:
             _waiting.remove(name)
+        GUARDS[name].changed()
+
+
+def _watch_packages(names: Iterable[str]) -> None:
+    """Patch modules of other packages when they are imported later."""
+    for module in {module for name in names for module in GUARDS[name].in_packages}:
+        if module not in _watched:
+            _watched.add(module)
+            wrapt.register_post_import_hook(_package_was_imported, module)
+
+
+def _package_was_imported(module: Any) -> None:
+    with patching.lock:
+        for name in _holders:
+            replacements = GUARDS[name].in_packages.get(module.__name__, {})
+            new = {path: make for path, make in replacements.items() if path not in _paths[name]}
+            try:
+                patching.apply(new.items())
+            except AttributeError:  # built differently: importing it must not fail for that
+                continue
+            _paths[name] += new
 
 
 def _prepare_dynamo() -> None:

@@ -13,13 +13,15 @@ import torch
 
 from torchguard import patching
 from torchguard.checkpoint.whole_file import is_replaceable, is_temporary, replace_file
-from torchguard.errors import TornSaveError
+from torchguard.errors import SaveError, TornSaveError
 from torchguard.internals import version_of
 
 __all__ = ["OnTorn", "guard_save", "guard_save_file", "guard_serialize_file", "save", "save_file"]
 
 OnTorn = Literal["raise", "retry", "ignore"]
 
+# A zip archive begins with a record and ends with 22 bytes that say where its directory is.
+_ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22
 _TRIES = 5  # with on_torn="retry": a loop that steps faster than it saves would never end
 
 
@@ -55,7 +57,7 @@ def save(
         **options: further options of ``torch.save``.
 
     Raises:
-        SaveError: the folder of ``f`` takes no new file.
+        SaveError: the folder of ``f`` takes no new file, or torch's writer stopped before the end.
         TornSaveError: a tensor changed while it was being saved; names it.
         ValueError: ``on_torn`` is none of these.
 
@@ -172,6 +174,7 @@ def _save(
 
     def write(temporary: str, versions: _Versions) -> None:
         torchs(obj, temporary, _telling(module, versions.saved), *others, **options)
+        _check_end(temporary, path)
 
     _write_watched(obj, path, write, fsync=fsync, on_torn=on_torn)
 
@@ -196,6 +199,20 @@ def _save_file(
         original(tensors, temporary, metadata=metadata)
 
     _write_watched(tensors, path, write, fsync=fsync, on_torn=on_torn)
+
+
+def _check_end(temporary: str, path: str) -> None:
+    """Raise if an archive has no end: up to 2.6 torch's writer drops an error in its last bytes."""
+    with open(temporary, "rb") as file:
+        if file.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
+            return
+        file.seek(-_ZIP_END_SIZE, os.SEEK_END)
+        ended = file.read(len(_ZIP_ENDS)) == _ZIP_ENDS
+    if not ended:
+        raise SaveError(
+            f"save: torch has written {os.path.getsize(temporary):,} bytes, and not the end of the "
+            f"file; the disk may be full. {path} is as it was"
+        )
 
 
 def _path_to_replace(f: Any) -> str | None:

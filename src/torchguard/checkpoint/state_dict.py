@@ -40,8 +40,9 @@ def load_state_dict(
     ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
     exception is torch's own, with everything that does not match in one message, and every
     parameter, buffer, moment and group is as it was. Names and shapes are compared before the
-    first write; a load that Ctrl-C interrupts after that is finished first. Where a module has hooks or a loader of its own that might raise later, a copy
-    of its tensors is kept while it loads, and put back.
+    first write; a load that Ctrl-C interrupts after that is finished first. Where a module has
+    hooks or a loader of its own that might raise later, a copy of its tensors is kept while it
+    loads, and put back.
 
     Args:
         target: a module or an optimizer.

@@ -186,10 +186,13 @@ def _new_file(folder: str, stem: str, mode: int) -> tuple[str, int]:
 def _remove_if_unlocked(path: str) -> bool:
     import shutil  # noqa: PLC0415  needed after a crash only
 
+    # A link has no lock of its own; it is made and renamed under that of the folder.
+    is_link = os.path.islink(path)
+    locked_by = os.path.dirname(path) if is_link else path
     try:
-        with _opened(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)) as descriptor:
+        with _opened(locked_by, os.O_RDONLY) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            if not is_link and stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 shutil.rmtree(path)
             else:
                 os.unlink(path)

@@ -44,5 +44,6 @@ DEFECT = Defect(
     upstream=(),
     family="memory",
     probe=probe,
+    guards=("numpy",),
     advice="Write torch.frombuffer(memoryview(buffer), ...): then close() raises BufferError.",
 )

@@ -57,6 +57,7 @@ DEFECT = Defect(
     upstream=(),
     family="memory",
     probe=probe,
+    guards=("load",),
     advice=(
         "Compare names and shapes with model.state_dict() before loading, or load into a copy of "
         "the model."

@@ -64,5 +64,6 @@ DEFECT = Defect(
     upstream=("https://github.com/meta-pytorch/torchtune/issues/1018",),
     family="memory",
     probe=probe,
+    guards=("save",),
     advice="Save to a temporary file in the same folder, then os.replace() it over the old one.",
 )

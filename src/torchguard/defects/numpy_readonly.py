@@ -48,5 +48,6 @@ DEFECT = Defect(
     ),
     family="memory",
     probe=probe,
+    guards=("numpy",),
     advice="Copy what is read-only: torch.from_numpy(a if a.flags.writeable else a.copy()).",
 )

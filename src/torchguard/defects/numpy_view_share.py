@@ -28,9 +28,13 @@ def probe() -> str | None:
     view = t.numpy()
     del owner
     try:
-        t.share_memory_()
+        torch.ones(1).share_memory_()
     except RuntimeError as error:
         raise NotRunHere("no shared memory on this machine") from error
+    try:
+        t.share_memory_()
+    except RuntimeError:
+        return None  # refused: the memory stays where the array looks
     if view.ctypes.data != address or owner_is_alive() is not None:
         return None
     return "share_memory_() freed the memory that t.numpy() still points at"
@@ -42,5 +46,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/51849",),
     family="memory",
     probe=probe,
+    guards=("numpy",),
     advice="Call t.share_memory_() before t.numpy(), or keep t.numpy().copy().",
 )

@@ -68,6 +68,7 @@ from torchguard.internals.tensors import (
     is_view,
     refuses_writes,
     set_version,
+    storage_key,
     version_of,
 )
 from torchguard.internals.tracers import (
@@ -137,6 +138,7 @@ __all__ = [
     "settings_of_compiled",
     "shape_guards",
     "skip_frames",
+    "storage_key",
     "symbols_of",
     "tensors_to_load",
     "torch_function_modes",

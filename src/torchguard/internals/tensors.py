@@ -16,6 +16,7 @@ __all__ = [
     "is_view",
     "refuses_writes",
     "set_version",
+    "storage_key",
     "version_of",
 ]
 
@@ -96,3 +97,8 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     names, _ = tensor.__tensor_flatten__()
     held = ((name, getattr(tensor, name, None)) for name in names)
     return [(name, value) for name, value in held if isinstance(value, torch.Tensor)]
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that is the same for every alias of a storage, as long as it lives."""
+    return int(storage._cdata)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 
 from torchguard import patching
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
-from torchguard.internals import register_reduction, storage_key
+from torchguard.internals import storage_key
 
 __all__ = [
     "ReadOnly",
@@ -86,14 +87,15 @@ def frombuffer(buffer: Any, *, readonly: ReadOnly = "copy", **options: Any) -> t
     return _call("torch.frombuffer", (buffer,), options, readonly)
 
 
-def _call(path: str, args: tuple[Any, ...], options: dict[str, Any], readonly: str) -> Any:
+def _call(path: str, args: tuple[Any, ...], options: dict[str, Any], readonly: str) -> torch.Tensor:
     name = path.rpartition(".")[2]
     if readonly not in get_args(ReadOnly):
         raise ValueError(
             f"{name}: readonly is {readonly!r}, expected "
             f"{' or '.join(map(repr, get_args(ReadOnly)))}"
         )
-    return _DOORS[path](patching.original(path), readonly)(*args, **options)
+    tensor: torch.Tensor = _DOORS[path](patching.original(path), readonly)(*args, **options)
+    return tensor
 
 
 # ---- the doors ----
@@ -189,6 +191,7 @@ _DOORS: dict[str, Callable[..., Callable[..., Any]]] = {
 
 # By storage: the arrays that t.numpy() has made, and copies that were sent to other processes
 # in the storage's place, kept as long as an array lives.
+_reducers: list[Callable[..., Any]] = []  # torch's own and ours, to be found in a table
 _looking: dict[int, tuple[list[weakref.ref[Any]], list[torch.Tensor]]] = {}
 
 
@@ -196,7 +199,7 @@ def _guard_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
     def numpy(self: torch.Tensor, **options: Any) -> Any:
         array = original(self, **options)
         if self.device.type == "cpu" and array.base is not None:
-            _note(storage_key(self), array)
+            _note(storage_key(self.untyped_storage()), array)
         return array
 
     return numpy
@@ -216,7 +219,7 @@ def _guard_share_memory_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Guard ``torch.UntypedStorage.share_memory_``, which every other way in ends at."""
 
     def share_memory_(self: Any, *args: Any, **options: Any) -> Any:
-        if self._cdata in _looking and not self.is_shared():
+        if storage_key(self) in _looking and not self.is_shared():
             raise SharedViewError(
                 "share_memory_: a numpy array looks at this memory, which would be freed under it; "
                 "call share_memory_() before numpy(), or keep numpy().copy()"
@@ -232,8 +235,8 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce_tensor(tensor: torch.Tensor) -> Any:
         looked_at = None
         if _looking and tensor.layout is torch.strided and not tensor.is_shared():
-            looked_at = _looking.get(storage_key(tensor))
-        if looked_at is None:
+            looked_at = _looking.get(storage_key(tensor.untyped_storage()))
+        if looked_at is None or (tensor.requires_grad and not tensor.is_leaf):  # that one raises
             return original(tensor)
         warnings.warn(
             "a tensor was sent to another process as a copy, because a numpy array looks at its "
@@ -242,10 +245,13 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
             UserWarning,
             stacklevel=2,
         )
-        copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        copy = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
         looked_at[1].append(copy)  # a spawned process takes it up later
-        return original(copy)
+        return original(copy.requires_grad_(tensor.requires_grad))
 
+    _reducers.extend((original, reduce_tensor))
     return reduce_tensor
 
 
@@ -259,6 +265,24 @@ def replacements() -> dict[str, patching.Make]:
     }
 
 
-def changed(before: Any, now: Any) -> None:
-    """Pickle tensors with what stands in torch now: the pickler keeps functions in a table."""
-    register_reduction(before, now)
+def changed() -> None:
+    """Let multiprocessing pickle tensors with what stands in torch now: it has a table of its own.
+
+    https://github.com/python/cpython/blob/main/Lib/multiprocessing/reduction.py
+    """
+    now = torch.multiprocessing.reductions.reduce_tensor
+    for kind, reduce in list(ForkingPickler._extra_reducers.items()):  # type: ignore[attr-defined]
+        if reduce is not now and reduce in _reducers:
+            ForkingPickler.register(kind, now)
+
+
+def not_needed() -> str | None:
+    """Try the defect: why the guard is not needed, or None if it is."""
+    array = np.zeros(1)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensor = patching.original("torch.from_numpy")(array)
+    if np.shares_memory(patching.original("torch.Tensor.numpy")(tensor), array):
+        return None
+    return "a tensor made from a read-only array is a copy on this torch"

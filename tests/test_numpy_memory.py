@@ -1,0 +1,283 @@
+"""Memory shared with numpy and buffers: read-only stays read-only, nothing dangles."""
+
+# ruff: noqa: PLW0108  the doors are looked up when they are called, after the guard stands there
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import torchguard
+from torchguard.interop import numpy_memory
+
+DOORS: dict[str, Callable[..., Any]] = {
+    "from_numpy": lambda a: torch.from_numpy(a),
+    "as_tensor": lambda a: torch.as_tensor(a),
+    "as_tensor, by name": lambda a: torch.as_tensor(data=a),
+    "asarray": lambda a: torch.asarray(a),
+    "asarray of a buffer": lambda a: torch.asarray(memoryview(a), dtype=torch.uint8),
+    "from_dlpack": lambda a: torch.from_dlpack(a),  # type: ignore[attr-defined]
+    "utils.dlpack": lambda a: torch.utils.dlpack.from_dlpack(a),
+    "tensor": lambda a: torch.tensor(a),
+    "frombuffer": lambda a: torch.frombuffer(a, dtype=torch.uint8),
+    "default_convert": lambda a: torch.utils.data.default_convert(a),
+    "default_collate": lambda a: torch.utils.data.default_collate([a]),
+    "list": lambda a: torch.as_tensor([a]),
+}
+HELPERS: dict[str, Callable[..., Any]] = {
+    "from_numpy": numpy_memory.from_numpy,
+    "as_tensor": numpy_memory.as_tensor,
+    "asarray": numpy_memory.asarray,
+    "from_dlpack": numpy_memory.from_dlpack,
+}
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    with torchguard.install("numpy"):
+        yield
+
+
+def arrays() -> st.SearchStrategy[np.ndarray[Any, Any]]:
+    shapes = hnp.array_shapes(min_dims=0, max_dims=3, max_side=4)
+    dtypes = st.sampled_from([np.uint8, np.int64, np.float32, np.float64, np.complex64, np.bool_])
+    return hnp.arrays(dtypes, shapes)
+
+
+def read_only(array: np.ndarray[Any, Any], how: str) -> np.ndarray[Any, Any]:
+    if how == "transposed":
+        array = array.T
+    elif how == "subclass":
+        array = array.view(np.ma.MaskedArray)
+    elif how == "broadcast":
+        return np.broadcast_to(array, (2, *array.shape))
+    array.flags.writeable = False
+    return array
+
+
+@settings(max_examples=150)
+@given(
+    array=arrays(),
+    door=st.sampled_from(sorted(DOORS)),
+    how=st.sampled_from(["plain", "transposed", "subclass", "broadcast"]),
+)
+def test_no_write_reaches_a_read_only_array(array: Any, door: str, how: str) -> None:
+    """Whatever the door, shape and dtype: the same values as torch's, and memory of its own."""
+    assume(not (how == "subclass" and door == "default_convert"))  # which leaves it as it is
+    array = read_only(array, how)
+    before = array.tobytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            expected = DOORS[door](array).clone()
+        except BufferError:  # this torch takes no read-only array through DLPack: a copy will do
+            expected = torch.from_numpy(array.copy())
+        except (TypeError, ValueError, RuntimeError) as error:
+            with torchguard.install("numpy"), pytest.raises(type(error)):
+                DOORS[door](array)
+            return
+    with torchguard.install("numpy"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = DOORS[door](array)
+    assert tensor.dtype == expected.dtype
+    assert tensor.shape == expected.shape
+    assert tensor.numpy().tobytes() == expected.numpy().tobytes()
+    tensor.copy_(torch.ones_like(tensor) + tensor)
+    tensor.zero_()
+    tensor.logical_not_()
+    assert array.tobytes() == before
+
+
+@pytest.mark.parametrize("door", sorted(DOORS))
+def test_a_writable_array_is_shared_as_before(door: str, installed: None) -> None:
+    array = np.arange(6, dtype=np.uint8)
+    tensor = DOORS[door](array)
+    shares = tensor.data_ptr() == array.ctypes.data
+    with_torch = ("tensor", "default_collate", "list")
+    assert shares == (door not in with_torch)
+
+
+@pytest.mark.parametrize("name", sorted(HELPERS))
+def test_helpers_need_no_install(name: str) -> None:
+    array = np.zeros(3)
+    assert HELPERS[name](array).data_ptr() == array.ctypes.data
+    array.flags.writeable = False
+    assert HELPERS[name](array).data_ptr() != array.ctypes.data
+    with pytest.raises(torchguard.ReadOnlyMemoryError, match=name):
+        HELPERS[name](array, readonly="raise")
+    with pytest.warns(UserWarning, match="is a copy"):
+        HELPERS[name](array, readonly="warn")
+    with pytest.raises(ValueError, match="readonly is 'no'"):
+        HELPERS[name](array, readonly="no")
+
+
+def test_asarray_that_must_not_copy() -> None:
+    array = np.zeros(3)
+    assert numpy_memory.asarray(array, copy=False).data_ptr() == array.ctypes.data
+    array.flags.writeable = False
+    for obj in (array, memoryview(b"123")):
+        with pytest.raises(torchguard.ReadOnlyMemoryError):
+            numpy_memory.asarray(obj, copy=False)
+
+
+def test_a_memory_map_that_can_not_be_written_to(tmp_path: Any) -> None:
+    """np.load(mmap_mode="r"): plain torch gives a tensor whose first write ends the process."""
+    np.save(tmp_path / "x.npy", np.arange(5.0))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    tensor = numpy_memory.from_numpy(mapped)
+    tensor += 1
+    assert mapped.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["bytearray", "mmap", "shared memory", "array"])
+def test_frombuffer_keeps_the_buffer_open(kind: str, installed: None) -> None:
+    """close() raises BufferError while the tensor lives, and works afterwards."""
+    close: Callable[[], Any]
+    if kind == "bytearray":
+        buffer: Any = bytearray(8)
+        close = buffer.clear
+    elif kind == "mmap":
+        buffer = mmap.mmap(-1, mmap.PAGESIZE)
+        close = buffer.close
+    elif kind == "shared memory":
+        memory = SharedMemory(create=True, size=8)
+        memory.unlink()
+        buffer, close = memory.buf, memory.close
+    else:
+        buffer = np.zeros(8, dtype=np.uint8)
+        close = lambda: buffer.resize(100)  # noqa: E731
+    tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=4, offset=2)
+    tensor.fill_(7)
+    assert bytes(buffer)[:7] == b"\0\0\7\7\7\7\0"
+    with pytest.raises((BufferError, ValueError)):
+        close()
+    view = tensor[1:]
+    del tensor
+    with pytest.raises((BufferError, ValueError)):
+        close()
+    del view
+    close()
+
+
+def test_frombuffer_of_read_only_memory(installed: None) -> None:
+    immutable = bytes(bytearray(b"immutable"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = torch.frombuffer(immutable, dtype=torch.uint8, offset=2, count=3)
+    assert bytes(tensor.tolist()) == b"mut"
+    tensor.fill_(0)
+    assert immutable == b"immutable"
+    grad = torch.frombuffer(bytes(8), dtype=torch.float32, requires_grad=True)
+    assert grad.requires_grad
+    assert grad.is_leaf
+
+
+@pytest.mark.parametrize("wrong", [3, "text", None, [1]])
+def test_frombuffer_of_no_buffer(wrong: Any, installed: None) -> None:
+    with pytest.raises(Exception) as torchs:  # noqa: PT011
+        torchguard.original("torch.frombuffer")(wrong, dtype=torch.uint8)
+    with pytest.raises(type(torchs.value)) as ours:
+        torch.frombuffer(wrong, dtype=torch.uint8)
+    assert str(ours.value) == str(torchs.value)
+
+
+# ---- shared memory ----
+
+
+def test_share_memory_under_an_array_raises(installed: None) -> None:
+    """For the tensor, its views and a module's parameters; afterwards everything works."""
+    tensor = torch.arange(4.0)
+    array = tensor.numpy()
+    view = array[1:]
+    for shared_too in (tensor, tensor[1:], tensor.detach()):
+        with pytest.raises(torchguard.SharedViewError, match="numpy"):
+            shared_too.share_memory_()
+    assert view.tolist() == [1, 2, 3]
+    del array
+    with pytest.raises(torchguard.SharedViewError):
+        tensor.share_memory_()
+    del view
+    tensor.share_memory_()
+    shared = tensor.numpy()
+    assert tensor.share_memory_() is tensor
+    shared[0] = 9
+    assert tensor[0] == 9
+    other = torch.ones(3)
+    forced = other.numpy(force=True)
+    copied = torch.ones(3, requires_grad=True).detach().clone()
+    copied.share_memory_()
+    del forced
+
+
+def test_a_parameter_that_is_looked_at(installed: None) -> None:
+    layer = torch.nn.Linear(2, 2)
+    array = layer.weight.detach().numpy()
+    with pytest.raises(torchguard.SharedViewError):
+        layer.share_memory()
+    del array
+    layer.share_memory()
+
+
+def pickled(tensor: torch.Tensor) -> Any:
+    return torch.multiprocessing.reductions.ForkingPickler.loads(  # type: ignore[attr-defined]
+        bytes(ForkingPickler.dumps(tensor))
+    )
+
+
+def test_what_is_sent_is_a_copy(installed: None) -> None:
+    """A queue and a spawned process get the values, and the array keeps its memory."""
+    tensor = torch.nn.Parameter(torch.arange(4.0))
+    array = tensor.detach().numpy()
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with pytest.warns(UserWarning, match="sent to another process as a copy"):
+        queue.put(tensor)
+    got = queue.get()
+    assert isinstance(got, torch.nn.Parameter)
+    assert got.tolist() == [0, 1, 2, 3]
+    array[0] = 5
+    assert tensor[0] == 5
+    assert not tensor.is_shared()
+    del array
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        queue.put(tensor)
+    assert tensor.is_shared()
+    queue.get()
+
+
+def test_torchs_errors_of_sending_stay(installed: None) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    product = leaf * 2
+    array = product.detach().numpy()
+    with pytest.raises(RuntimeError, match="non-leaf"):
+        ForkingPickler.dumps(product)
+    assert array.tolist() == [2, 2, 2]
+
+
+def test_uninstall_leaves_the_picklers_table() -> None:
+    before = dict(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
+    with torchguard.install("numpy"):
+        assert dict(ForkingPickler._extra_reducers) != before  # type: ignore[attr-defined]
+    assert dict(ForkingPickler._extra_reducers) == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("function", [torch.from_numpy, torch.as_tensor, torch.asarray])
+def test_compiled_code_keeps_its_graph(function: Any, installed: None) -> None:
+    """fullgraph=True goes on working, with the name looked up inside."""
+    name = function.__name__
+
+    def double(array: Any) -> Any:
+        return getattr(torch, name)(array) * 2
+
+    compiled = torch.compile(double, backend="eager", fullgraph=True)
+    assert compiled(np.arange(3.0)).tolist() == [0, 2, 4]

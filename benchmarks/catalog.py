@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks import (
     bench_assign,
     bench_buckets,
+    bench_checkpoint,
     bench_cuda_tests,
     bench_doctor,
     bench_end_to_end,
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         bench_fit.BENCHMARK,
         bench_assign.BENCHMARK,
         bench_verified.BENCHMARK,
+        bench_checkpoint.BENCHMARK,
         bench_import.BENCHMARK,
         bench_failures.BENCHMARK,
         bench_doctor.BENCHMARK,

@@ -398,6 +398,7 @@ LAYOUTS: dict[str, Layout] = {
     "fit": _fit,
     "assign": _assign,
     "verified": _first_calls,
+    "checkpoint": _comparisons,
     "import": _imports,
     "doctor": _doctor,
     "failures": _failures,

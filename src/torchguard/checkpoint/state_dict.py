@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchguard.internals import loads_by_copies_alone, tensors_to_load
+from torchguard.internals import tensors_loaded_by_copies
 from torchguard.rollback import rollback_on_error
 
 __all__ = ["guard_module_load", "guard_optimizer_load", "load_state_dict"]
 
 _MORE_INTERRUPTS = 10  # somebody who goes on pressing Ctrl-C
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # The tensors of torch.optim's states that have the shape of their parameter. (Adafactor keeps
 # sums of rows and columns, LBFGS one vector for all parameters.)
@@ -103,12 +104,12 @@ def _load_module(
 ) -> Any:
     if not isinstance(state, Mapping):
         return call()  # which says so
-    if assign or not loads_by_copies_alone(module):
+    tensors = None if assign else tensors_loaded_by_copies(module)
+    if tensors is None:
         with _put_back(module, state):
             return call()
-    tensors = tensors_to_load(module)
     matching = [(tensor, state[name]) for name, tensor in tensors if name in state]
-    fitting = [pair for pair in matching if _same_shape(*pair)]
+    fitting = [(t, v) for t, v in matching if isinstance(v, torch.Tensor) and t.shape == v.shape]
     if not all(_copy_succeeds(*pair) for pair in fitting):
         with _put_back(module, state):
             return call()
@@ -147,10 +148,6 @@ def _call_without_copying(call: Callable[[], Any]) -> None:
         call()
 
 
-def _same_shape(tensor: torch.Tensor, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and tensor.shape == value.shape
-
-
 def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
     """Whether ``tensor.copy_(value)`` under no_grad has no reason to raise.
 
@@ -162,15 +159,20 @@ def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
     same = tensor.device == value.device and (
         tensor.device.type == "cpu" or tensor.dtype == value.dtype
     )
-    contiguous = tensor.is_contiguous()
-    return (
-        (same or (contiguous and value.is_contiguous() and tensor.dtype == value.dtype))
-        and tensor.layout is value.layout is torch.strided
-        and (contiguous or _has_no_overlap(tensor))
-        and not (tensor.is_quantized or value.is_quantized or tensor.is_inference())
-        and (tensor.is_complex() or not value.is_complex())
-        and not (tensor.is_meta or value.is_meta)
-    )
+    if tensor.layout is not torch.strided or value.layout is not torch.strided:
+        return False
+    contiguous, dtype = tensor.is_contiguous(), tensor.dtype
+    if tensor.is_inference() or not (contiguous or _has_no_overlap(tensor)):
+        return False
+    same = dtype is value.dtype
+    if tensor.is_cpu and value.is_cpu:
+        # Of the conversions, only that from complex to real warns.
+        if not (same or dtype.is_complex) and value.dtype.is_complex:
+            return False
+    # Elsewhere than on a CPU another dtype, and between devices another layout, needs memory.
+    elif not (same and contiguous and value.is_contiguous()) or tensor.is_meta or value.is_meta:
+        return False
+    return dtype not in _QUANTIZED and (same or value.dtype not in _QUANTIZED)
 
 
 def _has_no_overlap(tensor: torch.Tensor) -> bool:

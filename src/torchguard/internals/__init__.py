@@ -45,7 +45,7 @@ from torchguard.internals.modes import (
     without_dispatch_modes,
     without_torch_function,
 )
-from torchguard.internals.modules import loads_by_copies_alone, tensors_to_load
+from torchguard.internals.modules import tensors_loaded_by_copies
 from torchguard.internals.operators import (
     fill_tables,
     has_only_results,
@@ -122,7 +122,6 @@ __all__ = [
     "inside_transform",
     "is_view",
     "keep_whole_in_graph",
-    "loads_by_copies_alone",
     "mark_untraced",
     "mutation_switches",
     "operator_name",
@@ -140,7 +139,7 @@ __all__ = [
     "skip_frames",
     "storage_key",
     "symbols_of",
-    "tensors_to_load",
+    "tensors_loaded_by_copies",
     "torch_function_modes",
     "traced",
     "tracing_again",

@@ -7,24 +7,37 @@ from typing import Any
 
 import torch
 
-__all__ = ["loads_by_copies_alone", "tensors_to_load"]
+__all__ = ["tensors_loaded_by_copies"]
 
 
-def loads_by_copies_alone(module: torch.nn.Module) -> bool:
-    """Whether ``module.load_state_dict(state)`` runs nothing but torch's own ``param.copy_()``.
+def tensors_loaded_by_copies(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]] | None:
+    """Return what ``module.load_state_dict(state)`` copies to, by name, if it does nothing else.
 
-    False where a submodule has a hook, a loader or extra state of its own, or where torch is
+    None where a submodule has a hook, a loader or extra state of its own, or where torch is
     told to swap tensors (``torch.__future__.set_swap_module_params_on_conversion``).
     """
-    if torch.__future__.get_swap_module_params_on_conversion():
-        return False
-    return all(
-        _has_torchs_loader(type(each))  # type: ignore[arg-type]  # a class can be hashed
-        # https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py
-        and not each._load_state_dict_pre_hooks
-        and not each._load_state_dict_post_hooks
-        for each in module.modules()
-    )
+    found: list[tuple[str, torch.Tensor]] = []
+    waiting = [("", module)]
+    while waiting:
+        prefix, each = waiting.pop()
+        if (
+            not _has_torchs_loader(type(each))  # type: ignore[arg-type]  # a class can be hashed
+            # https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py
+            or each._load_state_dict_pre_hooks
+            or each._load_state_dict_post_hooks
+        ):
+            return None
+        unsaved = each._non_persistent_buffers_set
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                found.append((prefix + name, parameter))
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in unsaved:
+                found.append((prefix + name, buffer))
+        for name, child in each._modules.items():
+            if child is not None:
+                waiting.append((f"{prefix}{name}.", child))
+    return None if torch.__future__.get_swap_module_params_on_conversion() else found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -36,18 +49,3 @@ def _has_torchs_loader(kind: type[torch.nn.Module]) -> bool:
         and kind.load_state_dict.__module__ in {"torch.nn.modules.module", "torch.nn.Module"}
         and kind.set_extra_state is torch.nn.Module.set_extra_state
     )
-
-
-def tensors_to_load(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return what ``module.state_dict()`` has, by name and without copies, hooks left out."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for prefix, each in module.named_modules(remove_duplicate=False):
-        begins = f"{prefix}." if prefix else ""
-        unsaved = each._non_persistent_buffers_set
-        for name, tensor in each._parameters.items():
-            if tensor is not None:
-                found.append((begins + name, tensor))
-        for name, buffer in each._buffers.items():
-            if buffer is not None and name not in unsaved:
-                found.append((begins + name, buffer))
-    return found

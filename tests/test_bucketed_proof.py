@@ -118,6 +118,16 @@ class TestHowMuchPaddingThereIs:
         wrapped(torch.tensor([1.0, -1.0, 2.0]))
         assert len(runs) == 1 + 4 + 4  # two more pairs: all positive, all negative
 
+    def test_a_call_with_more_inputs_is_proven_on_its_own(self) -> None:
+        def model(x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            return x * 2 if labels is None else (x - labels).square().mean()
+
+        wrapped = bucketed(model, dims={"x": {1: "t"}, "labels": {1: "t"}}, buckets=LADDER)
+        x = torch.randn(2, 5)
+        wrapped(x)
+        with pytest.raises(PaddingLeakError):
+            wrapped(x, torch.randn(2, 5))
+
 
 class TestMaskedPositionsOfTheCaller:
     @pytest.mark.parametrize("side", ["right", "left"])
@@ -251,6 +261,19 @@ class TestFillZero:
         x = torch.randn(2, 5)
         x[0, 0] = 60.0
         torch.testing.assert_close(wrapped(x), x.sum(1))
+        assert wrapped.stats().relies_on_fill_0 == ("x",)
+
+    def test_each_of_the_inputs_may_refuse_another_value(self) -> None:
+        def checks(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if bool((x.abs() > 100).any()):
+                raise ValueError("out of range")
+            return x.sum(1) + y[:, 0]
+
+        dims = {"x": {1: "t"}, "y": {1: "t"}}
+        wrapped = bucketed(checks, dims=dims, buckets=LADDER, outputs={})
+        x = torch.randn(2, 5)
+        x[0, 0] = 60.0
+        wrapped(x, torch.randn(2, 5))
         assert wrapped.stats().relies_on_fill_0 == ("x",)
 
     def test_that_could_not_be_tried_on_other_data_is_refused(self) -> None:

@@ -59,7 +59,7 @@ class Caller:
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._forms: dict[Any, Form] = {}
         self._surroundings: Surroundings | None = None
-        self.proven = Proven(shared=self.options.group is not None)
+        self.proven = Proven(shared=self.options.group is not None, masks=planner.masks.keys())
         self._warned = self._warned_of_compiling_around = False
         self._cutter = Cutter(source, planner, name)
         self._always = self.options.verify == "always"

@@ -179,10 +179,7 @@ class _Checker:
             for index, other in enumerate(fills):
                 if self._group is None and (not other or other in fills[:index]):
                     continue
-                try:
-                    verdict = self._compare(case, padded, once(other), fills=other)
-                except Exception as error:  # noqa: BLE001 - what the padding holds matters to it
-                    verdict = Verdict(self._fails(case, other, error), _ROUNDING)
+                verdict = self._other(case, once, padded, other)
                 dependence = dependence or verdict.error
                 strain = max(strain, verdict.strain)
         return _First(leak.error, dependence, suspicious=strain > 0)
@@ -231,13 +228,11 @@ class _Checker:
             return labels
         found = []
         for each in inputs:
+            fills = [other_fills([each], case.given, largest=largest) for largest in (True, False)]
             with self._turn(case, 0) as (once, _):
                 padded = once({})
-                for largest in (True, False):
-                    fills = other_fills([each], case.given, largest=largest)
-                    if fills and self._compare(case, padded, once(fills)).error is not None:
-                        found.append(each.label)
-                        break
+                if any(fill and self._other(case, once, padded, fill).error for fill in fills):
+                    found.append(each.label)
         return found or labels
 
     def with_more_padding(self, case: _Case) -> Plan:
@@ -381,11 +376,16 @@ class _Checker:
         said = Wording(what, self._cutter.name, self._modules, masked, case.others)
         return compared(expected, got, said)
 
-    def _fails(self, case: _Case, fills: Fills, error: Exception) -> PaddingLeakError:
-        return PaddingLeakError(
-            f"bucketed: {self._cutter.name} fails with another value than 0 in the padding of "
-            f"{_labels(case.plan, fills)} ({told(case.plan)}): {type(error).__name__}: {error}"
-        )
+    def _other(self, case: _Case, once: Any, padded: Run, fills: Fills) -> Verdict:
+        """Compare a padded run with one that has other values in the padding."""
+        try:
+            return self._compare(case, padded, once(fills), fills=fills)
+        except Exception as error:  # noqa: BLE001 - then it matters what the padding holds
+            message = (
+                f"bucketed: {self._cutter.name} fails with another value than 0 in the padding of "
+                f"{_labels(case.plan, fills)} ({told(case.plan)}): {type(error).__name__}: {error}"
+            )
+            return Verdict(PaddingLeakError(message), _ROUNDING)
 
 
 def _labels(plan: Plan, fills: Fills) -> str:

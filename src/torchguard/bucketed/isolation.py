@@ -47,9 +47,9 @@ def reachable(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
     return list(found.values())
 
 
-def tensors_around(function: Any) -> list[torch.Tensor]:
-    """Return the tensors a function holds: in its closure, in globals, in what it is bound to."""
-    return [each for each in _candidates(function, ()) if isinstance(each, torch.Tensor)]
+def tensors_around(function: Any, arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors a function can reach, as :func:`reachable` the modules."""
+    return [each for each in _candidates(function, arguments) if isinstance(each, torch.Tensor)]
 
 
 def _candidates(function: Any, arguments: Iterable[Any]) -> list[Any]:

@@ -205,6 +205,8 @@ def shortened(planner: Planner, plan: Plan, given: Arguments) -> tuple[Plan, Arg
         if any(axis in windows for _, axis in each.axes):
             new[each.path_in(0)] = tensor.detach().requires_grad_(tensor.requires_grad)
         inputs.append(replace(each, shape=tuple(tensor.shape)))
+    if _may_be_sizes(given, new, min(length for _, length in windows.values())):
+        return None
     shorter = given.with_parts(new)
     extras, places = planner.extras(tuple(inputs), sizes, plan.buckets, *shorter)
     plan = replace(
@@ -217,6 +219,18 @@ def shortened(planner: Planner, plan: Plan, given: Arguments) -> tuple[Plan, Arg
         ready=False,
     )
     return plan, shorter
+
+
+def _may_be_sizes(given: Arguments, cut: Iterable[Path], length: int) -> bool:
+    """Whether an index could lie behind the end now: on an accelerator that ends the process."""
+    return any(
+        isinstance(value, torch.Tensor)
+        and path not in cut
+        and not (value.is_floating_point() or value.is_complex())
+        and value.device.type not in {"cpu", "meta"}
+        and bool((value >= length).any())
+        for path, value in given.leaves()
+    )
 
 
 def _window(masks: Sequence[Real], size: int, length: int, side: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torchguard.bucketed.plans import Plan
@@ -18,10 +18,12 @@ class Proven:
 
     Args:
         shared: whether ranks check together, so that nothing may count in which they differ.
+        masks: arguments that one rank may give and another may not.
     """
 
-    def __init__(self, *, shared: bool) -> None:
+    def __init__(self, *, shared: bool, masks: Collection[str] = ()) -> None:
         self._shared = shared
+        self._masks = masks
         self._shares: dict[Any, tuple[float, ...]] = {}
         self._neutral: dict[Any, frozenset[str]] = {}
         self._tried: set[Any] = set()
@@ -68,8 +70,12 @@ class Proven:
         )
 
     def _situation(self, plan: Plan) -> tuple[Any, ...]:
-        # Switches may differ between ranks, and all of them have to check at the same time.
-        return (plan.circumstances.around, () if self._shared else plan.circumstances.switches)
+        # With labels a model computes a loss, so which inputs there are counts as well. Switches
+        # may differ between ranks, and all of them have to check at the same time.
+        around, labels = plan.circumstances.around, [each.label for each in plan.inputs]
+        if self._shared:
+            return around, *(label for label in labels if label not in self._masks)
+        return around, plan.circumstances.switches, *labels
 
     def _bucket(self, plan: Plan) -> tuple[Any, ...]:
         return (*plan.buckets.values(), *self._situation(plan))

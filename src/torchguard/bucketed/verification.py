@@ -108,7 +108,9 @@ def ran(
             output, counts = cut(output)  # which may run the function on tensors without data
             parts = [(leaf.path, leaf.value) for leaf in leaves_of(output)]
             with aside:
-                gradients = _gradients(parts, counts, leaves, names, (function, modules))
+                gradients = _gradients(
+                    parts, counts, leaves, names, (function, given.args, modules)
+                )
             kept = [
                 (path, _counted(value.detach(), counts.get(path)).clone())
                 if isinstance(value, torch.Tensor)
@@ -189,7 +191,7 @@ def _gradients(
     counts: dict[Path, torch.Tensor],
     inputs: dict[Path, torch.Tensor],
     names: dict[Path, str],
-    known: tuple[Any, Sequence[torch.nn.Module]],
+    around: tuple[Any, Iterable[Any], Sequence[torch.nn.Module]],
 ) -> dict[Any, Gradient]:
     parameters = _parameters([value for _, value in parts], inputs.values())
     wanted = [*inputs.values(), *parameters]
@@ -213,11 +215,11 @@ def _gradients(
         [value for value, _ in differentiable], wanted, weights, allow_unused=True
     )
     said: dict[int, str] = {}
-    function, modules = known
+    function, arguments, modules = around
     for module in modules:
         for name, parameter in module.named_parameters():
             said.setdefault(id(parameter), name)
-    held = {*said, *(id(tensor) for tensor in tensors_around(function))}
+    held = {*said, *(id(tensor) for tensor in tensors_around(function, arguments))}
     labels = [
         *((path, names.get(path, spelled("input", path[1:])), True) for path in inputs),
         *(
@@ -234,7 +236,7 @@ def _gradients(
 def backward(output: Any) -> None:
     """Run the backward of an output; no gradient is accumulated anywhere."""
     parts = [(leaf.path, leaf.value) for leaf in leaves_of(output)]
-    _gradients(parts, {}, {}, {}, (None, ()))
+    _gradients(parts, {}, {}, {}, (None, (), ()))
 
 
 def with_other_last_digits(given: Arguments, seed: int) -> tuple[Arguments, bool]:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# Of the first 60, 11 are compiled wrong by 2.13; these are six of them, and four others.
-SEEDS = (2, 5, 11, 16, 18, 23, 33, 34, 38, 50)
+# Of the first 150, 34 are compiled wrong by 2.13. Of these five, 132 is so for every multiple of
+# 6 from 12 on and right for all other sizes, 124 from 4 rows on, and 9 and 11 from 3 rows on.
+SEEDS = (2, 9, 11, 124, 132)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,20 @@ def test_programs_are_of_every_kind() -> None:
 def test_eager_is_right_about_itself() -> None:
     for seed in range(100):
         assert attempt(program(seed), lambda function: function).wrong == ()
+
+
+def test_each_program_runs_at_ten_sizes_small_ones_first() -> None:
+    rows = []
+
+    def noting(function: Any) -> Any:
+        def run(x: torch.Tensor, y: torch.Tensor) -> Any:
+            rows.append(x.shape[0])
+            return function(x, y)
+
+        return run
+
+    assert attempt(program(0), noting).wrong == ()
+    assert rows[1:] == sorted(set(rows)) == [2, 3, 4, 6, 9, 16, 33, 64, 150, 300]
 
 
 def test_the_judge_sees_a_wrong_value_a_wrong_write_and_a_wrong_alias() -> None:

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["COLUMNS", "ROWS", "Program", "program"]
+__all__ = ["COLUMNS", "ROWS", "SIZES", "Program", "program"]
 
 ROWS, COLUMNS = 4, 6
+SIZES = (2, 3, 4, 6, 9, 16, 33, 64, 150, 300)
+"""How many rows the calls of a program have, small numbers first: each program makes sense
+for 2 rows and more. What a vectorized loop writes wrong shows only where it runs twice."""
 
-# {a} and {b}: tensors of (ROWS, COLUMNS), {b} another one than {a} where it matters.
-# {i} < {j}: rows, {k} < {l}: columns, {c}: a number, {p}: the rows in some order,
-# {r}: some rows, each once, {d}: as many rows, some twice, {n}: how many those are.
+# {a} and {b}: tensors of n rows and COLUMNS columns, {b} another one than {a} where it matters.
+# {i}, {j}: rows, {k} < {l}: columns, {c}: a number, {p}: the rows in some order,
+# {r}: some rows, each once, {d}: as many rows, some twice, {m}: how many those are.
 _WRITES = (
     "{a}[{i}] = {c}",
     "{a}[{i}] = {b}[{j}]",
@@ -31,18 +34,18 @@ _WRITES = (
     "{a}[:, {k}] = {b}[:, {l}] * 2",
     "{a}[:, {k}:{l}] = {b}[:, {k}:{l}] + {c}",
     "{a}[{i}] += {b}[{j}]",
-    "{a}[{r}] = {b}[:{n}]",
+    "{a}[{r}] = {b}[:{m}]",
     "{a}[{r}] = {b}[{d}]",
     "{a}[{d}] += 1",
-    "{a}[torch.arange(4) % 2] += 1",
+    "{a}[torch.arange(n) % 2] += 1",
     "{a}[{b} > 0] = {c}",
-    "{a}.index_put_(({r},), {b}[:{n}])",
-    "{a}.index_put_(({d},), {b}[:{n}], accumulate=True)",
-    "{a}.index_copy_(0, {r}, {b}[:{n}])",
-    "{a}.index_add_(0, {d}, {b}[:{n}])",
+    "{a}.index_put_(({r},), {b}[:{m}])",
+    "{a}.index_put_(({d},), {b}[:{m}], accumulate=True)",
+    "{a}.index_copy_(0, {r}, {b}[:{m}])",
+    "{a}.index_add_(0, {d}, {b}[:{m}])",
     "{a}.index_fill_(0, {r}, {c})",
-    "{a}.scatter_(0, {p}[:, None].expand(4, 6), {b})",
-    "{a}.scatter_add_(0, {d}[:, None].expand({n}, 6), {b}[:{n}])",
+    "{a}.scatter_(0, {p}[:, None].expand(n, 6), {b})",
+    "{a}.scatter_add_(0, {d}[:, None].expand({m}, 6), {b}[:{m}])",
     "{a}.masked_fill_({b} > 0, {c})",
     "{a}.add_({b})",
     "{a}.mul_({c})",
@@ -54,7 +57,7 @@ _WRITES = (
     "{a}.t()[{k}] = {c}",
     "{a}.view(-1)[{i}::7] = {c}",
     "{a}.diagonal().add_({c})",
-    "torch._foreach_add_([{a}[:2], {a}[2:]], [{b}[:2], {b}[2:]])",
+    "torch._foreach_add_([{a}[:1], {a}[1:]], [{b}[:1], {b}[1:]])",
     "F.dropout({a}, 0.5, training=False).add_({c})",
     "({a} + 0).mul_(2)",
 )
@@ -70,7 +73,7 @@ _VALUES = (
     "{a}.roll(1, 0)",
     "{a}[{p}]",
     "{a}.index_select(0, {p})",
-    "torch.gather({a}, 0, {p}[:, None].expand(4, 6))",
+    "torch.gather({a}, 0, {p}[:, None].expand(n, 6))",
     "torch.where({a} > 0, {a}, {b})",
     "torch.cat([{a}[2:], {b}[:2]])",
     "torch.cat([{a}[:, 3:], {a}[:, :3]], 1)",
@@ -81,28 +84,36 @@ _VALUES = (
     "{a}.cumsum(0)",
     "{a}.softmax(1)",
     "{a}.sigmoid() * {b}",
-    "{a}.index_put(({r},), {b}[:{n}])",
-    "{a}.index_put(({d},), {b}[:{n}], accumulate=True)",
-    "{a}[:1].expand(4, 6).index_put(({r},), {b}[:{n}])",
-    "{a}.scatter(0, {p}[:, None].expand(4, 6), {b})",
-    "torch.slice_scatter({a}, {b}[:2], 0, 1, 3)",
+    "{a}.index_put(({r},), {b}[:{m}])",
+    "{a}.index_put(({d},), {b}[:{m}], accumulate=True)",
+    "{a}[:1].expand(n, 6).index_put(({r},), {b}[:{m}])",
+    "{a}.scatter(0, {p}[:, None].expand(n, 6), {b})",
+    "torch.slice_scatter({a}, {b}[:-1], 0, 1)",
     "torch.select_scatter({a}, {b}[{i}], 0, {j})",
     "torch.diagonal_scatter({a}, {b}.diagonal())",
     "{a}.t().contiguous().t()",
 )
-_VIEWS = ("{a}[:]", "{a}.view(6, 4).view(4, 6)", "{a}.view_as({a})", "{a}.t().t()")
+_VIEWS = ("{a}[:]", "{a}.view(6, n).view(n, 6)", "{a}.view_as({a})", "{a}.t().t()")
 _BITS = (
     "{new} = {a}.view(torch.int32).view(torch.float32)",
     "{new} = ({a}.view(torch.int32) & -2).view(torch.float32)",
     "{new} = ({a}.view(torch.int16) & -2).view(torch.float32); {a}.fill_({c})",
     "{a}.view(torch.int32).bitwise_and_(-256)",
 )
+_PAIRS = (("0", "1"), ("0", "-1"), ("1", "-1"), ("0", "n // 2"), ("n // 2", "-1"), ("-2", "-1"))
+_ROWS = (  # {r}, {d}, {m}
+    ("torch.arange(0, n, 2)", "(torch.arange((n + 1) // 2) // 2)", "(n + 1) // 2"),
+    ("torch.arange(1, n)", "(torch.arange(n - 1) // 2)", "n - 1"),
+    ("torch.arange(n - 1).flip(0)", "(torch.arange(n - 1) % (n // 2))", "n - 1"),
+    ("torch.arange(n // 2)", "(torch.arange(n // 2) // 2 + 1)", "n // 2"),
+)
+_ORDERS = ("torch.arange(n).flip(0)", "torch.arange(n).roll(1)", "((torch.arange(n) + n // 2) % n)")
 _RESULTS = ("{a}", "{a}", "{a}", "{a}[1:]", "{a}.sum()", "{a}.t()", "{a} * 2")
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function of two tensors of shape (4, 6), made from a seed."""
+    """A function of two tensors of shape (n, 6), made from a seed; n is 2 or more."""
 
     seed: int
     source: str
@@ -123,10 +134,10 @@ class Program:
         function: Callable[..., Any] = scope["program"]
         return function
 
-    def inputs(self, call: int = 0) -> list[torch.Tensor]:
+    def inputs(self, call: int = 0, rows: int = ROWS) -> list[torch.Tensor]:
         """Return the inputs of a call; each call has other numbers."""
         generator = torch.Generator().manual_seed(1000 * self.seed + call)
-        x, y = (torch.randn(ROWS, COLUMNS, generator=generator, device="cpu") for _ in "xy")
+        x, y = (torch.randn(rows, COLUMNS, generator=generator, device="cpu") for _ in "xy")
         return [x.requires_grad_(self.gradients), y]
 
 
@@ -147,11 +158,12 @@ def program(seed: int) -> Program:
 
 
 def _try(made: Program) -> None:
-    x, y = made.inputs()
-    results = made.function()(x * 1 if made.gradients else x, y)
-    ends = [result.sum() for result in results if result.requires_grad]
-    if ends:
-        torch.autograd.grad(sum(ends[1:], ends[0]), x, allow_unused=True)
+    for rows in (2, 3, ROWS):
+        x, y = made.inputs(rows=rows)
+        results = made.function()(x * 1 if made.gradients else x, y)
+        ends = [result.sum() for result in results if result.requires_grad]
+        if ends:
+            torch.autograd.grad(sum(ends[1:], ends[0]), x, allow_unused=True)
 
 
 def _written(chance: random.Random) -> tuple[str, bool]:
@@ -174,20 +186,17 @@ def _written(chance: random.Random) -> tuple[str, bool]:
     results = [_filled(chance.choice(_RESULTS), names, "", chance) for _ in range(count)]
     lines.append(f"return ({''.join(f'{result}, ' for result in results)})")
     body = "\n".join(f"    {line}" for line in lines)
-    return f"def program(x, y):\n{body}\n", gradients
+    return f"def program(x, y):\n    n = x.shape[0]\n{body}\n", gradients
 
 
 def _filled(template: str, names: list[str], new: str, chance: random.Random) -> str:
     a = chance.choice(names)
     # It may be a view of {a}: where eager does not define that it raises, and this is made anew.
     b = chance.choice([name for name in names if name != a])
-    i, j = sorted(chance.sample(range(ROWS), 2))
+    i, j = chance.choice(_PAIRS)
     k, l = sorted(chance.sample(range(COLUMNS), 2))  # noqa: E741
-    rows = chance.sample(range(ROWS), chance.randint(2, 3))
-    twice = [chance.randrange(ROWS) for _ in rows]
-    twice[-1] = twice[0]
-    order = chance.sample(range(ROWS), ROWS)
+    rows, twice, count = chance.choice(_ROWS)
     return template.format(
-        a=a, b=b, i=i, j=j, k=k, l=l, c=chance.choice((0.0, 1.0, 2.0, -3.0)), n=len(rows), new=new,
-        r=f"torch.tensor({rows})", d=f"torch.tensor({twice})", p=f"torch.tensor({order})",
+        a=a, b=b, i=i, j=j, k=k, l=l, c=chance.choice((0.0, 1.0, 2.0, -3.0)), new=new,
+        r=rows, d=twice, m=count, p=chance.choice(_ORDERS),
     )  # fmt: skip

@@ -5,17 +5,15 @@ This judge knows nothing of the one in :mod:`torchguard.verified`, which it judg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchguard.fuzz.programs import Program
+from torchguard.fuzz.programs import SIZES, Program
 
 __all__ = ["Trial", "attempt"]
-
-_CALLS = 2  # the second with numbers that no check has seen
 
 
 @dataclass(frozen=True)
@@ -27,24 +25,28 @@ class Trial:
     """What the caller saw that eager does not do; empty if it is right."""
 
 
-def attempt(program: Program, compile_: Callable[..., Any]) -> Trial:
-    """Compile the program with ``compile_`` and compare two calls with eager."""
+def attempt(program: Program, compile_: Callable[..., Any], sizes: Sequence[int] = SIZES) -> Trial:
+    """Compile the program with ``compile_`` and compare calls with eager.
+
+    There are two calls with the first number of rows, the second with numbers that no check
+    has seen, and then one with each of the others: from there on the graph is dynamic.
+    """
     eager, compiled = program.function(), compile_(program.function())
     wrong: list[str] = []
-    for call in range(_CALLS):
-        want = _seen(eager, program, call)
+    for call, rows in enumerate((sizes[0], *sizes)):
+        want = _seen(eager, program, call, rows)
         try:
-            got = _seen(compiled, program, call)
+            got = _seen(compiled, program, call, rows)
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
-            wrong.append(f"call {call}: raises {type(error).__name__}: {first}")
+            wrong.append(f"{rows} rows: raises {type(error).__name__}: {first}")
             continue
-        wrong += [f"call {call}: {name}" for name in want if not _equal(want[name], got.get(name))]
+        wrong += [f"{rows} rows: {name}" for name in want if not _equal(want[name], got.get(name))]
     return Trial(program, tuple(wrong))
 
 
-def _seen(function: Callable[..., Any], program: Program, call: int) -> dict[str, Any]:
-    x, y = program.inputs(call)
+def _seen(function: Callable[..., Any], program: Program, call: int, rows: int) -> dict[str, Any]:
+    x, y = program.inputs(call, rows)
     given = [x * 1 if program.gradients else x, y]
     results = list(function(*given))
     seen: dict[str, Any] = {}

@@ -13,11 +13,13 @@ import torch
 __all__ = [
     "default_backend",
     "dynamo_backend",
+    "fake_inputs",
     "inductor_backend",
     "inductor_draws_like_eager",
     "inductor_options",
     "mutation_switches",
     "shape_guards",
+    "symbols_in",
     "symbols_of",
     "tracing_again",
     "tracing_context",
@@ -98,6 +100,40 @@ def symbols_of(context: Any, value: object) -> Any:
     return known.get(value) if isinstance(value, torch.Tensor) else None
 
 
+def symbols_in(values: Iterable[object]) -> set[Any]:
+    """Return the symbols in the sizes, strides and offsets of tensors, and in integers."""
+    shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    found: set[Any] = set()
+    for value in values:
+        parts = (value,)
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            parts = (*value.size(), *value.stride(), value.storage_offset())
+        for part in parts:
+            if isinstance(part, torch.SymInt):
+                found |= shapes.free_symbols(part)
+    return found
+
+
+def fake_inputs(context: Any, inputs: Iterable[Any], symbols: Iterable[Any]) -> list[Any] | None:
+    """Return the inputs that Dynamo compiles with as AOTAutograd sees them: without values.
+
+    With them the graph can be compiled again later, when other sizes are at hand. None where
+    there is no such mode, or a tensor about which Dynamo has decided nothing.
+    """
+    mode: Any = getattr(context, "fake_mode", None)
+    try:
+        return [
+            mode.from_tensor(
+                value, symbolic_context=decided, source=decided.tensor_source, trace=False
+            )
+            if isinstance(value, torch.Tensor)
+            else value
+            for value, decided in zip(inputs, symbols, strict=True)
+        ]
+    except (AttributeError, TypeError):
+        return None
+
+
 @contextlib.contextmanager
 def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> Iterator[None]:
     """Compile once more for a graph whose context was kept from when Dynamo traced it.
@@ -107,7 +143,11 @@ def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> I
     """
     frames = importlib.import_module("torch._dynamo.convert_frame")
     told = [(value, decided) for value, decided in symbols if decided is not None]
-    with getattr(frames, "compile_lock", contextlib.nullcontext()), torch._guards.tracing(context):
+    # A thread that calls compiled code while another one traces with torch.fx is told by 2.13 that
+    # it traces itself, unless this says that torch.compile does. 2.15 asks the thread alone.
+    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
+    lock = getattr(frames, "compile_lock", contextlib.nullcontext())
+    with lock, session(), torch._guards.tracing(context):
         for value, decided in told:
             context.tensor_to_context[value] = decided
         try:
@@ -119,6 +159,16 @@ def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> I
 
 
 def shape_guards(context: Any) -> int | None:
-    """Count the guards on symbolic sizes so far; None where nobody can say."""
+    """Count the guards on symbolic sizes so far; None where nobody can say.
+
+    AOTAutograd's cache adds that a size is no larger than 64 bits can say, which it never is.
+    """
     environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
-    return None if environment is None else len(environment.guards)
+    if environment is None:
+        return None
+    return sum(not _names_the_largest_integer(guard) for guard in environment.guards)
+
+
+def _names_the_largest_integer(guard: Any) -> bool:
+    numbers = [atom for atom in guard.expr.atoms() if atom.is_Integer]
+    return any(abs(int(number)) >= 2**63 - 2 for number in numbers)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import fx
 
 from torchguard.internals import (
     dynamo_backend,
+    fake_inputs,
     has_own_dispatch,
     inductor_backend,
     inductor_draws_like_eager,
@@ -23,9 +23,6 @@ from torchguard.verified.ladder import Compiler, Step, inductor_steps, steps_of
 from torchguard.verified.options import Every, OnMismatch, Options
 from torchguard.verified.purity import why_not_twice
 from torchguard.verified.records import Records, VerificationReport, new_record
-
-if TYPE_CHECKING:
-    from torchguard.verified.check import Check
 
 __all__ = ["VerifiedBackend", "backend", "verified_backend"]
 
@@ -68,6 +65,8 @@ class VerifiedBackend:
         traced = graph if reason is not None else copy_graph(graph)
         context = tracing_context()
         symbols = [symbols_of(context, value) for value in example_inputs]
+        dynamic = any(map(is_symbolic, example_inputs))
+        fakes = fake_inputs(context, example_inputs, symbols) if dynamic else None
         start = time.monotonic()
         compiled = steps[0].compile(graph, example_inputs)
         compile_seconds = time.monotonic() - start
@@ -78,10 +77,13 @@ class VerifiedBackend:
             record.status, record.reason = "unverified", reason
             return compiled
         # Here and not above: it is the larger part of the folder, and `import torchguard` is quick.
+        from torchguard.verified.calls import checked_calls, sizes_of  # noqa: PLC0415
         from torchguard.verified.check import Check  # noqa: PLC0415
 
         # Real tensors are kept alive by nobody between compiling and the first call.
         examples = [None if _has_values(value) else value for value in example_inputs]
+        placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        inputs = [node.meta.get("example_value") for node in placeholders]
         check = Check(
             traced,
             steps,
@@ -90,13 +92,12 @@ class VerifiedBackend:
             random_like_eager,
             compiled,
             examples,
+            fakes,
             context,
             symbols,
             compile_seconds,
         )
-        by_shape = self._options.every == "shape" and any(map(is_symbolic, examples))
-        checking = _checking_every_shape if by_shape else _checking
-        return checking(check, self._options.calls)
+        return checked_calls(check, self._options, sizes_of(examples, inputs))
 
     def _steps(self, settings: dict[str, Any]) -> tuple[tuple[Step, ...], bool]:
         """Return the ladder, and whether its first step draws random numbers as eager does."""
@@ -152,7 +153,7 @@ def verified_backend(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
-    every: Every = "graph",
+    every: Every = "auto",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     group: Any = None,
@@ -164,20 +165,25 @@ def verified_backend(
     inductor is right. Each graph is run on copies of its first real inputs, once as Dynamo
     traced it and once compiled: values, gradients, strides and sharing of memory have to
     be the same. Where they are not, one warning says so and the next step runs, if that is
-    right: inductor with inputs written outside the graph, AOTAutograd alone, eager.
+    right: inductor with inputs written outside the graph, AOTAutograd alone, eager. A graph
+    with dynamic shapes is checked again when it is called with sizes that are new to it. While
+    one thread checks a graph, others that call it run it eagerly.
 
     Args:
         inner: a backend of ``torch.compile``, by name or itself.
-        calls: how many calls of each graph are checked.
+        calls: how many calls of each graph are checked; of a graph with dynamic shapes, how
+            many with each combination of sizes.
         on_mismatch: ``"fallback"``: run what is right. ``"warn"``: run the wrong graph all
             the same. ``"raise"``: raise a ``MiscompilationError`` when it is called.
         max_bytes: leave a graph unverified where its inputs' storages have more bytes.
-        every: ``"shape"`` checks a graph with dynamic shapes once for each combination of
-            shapes, ``"graph"`` once.
+        every: which sizes of a graph with dynamic shapes are checked. ``"auto"``: the first 64
+            combinations, and from then on those that compiled code may tell from all of them.
+            ``"shape"``: every combination. ``"graph"``: the first one.
         mode: as for ``torch.compile``.
         options: as for ``torch.compile``.
         group: a process group whose ranks take the same step; all of them have to compile
-            the same graphs in the same order, as they do under DDP.
+            the same graphs in the same order, as they do under DDP. They wait for each other
+            in the first ``calls`` calls of a graph; sizes that come later, each rank checks alone.
         run_twice: custom operators, as ``"namespace::name"``, that have no effect but on their
             tensors, so that a graph which has them is checked. Of those whose schema says that
             they write nothing, and that have no side-effect token, torchguard believes it.
@@ -195,41 +201,6 @@ def verified_backend(
 
 def _has_values(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not has_own_dispatch(value)
-
-
-def _checking(check: Check, calls: int) -> Callable[..., Any]:
-    """Check the first calls; from then on, passing the call on is all that is left."""
-    remaining = calls
-    target: Callable[..., Any]
-
-    def checked(*inputs: Any) -> Any:
-        nonlocal target, remaining
-        check(inputs)
-        remaining -= 1
-        trusted = check.trusted
-        if remaining <= 0 or check.finished:
-            target = trusted  # nothing of the check stays alive
-        return trusted(*inputs)
-
-    target = checked
-
-    def run(*inputs: Any) -> Any:
-        return target(*inputs)
-
-    return run
-
-
-def _checking_every_shape(check: Check, calls: int) -> Callable[..., Any]:
-    seen: Counter[Sequence[Any]] = Counter()
-
-    def run(*inputs: Any) -> Any:
-        shapes = tuple(v.shape if isinstance(v, torch.Tensor) else v for v in inputs)
-        if seen[shapes] < calls and not check.finished:
-            check(inputs)
-            seen[shapes] += 1
-        return check.trusted(*inputs)
-
-    return run
 
 
 backend = verified_backend()

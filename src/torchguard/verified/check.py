@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torchguard.verified.case import Case, exact, same_outcome
 from torchguard.verified.comparison import Difference, differences
 from torchguard.verified.copies import NotCopied, bytes_of, why_not_copied
 from torchguard.verified.graphs import copy_graph, is_symbolic, owned_tensors
-from torchguard.verified.ladder import EAGER, Step
+from torchguard.verified.ladder import EAGER, OUTSIDE, Step
 from torchguard.verified.options import Options
 from torchguard.verified.outcome import Outcome, run
 from torchguard.verified.quiet import quiet
@@ -26,7 +27,6 @@ from torchguard.verified.reducing import Reduced, reduced
 from torchguard.verified.reproducer import NotWritten, write_reproducer
 from torchguard.verified.rounding import not_by_rounding, right_in_double
 from torchguard.verified.strides import with_strides
-from torchguard.verified.warning import warn_of
 
 __all__ = ["Check"]
 
@@ -40,6 +40,10 @@ Where compiling took long, twice as long as that, so that there is time for some
 
 class _Unverified(Exception):  # noqa: N818 - it is an answer, not an error
     """The graph can't be checked; the text says why."""
+
+
+class _NeverVerified(_Unverified):
+    """No inputs will change that."""
 
 
 @dataclass
@@ -61,6 +65,9 @@ class Check:
     examples: list[Any]
     """What Dynamo gave to compile with, None in place of tensors that hold values."""
 
+    fakes: list[Any] | None
+    """The inputs of a graph with dynamic shapes without their values, to compile it again."""
+
     context: Any
     """What Dynamo knew when it traced the graph, to compile it again."""
 
@@ -79,8 +86,24 @@ class Check:
     forgiven: str = ""
     """What differs by rounding alone, though far, in words."""
 
+    writes: bool = False
+    """Whether the graph writes its inputs, as far as checks have seen."""
+
+    never_outside: bool = False
+    """Whether the step that keeps writes out of the graph was tried, and can't be taken."""
+
     warning: str | None = None
     """What to warn of once the check is over."""
+
+    hopeless: bool = False
+    """Whether the graph can't be checked, whatever its inputs are."""
+
+    guards: int | None = None
+    """How many guards on sizes there were when Dynamo wrote its own; later ones nobody watches."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: int | None = None
+    """The thread that holds the lock."""
 
     def __post_init__(self) -> None:
         self.record.runs = self.steps[0].name
@@ -89,28 +112,93 @@ class Check:
     @property
     def finished(self) -> bool:
         """Whether there is nothing left to check: eager runs, or what has been decided on."""
-        return self.decided or self.steps[self.position] is EAGER
+        return self.decided or self.hopeless or self.steps[self.position] is EAGER
 
-    def __call__(self, inputs: Sequence[Any]) -> None:
-        """Check what runs with the inputs of one call; afterwards the right one runs."""
+    def begin(self) -> bool:
+        """Take the check for this thread, up to :meth:`end`; False if another thread has it.
+
+        That one may hold it for as long as it compiles, and waits for Dynamo's lock to do so.
+        Who is told False runs the graph eagerly: it is right, and waits for nothing.
+        Only where the graph owns tensors everybody waits, for a check swaps their data.
+        """
+        wait = bool(self.owned) and self._thread != threading.get_ident()
+        if not self._lock.acquire(blocking=wait):
+            return False
+        self._thread = threading.get_ident()
+        return True
+
+    def end(self) -> None:
+        """Let other threads check."""
+        self._thread = None
+        self._lock.release()
+
+    def eager(self, *inputs: Any) -> Any:
+        """Run the graph as Dynamo traced it."""
+        return self.graph.forward(*inputs)
+
+    def __call__(self, inputs: Sequence[Any]) -> str | None:
+        """Check what runs with the inputs of one call; afterwards the right one runs.
+
+        Returns what to warn of; not under the lock, for who shows warnings may call anything.
+        """
         if self.finished:
-            return
+            return None
         start = time.perf_counter()
         self.warning = None
         try:
             self._check_here(inputs)
-            if self.options.group is not None and self.options.on_mismatch == "fallback":
+            if self._all_ranks_check():
                 self._agree(inputs)
         finally:
             self.record.checks += 1
             self.record.seconds += time.perf_counter() - start
-        if self.warning is not None:
-            warn_of(self.warning)  # where warnings are errors, it raises
+        return self.warning
+
+    def _all_ranks_check(self) -> bool:
+        """Whether the other ranks are here too: new sizes come to each of them at other calls."""
+        together = self.options.group is not None and self.options.on_mismatch == "fallback"
+        return together and self.record.checks < self.options.calls
+
+    @property
+    def writes_inside(self) -> bool:
+        """Whether the graph writes its inputs itself, and a step is left that keeps that out."""
+        following = self.steps[self.position + 1 : self.position + 2]
+        outside = any(step.name == OUTSIDE for step in following)
+        fallback = self.options.on_mismatch == "fallback" and not self.never_outside
+        return self.writes and outside and fallback
+
+    def write_outside(self, inputs: Sequence[Any]) -> bool:
+        """Take the step that writes inputs outside of the graph; whether it is right here.
+
+        Otherwise the graph counts as one that leaves its inputs alone.
+        """
+        start = time.perf_counter()
+        step = self.steps[self.position + 1]
+        try:
+            eager = self._eager(inputs)
+            compiled = self._compiled(step, inputs)
+            right = False
+            if compiled is not None:
+                found, compiled = self._judged(step, compiled, eager, inputs)
+                right = not found
+        except (_Unverified, NotCopied, torch.OutOfMemoryError):
+            right = False
+        if right:
+            assert compiled is not None
+            self.position, self.trusted = self.position + 1, compiled
+            self.record.runs = OUTSIDE
+            self.record.reason = "it writes its inputs, of more sizes than are checked one by one"
+        self.never_outside = not right
+        self.record.checks += 1
+        self.record.seconds += time.perf_counter() - start
+        return right
 
     def _check_here(self, inputs: Sequence[Any]) -> None:
         try:
             self._check(inputs)
         except (_Unverified, NotCopied) as reason:
+            # Ranks that check together do so until all of them have done.
+            self.hopeless = isinstance(reason, _NeverVerified) and self.options.group is None
             self._leave(str(reason))
         except torch.OutOfMemoryError:
             self._leave("the memory is too small for a second run")
@@ -135,7 +223,7 @@ class Check:
             self.record.runs = self.steps[self.position].name
 
     def _leave(self, reason: str) -> None:
-        if self.record.status == "compiled":
+        if self.record.status in {"compiled", "verified"}:
             self.record.status = "unverified"
             self.record.reason = reason
 
@@ -146,13 +234,14 @@ class Check:
         if reason is not None:
             raise _Unverified(reason)
         eager = self._eager(inputs)
+        self.writes |= eager.written
         found, self.trusted = self._judged(self.steps[self.position], self.trusted, eager, inputs)
         if not found:
             if eager.error is not None:
                 raise _Unverified(f"eager raises {type(eager.error).__name__}")
-            if self.record.status != "mismatched":
+            if self.record.status in {"compiled", "verified"}:
                 self.record.status = "verified"
-                self.record.reason = self.forgiven
+                self.record.reason = self.forgiven or self.record.reason
             return
         self._distrust(found, eager, inputs)
 
@@ -166,7 +255,7 @@ class Check:
     def _eager(self, inputs: Sequence[Any]) -> Outcome:
         eager = run(self.graph, inputs, self.owned)
         if eager.random and not self.random_like_eager:
-            raise _Unverified(
+            raise _NeverVerified(
                 "it draws random numbers, which inductor draws in its own way; with the option "
                 "fallback_random=True it can be checked"
             )
@@ -261,6 +350,17 @@ class Check:
 
     def _descend(self, eager: Outcome | None, inputs: Sequence[Any]) -> None:
         """Take the next step that is right, or can be compiled; the last one is eager itself."""
+        before = self.position
+        try:
+            self._next_step(eager, inputs)
+        except Exception:  # noqa: BLE001 - memory, say: what runs is wrong, so it can't stay
+            self.position = len(self.steps) - 1
+            self.trusted = self.eager
+        except BaseException:
+            self.position = before  # Ctrl-C: the next call has to check again
+            raise
+
+    def _next_step(self, eager: Outcome | None, inputs: Sequence[Any]) -> None:
         while self.position < len(self.steps) - 1:
             self.position += 1
             step = self.steps[self.position]
@@ -279,17 +379,20 @@ class Check:
 
     def _compiled(self, step: Step, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         """Compile with another step; None if it can't, or only under conditions nobody watches."""
-        if self.record.checks and any(map(is_symbolic, self.examples)):
-            return None  # Dynamo knows the symbols of the tensors it has traced, not of these
-        guards = shape_guards(self.context)
-        pairs = zip(self.examples, inputs, strict=True)
-        examples = [given if example is None else example for example, given in pairs]
+        if self.guards is None:
+            self.guards = shape_guards(self.context)
+        examples = self.fakes
+        if examples is None:
+            if any(map(is_symbolic, self.examples)):
+                return None  # the sizes of this call are not those of every call
+            pairs = zip(self.examples, inputs, strict=True)
+            examples = [given if example is None else example for example, given in pairs]
         try:
             with tracing_again(self.context, zip(inputs, self.symbols, strict=True)):
                 compiled = step.compile(copy_graph(self.graph), examples)
         except Exception:  # noqa: BLE001 - then the next step has to do
             return None
-        return compiled if shape_guards(self.context) == guards else None
+        return compiled if shape_guards(self.context) == self.guards else None
 
 
 def _refusal(text: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch import fx
 from torchguard import patching
 from torchguard.internals import dynamo_backend, inductor_options, mutation_switches
 
-__all__ = ["EAGER", "Compiler", "Step", "inductor_steps", "steps_of"]
+__all__ = ["EAGER", "OUTSIDE", "Compiler", "Step", "inductor_steps", "steps_of"]
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -32,6 +32,7 @@ def _as_it_is(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
 
 
 EAGER = Step("eager", _as_it_is)
+OUTSIDE = "inductor, inputs written outside the graph"
 
 
 def _by_aot_autograd(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -61,7 +62,7 @@ def inductor_steps(compiler: Compiler) -> tuple[Step, ...]:
         finally:
             patching.undo(paths)
 
-    outside = Step("inductor, inputs written outside the graph", with_inputs_written_outside)
+    outside = Step(OUTSIDE, with_inputs_written_outside)
     options = inductor_options(compiler)
     source = f"options={options!r}" if options else ""
     return (Step("inductor", compiler, source), outside, _AOT_EAGER, EAGER)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 __all__ = ["Every", "OnMismatch", "Options"]
 
 OnMismatch = Literal["fallback", "raise", "warn"]
-Every = Literal["graph", "shape"]
+Every = Literal["auto", "graph", "shape"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Options:
     calls: int = 1
     on_mismatch: OnMismatch = "fallback"
     max_bytes: int | None = None
-    every: Every = "graph"
+    every: Every = "auto"
     group: Any = None
     """The ranks that take the same step."""
 

@@ -35,6 +35,9 @@ class Outcome:
     sharing: frozenset[tuple[str, str]] = frozenset()
     """Pairs of an output and an input or another output that overlap in memory."""
 
+    written: bool = False
+    """Whether an input was written."""
+
     random: bool = False
     """Whether random numbers were drawn."""
 
@@ -96,6 +99,7 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
         before = [_function_behind(value) for value in given]
         # Called as a module, a graph that raises prints a traceback of its own.
         called = function.forward if isinstance(function, fx.GraphModule) else function
+        versions = [version_of(tensor) for tensor in tensors_of(copies.values)]
         try:
             returned = called(*given)
         except torch.OutOfMemoryError:
@@ -105,6 +109,10 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
             return outcome
         outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
         outcome.random = drawn()
+        # None: inference tensors count no writes.
+        outcome.written = None in versions or versions != [
+            version_of(tensor) for tensor in tensors_of(copies.values)
+        ]
         outcome.sharing = _sharing(outcome.outputs, copies.values)
         written = [
             value

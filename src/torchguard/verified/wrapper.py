@@ -20,7 +20,7 @@ def verified(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
-    every: Every = "graph",
+    every: Every = "auto",
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -43,7 +43,7 @@ def verified(
         calls: see :func:`verified_backend`, like the next three.
         on_mismatch: what happens to a wrong graph.
         max_bytes: the largest inputs that are copied.
-        every: ``"graph"`` or ``"shape"``.
+        every: ``"auto"``, ``"shape"`` or ``"graph"``.
         backend: what compiles, by name or itself.
         mode: as for ``torch.compile``.
         options: as for ``torch.compile``.

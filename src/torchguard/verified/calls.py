@@ -164,39 +164,31 @@ _MOST_KNOWN = 10_000
 """How many combinations are kept for a quick answer: an integer may differ in every call."""
 
 
-def _check(check: Check, checked: Sizes, inputs: Sequence[Any]) -> str | None:
-    many = checked.too_many and check.writes_inside
-    return None if many and check.write_outside(inputs) else check(inputs)
+class _Dynamic:
+    """The calls of a graph with dynamic shapes: those with sizes it was not checked with."""
 
+    def __init__(self, check: Check, options: Options, sizes_of_call: _SizesOf) -> None:
+        self._check = check
+        self._options = options
+        self._sizes_of = sizes_of_call
+        self._restart()
 
-def _dynamic(check: Check, options: Options, sizes_of_call: _SizesOf) -> Callable[..., Any]:
-    """Check calls with sizes that the graph has not been checked with."""
-    checked = Sizes(options)
-    nothing: set[Hashable] = set()
-    # One name for both: no call may find sizes known that another function was checked with.
-    state = (nothing, check.trusted)
+    def _restart(self) -> None:
+        """Forget all sizes: what runs now was checked with none of them."""
+        self._checked = Sizes(self._options)
+        known: set[Hashable] = set()
+        # One name for both: no call may find sizes known that another function was checked with.
+        self.state = (known, self._check.trusted)
 
-    def with_new_sizes(*inputs: Any) -> Any:
-        nonlocal checked, state
+    def __call__(self, *inputs: Any) -> Any:
+        check = self._check
         if not check.begin():
             return check.eager(*inputs)
-        warning = None
         try:
-            sizes = sizes_of_call(inputs)
-            if sizes not in state[0] and checked.lacking(sizes, check.writes_inside):
-                warning = _check(check, checked, inputs)
-                if check.trusted is not state[1]:
-                    checked, state = Sizes(options), (set(), check.trusted)
-                checked.checked(sizes)
-            if check.finished:
-                state = (_All(), check.trusted)
-            elif len(state[0]) >= _MOST_KNOWN:
-                state = (set(), check.trusted)
-            if not checked.lacking(sizes, check.writes_inside):
-                state[0].add(sizes)
+            warning = self._look(inputs)
             trusted = check.trusted
         except BaseException:
-            checked, state = Sizes(options), (set(), check.trusted)  # nothing is known of it
+            self._restart()
             raise
         finally:
             check.end()
@@ -204,10 +196,33 @@ def _dynamic(check: Check, options: Options, sizes_of_call: _SizesOf) -> Callabl
             warn_of(warning)
         return trusted(*inputs)
 
+    def _look(self, inputs: Sequence[Any]) -> str | None:
+        check, warning = self._check, None
+        sizes = self._sizes_of(inputs)
+        if sizes not in self.state[0] and self._checked.lacking(sizes, check.writes_inside):
+            many = self._checked.too_many and check.writes_inside
+            if not (many and check.write_outside(inputs)):
+                warning = check(inputs)
+            if check.trusted is not self.state[1]:
+                self._restart()
+            self._checked.checked(sizes)
+        if check.finished:
+            self.state = (_All(), check.trusted)
+        elif len(self.state[0]) >= _MOST_KNOWN:
+            self.state = (set(), check.trusted)
+        if not self._checked.lacking(sizes, check.writes_inside):
+            self.state[0].add(sizes)
+        return warning
+
+
+def _dynamic(check: Check, options: Options, sizes_of_call: _SizesOf) -> Callable[..., Any]:
+    """Look up the sizes of each call, and check those that are new."""
+    calls = _Dynamic(check, options, sizes_of_call)
+
     def run(*inputs: Any) -> Any:
-        known, trusted = state
+        known, trusted = calls.state
         if sizes_of_call(inputs) in known:
             return trusted(*inputs)
-        return with_new_sizes(*inputs)
+        return calls(*inputs)
 
     return run

@@ -851,7 +851,7 @@ def test_a_dynamic_graph_that_is_wrong_in_its_second_call_stays_right_for_every_
     with pytest.warns(MiscompilationWarning):
         assert compiled(torch.zeros(6)).tolist() == [[0] * 6] * 2
     assert compiled(torch.ones(7)).tolist() == [[2] * 7] * 2
-    assert backend.stats().graphs[0].runs == "eager"
+    assert backend.stats().graphs[0].runs == "aot_eager"
 
 
 def test_a_dynamic_graph_that_is_wrong_falls_back_too() -> None:
@@ -1108,7 +1108,7 @@ def test_the_report_is_a_table() -> None:
     [
         ({"calls": 0}, "calls is 0, expected a number of 1 or more"),
         ({"on_mismatch": "panic"}, "expected 'fallback' or 'raise' or 'warn'"),
-        ({"every": "call"}, "expected 'graph' or 'shape'"),
+        ({"every": "call"}, "expected 'auto' or 'graph' or 'shape'"),
         ({"max_bytes": -1}, "max_bytes is -1"),
     ],
 )

@@ -116,7 +116,9 @@ def test_a_graph_that_writes_its_inputs_is_not_trusted_with_more_sizes_than_were
         assert (dynamic.runs == ladder.OUTSIDE) is writes
 
 
-def test_other_sizes_are_checked_again_after_a_step_was_taken() -> None:
+def test_other_sizes_are_checked_again_after_a_step_was_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What was right for a size that another function was checked with need not be right now."""
 
     def wrong_at(number: int) -> Any:
@@ -129,7 +131,7 @@ def test_other_sizes_are_checked_again_after_a_step_was_taken() -> None:
     ladder = importlib.import_module("torchguard.verified.ladder")
     steps = (ladder.Step("first", first), ladder.Step("second", second), ladder.EAGER)
     backend = verified_backend(first)
-    backend._steps = lambda _: (steps, True)  # type: ignore[method-assign]
+    monkeypatch.setattr(backend, "_steps", lambda _: (steps, True))
     compiled = torch.compile(lambda x: (x * 2,), backend=backend)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -201,6 +203,51 @@ def test_two_ranks_with_other_sizes_do_not_wait_for_each_other(tmp_path: Path) -
         folder=tmp_path,
     )
     assert printed.splitlines()[-2:] == ["True ['wrong_from_9']", "True ['aot_eager']"]
+
+
+def _off_by_one(outputs: list[Any], _: list[Any]) -> Any:
+    return [outputs[0] + 1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_known_to_be_wrong_does_not_stay_when_the_next_step_fails(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_(*_: Any) -> Any:
+        def run(*_: Any) -> Any:
+            raise torch.OutOfMemoryError
+
+        return run
+
+    ladder = importlib.import_module("torchguard.verified.ladder")
+    monkeypatch.setattr(ladder, "_AOT_EAGER", ladder.Step("fails", compile_))
+    backend = verified_backend(spoiling(_off_by_one))
+    compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=dynamic)
+    with pytest.warns(MiscompilationWarning, match="eager runs instead"):
+        assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
+    assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_check_that_is_interrupted_is_done_again(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupts = [KeyboardInterrupt]
+
+    def compile_(graph: Any, _: list[Any]) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return graph.forward
+
+    ladder = importlib.import_module("torchguard.verified.ladder")
+    monkeypatch.setattr(ladder, "_AOT_EAGER", ladder.Step("second", compile_))
+    backend = verified_backend(spoiling(_off_by_one))
+    compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=dynamic)
+    with pytest.raises(KeyboardInterrupt):
+        compiled(torch.ones(3))
+    with pytest.warns(MiscompilationWarning):
+        assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
+    assert backend.stats().graphs[0].runs == "second"
 
 
 # --- threads

@@ -9,8 +9,10 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import stat
+import subprocess
 import threading
 import time
 import traceback
@@ -27,6 +29,7 @@ import torchguard
 from torchguard.checkpoint.saving import save_file
 from torchguard.checkpoint.whole_file import temporary_name
 
+KILLS = int(os.environ.get("TORCHGUARD_KILLS", "60"))  # 500 for a release
 OLD = {"weight": torch.arange(300.0), "step": 1}
 NEW = {"weight": torch.arange(300.0) + 1, "step": 2}
 
@@ -113,17 +116,17 @@ class TestSave:
         """The old file stays whole; plain torch.save loses it nearly every time."""
         path, plain = tmp_path / "model.pt", tmp_path / "plain.pt"
         torchguard.save(OLD, path)
-        size = path.stat().st_size
-        lost = 0
-        for limit in range(0, size, 7):
-            torch.save(OLD, plain)
-            with file_size_limited(limit):
-                with pytest.raises((RuntimeError, OSError)):
-                    torchguard.save(NEW, path)
-                with contextlib.suppress(RuntimeError):  # 2.6 drops an error in the last bytes
-                    torch.save(NEW, plain)
-            assert same(torch.load(path), OLD), limit
+        whole, lost = path.read_bytes(), 0
+        for limit in range(len(whole)):
+            with file_size_limited(limit), pytest.raises((RuntimeError, OSError)):
+                torchguard.save(NEW, path, fsync=False)
+            assert path.read_bytes() == whole, limit
             assert not left(tmp_path), limit
+        for limit in range(0, len(whole), 97):
+            torch.save(OLD, plain)
+            # 2.6 drops an error in the last bytes.
+            with file_size_limited(limit), contextlib.suppress(RuntimeError):
+                torch.save(NEW, plain)
             try:
                 lost += not same(torch.load(plain), OLD)
             except Exception:  # noqa: BLE001
@@ -168,10 +171,26 @@ class TestSave:
             return status(start(is_one_of, path, states)) == 0
 
         path = tmp_path / "model.pt"
-        assert all(survives(torchguard.save, path) for _ in range(60))
+        assert all(survives(torchguard.save, path) for _ in range(KILLS))
         torchguard.save(OLD, path)
         assert names(tmp_path) == ["model.pt"], "the last save has removed what they left"
         assert not all(survives(torch.save, tmp_path / "plain.pt") for _ in range(60))
+
+    def test_a_disk_that_is_full(self, tmp_path: Path) -> None:
+        """A file system of 96 kB with room for the old file and half of the new one."""
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(disk)]
+        if shutil.which("mount") is None or subprocess.run(mount, check=False).returncode:
+            pytest.skip("no tmpfs can be mounted here; the tests above limit the size of a file")
+        try:
+            torchguard.save(OLD, disk / "model.pt")
+            with pytest.raises((RuntimeError, OSError)):
+                torchguard.save({"weight": torch.ones(100_000), "step": 2}, disk / "model.pt")
+            assert same(torch.load(disk / "model.pt"), OLD)
+            assert names(disk) == ["model.pt"]
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
 
     def test_what_a_living_process_writes_stays(self, tmp_path: Path) -> None:
         """Only what is nobody's any more is removed, and nothing that has another name."""

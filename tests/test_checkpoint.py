@@ -180,8 +180,9 @@ class TestSave:
         """A file system of 96 kB with room for the old file and half of the new one."""
         disk = tmp_path / "disk"
         disk.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(disk)]
-        if shutil.which("mount") is None or subprocess.run(mount, check=False).returncode:
+        mount, umount = shutil.which("mount"), shutil.which("umount")
+        options = ["-t", "tmpfs", "-o", "size=96k", "tmpfs", str(disk)]
+        if not mount or not umount or subprocess.run([mount, *options], check=False).returncode:
             pytest.skip("no tmpfs can be mounted here; the tests above limit the size of a file")
         try:
             torchguard.save(OLD, disk / "model.pt")
@@ -190,7 +191,7 @@ class TestSave:
             assert same(torch.load(disk / "model.pt"), OLD)
             assert names(disk) == ["model.pt"]
         finally:
-            subprocess.run(["umount", str(disk)], check=True)
+            subprocess.run([umount, str(disk)], check=True)
 
     def test_what_a_living_process_writes_stays(self, tmp_path: Path) -> None:
         """Only what is nobody's any more is removed, and nothing that has another name."""

@@ -737,7 +737,7 @@ class TestModules:
     def test_of_a_module_compiled_in_place_each_bucket_is_compiled_so(self) -> None:
         net = Net().eval()
         net.compile(backend="eager", fullgraph=True)
-        wrapped = bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER)
+        wrapped: Any = bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER)
         for length in (5, 6, 9):
             torch.testing.assert_close(wrapped(torch.ones(length, 3)), net(torch.ones(length, 3)))
         assert wrapped.stats().graphs == len(wrapped.stats().hits)
@@ -877,7 +877,7 @@ class TestVerification:
             def __init__(self) -> None:
                 self.model = norm
 
-            @bucketed(dims={"x": {2: "t"}}, **options)
+            @bucketed(dims={"x": {2: "t"}}, **options)  # type: ignore[untyped-decorator]
             def loss(self, x: torch.Tensor) -> Any:
                 return self.model(x)
 
@@ -933,7 +933,8 @@ class TestVerification:
                 return out.detach()
 
         net = Noting(3, 3)
-        bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER).verify(torch.randn(5, 3))
+        wrapped: Any = bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER)
+        wrapped.verify(torch.randn(5, 3))
         assert net.seen == 0
         assert not hasattr(net, "last")
         assert net.weight.grad is None
@@ -998,8 +999,9 @@ class TestVerification:
         net = Tied()
         saved = (net.flat * net.again.detach()).sum()
         versions = [each._version for each in net.parameters()]
+        wrapped: Any = bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER)
         with pytest.raises(PaddingLeakError):
-            bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER).verify(torch.randn(5, 3))
+            wrapped.verify(torch.randn(5, 3))
         assert torch.equal(net.flat, torch.ones(6))
         assert [each._version for each in net.parameters()] == versions
         saved.backward()  # which needs the weights as they were
@@ -1246,7 +1248,7 @@ class TestWays:
     def test_outputs_of_cuda_graphs_are_copied(self) -> None:
         # A CUDA graph writes its outputs to the same memory in each call; so does this one.
         memory = torch.zeros(4)
-        wrapped = bucketed(
+        wrapped: Any = bucketed(
             memory.copy_,
             dims=({0: "t"},),
             buckets=LADDER,
@@ -1286,7 +1288,9 @@ class TestStatistics:
 
     def test_warmup_compiles_every_bucket_and_changes_nothing(self, backend: Counting) -> None:
         net = Net()
-        wrapped = bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend})
+        wrapped: Any = bucketed(
+            net, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
+        )
         random_state = torch.get_rng_state()
         wrapped.warmup(torch.ones(2, 3))
         assert len(backend.graphs) == 3
@@ -1303,7 +1307,7 @@ class TestStatistics:
         self, backend: Counting
     ) -> None:
         linear = nn.Linear(3, 3)
-        wrapped = bucketed(
+        wrapped: Any = bucketed(
             linear, dims={"input": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
         )
         with torch.no_grad():

@@ -62,7 +62,7 @@ class ConvPads(nn.Module):
 @pytest.mark.slow
 def test_a_conv_linear_model_that_pads_a_dim_that_varies() -> None:
     model = ConvPads()
-    wrapped = bucketed(model, dims={"x": {1: "t"}}, buckets=LADDER, compile=True)
+    wrapped: Any = bucketed(model, dims={"x": {1: "t"}}, buckets=LADDER, compile=True)
     for length in (5, 8, 13):
         x = torch.randn(2, length, 4)
         assert wrapped(x).shape == (2, 3, length - 1)
@@ -74,7 +74,7 @@ def test_a_conv_linear_model_that_pads_a_dim_that_varies() -> None:
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_modes_that_record_cuda_graphs_where_there_is_a_gpu(mode: str) -> None:
     model = nn.Linear(4, 4)
-    wrapped = bucketed(
+    wrapped: Any = bucketed(
         model, dims={"input": {0: "t"}}, buckets=Buckets([8]), compile={"mode": mode}
     )
     inputs = [torch.randn(length, 4) for length in (5, 7, 8)]
@@ -106,7 +106,7 @@ def test_an_encoder_trained_for_20_steps_as_without_padding() -> None:
     torch.manual_seed(0)
     plain = Encoder()
     padded = copy.deepcopy(plain)
-    wrapped = bucketed(
+    wrapped: Any = bucketed(
         padded,
         dims={"ids": {1: "t"}, "padding": {1: "t"}},
         buckets=LADDER,

@@ -100,7 +100,7 @@ def test_the_limit_is_not_reached(
     """8 threads, 12 buckets: every result is right, and Dynamo says nothing of a limit."""
     backend = _Count()
     model = make().eval()
-    wrapped = bucketed(
+    wrapped: Any = bucketed(
         model, dims=({1: "t"},), buckets=Buckets(_SIZES), compile={"backend": backend}
     )
     wrong = []

@@ -114,7 +114,7 @@ def test_each_buckets_graph_is_checked_and_what_is_wrong_replaced(
 def test_a_method_that_is_bucketed() -> None:
     class Model:
         @verified(backend="aot_eager")
-        @bucketed(**IN_BUCKETS)
+        @bucketed(**IN_BUCKETS)  # type: ignore[untyped-decorator]
         def twice(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2
 

@@ -30,6 +30,7 @@ from torchguard import (
     TorchGuardError,
     VerificationReport,
 )
+from torchguard.bucketed.statistics import Statistics
 from torchguard.verified import VerifiedBackend
 
 
@@ -102,14 +103,37 @@ def bucketed() -> None:
     )
     wrapped(torch.ones(2, 5))
     with torchguard.no_recompile():
-        wrapped(torch.ones(2, 5))
-    wrapped.stats()
+        assert_type(wrapped(torch.ones(2, 5)), torch.Tensor)
+    assert_type(wrapped.stats(), Statistics)
+    assert_type(wrapped.stats().compiled, bool)
+    wrapped.warmup(torch.ones(2, 16))
+    wrapped.verify(torch.ones(2, 5))
 
     @torchguard.bucketed(dims={"x": {1: "t"}}, buckets="auto", verify="never")
-    def decorated(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
+    def decorated(x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        return x + times
 
-    del decorated
+    assert_type(decorated(torch.ones(2, 5), times=2), torch.Tensor)
+    assert_type(decorated.stats().calls, int)
+
+    # The mask is made: the caller need not give it.
+    def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (x * mask).sum(1)
+
+    options = {"x": {1: "t"}}
+    sums = torchguard.bucketed(masked, dims=options, buckets=[16], mask="mask", fill={"x": 0})
+    assert_type(sums(torch.ones(2, 5)), torch.Tensor)
+
+    class Adder:
+        @torchguard.bucketed(dims={"x": {0: "t"}}, buckets=[8])
+        def add(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    assert_type(Adder().add(torch.ones(5)), torch.Tensor)
+    assert_type(Adder().add.stats(), Statistics)
+    layer = torchguard.bucketed(torch.nn.Linear(2, 2), dims=({0: "t"},), buckets=[8], compile=False)
+    assert_type(layer, torch.nn.Linear)
+    assert_type(layer.out_features, int)
 
 
 def assignment() -> None:

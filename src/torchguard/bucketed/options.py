@@ -12,7 +12,7 @@ from typing_extensions import Required
 from torchguard.bucketed.declaration import Dims
 from torchguard.padding import Side
 
-__all__ = ["Keywords", "Options", "Overflow", "Verify"]
+__all__ = ["Keywords", "MaskingKeywords", "Options", "Overflow", "Verify"]
 
 Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
 Verify: TypeAlias = Literal["first", "always", "never"]
@@ -24,8 +24,6 @@ class Keywords(TypedDict, total=False):
     dims: Required[Dims]
     buckets: Any
     fill: Mapping[str, Any] | None
-    lengths: Any
-    mask: Any
     outputs: Any
     side: Side
     overflow: Overflow
@@ -33,6 +31,13 @@ class Keywords(TypedDict, total=False):
     compile: bool | Mapping[str, Any] | None
     plan: str | os.PathLike[str] | None
     group: Any
+
+
+class MaskingKeywords(Keywords, total=False):
+    """Likewise, with arguments that are made where the caller leaves them out."""
+
+    lengths: Any
+    mask: Any
 
 
 @dataclass(frozen=True)

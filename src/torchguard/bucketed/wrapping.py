@@ -6,10 +6,10 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import ParamSpec, Unpack
 
 from torchguard import internals
 from torchguard.padding import Side
@@ -17,17 +17,37 @@ from torchguard.padding import Side
 # What does it is imported with the first use: it is a third of what `import torchguard` would take.
 if TYPE_CHECKING:
     from torchguard.bucketed.declaration import Dims
-    from torchguard.bucketed.options import Keywords, Options, Overflow, Verify
+    from torchguard.bucketed.decorated import Decorator, MaskingDecorator, Wrapped
+    from torchguard.bucketed.options import (
+        Keywords,
+        MaskingKeywords,
+        Options,
+        Overflow,
+        Verify,
+    )
 
 __all__ = ["bucketed"]
 
+_Arguments = ParamSpec("_Arguments")
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+_Result = TypeVar("_Result")
 
+
+# A module is a callable too, and the first that fits is meant.
 @overload
-def bucketed(function: Callable[..., Any], /, **options: Unpack[Keywords]) -> Any: ...
+def bucketed(function: _Module, /, **options: Unpack[MaskingKeywords]) -> _Module: ...
 @overload
 def bucketed(
-    function: None = None, /, **options: Unpack[Keywords]
-) -> Callable[[Callable[..., Any]], Any]: ...
+    function: Callable[_Arguments, _Result], /, **options: Unpack[Keywords]
+) -> Wrapped[_Arguments, _Result]: ...
+@overload
+def bucketed(
+    function: Callable[..., _Result], /, **options: Unpack[MaskingKeywords]
+) -> Wrapped[..., _Result]: ...
+@overload
+def bucketed(function: None = None, /, **options: Unpack[Keywords]) -> Decorator: ...
+@overload
+def bucketed(function: None = None, /, **options: Unpack[MaskingKeywords]) -> MaskingDecorator: ...
 def bucketed(
     function: Any = None,
     /,

@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import Callable, Generator
 from types import MethodWrapperType, TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -210,8 +210,15 @@ class Guarded(contextlib.ContextDecorator):
 
         Raises:
             TypeError: ``function`` is a coroutine function. Other tasks run between its
-                steps, in the same thread, and would be in the scope as well.
+                steps, in the same thread, and would be in the scope as well. Or a class, of
+                which only the making of an instance would be in the scope.
         """
+        if isinstance(function, type) or not callable(function):
+            kind = "the class " if isinstance(function, type) else ""
+            raise TypeError(
+                f"guarded: function is {kind}{getattr(function, '__qualname__', repr(function))}, "
+                "expected a function or a method: decorate those that change tensors"
+            )
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
                 f"guarded: {function.__qualname__} is an async function, expected a plain "
@@ -255,7 +262,11 @@ class Guarded(contextlib.ContextDecorator):
             return stop.value
 
 
-def guarded(*, data: bool = False) -> Guarded:
+@overload
+def guarded(function: _Function, /, *, data: bool = False) -> _Function: ...
+@overload
+def guarded(function: None = None, /, *, data: bool = False) -> Guarded: ...
+def guarded(function: Any = None, /, *, data: bool = False) -> Any:
     """Make every operation in a scope exception-safe, each ``out=`` variant included.
 
     Equals the same code without the scope as long as nothing fails: same results,
@@ -275,6 +286,7 @@ def guarded(*, data: bool = False) -> Guarded:
     ``"setitem"`` and ``"slice_scatter"`` of :func:`torchguard.install`.
 
     Args:
+        function: what to decorate, where ``@guarded`` has no parentheses.
         data: also put the elements back, and then the version counter. Whatever
             an operation is about to write in place is copied first, every time:
             that costs its memory once more and the time of a ``clone()``.
@@ -298,5 +310,5 @@ def guarded(*, data: bool = False) -> Guarded:
     """
     # Not is_compiling(): that is True as well while another thread compiles.
     if torch.compiler.is_dynamo_compiling():
-        return contextlib.nullcontext()  # type: ignore[return-value]
-    return Guarded(data=data)
+        return contextlib.nullcontext() if function is None else function
+    return Guarded(data=data) if function is None else Guarded(data=data)(function)

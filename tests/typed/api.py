@@ -54,6 +54,12 @@ def mutation() -> None:
         return x * 2 * times
 
     assert_type(doubled(t, times=2), torch.Tensor)
+
+    @torchguard.guarded
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    assert_type(tripled(t), torch.Tensor)
     assert_type(torchguard.is_consistent(t), bool)
     torchguard.check_consistent({"weights": [t, torch.nn.Linear(2, 2)]})
     assert_type(torchguard.repair_(t), torch.Tensor)
@@ -104,6 +110,12 @@ def bucketed() -> None:
     wrapped(torch.ones(2, 5))
     with torchguard.no_recompile():
         assert_type(wrapped(torch.ones(2, 5)), torch.Tensor)
+
+    @torchguard.no_recompile
+    def warm(x: torch.Tensor) -> torch.Tensor:
+        return wrapped(x)
+
+    assert_type(warm(torch.ones(2, 5)), torch.Tensor)
     assert_type(wrapped.stats(), Statistics)
     assert_type(wrapped.stats().compiled, bool)
     wrapped.warmup(torch.ones(2, 16))
@@ -157,6 +169,12 @@ def verification() -> None:
     assert_type(doubled(torch.ones(2), times=2), torch.Tensor)
     assert_type(doubled.stats(), VerificationReport)
     assert_type(doubled.stats().verified, int)
+
+    @torchguard.verified
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    assert_type(tripled.stats(), VerificationReport)
     layer = torchguard.verified(backend="aot_eager")(torch.nn.Linear(2, 2))
     assert_type(layer, torch.nn.Linear)
     backend = torchguard.verified_backend("aot_eager", every="shape", max_bytes=1 << 20)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import torch
 
@@ -22,14 +22,19 @@ __all__ = ["news", "no_recompile", "reasons", "refused"]
 Shapes: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
 """Label and padded shape of each input."""
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 _QUOTED = 3
 _AROUND = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
 
 _scopes = threading.local()
 
 
-@contextlib.contextmanager
-def no_recompile() -> Iterator[None]:
+@overload
+def no_recompile(function: _Function, /) -> _Function: ...
+@overload
+def no_recompile(function: None = None, /) -> contextlib.AbstractContextManager[None]: ...
+def no_recompile(function: Any = None, /) -> Any:
     """Raise where anything would be compiled, for a loop that has to run at full speed.
 
     Equals ``with torch.compiler.set_stance("fail_on_recompile"):``, and the error names the
@@ -37,6 +42,11 @@ def no_recompile() -> Iterator[None]:
     other threads too. Something that is bucketed raises :class:`RecompileError` where it is
     called; for any other compiled function torch raises a ``RuntimeError`` there, which leaves
     this scope as a ``RecompileError``, so inside of it ``except RuntimeError`` catches both.
+
+    Also a decorator, ``@no_recompile`` or ``@no_recompile()``: each call is such a scope.
+
+    Args:
+        function: what to decorate; left out, a scope is returned.
 
     Raises:
         RecompileError: something in the scope was about to compile, for the first time or again.
@@ -50,6 +60,11 @@ def no_recompile() -> Iterator[None]:
         Traceback (most recent call last):
         torchguard.errors.RecompileError: no_recompile: <lambda> was about to compile with x ...
     """
+    return _scope() if function is None else _scope()(function)
+
+
+@contextlib.contextmanager
+def _scope() -> Iterator[None]:
     before = getattr(_scopes, "count", 0)
     _scopes.count = before + 1
     try:

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
+from typing_extensions import ParamSpec
 
 from torchguard.internals import compile_in_place, settings_of_compiled
 from torchguard.verified.backend import VerifiedBackend
-from torchguard.verified.decorated import Decorator
+from torchguard.verified.decorated import Checked, Decorator
 from torchguard.verified.options import Every, OnMismatch, Options
 
 __all__ = ["verified"]
 
+_Arguments = ParamSpec("_Arguments")
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+_Result = TypeVar("_Result")
 
+
+# A module is a callable too, and the first that fits is meant.
+@overload
+def verified(function: _Module, /, **options: Any) -> _Module: ...
+@overload
 def verified(
+    function: Callable[_Arguments, _Result], /, **options: Any
+) -> Checked[_Arguments, _Result]: ...
+@overload
+def verified(
+    function: None = None,
+    /,
     *,
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
@@ -27,7 +42,22 @@ def verified(
     group: Any = None,
     run_twice: Collection[str] = (),
     **compile_options: Any,
-) -> Decorator:
+) -> Decorator: ...
+def verified(
+    function: Any = None,
+    /,
+    *,
+    calls: int = 1,
+    on_mismatch: OnMismatch = "fallback",
+    max_bytes: int | None = None,
+    every: Every = "graph",
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    group: Any = None,
+    run_twice: Collection[str] = (),
+    **compile_options: Any,
+) -> Any:
     """Compile a function or a module, and keep of each graph only what does what eager does.
 
     ``verified()(f)`` equals ``torch.compile(f)`` where inductor is right. A module is
@@ -40,6 +70,7 @@ def verified(
     the buckets, and :func:`verification_report` has the graphs.
 
     Args:
+        function: what to decorate, where ``@verified`` has no parentheses: ``verified(f)``.
         calls: see :func:`verified_backend`, like the next three.
         on_mismatch: what happens to a wrong graph.
         max_bytes: the largest inputs that are copied.
@@ -107,7 +138,7 @@ def verified(
             made.stats = settings["backend"].stats
         return made
 
-    return wrap
+    return wrap if function is None else wrap(function)
 
 
 def _name_of(function: Any) -> str:

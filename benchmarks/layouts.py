@@ -337,30 +337,35 @@ def _fit(record: Record, _: str) -> str:
 
 
 def _host(record: Record, device: str) -> str:
-    rows = [
-        (
-            f"{row['what'].partition(':')[0]}, {row['phase']}, {row['mode']}",
-            _code(row["scope"]),
-            str(row["count"]),
-            "; ".join(
-                f"{kind}: " + ", ".join(f"{count} `{name}`" for name, count in functions.items())
-                for kind, functions in row["calls"].items()
-            ),
-            f"{row['bound_ns'] / 1e3:.2f} µs of {1e3 * row['host_ms']['q1']:.0f} µs",
-            f"{row['percent']:.2g} %",
-            f"{row['target']}: {row['verdict']}",
+    rows = []
+    for row in of_device(record, "rows", device):
+        host_us = 1e3 * row.get("host_least_ms", row["host_ms"]["q1"])
+        kinds = [
+            f"{kind}: " + ", ".join(f"{count} `{name}`" for name, count in functions.items())
+            for kind, functions in row["calls"].items()
+        ]
+        rows.append(
+            (
+                f"{row['what'].partition(':')[0]}, {row['phase']}, {row['mode']}",
+                _code(row["scope"]),
+                str(row["count"]),
+                "; ".join(kinds),
+                f"{row['bound_ns'] / 1e3:.2f} µs of {host_us:.0f} µs",
+                f"{row['percent']:.2g} %",
+                f"{row['target']}: {row['verdict']}",
+            )
         )
-        for row in of_device(record, "rows", device)
-    ]
     header = ("step", "with", "calls", "of", "at most", "of the host's time", "target")
     prices = ((kind, time(cost)) for kind, cost in record["cost_ns"].items())
+    least = "host_least_ms" in record["rows"][0]
+    taken = "least that the processor took for" if least else "lower quartile of"
     return "\n\n".join(
         (
             (
                 "Every call of a Python function is reported while a step runs, and those that "
                 "enter torchguard are counted, in the thread of the step. Each costs at most the "
-                "upper quartile of what was measured for its kind. The host's time is the lower "
-                "quartile of a step whose tensors are so small that computing them takes next to "
+                "upper quartile of what was measured for its kind. The host's time is the "
+                f"{taken} a step whose tensors are so small that computing them takes next to "
                 "nothing, on a CPU. On a GPU the same Python runs, and its step launches kernels "
                 "besides; no count there is in this record."
             ),

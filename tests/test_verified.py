@@ -653,6 +653,11 @@ def test_what_stays_after_reducing_shows_the_fault_and_time_is_kept() -> None:
     assert statements == ["exp"]
     assert len(small.inputs) == 1
     assert small.differences(small.inputs) != []
+    # The whole graph would take ten seconds once more, the end of it does not.
+    small, ended_early = reduced(case, exp_is_wrong, seconds=5, first=10)
+    assert [node.target for node in small.graph.graph.nodes if node.op.startswith("call_")] == [
+        "exp"
+    ]
     tried.clear()
     assert reduced(case, exp_is_wrong, seconds=1, first=100) == (case, True)
     assert tried == []

@@ -81,7 +81,8 @@ def _copied(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     for dim in reversed(order):
         strides[dim] = size
         size *= max(tensor.size(dim), 1)
-    if tensor.stride() == tuple(strides):
+    sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    if all(length == 1 or has == wanted for length, has, wanted in sizes):
         return tensor
     # Not permute().contiguous(): the result would be a view, and eager's is not.
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -90,7 +90,7 @@ def test_the_judge_sees_a_wrong_value_a_wrong_write_and_a_wrong_alias() -> None:
         def spoiled(function: Any) -> Any:
             def run(x: torch.Tensor, y: torch.Tensor) -> Any:
                 results = function(x, y)
-                y.data[3, 5] += 1
+                y.data[-1, 5] += 1
                 return results
 
             return run
@@ -261,7 +261,8 @@ def spoiled_backend() -> str:
     def spoiled(graph: fx.GraphModule, _: list[Any]) -> Any:
         def run(*inputs: Any) -> Any:
             results = graph(*inputs)
-            inputs[0].data[3, 5] += 1
+            tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+            tensors[0].data[-1, -1] += 1
             return results
 
         return run
@@ -275,7 +276,8 @@ def test_the_command_finds_nothing_wrong_with_the_check(
 ) -> None:
     assert main(["fuzz", "--seed", "1", "--count", "2", "--backend", spoiled_backend]) == 0
     shown = capsys.readouterr()
-    assert "2 programs: 0 wrong with the check; 2 graphs were compiled wrong" in shown.out
+    assert "2 programs: 0 wrong with the check; " in shown.out
+    assert "; 0 graphs were compiled wrong" not in shown.out
     assert "[2/2] program 2: right" in shown.err
 
 

@@ -13,7 +13,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
+NAMESPACES: tuple[Any, ...] = (
+    *(torch, torch.linalg, torch.special, torch.fft, torch.nn.functional),
+    *(torch.sparse, torch.Tensor),
+)
 
 
 class OutCase(NamedTuple):
@@ -31,7 +34,7 @@ class OutCase(NamedTuple):
         self, outs: tuple[torch.Tensor, ...], function: Callable[..., Any] | None = None
     ) -> Any:
         out = outs[0] if len(outs) == 1 else outs
-        return (function or self.function)(*self.args, **self.kwargs, out=out)
+        return (function or by_name(self.function))(*self.args, **self.kwargs, out=out)
 
 
 class InPlaceCase(NamedTuple):
@@ -92,9 +95,15 @@ def places() -> dict[int, tuple[Any, str]]:
     return {
         id(function): (namespace, name)
         for namespace in reversed(NAMESPACES)
-        for name, function in vars(namespace).items()
-        if callable(function)
+        for name in dir(namespace)
+        if callable(function := getattr(namespace, name))
     }
+
+
+def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Look a function up now, as programs do; OpInfo has looked it up long before any scope."""
+    namespace, name = places().get(id(function), (None, ""))
+    return function if namespace is None else getattr(namespace, name)
 
 
 def _spoil(value: Any, how: str) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from kinds import state
-from sweep import InPlaceCase, in_place_cases, out_cases, places
+from sweep import InPlaceCase, by_name, in_place_cases, out_cases, places
 from ways import differences, outcome_of
 
 import torchguard
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
+    places()  # while nothing is installed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -32,16 +33,16 @@ def corrupted_operators(
     scope: Callable[[], AbstractContextManager[Any]], *, patched_only: bool = False
 ) -> tuple[dict[str, Any], int]:
     """Operators whose ``out`` differs after a failure, and how many failed."""
-    where = places()
+    where = places()  # taken outside of every scope
     corrupted: dict[str, Any] = {}
     failed = 0
     cases = out_cases()
     with scope():
         for case in cases:
-            function = case.function
+            function = None
             if patched_only:
-                # OpInfo holds on to torch's own functions; users look them up.
-                if id(function) not in where:
+                function = case.function
+                if id(function) not in where or where[id(function)][0] is torch.Tensor:
                     continue
                 namespace, name = where[id(function)]
                 function = getattr(namespace, name)
@@ -118,7 +119,7 @@ def _try_in_place(
         tensor = case.args[0].clone()
     before = state(tensor)
     with scope:
-        outcome = outcome_of(lambda: case.function(tensor, *case.args[1:], **case.kwargs))
+        outcome = outcome_of(lambda: by_name(case.function)(tensor, *case.args[1:], **case.kwargs))
     return outcome.error, differences(before, state(tensor)), tensor
 
 

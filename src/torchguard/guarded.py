@@ -5,160 +5,46 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Generator
-from types import MethodWrapperType, TracebackType
-from typing import Any, NamedTuple, TypeVar, overload
+from types import TracebackType
+from typing import Any, TypeVar, overload
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from torchguard import patching, stepping_aside, tracing
-from torchguard.attempt import Attempt, undo_in_place
-from torchguard.compressed import capture_compressed
-from torchguard.internals import without_torch_function
-from torchguard.metadata import capture
-from torchguard.out import guard_out
-from torchguard.resize import guard_set_, refuse_resize_, refuse_resize_as_, refuse_set_
-from torchguard.rollback import Saved
-from torchguard.writes import Writes, writes_of
+from torchguard import patching, scopes, stepping_aside, tracing
+from torchguard.interception import overlays
 
 __all__ = ["Guarded", "guarded"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-class _Plan(NamedTuple):
-    """How the calls of one function are guarded, if it writes anything but ``out=``."""
-
-    writes: Writes
-    refuse: Callable[..., None] | None
-    """Raises, called with the same arguments, where the call would kill the process."""
+_users = 0
+_standing: tuple[patching.Overlay, ...] = ()
 
 
-_UNKNOWN: Any = object()
-_PLANS: dict[Any, _Plan | None] = {}
-_PLANS_LIMIT = 4096  # torch has about 2,000; a program that makes functions must not fill memory
-_REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_, "set_": refuse_set_}
+def _begin() -> None:
+    """Count one more scope; the first one puts everything over torch."""
+    global _users, _standing
+    with patching.lock:
+        _users += 1
+        if _users == 1:
+            stepping_aside.begin()
+            tracing.begin()
+            with scopes.outside():
+                _standing = overlays()
+                patching.overlay(_standing)
 
 
-def _plan(function: Callable[..., Any]) -> _Plan | None:
-    """Decide how a function is guarded, once; None if it writes nothing unless it gets ``out=``."""
-    writes = writes_of(function)
-    name = getattr(function, "__name__", "").partition(".")[0]
-    plan = None if writes is None else _Plan(writes, _REFUSALS.get(name))
-    if len(_PLANS) >= _PLANS_LIMIT:
-        _PLANS.clear()
-    _PLANS[function] = plan
-    return plan
-
-
-def _guard_chain_matmul(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hand ``out`` on: where a mode looks on, torch.chain_matmul forgets it."""
-    with_out = guard_out(original)
-
-    def chain_matmul(*matrices: torch.Tensor, out: Any = None) -> Any:
-        if out is None:
-            return original(*matrices)
-        with without_torch_function():
-            return with_out(*matrices, out=out)
-
-    return chain_matmul
-
-
-# What torch shows to no mode, or not whole: patched while a scope is open.
-_UNSEEN: tuple[tuple[str, patching.Make], ...] = (
-    ("torch.Tensor.set_", guard_set_),
-    ("torch.chain_matmul", _guard_chain_matmul),
-)
-
-
-class _Mode(TorchFunctionMode):
-    """Sees every torch call of its thread while it is on the stack."""
-
-    def __init__(self, *, data: bool) -> None:
-        super().__init__()
-        self._data = data
-
-    def __torch_function__(  # noqa: C901, PLR0912  in one frame: a traceback gains one line
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if kwargs is None:
-            kwargs = {}
-        if type(func) is MethodWrapperType:  # an attribute is read or set: x.data, x.grad
-            return func(*args, **kwargs)
-        plan = _PLANS.get(func, _UNKNOWN)
-        if plan is _UNKNOWN:
-            plan = _plan(func)
-        writes = None
-        if plan is not None:
-            writes, refuse = plan
-            if refuse is not None:
-                refuse(*args, **kwargs)
-            if writes.out_place is not None:
-                args, kwargs = writes.out_place.by_name(args, kwargs)
-        if kwargs.get("out") is None:
-            if writes is None:
-                return func(*args, **kwargs)
-            if writes.only_first and not self._data and args and isinstance(args[0], torch.Tensor):
-                # The common case, x.add_(y), without the general machinery.
-                metadata = capture(args[0])
-                compressed = None
-                if metadata is None and not writes.elements:  # a resize_ of a sparse tensor
-                    compressed = capture_compressed(args[0])
-                try:
-                    try:
-                        return func(*args, **kwargs)
-                    except BaseException as error:
-                        saved = Saved(args[0], metadata, None, compressed)
-                        undo_in_place(saved, error, elements=writes.elements)
-                        raise
-                except (
-                    BaseException
-                ) as error:  # an interrupt in the clause above: see interrupts.py
-                    saved = Saved(args[0], metadata, None, compressed)
-                    undo_in_place(saved, error, elements=writes.elements)
-                    raise
-        attempt = Attempt(writes, args, kwargs, data=self._data)
-        try:
-            try:
-                return attempt.finish(func(*attempt.args, **attempt.kwargs))
-            except BaseException as error:
-                attempt.undo(error)
-                raise
-        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-            attempt.undo(error)
-            attempt.explain(error)
-            raise
-
-
-class _ModeSeenByDynamo(_Mode):
-    """Stands on the stack while Dynamo traces, where it can't be taken off; does nothing there."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-class _Scopes(threading.local):
-    """The scopes a thread is in; one mode serves them all."""
-
-    def __init__(self) -> None:
-        self.open: list[bool] = []
-
-
-_scopes = _Scopes()
+def _end() -> None:
+    """Count one scope less; the last one takes everything away."""
+    global _users
+    with patching.lock:
+        _users -= 1
+        if _users == 0:
+            with scopes.outside():
+                patching.remove_overlay(_standing)
+            tracing.end()
+            stepping_aside.end()
 
 
 class Guarded(contextlib.ContextDecorator):
@@ -166,23 +52,11 @@ class Guarded(contextlib.ContextDecorator):
 
     def __init__(self, *, data: bool) -> None:
         self._data = data
-        self._entered = threading.local()
+        self._entered: list[scopes.Scope] = []
 
     def __enter__(self) -> None:
-        # An inner scope needs a mode of its own only if it adds the copies.
-        covered = (
-            _scopes.open and (_scopes.open[-1] or not self._data) and not stepping_aside.is_aside()
-        )
-        mode = None
-        if not covered:
-            patching.apply(_UNSEEN)
-            tracing.begin()
-            can_step_aside = stepping_aside.begin()
-            mode = (_Mode if can_step_aside else _ModeSeenByDynamo)(data=self._data)
-            mode.__enter__()  # type: ignore[no-untyped-call]
-            stepping_aside.add(mode)
-        _scopes.open.append(self._data or bool(_scopes.open and _scopes.open[-1]))
-        self._modes().append(mode)
+        _begin()
+        self._entered.append(scopes.enter(data=self._data, owner=self))
 
     def __exit__(
         self,
@@ -190,28 +64,19 @@ class Guarded(contextlib.ContextDecorator):
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        mode = self._modes().pop()
-        _scopes.open.pop()
-        if mode is not None:
-            stepping_aside.remove(mode)
-            mode.__exit__(exception_type, exception, traceback)  # type: ignore[no-untyped-call]
-            stepping_aside.end()
-            tracing.end()
-            patching.undo([path for path, _ in _UNSEEN], leave_conflicts=True)
-
-    def _modes(self) -> list[_Mode | None]:
-        modes: list[_Mode | None] | None = getattr(self._entered, "modes", None)
-        if modes is None:
-            modes = self._entered.modes = []
-        return modes
+        # Elsewhere than where it was entered, if a generator is closed by another task.
+        scope = scopes.innermost_of(self) or self._entered[-1]
+        self._entered.remove(scope)
+        scopes.leave(scope)
+        _end()
 
     def __call__(self, function: _Function) -> _Function:
         """Run every call of ``function`` in the scope; of a generator, every step.
 
         Raises:
-            TypeError: ``function`` is a coroutine function. Other tasks run between its
-                steps, in the same thread, and would be in the scope as well. Or a class, of
-                which only the making of an instance would be in the scope.
+            TypeError: ``function`` is a class, of which only the making of an instance would be in
+                the scope, or an asynchronous generator: what runs between its steps would be in
+                the scope as well.
         """
         if isinstance(function, type) or not callable(function):
             kind = "the class " if isinstance(function, type) else ""
@@ -219,11 +84,19 @@ class Guarded(contextlib.ContextDecorator):
                 f"guarded: function is {kind}{getattr(function, '__qualname__', repr(function))}, "
                 "expected a function or a method: decorate those that change tensors"
             )
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        if inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"guarded: {function.__qualname__} is an async function, expected a plain "
-                "one; write `with torchguard.guarded():` around the operations between two awaits"
+                f"guarded: {function.__qualname__} is an async generator, expected a function, a "
+                "generator or a coroutine; write `with torchguard.guarded():` around the "
+                "operations between two steps"
             )
+        if inspect.iscoroutinefunction(function):
+
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await function(*args, **kwargs)
+
+            return functools.wraps(function)(awaited)  # type: ignore[return-value]
         run = self._run_generator if inspect.isgeneratorfunction(function) else self._run
 
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -270,15 +143,20 @@ def guarded(function: Any = None, /, *, data: bool = False) -> Any:
     """Make every operation in a scope exception-safe, each ``out=`` variant included.
 
     Equals the same code without the scope as long as nothing fails: same results,
-    same tensors, and compiled functions keep their graphs. Use it as a context
-    manager or as a decorator, as often as you like; scopes nest, and each covers
-    its own thread.
+    same tensors, and compiled functions keep their graphs. It is no mode of torch, so
+    whatever asks ``has_torch_function`` gets the same answer. Use it as a context
+    manager or as a decorator, as often as you like; scopes nest and overlap, and each
+    covers its own thread or asyncio task, and tasks that are started inside.
 
     When an operation in the scope raises, every tensor it would have written has
     its shape, stride, storage offset and storage back. Elements may be half
     written (``index_put_`` with one bad index has stored the good rows), so the
     version counter of such a tensor moves on: a backward that needs the old
     values raises instead of computing a wrong gradient.
+
+    It sees functions where programs look them up: ``torch.add``, ``x.add_``,
+    ``torch.ops.aten.add_``. A builtin that was taken from there before the scope
+    (``from torch import add``) is called as it is, and so is what C++ calls.
 
     Inside a compiled function the scope does nothing: what the compiler has
     turned into kernels can't be undone one operation at a time. What is compiled

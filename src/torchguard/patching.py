@@ -14,10 +14,10 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchguard.errors import PatchConflictError
 from torchguard.internals import (
@@ -28,7 +28,21 @@ from torchguard.internals import (
 )
 from torchguard.signatures import describe_as
 
-__all__ = ["Computed", "Make", "apply", "lock", "original", "originals_in_place", "patched", "undo"]
+__all__ = [
+    "ABSENT",
+    "Computed",
+    "Make",
+    "Overlay",
+    "apply",
+    "lock",
+    "original",
+    "originals_in_place",
+    "overlay",
+    "patched",
+    "remove_overlay",
+    "set_all",
+    "undo",
+]
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes the original and returns its replacement."""
@@ -53,7 +67,8 @@ class Computed(NamedTuple):
         return property(self.read, write)
 
 
-_ABSENT: Any = object()
+ABSENT: Any = object()
+"""In the place of an attribute that is not there."""
 
 lock = threading.RLock()
 """Held by whoever reads the table in order to change it."""
@@ -64,7 +79,7 @@ class _Patch:
     owner: Any
     name: str
     before: Any
-    """What ``vars(owner)`` held under the name, or ``_ABSENT``."""
+    """What ``vars(owner)`` held under the name, or ``ABSENT``."""
 
     original: Any
     replacement: Any
@@ -73,10 +88,64 @@ class _Patch:
 
 _table: dict[str, _Patch] = {}
 
+
+class Overlay(Protocol):
+    """Many attributes at once, over whatever is patched one by one."""
+
+    def put_on(self) -> None:
+        """Set them."""
+
+    def take_off(self) -> None:
+        """Set what was there."""
+
+
+_overlays: list[Overlay] = []
+
 # Originals with the replacements made for them, to be used again: guarded() comes and goes.
 _made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _prepared = False
 _PACKAGE = __name__.partition(".")[0] + "."
+
+
+def overlay(overlays: Iterable[Overlay]) -> None:
+    """Put these over what is patched, until :func:`remove_overlay`."""
+    with lock:
+        _prepare()
+        for each in overlays:
+            each.put_on()
+            _overlays.append(each)
+
+
+def remove_overlay(overlays: Iterable[Overlay]) -> None:
+    """Take them away again."""
+    with lock:
+        for each in overlays:
+            each.take_off()
+            _overlays.remove(each)
+
+
+def set_all(owner: Any, rows: Iterable[tuple[str, Sequence[Any]]], *, which: int) -> None:
+    """Set attributes of something of torch's, each to one of its values.
+
+    Those whose value is ``ABSENT`` are deleted.
+    """
+    for name, values in rows:
+        value = values[which]
+        if value is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def _without_overlays() -> Iterator[None]:
+    with lock:
+        standing = list(_overlays)
+        remove_overlay(standing)
+        try:
+            yield
+        finally:
+            overlay(standing)
 
 
 def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
@@ -84,7 +153,7 @@ def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
 
     A path that is patched already keeps its replacement and gets one more holder.
     """
-    with lock:
+    with _without_overlays():
         _prepare()
         done: list[str] = []
         try:
@@ -108,7 +177,7 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     Raises:
         PatchConflictError: somebody has patched on top. Nothing is changed then.
     """
-    with lock:
+    with _without_overlays():
         leaving = Counter(path for path in paths if path in _table)
         last = [path for path, count in leaving.items() if _table[path].holders <= count]
         conflicts = [path for path in last if not patched(path)]
@@ -130,8 +199,9 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
 
 def patched(path: str) -> bool:
     """Whether the replacement really stands at the path now; it looks there."""
-    patch = _table.get(path)
-    return patch is not None and _value(patch) is patch.replacement
+    with _without_overlays():
+        patch = _table.get(path)
+        return patch is not None and _value(patch) is patch.replacement
 
 
 def original(path: str) -> Any:
@@ -139,14 +209,15 @@ def original(path: str) -> Any:
     patch = _table.get(path)
     if patch is not None:
         return patch.original
-    owner, name = _resolve(path)
-    return getattr(owner, name)
+    with _without_overlays():
+        owner, name = _resolve(path)
+        return getattr(owner, name)
 
 
 @contextlib.contextmanager
 def originals_in_place() -> Iterator[None]:
     """Let torch be as it was for a moment, for tables that know functions by identity."""
-    with lock:
+    with _without_overlays():
         standing = [patch for path, patch in _table.items() if patched(path)]
         for patch in standing:
             _put_original(patch)
@@ -197,9 +268,9 @@ def _patch(path: str, make: Make | Computed) -> _Patch:
             raise AttributeError(f"{path}: the class has an attribute of its own there")
         computed = make.property_named(name)
         setattr(owner, name, computed)
-        return _Patch(owner, name, _ABSENT, _ABSENT, computed)
+        return _Patch(owner, name, ABSENT, ABSENT, computed)
     original = getattr(owner, name)
-    before = vars(owner).get(name, _ABSENT)
+    before = vars(owner).get(name, ABSENT)
     made_for, replacement = _made.get(path, (None, original))
     if made_for is not original:
         replacement = make(original)
@@ -213,11 +284,11 @@ def _patch(path: str, make: Make | Computed) -> _Patch:
 
 
 def _value(patch: _Patch) -> Any:
-    return vars(patch.owner).get(patch.name, _ABSENT)
+    return vars(patch.owner).get(patch.name, ABSENT)
 
 
 def _put_original(patch: _Patch) -> None:
-    if patch.before is _ABSENT:
+    if patch.before is ABSENT:
         delattr(patch.owner, patch.name)
     else:
         setattr(patch.owner, patch.name, patch.before)

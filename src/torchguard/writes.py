@@ -11,7 +11,16 @@ import torch
 
 from torchguard.internals import operator_schemas, schemas_of
 
-__all__ = ["OutPlace", "Writes", "out_tensors", "place_of_out", "writes_of", "written_tensors"]
+__all__ = [
+    "DUNDERS",
+    "OutPlace",
+    "Writes",
+    "out_tensors",
+    "place_of_out",
+    "writes_of",
+    "writes_statistics",
+    "written_tensors",
+]
 
 
 class Argument(NamedTuple):
@@ -66,7 +75,7 @@ class Writes(NamedTuple):
 
 
 _CALL_BACK = frozenset(("apply_", "map_", "map2_"))
-_DUNDERS = frozenset(
+DUNDERS = frozenset(
     f"__{name}__"
     for name in (
         *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod"),
@@ -101,12 +110,29 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
     return writes._replace(only_first=first and not calls_back, calls_back=calls_back)
 
 
+def writes_statistics(name: str) -> Writes | None:
+    """Say what a builtin that normalises writes, by its name: its schema does not say it."""
+    if name not in _NORMALISE:
+        return None
+    flag = "use_input_stats" if name == "instance_norm" else "training"
+    mean, variance = Argument(3, "running_mean"), Argument(4, "running_var")
+    return Writes((mean, variance), only_if=Argument(5, flag))
+
+
+_NORMALISE = frozenset(
+    (
+        *("batch_norm", "native_batch_norm", "_batch_norm_impl_index", "instance_norm"),
+        *("cudnn_batch_norm", "miopen_batch_norm"),
+    )
+)
+
+
 def _writes(function: Callable[..., Any]) -> Writes | None:
     schemas = schemas_of(function)
     if schemas is not None:
         return _from_schemas(schemas)
     name = getattr(function, "__name__", "")
-    if name in _DUNDERS:
+    if name in DUNDERS:
         return Writes((Argument(0, "self"),))
     if name.endswith("_") and not name.endswith("__"):
         schemas = [] if isinstance(function, FunctionType) else operator_schemas(name)

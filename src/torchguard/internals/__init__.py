@@ -40,6 +40,7 @@ from torchguard.internals.modes import (
     call_with_grad,
     has_torch_function_unary,
     inside_transform,
+    is_recorded,
     overriding,
     replace_torch_function_modes,
     torch_function_modes,
@@ -49,8 +50,12 @@ from torchguard.internals.modes import (
 )
 from torchguard.internals.modules import tensors_loaded_by_copies
 from torchguard.internals.operators import (
+    C_NAMESPACE,
+    OPERATOR_CLASSES,
+    PYTHON_NAMESPACE,
     fill_tables,
     has_only_results,
+    has_out,
     has_python_out,
     operator_name,
     operator_schemas,
@@ -88,6 +93,9 @@ from torchguard.internals.tracers import (
 )
 
 __all__ = [
+    "C_NAMESPACE",
+    "OPERATOR_CLASSES",
+    "PYTHON_NAMESPACE",
     "SymbolicSizes",
     "TorchDispatchMode",
     "autocast_is_on",
@@ -113,6 +121,7 @@ __all__ = [
     "graphs_compiled",
     "has_hooks",
     "has_only_results",
+    "has_out",
     "has_own_dispatch",
     "has_python_out",
     "has_saved_tensors_hooks",
@@ -123,6 +132,7 @@ __all__ = [
     "inner_tensors",
     "inside_compiled",
     "inside_transform",
+    "is_recorded",
     "is_view",
     "keep_whole_in_graph",
     "mark_untraced",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "call_with_grad",
     "has_torch_function_unary",
     "inside_transform",
+    "is_recorded",
     "overriding",
     "replace_torch_function_modes",
     "torch_function_modes",
@@ -131,3 +133,13 @@ autocast_is_on: Callable[[], bool] = getattr(
     torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled
 )
 """Whether autocast is on for any device; the public function is asked for one at a time."""
+
+
+def is_recorded() -> bool:
+    """Whether ``make_fx`` or ``torch.export`` writes down what is called here.
+
+    Falls back to no, where the module that records is not imported or has no such function.
+    """
+    recorder = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode = getattr(recorder, "get_proxy_mode", None)
+    return mode is not None and mode() is not None

@@ -9,14 +9,27 @@ from typing import Any
 import torch
 
 __all__ = [
+    "C_NAMESPACE",
+    "OPERATOR_CLASSES",
+    "PYTHON_NAMESPACE",
     "fill_tables",
     "has_only_results",
+    "has_out",
     "has_python_out",
     "operator_name",
     "operator_schemas",
     "paths_behind_python",
     "schemas_of",
 ]
+
+PYTHON_NAMESPACE: Any = torch._VF
+"""Where functions of torch written in Python find the builtins they stand for."""
+
+C_NAMESPACE: Any = torch._C._nn
+"""Where ``torch.nn.functional`` finds its builtins."""
+
+OPERATOR_CLASSES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""What ``torch.ops.aten.add.Tensor`` and ``torch.ops.aten.add`` are."""
 
 
 def operator_schemas(name: str) -> list[Any]:
@@ -77,6 +90,18 @@ def _has_effect_token(schema: Any) -> bool:
     return table is None or any(
         isinstance(known, torch._ops.OpOverload) and known._schema.name == schema.name
         for known in table
+    )
+
+
+def has_out(function: Callable[..., Any]) -> bool:
+    """Whether the operator behind a builtin has an overload with an output argument.
+
+    It may be one without a Python binding, as that of ``relu``. (That of ``alias_copy`` has one.)
+    """
+    return any(
+        argument.is_out
+        for schema in operator_schemas(function.__name__)
+        for argument in schema.arguments
     )
 
 

@@ -134,7 +134,7 @@ def _functions(module: ModuleType) -> Iterator[tuple[str, patching.Make]]:
             yield name, _guard_out
 
 
-def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback gains one line
+def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a traceback gains one line
     name: str, shown: Any, original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Guard a method of ``torch.Tensor``.
@@ -198,11 +198,13 @@ def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback
             except BaseException as error:
                 attempt.undo(error)
                 raise
+            finally:
+                hold(scope)
         except BaseException as error:  # an interrupt in the clause above: see interrupts.py
             attempt.undo(error)
             attempt.explain(error)
             raise
-        finally:
+        finally:  # once more, for the same reason
             hold(scope)
 
     return _named(method, original, "torch", f"Tensor.{name}")
@@ -231,11 +233,13 @@ def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[...
             except BaseException as error:
                 attempt.undo(error)
                 raise
+            finally:
+                hold(scope)
         except BaseException as error:  # an interrupt in the clause above: see interrupts.py
             attempt.undo(error)
             attempt.explain(error)
             raise
-        finally:
+        finally:  # once more, for the same reason
             hold(scope)
 
     return _named(function, original, *_place(original))
@@ -277,11 +281,13 @@ def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             except BaseException as error:
                 attempt.undo(error)
                 raise
+            finally:
+                hold(scope)
         except BaseException as error:  # an interrupt in the clause above: see interrupts.py
             attempt.undo(error)
             attempt.explain(error)
             raise
-        finally:
+        finally:  # once more, for the same reason
             hold(scope)
 
     return _named(function, original, *_place(original))
@@ -309,11 +315,13 @@ def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
             except BaseException as error:
                 attempt.undo(error)
                 raise
+            finally:
+                hold(scope)
         except BaseException as error:  # an interrupt in the clause above: see interrupts.py
             attempt.undo(error)
             attempt.explain(error)
             raise
-        finally:
+        finally:  # once more, for the same reason
             hold(scope)
 
     return _named(__call__, original, original.__module__, original.__qualname__)

@@ -48,8 +48,8 @@ format: $(VENV)/dev.stamp ## repair what `make lint` can repair by itself
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-matrix: $(VENV)/dev.stamp ## run the suite on six versions of torch (gigabytes each)
-	$(BIN)/python -m nox -s matrix
+matrix: $(VENV)/dev.stamp ## run the suite on six versions of torch and three of Python (gigabytes each)
+	$(BIN)/python -m nox -s matrix pythons
 
 clean: ## remove the environment and what tools have left behind
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site

@@ -756,3 +756,37 @@ def test_inside_vmap_a_failure_stays_torchs(way: Way) -> None:
         ours = outcome_of(lambda: torch.vmap(body)(torch.ones(2, 3)))
     theirs = outcome_of(lambda: torch.vmap(lambda row: row.resize_(100))(torch.ones(2, 3)))
     assert type(ours.error) is type(theirs.error)
+
+
+# --- arguments by name
+
+
+@pytest.mark.parametrize("scope", [torchguard.install, torchguard.guarded])
+def test_torch_resize_as_takes_its_arguments_by_name(scope: Callable[[], Any]) -> None:
+    with scope():
+        tensor = torch.ones(2)
+        given = {"input": tensor, "the_template": torch.ones(30)}
+        assert torch.resize_as_(**given) is tensor  # type: ignore[arg-type]
+        assert tensor.shape == (30,)
+        stuck = locked([1.0, 2.0])
+        before = state(stuck)
+        with pytest.raises(RuntimeError):
+            torch.resize_as_(input=stuck, the_template=torch.ones(30))
+        assert differences(before, state(stuck)) == {}
+        for function, name in (
+            (torch.resize_as_, "self"),
+            (torch.Tensor.resize_as_, "self"),
+            (torch.Tensor.set_, "self"),
+        ):
+            with pytest.raises(TypeError):
+                function(**{name: torch.ones(2)}, the_template=torch.ones(3))  # type: ignore[operator]
+
+
+def test_what_is_written_is_found_by_the_name_input() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    numbers = torch.arange(3.0)
+    loss = (weight * numbers).sum()
+    with torchguard.guarded(data=True), pytest.raises(IndexError):
+        torch.index_put_(input=numbers, indices=[torch.tensor([0, 7])], values=torch.ones(2))
+    assert numbers.tolist() == [0, 1, 2]
+    loss.backward()

@@ -119,15 +119,16 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
 def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
 
-    def resize_as_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        template = args[0] if args else kwargs.get("the_template")
+    def resize_as_(*args: Any, **kwargs: Any) -> torch.Tensor:
+        self, template = _first_two(args, kwargs)
+        if self is None:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
         saved = _begin(self, "resize_as_", (_numel(template),))
         try:
             try:
-                if has_torch_function((self, *args)):
-                    seen_by = overriding((self, *args))
-                    return handle_torch_function(original, seen_by, self, *args, **kwargs)  # type: ignore[no-any-return]
-                return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+                if has_torch_function(args):
+                    return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
+                return original(*args, **kwargs)  # type: ignore[no-any-return]
             except BaseException:
                 _undo(self, saved)
                 raise
@@ -141,7 +142,7 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
 def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
 
-    def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def set_(self: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         saved = _begin_set(self, args, kwargs)
         try:
             try:
@@ -157,19 +158,29 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_
 
 
-def refuse_resize_(self: torch.Tensor, *size: Any, **options: Any) -> None:
-    """Raise where ``self.resize_(*size)`` would kill the process."""
-    _begin(self, "resize_", size or (options.get("size"),))
+def refuse_resize_(*args: Any, **options: Any) -> None:
+    """Raise where ``resize_`` with these arguments would kill the process."""
+    if args:
+        _begin(args[0], "resize_", args[1:] or (options.get("size"),))
 
 
-def refuse_resize_as_(self: torch.Tensor, template: Any = None, **options: Any) -> None:
-    """Raise where ``self.resize_as_(template)`` would kill the process."""
-    _begin(self, "resize_as_", (_numel(options.get("the_template", template)),))
+def refuse_resize_as_(*args: Any, **options: Any) -> None:
+    """Raise where ``resize_as_`` with these arguments would kill the process."""
+    tensor, template = _first_two(args, options)
+    if tensor is not None:
+        _begin(tensor, "resize_as_", (_numel(template),))
 
 
-def refuse_set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Raise where ``self.set_(*args)`` would kill the process."""
-    _begin_set(self, args, kwargs)
+def refuse_set_(*args: Any, **kwargs: Any) -> None:
+    """Raise where ``set_`` with these arguments would kill the process."""
+    if args:
+        _begin_set(args[0], args[1:], kwargs)
+
+
+def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return tensor and template of a ``resize_as_``; ``torch.resize_as_`` takes both by name."""
+    tensor = args[0] if args else kwargs.get("input")
+    return tensor, args[1] if len(args) > 1 else kwargs.get("the_template")
 
 
 class _SafeResize(Protocol):

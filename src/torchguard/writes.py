@@ -236,7 +236,9 @@ def written_tensors(
 def _value(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if 0 <= argument.position < len(args):
         return args[argument.position]
-    return kwargs.get(argument.name)
+    value = kwargs.get(argument.name)
+    # What schemas call self is the input of torch.relu_ and its kin.
+    return kwargs.get("input") if value is None and argument.name == "self" else value
 
 
 def out_tensors(writes: Writes | None, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

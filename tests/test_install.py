@@ -1068,3 +1068,98 @@ def test_what_the_guard_patches_takes_out() -> None:
         assert "unexpected keyword argument 'out'" not in str(refusal.value), path
         takers += 1
     assert takers > 300
+
+
+# --- torch's own tables of functions
+
+QUANTIZES = """
+    import torch
+    from torchguard import install, uninstall
+    if {early}:
+        import torch.ao.quantization.quantize_fx
+    if {guarded}:
+        install("out", "resize", only_if_needed=False)
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = torch.mul(torch.add(self.linear(x), x), x)
+            return torch.matmul(torch.cat([y, y]), x.t())
+
+    x = torch.randn(2, 4)
+    prepared = prepare_fx(Model().eval(), get_default_qconfig_mapping(), (x,))
+    prepared(x)
+    for node in convert_fx(prepared).graph.nodes:
+        print(node.name)
+    uninstall()
+    assert "torchguard" not in torch.ao.quantization.quantize_fx._prepare_fx.__code__.co_filename
+"""
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_quantization_replaces_what_it_replaces_without_the_guard(early: bool) -> None:
+    bare = output_of(QUANTIZES.format(early=early, guarded=False))
+    assert "add" in bare
+    assert "dequantize" in bare
+    assert output_of(QUANTIZES.format(early=early, guarded=True)) == bare
+
+
+TABLES = """
+    import importlib, sys, types
+    import torch
+    from torchguard import install, patching
+    install("out", "resize", only_if_needed=False)
+    names = sys.argv[1:]
+    ours = {id(patch.replacement): path for path, patch in patching._table.items()}
+
+    def found(value, depth=4):
+        if id(value) in ours:
+            yield ours[id(value)]
+        elif depth and isinstance(value, dict):
+            for pair in list(value.items()):
+                yield from found(pair, depth - 1)
+        elif depth and isinstance(value, (list, tuple, set, frozenset)):
+            for each in list(value):
+                yield from found(each, depth - 1)
+
+    for name in names:
+        module = importlib.import_module(name)
+        for key, value in list(vars(module).items()):
+            if not isinstance(value, types.ModuleType):
+                for path in found(value):
+                    print(name, key, path)
+"""
+
+
+def test_tables_of_modules_imported_later_hold_torchs_own_functions() -> None:
+    names = (
+        "torch._dynamo.variables.torch",
+        "torch._inductor.lowering",
+        "torch._inductor.fx_passes.split_cat",
+        "torch._numpy._ufuncs",
+        "torch._lazy.tensor_factory_functions",
+        "torch.ao.quantization.fx._lower_to_native_backend",
+    )
+    assert output_of(TABLES, *names) == ""
+
+
+def test_a_module_of_torch_that_is_imported_late_runs_the_hooks_of_others() -> None:
+    program = """
+        import wrapt
+        import torch
+        from torchguard import install, is_installed
+        name = "torch._lazy.tensor_factory_functions"
+        wrapt.register_post_import_hook(lambda module: print("hook", module.__name__), name)
+        with install("out", only_if_needed=False):
+            import torch._lazy.tensor_factory_functions as late
+            assert is_installed("out")
+            assert torch.add.__module__ == "torch"
+            print(late.__spec__.name, late.__file__ is not None)
+    """
+    name = "torch._lazy.tensor_factory_functions"
+    assert output_of(program) == f"hook {name}\n{name} True\n"

@@ -765,21 +765,18 @@ def test_inside_vmap_a_failure_stays_torchs(way: Way) -> None:
 def test_torch_resize_as_takes_its_arguments_by_name(scope: Callable[[], Any]) -> None:
     with scope():
         tensor = torch.ones(2)
-        given = {"input": tensor, "the_template": torch.ones(30)}
-        assert torch.resize_as_(**given) is tensor  # type: ignore[arg-type]
+        given: dict[str, Any] = {"input": tensor, "the_template": torch.ones(30)}
+        assert torch.resize_as_(**given) is tensor
         assert tensor.shape == (30,)
         stuck = locked([1.0, 2.0])
         before = state(stuck)
         with pytest.raises(RuntimeError):
             torch.resize_as_(input=stuck, the_template=torch.ones(30))
         assert differences(before, state(stuck)) == {}
-        for function, name in (
-            (torch.resize_as_, "self"),
-            (torch.Tensor.resize_as_, "self"),
-            (torch.Tensor.set_, "self"),
-        ):
+        functions: tuple[Any, ...] = (torch.resize_as_, torch.Tensor.resize_as_, torch.Tensor.set_)
+        for function in functions:
             with pytest.raises(TypeError):
-                function(**{name: torch.ones(2)}, the_template=torch.ones(3))  # type: ignore[operator]
+                function(self=torch.ones(2), the_template=torch.ones(3))
 
 
 def test_what_is_written_is_found_by_the_name_input() -> None:

@@ -108,7 +108,29 @@ def _out_replacements() -> Mapping[str, patching.Make]:
         and has_python_out(function)
     ]
     paths += paths_behind_python(*_OUT_BEHIND_PYTHON)
-    return dict.fromkeys(paths, guard_out)
+    return {**dict.fromkeys(paths, guard_out), **_quantization_replacements()}
+
+
+_QUANTIZATION = "torch.ao.quantization.quantize_fx"
+
+
+def _quantization_replacements() -> Mapping[str, patching.Make]:
+    """Let FX quantization run with torch's own functions.
+
+    It makes its tables of patterns when it is called, and compares them with a traced
+    graph, which holds the originals. It calls no operator with an output.
+    """
+    module = sys.modules.get(_QUANTIZATION)
+    names = ("_prepare_fx", "_convert_fx", "_fuse_fx")
+    return {f"{_QUANTIZATION}.{name}": _with_originals for name in names if hasattr(module, name)}
+
+
+def _with_originals(original: Callable[..., Any]) -> Callable[..., Any]:
+    def with_originals(*args: Any, **kwargs: Any) -> Any:
+        with patching.originals_in_place():
+            return original(*args, **kwargs)
+
+    return with_originals
 
 
 def _out_not_needed() -> str | None:
@@ -373,6 +395,19 @@ def _prepare_dynamo() -> None:
     if not _watching_dynamo:
         _watching_dynamo = True
         wrapt.register_post_import_hook(_dynamo_was_imported, "torch._dynamo")
+        wrapt.register_post_import_hook(_quantization_was_imported, _QUANTIZATION)
+
+
+def _quantization_was_imported(_: Any) -> None:
+    with patching.lock:
+        if "out" in _paths:
+            new = {
+                path: make
+                for path, make in _quantization_replacements().items()
+                if path not in _paths["out"]
+            }
+            patching.apply(new.items())
+            _paths["out"] += new
 
 
 def _dynamo_was_imported(_: Any) -> None:

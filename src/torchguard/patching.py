@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
+from torchguard import imports
 from torchguard.errors import PatchConflictError
 from torchguard.internals import (
     follow_in_dynamo,
@@ -234,6 +235,7 @@ def _prepare() -> None:
     if _prepared:
         return
     _prepared = True
+    imports.watch(originals_in_place)
     # Not the probes of the catalog: what they show is what Dynamo does with them.
     for module in [
         module

@@ -150,7 +150,7 @@ def _kind(frame: FrameType) -> tuple[str, str]:
         return kind, str(names["original"].__name__)
     if file == "resize" and code.co_name in {"resize_", "resize_as_", "set_"}:
         return code.co_name, code.co_name
-    if (file, code.co_name) == ("backend", "run"):
+    if Path(code.co_filename).parent.name == "verified" and code.co_name == "run":
         return "checked graph", "a compiled graph"
     return f"{file}.{code.co_name}", code.co_name
 

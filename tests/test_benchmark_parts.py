@@ -273,6 +273,19 @@ def test_every_call_that_enters_a_guard_is_counted_however_it_is_reached() -> No
         bound_of({"another kind": {"add": 1}}, cost)
 
 
+def test_a_call_of_a_checked_graph_is_counted() -> None:
+    from benchmarks.bench_host import COSTS, entered  # noqa: PLC0415
+
+    checked = torch.compile(
+        lambda x: x + 1, backend=torchguard.verified_backend("aot_eager"), dynamic=False
+    )
+    x = torch.ones(3)
+    for _ in range(3):
+        checked(x)
+    assert entered(lambda: checked(x)) == {"checked graph": {"a compiled graph": 1}}
+    assert "checked graph" in COSTS
+
+
 def test_the_host_is_bound_by_no_call_of_install() -> None:
     from benchmarks.bench_host import TARGETS, bounds, workloads  # noqa: PLC0415
     from benchmarks.program import Setting  # noqa: PLC0415

@@ -160,7 +160,7 @@ class TestNotCompiled:
     def test_a_whole_graph_says_what_to_type(self) -> None:
         wrapped = wrap(Doubles())
         around = torch_compile(lambda x: wrapped(x) + 1, backend="eager", fullgraph=True)
-        with pytest.raises(Exception, match="bucketed|Bucketed") as caught:
+        with pytest.raises(Exception, match=r"bucketed|Bucketed") as caught:
             around(torch.ones(5))
         if "reason" in inspect.signature(torch.compiler.disable).parameters:  # it is shown then
             assert "pass compile={...} to bucketed" in str(caught.value)

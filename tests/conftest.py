@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -70,6 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_residue() -> Iterator[None]:
     """Fail a test that leaves something of torchguard in torch, and clean up after it."""
     yield
+    if "torchguard.guarded" in sys.modules:  # what many scopes keep is theirs until uninstall()
+        sys.modules["torchguard.guarded"].forget()
     found = residue()
     if found:
         from torchguard import patching  # noqa: PLC0415

@@ -8,6 +8,7 @@ import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from kinds import locked
@@ -404,3 +405,59 @@ def _scripted(x: torch.Tensor) -> torch.Tensor:
     y = torch.add(x, 1)
     y.mul_(2)
     return torch.relu_(y)
+
+
+class TestManyScopes:
+    """A program that opens scopes in a loop keeps Tensor's guarded methods between them."""
+
+    def open_many(self) -> None:
+        for _ in range(100):
+            with torchguard.guarded():
+                pass
+
+    def test_what_is_kept_does_nothing(self) -> None:
+        """A failing write outside moves no version counter; in the next scope it does."""
+        self.open_many()
+        assert "add_" in vars(torch.Tensor)
+        tensor = torch.zeros(3)
+
+        def fail() -> int:
+            before = tensor._version
+            with pytest.raises(IndexError):
+                tensor[[0, 9]] = 1.0
+            return tensor._version - before
+
+        assert fail() == 0
+        with torchguard.guarded():
+            assert fail() > 0
+        assert fail() == 0
+
+    def test_uninstall_takes_it_away(self) -> None:
+        before = dict(vars(torch.Tensor))
+        self.open_many()
+        with torchguard.guarded():
+            torchguard.uninstall()  # a scope is open, so it stays
+            assert "add_" in vars(torch.Tensor)
+        torchguard.uninstall()
+        assert dict(vars(torch.Tensor)) == before
+
+    def test_install_beside_it(self) -> None:
+        """install() finds torch's own functions below, and undoing leaves them."""
+        torchs = torch.Tensor.resize_
+        self.open_many()
+        tensor = torch.from_numpy(np.zeros(4))
+        with torchguard.install("resize"):
+            assert torchguard.is_installed("resize")
+            assert torchguard.original("torch.Tensor.resize_") is torchs
+            with pytest.raises(RuntimeError):
+                tensor.resize_(5, 5)
+            assert tensor.shape == (4,)
+        torchguard.uninstall()
+        assert torch.Tensor.resize_ is torchs
+
+    def test_a_class_changes_rarely(self) -> None:
+        """Since Python 3.13 a class that has changed 1,000 times loses the interpreter's cache."""
+        self.open_many()
+        methods = vars(torch.Tensor)["add_"]
+        with torchguard.guarded():
+            assert vars(torch.Tensor)["add_"] is methods

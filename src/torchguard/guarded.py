@@ -13,38 +13,65 @@ import torch
 
 from torchguard import patching, scopes, stepping_aside, tracing
 from torchguard.interception import overlays
+from torchguard.overlays import ClassOverlay
 
-__all__ = ["Guarded", "guarded"]
+__all__ = ["Guarded", "forget", "guarded"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# A program that opens scopes in a loop keeps the guarded methods of Tensor between them, where
+# they do nothing. To set them costs most of entering, and since Python 3.13 a class that has changed
+# 1,000 times loses the interpreter's cache for good (MAX_VERSIONS_PER_CLASS): every attribute of
+# every tensor is slower then.
+# https://github.com/python/cpython/blob/3.13/Objects/typeobject.c
+_STAY_AFTER = 64
+
 _users = 0
-_standing: tuple[patching.Overlay, ...] = ()
+_opened = 0
+_standing: list[patching.Overlay] = []
 
 
 def _begin() -> None:
     """Count one more scope; the first one puts everything over torch."""
-    global _users, _standing
+    global _users, _opened
     with patching.lock:
         _users += 1
         if _users == 1:
+            _opened += 1
             stepping_aside.begin()
             tracing.begin()
             with scopes.outside():
-                _standing = overlays()
-                patching.overlay(_standing)
+                new = [each for each in overlays() if each not in _standing]
+                patching.overlay(new)
+                _standing.extend(new)
 
 
 def _end() -> None:
-    """Count one scope less; the last one takes everything away."""
+    """Count one scope less; the last one takes everything away, or what is quickly put back."""
     global _users
     with patching.lock:
         _users -= 1
         if _users == 0:
-            with scopes.outside():
-                patching.remove_overlay(_standing)
+            _take_off(methods=_opened <= _STAY_AFTER)
             tracing.end()
             stepping_aside.end()
+
+
+def forget() -> None:
+    """Leave torch as it was, however many scopes there were; not while one is open."""
+    global _opened
+    with patching.lock:
+        if _users == 0:
+            _opened = 0
+            _take_off(methods=True)
+
+
+def _take_off(*, methods: bool) -> None:
+    leaving = [each for each in _standing if methods or not isinstance(each, ClassOverlay)]
+    with scopes.outside():
+        patching.remove_overlay(leaving)
+    for each in leaving:
+        _standing.remove(each)
 
 
 class Guarded(contextlib.ContextDecorator):
@@ -157,6 +184,10 @@ def guarded(function: Any = None, /, *, data: bool = False) -> Any:
     It sees functions where programs look them up: ``torch.add``, ``x.add_``,
     ``torch.ops.aten.add_``. A builtin that was taken from there before the scope
     (``from torch import add``) is called as it is, and so is what C++ calls.
+
+    When the last scope is left, torch is as it was. A program that has opened 64 keeps the
+    methods of ``torch.Tensor`` that write, inert, until :func:`torchguard.uninstall` is
+    called: that makes the next scope cheap.
 
     Inside a compiled function the scope does nothing: what the compiler has
     turned into kernels can't be undone one operation at a time. What is compiled

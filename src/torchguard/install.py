@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from torchguard import patching, scatter, setitem
 from torchguard.checkpoint import guards as checkpoint
+from torchguard.guarded import forget
 from torchguard.internals import (
     dynamo_is_imported,
     fill_tables,
@@ -314,7 +315,8 @@ def uninstall(*names: str) -> None:
     """Undo guards, however often they were installed; without names all of them.
 
     Every attribute of torch is then the very object it was before, or absent
-    if it was absent. Guards that are not installed are passed over.
+    if it was absent. Guards that are not installed are passed over. Without names, what
+    :func:`guarded` keeps between its scopes goes too.
 
     Raises:
         ValueError: there is no guard of that name.
@@ -322,6 +324,8 @@ def uninstall(*names: str) -> None:
     """
     with patching.lock:
         _undo(list(_known(names, "uninstall") or _holders))
+        if not names:
+            forget()
 
 
 def is_installed(name: str | None = None) -> bool:

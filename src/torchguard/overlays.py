@@ -22,7 +22,7 @@ class ClassOverlay:
     """Methods in front of those of a class."""
 
     def __init__(self, owner: type, makes: Mapping[str, Make]) -> None:
-        self._owner = owner
+        self.owner = owner
         self._makes = makes
         self._made: dict[str, tuple[Any, Any]] = {}
         """By name: what stood there (or ``ABSENT``), and what is put there."""
@@ -31,23 +31,23 @@ class ClassOverlay:
             self._make(name, vars(owner).get(name, ABSENT))
 
     def _make(self, name: str, before: Any) -> None:
-        replacement = self._makes[name](getattr(self._owner, name))
+        replacement = self._makes[name](getattr(self.owner, name))
         assert isinstance(replacement, FunctionType)
         self._made[name] = before, replacement
 
     def put_on(self) -> None:
         """Set every method; made anew where somebody has patched since."""
-        now = vars(self._owner).get
+        now = vars(self.owner).get
         for name, (before, _) in self._made.items():
             if now(name, ABSENT) is not before:
                 self._make(name, now(name, ABSENT))
-        patching.set_all(self._owner, self._made.items(), which=1)
+        patching.set_all(self.owner, self._made.items(), which=1)
 
     def take_off(self) -> None:
         """Put back what stood there. Where somebody has patched on top, ours stays and is inert."""
-        now = vars(self._owner).get
+        now = vars(self.owner).get
         standing = [row for row in self._made.items() if now(row[0]) is row[1][1]]
-        patching.set_all(self._owner, standing, which=0)
+        patching.set_all(self.owner, standing, which=0)
 
 
 class ModuleOverlay:
@@ -56,20 +56,20 @@ class ModuleOverlay:
     def __init__(
         self, module: ModuleType, makes: Mapping[str, Make], in_scope: Callable[[], object]
     ) -> None:
-        self._module = module
+        self.owner = module
         self._before = type(module)
         properties = {name: _computed(module, name, make, in_scope) for name, make in makes.items()}
         self._during = type(self._before.__name__, (self._before,), properties)
 
     def put_on(self) -> None:
         """Change the module's class."""
-        if type(self._module) is self._before:
-            patching.set_all(self._module, [("__class__", (self._during,))], which=0)
+        if type(self.owner) is self._before:
+            patching.set_all(self.owner, [("__class__", (self._during,))], which=0)
 
     def take_off(self) -> None:
         """Change it back."""
-        if type(self._module) is self._during:
-            patching.set_all(self._module, [("__class__", (self._before,))], which=0)
+        if type(self.owner) is self._during:
+            patching.set_all(self.owner, [("__class__", (self._before,))], which=0)
 
 
 def _computed(

@@ -93,6 +93,10 @@ _table: dict[str, _Patch] = {}
 class Overlay(Protocol):
     """Many attributes at once, over whatever is patched one by one."""
 
+    @property
+    def owner(self) -> Any:
+        """Whose attributes they are."""
+
     def put_on(self) -> None:
         """Set them."""
 
@@ -139,9 +143,13 @@ def set_all(owner: Any, rows: Iterable[tuple[str, Sequence[Any]]], *, which: int
 
 
 @contextlib.contextmanager
-def _without_overlays() -> Iterator[None]:
+def _without_overlays(paths: Iterable[str] | None = None) -> Iterator[None]:
+    """Take away what stands over these paths, or over any, for as long as the block runs."""
     with lock:
         standing = list(_overlays)
+        if standing and paths is not None:
+            owners = [_resolve(path)[0] for path in paths]
+            standing = [each for each in standing if any(each.owner is owner for owner in owners)]
         remove_overlay(standing)
         try:
             yield
@@ -154,11 +162,12 @@ def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
 
     A path that is patched already keeps its replacement and gets one more holder.
     """
-    with _without_overlays():
+    wanted = list(replacements)
+    with _without_overlays(path for path, _ in wanted):
         _prepare()
         done: list[str] = []
         try:
-            for path, make in replacements:
+            for path, make in wanted:
                 if path in _table:
                     _table[path].holders += 1
                 else:
@@ -178,8 +187,8 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     Raises:
         PatchConflictError: somebody has patched on top. Nothing is changed then.
     """
-    with _without_overlays():
-        leaving = Counter(path for path in paths if path in _table)
+    leaving = Counter(path for path in paths if path in _table)
+    with _without_overlays(leaving):
         last = [path for path, count in leaving.items() if _table[path].holders <= count]
         conflicts = [path for path in last if not patched(path)]
         if conflicts and not leave_conflicts:
@@ -200,9 +209,11 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
 
 def patched(path: str) -> bool:
     """Whether the replacement really stands at the path now; it looks there."""
-    with _without_overlays():
-        patch = _table.get(path)
-        return patch is not None and _value(patch) is patch.replacement
+    patch = _table.get(path)
+    if patch is None:
+        return False
+    with _without_overlays((path,)):
+        return _value(patch) is patch.replacement
 
 
 def original(path: str) -> Any:
@@ -210,7 +221,7 @@ def original(path: str) -> Any:
     patch = _table.get(path)
     if patch is not None:
         return patch.original
-    with _without_overlays():
+    with _without_overlays((path,)):
         owner, name = _resolve(path)
         return getattr(owner, name)
 
@@ -277,7 +288,7 @@ def _patch(path: str, make: Make | Computed) -> _Patch:
     if made_for is not original:
         replacement = make(original)
         assert isinstance(replacement, FunctionType)
-        describe_as(replacement, original, path)
+        describe_as(replacement, original, path, is_method=isinstance(owner, type))
         follow_in_dynamo(replacement, original)
         _made[path] = (original, replacement)
     follow_in_torchscript(replacement, original)

@@ -44,17 +44,19 @@ def describe(
     return function
 
 
-def describe_as(function: FunctionType, original: Callable[..., Any], path: str) -> None:
+def describe_as(
+    function: FunctionType, original: Callable[..., Any], path: str, *, is_method: bool
+) -> None:
     """Let a replacement look like the function at ``path`` (``torch.Tensor.resize_``).
 
     Module and qualified name are those of the place, so that pickle finds the
     replacement by name, and finds torch's own function where nothing is installed.
     """
     owner, _, name = path.rpartition(".")
-    is_method = owner == "torch.Tensor"
+    module, _, kind = owner.rpartition(".") if is_method else (owner, "", "")
     function.__name__ = name
-    function.__qualname__ = f"Tensor.{name}" if is_method else name
-    function.__module__ = "torch" if is_method else owner
+    function.__qualname__ = f"{kind}.{name}" if is_method else name
+    function.__module__ = module
     function.__doc__ = original.__doc__
     signature = signature_of(original, is_method=is_method)
     names = signature.parameters

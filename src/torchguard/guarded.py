@@ -20,9 +20,9 @@ __all__ = ["Guarded", "forget", "guarded"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # A program that opens scopes in a loop keeps the guarded methods of Tensor between them, where
-# they do nothing. To set them costs most of entering, and since Python 3.13 a class that has changed
-# 1,000 times loses the interpreter's cache for good (MAX_VERSIONS_PER_CLASS): every attribute of
-# every tensor is slower then.
+# they do nothing. To set them costs most of entering, and since Python 3.13 a class that has
+# changed 1,000 times loses the interpreter's cache for good (MAX_VERSIONS_PER_CLASS): every
+# attribute of every tensor is slower then.
 # https://github.com/python/cpython/blob/3.13/Objects/typeobject.c
 _STAY_AFTER = 64
 

@@ -286,6 +286,64 @@ class TestFillZero:
             padded(picky, outputs={})(torch.full((2, 5), 0.5))
 
 
+class Packing(nn.Module):
+    """As transformers: positions that start again are several sequences, if there is no mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attending = Attending()
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(B, T), (B, T) -> (B, T, 8)."""
+        if mask is None and bool((positions.diff() != 1).any()):
+            attended: torch.Tensor = self.attending.embedding(ids)
+            return attended + positions[..., None]
+        found: torch.Tensor = self.attending(ids, torch.ones_like(ids) if mask is None else mask)
+        return found + positions[..., None]
+
+
+class TestOtherDataAndAMaskThatIsMade:
+    @pytest.mark.parametrize("side", ["right", "left"])
+    def test_is_given_to_both_runs(self, side: Any) -> None:
+        model = Packing()
+        wrapped = padded_with_positions(model, side=side)
+        for length in (5, 7, 11):
+            ids, positions = torch.randint(1, 50, (2, length)), torch.arange(length).expand(2, -1)
+            torch.testing.assert_close(wrapped(ids, positions), model(ids, positions))
+
+    def test_but_not_with_the_data_of_the_caller(self) -> None:
+        with pytest.raises(PaddingLeakError, match="t: 5 -> 8 in ids"):
+            padded_with_positions(Packing())(
+                torch.randint(1, 50, (2, 5)), torch.tensor([[0, 1, 2, 0, 1]] * 2)
+            )
+
+    @pytest.mark.parametrize(
+        ("function", "said"),
+        [
+            (lambda x: x.amax(1), "negative"),
+            (lambda x: x.amin(1), "positive"),
+            (lambda x: (x > 0).all(1), "positive"),
+        ],
+        ids=["amax", "amin", "all"],
+    )
+    def test_does_not_excuse_who_multiplies_by_it(
+        self, function: Callable[..., Any], said: str
+    ) -> None:
+        def masked(x: torch.Tensor, m: torch.Tensor | None = None) -> Any:
+            return function(x if m is None else x * m)
+
+        x = torch.tensor([[1.0, -1.0, 2.0], [-3.0, 1.0, 2.0]])
+        with pytest.raises(PaddingLeakError, match=f"where x is {said}"):
+            padded(masked, dims={"x": {1: "t"}}, mask="m")(x)
+
+
+def padded_with_positions(model: nn.Module, **options: Any) -> Any:
+    dims = {"ids": {1: "t"}, "positions": {1: "t"}}
+    return padded(model, dims=dims, mask="mask", outputs={1: "t"}, **options)
+
+
 class TestWhatIsCompared:
     def test_leaves_that_the_function_makes_are_not(self) -> None:
         class Detaching(nn.Module):
@@ -384,3 +442,43 @@ class TestWhatIsCompared:
                 wrapped(torch.randn(2, length))
             assert int(module.steps) == 2  # the run without data counts nothing
             assert module.steps._version == 2
+
+    @pytest.mark.parametrize("removes", [False, True])
+    def test_hooks_go_back_with_the_attributes_that_tell_of_them(self, removes: bool) -> None:
+        class Recording(nn.Module):
+            """As transformers with output_hidden_states: hooks are registered at the first call."""
+
+            installed = False
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(3, 3)
+                self.first = self.linear.register_forward_hook(lambda *_: None)
+                self.linear.register_forward_hook(lambda *_: None)
+
+            def forward(self, x: torch.Tensor) -> Any:
+                if not self.installed:
+                    if removes:
+                        self.first.remove()
+                    self.linear.register_forward_hook(lambda *args: self.seen.append(args[2]))
+                    self.installed = True
+                self.seen: list[torch.Tensor] = []
+                return self.linear(x), tuple(self.seen)
+
+        ways: tuple[dict[str, Any], ...] = ({}, {"verify": "never"})
+        for options in ways:
+            module = Recording()
+            before = list(module.linear._forward_hooks)
+            wrapped = bucketed(module, dims={"x": {1: "t"}}, buckets=LADDER, **options)
+            for length in (5, 12, 7):
+                _, seen = wrapped(torch.randn(2, length, 3))
+                assert [each.shape for each in seen] == [(2, length, 3)]
+            now = list(module.linear._forward_hooks)
+            assert now[:-1] == before[removes:]
+
+    def test_a_module_without_its_sizes_becomes_what_it_becomes(self) -> None:
+        module = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
+        wrapped = bucketed(module, dims=({1: "t"},), buckets=LADDER)
+        x = torch.randn(2, 5, 3)
+        torch.testing.assert_close(wrapped(x), module(x))
+        assert not module[0]._forward_pre_hooks

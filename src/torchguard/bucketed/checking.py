@@ -324,7 +324,13 @@ class _Checker:
         def prepare(given: Arguments) -> Arguments:
             real = given.args[before:]
             if fills is None:
-                changed, named = self._planner.unpadded(plan, real, given.kwargs)
+                # Of other data only the padding is in question. Some functions do something else
+                # with a mask, even one in which all is real, than without: for transformers
+                # position_ids without a mask that do not count up are several packed sequences.
+                with_masks = bool(case.others)
+                changed, named = self._planner.unpadded(
+                    plan, real, given.kwargs, with_masks=with_masks
+                )
             else:
                 changed, named = self._planner.padded(plan, real, given.kwargs, fills)
             return Arguments((*owner, *changed), named)

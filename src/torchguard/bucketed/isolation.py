@@ -87,12 +87,17 @@ def modules_of(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]
 
 @contextlib.contextmanager
 def python_state_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put back the attributes, parameters and buffers that modules hold, and gradients."""
+    """Put back the attributes, parameters, buffers and hooks that modules hold, and gradients.
+
+    An attribute may say that there is a hook, so they go back together: transformers registers
+    those that collect ``router_logits`` at the first call, and notes in an attribute that it did.
+    """
     modules = list(modules)
     kept = [
         (module, dict(module.__dict__), dict(module._parameters), dict(module._buffers))
         for module in modules
     ]
+    hooks = [(module, type(module), _hooks_in(attributes)) for module, attributes, *_ in kept]
     gradients = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
     try:
         yield
@@ -101,18 +106,45 @@ def python_state_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
             _put_back(module.__dict__, attributes)
             _put_back(module._parameters, parameters)
             _put_back(module._buffers, buffers)
+        for module, kind, registered in hooks:
+            if type(module) is kind:  # a lazy module becomes another, and takes its hooks away
+                for held, before in registered:
+                    _put_back_in_order(held, before)
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
 
-def _put_back(changed: dict[str, Any], before: dict[str, Any]) -> None:
+def _put_back(changed: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Touch only what is different: another thread may be reading the rest."""
     for name in changed.keys() - before.keys():
         del changed[name]
     for name, value in before.items():
         if name not in changed or changed[name] is not value:
             changed[name] = value
+
+
+def _hooks_in(attributes: dict[str, Any]) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Return each of the dicts in which a module holds hooks, and a copy of it."""
+    return [
+        (held, dict(held))
+        for name, held in attributes.items()
+        if name.endswith(_HOOKS) and isinstance(held, dict)
+    ]
+
+
+# Of torch.nn.Module: _forward_pre_hooks, _forward_hooks_with_kwargs, _state_dict_hooks, ...
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+
+
+def _put_back_in_order(changed: dict[int, Any], before: dict[int, Any]) -> None:
+    """Likewise, where the order counts: hooks run in that in which they were registered."""
+    removed = before.keys() - changed.keys()
+    _put_back(changed, before)
+    if removed:
+        for key, value in before.items():
+            del changed[key]
+            changed[key] = value
 
 
 @contextlib.contextmanager

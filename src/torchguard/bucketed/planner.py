@@ -162,14 +162,19 @@ class Planner:
                 made[argument] = mask.make(batch, size, padded, self.options.side, holder.device)
         return made, places
 
-    def real_extras(self, plan: Plan) -> dict[str, torch.Tensor]:
-        """Return what a call at the real sizes has to be given besides what the caller gave."""
+    def real_extras(self, plan: Plan, *, with_masks: bool = False) -> dict[str, torch.Tensor]:
+        """Return what a call at the real sizes has to be given besides what the caller gave.
+
+        Args:
+            plan: has the sizes.
+            with_masks: whether masks that the function can do without are given, too.
+        """
         wanted = {}
         for argument, value in plan.extras.items():
             mask = self.masks.get(argument)
             if mask is None:
                 wanted[argument] = value
-            elif argument in self.declaration.required:
+            elif with_masks or argument in self.declaration.required:
                 size = plan.sizes[mask.axis]
                 wanted[argument] = mask.make(
                     tuple(value.shape[:-1]), size, size, self.options.side, value.device
@@ -217,11 +222,16 @@ class Planner:
         return given, named
 
     def unpadded(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        with_masks: bool = False,
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the real arguments and the lengths; masks only if the function needs one."""
+        """Return the real arguments and the lengths, and masks as :meth:`real_extras` does."""
         given, named = list(args), dict(kwargs)
-        for argument, value in self.real_extras(plan).items():
+        for argument, value in self.real_extras(plan, with_masks=with_masks).items():
             place = plan.extra_places[argument]
             target: Any = given if type(place) is int else named
             target[place] = value

@@ -461,7 +461,7 @@ class TestInputs:
             ({"buckets": {"u": LADDER}}, "buckets names 'u'"),
             ({"buckets": {}}, "no buckets for 't'"),
             ({"buckets": None}, "no buckets"),
-            ({"buckets": [4, 8]}, "expected Buckets or 'auto'"),
+            ({"buckets": 8}, "buckets of 't' is 8, expected Buckets, a list of sizes"),
             ({"side": "up"}, "side is 'up'"),
             ({"overflow": "ignore"}, "overflow is 'ignore'"),
             ({"verify": "often"}, "verify is 'often'"),

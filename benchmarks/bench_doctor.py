@@ -37,7 +37,7 @@ class Found:
     guarded_detail: str
     guards: tuple[str, ...]
     verdict: str | None
-    target: str | None = "closed where it is live"
+    target: str | None = "closed, or detected, where it is live"
 
 
 def found(row: Row, device: str) -> Found:
@@ -52,7 +52,7 @@ def found(row: Row, device: str) -> Found:
         guarded_detail=row.guarded.detail,
         guards=row.guards,
         verdict=("missed: open" if row.failed else "reached") if judged else None,
-        target="closed where it is live" if judged else None,
+        target=Found.target if judged else None,
     )
 
 

@@ -121,9 +121,9 @@ def _tests(results: list[Result]) -> str:
 
 
 _LEGEND = """\
-What the doctor saw: `-` the defect is absent, `closed` live and closed by its guards, `open` live
-in spite of its guards, `no guard yet` live, `not run` the machine lacked what the probe needs,
-`?` no answer."""
+What the doctor saw: `-` the defect is absent, `closed` live and closed by its guards, `detected`
+live, and found by its guards where it has happened, `open` live in spite of its guards,
+`no guard yet` live, `not run` the machine lacked what the probe needs, `?` no answer."""
 
 
 def _defects(results: list[Result]) -> str:
@@ -145,7 +145,8 @@ def _cell(row: dict[str, Any]) -> str:
         return "?"
     if not row["guards"]:
         return "no guard yet"
-    return "closed" if row["guarded"]["status"] == "closed" else "open"
+    status = row["guarded"]["status"]
+    return status if status in {"closed", "detected"} else "open"
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

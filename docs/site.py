@@ -11,6 +11,7 @@ from mkdocs.structure.files import File, Files
 
 from torchguard.defects.catalog import Defect
 from torchguard.defects.registry import built_in
+from torchguard.doctor.table import guards_as_code
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -101,8 +102,10 @@ def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterat
     first = words[0].capitalize() if words[0].isalpha() else f"`{words[0]}`"
     yield " ".join([first, *words[1:]]) + "."
     yield ""
-    guards = ", ".join(f"`{name}`" for name in row.guards)
-    yield f"- closed by: {guards or 'no guard yet'}"
+    done = "detected, not prevented, by" if row.only_detects else "closed by"
+    yield f"- {done}: " + (f"`{guards_as_code(row.guards)}`" if row.guards else "no guard yet")
+    if row.limits:
+        yield f"- limits: {row.limits}"
     if row.advice:
         yield f"- meanwhile: {row.advice}"
     if row.upstream:

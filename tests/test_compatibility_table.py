@@ -55,6 +55,7 @@ def write_report(path: Path) -> None:
     rows = [
         row("absent-one", "absent", "absent", "out"),
         row("closed-one", "corrupt", "closed", "out"),
+        row("found-one", "corrupt", "detected", "check_consistent"),
         row("open-one", "corrupt", "open", "out"),
         row("bare-one", "corrupt", "open"),
         row("gpu-one", "not run", "not run", "out"),
@@ -76,6 +77,7 @@ def test_each_version_is_a_row_of_tests_and_a_column_of_defects(
     for name, word in {
         "absent-one": "-",
         "closed-one": "closed",
+        "found-one": "detected",
         "open-one": "open",
         "bare-one": "no guard yet",
         "gpu-one": "not run",

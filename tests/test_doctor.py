@@ -18,12 +18,12 @@ import pytest
 
 import torchguard
 from torchguard.__main__ import main
-from torchguard.defects import FAMILIES, BrokenDefect, Defect, catalog
-from torchguard.defects.registry import built_in
+from torchguard.defects import FAMILIES, BrokenDefect, Defect, catalog, out_garbage
+from torchguard.defects.registry import built_in, find
 from torchguard.doctor import Report, processes
 from torchguard.doctor import command as doctor_command
 from torchguard.doctor.progress import shown_on
-from torchguard.doctor.table import text
+from torchguard.doctor.table import guards_as_code, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +98,10 @@ DEFECTS = [
     planted("installed", installed, guards=("resize",)),
     planted("in-scope", in_scope, guards=("guarded",)),
     planted("closed", segfault, guards=CHECK, guarded_probe=closed_when_called),
+    planted("detected", segfault, guards=CHECK, guarded_probe=closed_when_called,
+            only_detects=True, limits="look before you read"),
     planted("open", live, guards=CHECK, guarded_probe=still_open),
+    planted("detects-nothing", live, guards=CHECK, guarded_probe=still_open, only_detects=True),
     planted("guarded-crash", live, guards=CHECK, guarded_probe=crashes_guarded),
     planted("guarded-not-run", live, guards=CHECK, guarded_probe=not_run_guarded),
     planted("guarded-raises", live, guards=CHECK, guarded_probe=raises_guarded),
@@ -292,6 +295,14 @@ class TestAGuardedRun:
         assert guarded(report, "closed").status == "closed"
         assert not row(report, "closed").failed
 
+    def test_of_a_guard_that_only_finds_the_damage_is_detected_and_not_closed(
+        self, report: Report
+    ) -> None:
+        assert guarded(report, "detected").status == "detected"
+        assert not row(report, "detected").failed
+        assert guarded(report, "detects-nothing").status == "open"
+        assert row(report, "detects-nothing").failed
+
     @pytest.mark.parametrize(
         ("name", "status", "detail"),
         [
@@ -335,6 +346,31 @@ class TestTheCatalog:
             assert 20 < len(row.summary) <= 90, row.id
             assert all(url.startswith("https://") for url in row.upstream), row.id
             assert row.guards or row.planned or row.advice, row.id
+
+    def test_says_which_guard_brings_elements_back_and_which_does_not(self) -> None:
+        import torch  # noqa: PLC0415 - most of this file starts others that need it
+
+        found = find("out-garbage")
+        assert guards_as_code(found.guards) == "guarded(data=True)"
+        assert found.guarded_probe is not None
+        assert found.guarded_probe() is None
+        assert 'guarded() and install("out") restore shape and storage' in found.limits
+        for scope in (torchguard.guarded, lambda: torchguard.install("out")):
+            damages = set()
+            for _, dtype, call in out_garbage._CASES:
+                for out in (torch.empty(0, dtype=dtype), torch.full((3, 3), 77, dtype=dtype)):
+                    version = out._version
+                    with scope():
+                        damage = out_garbage._damage(out, call)
+                    damages.add(damage)
+                    assert damage is None or out._version > version
+            assert damages == {None, "data overwritten"}
+
+    def test_calls_a_guard_detected_only_where_the_damage_is_still_done(self) -> None:
+        rows = [row for row in built_in() if isinstance(row, Defect)]
+        finders = ("check_consistent",)
+        assert {row.id for row in rows if row.only_detects} == {"storage-shrunk"}
+        assert {row.id for row in rows if row.guards == finders} == {"storage-shrunk"}
 
     def test_is_not_imported_with_torchguard(self) -> None:
         program = """
@@ -470,8 +506,8 @@ class TestTheReport:
         assert json.loads(report.to_json())["exit_status"] == report.exit_status == 1
 
     def test_of_another_format_is_refused(self, report: Report) -> None:
-        document = {**json.loads(report.to_json()), "format": 2}
-        with pytest.raises(ValueError, match="format 1, got format 2"):
+        document = {**json.loads(report.to_json()), "format": 1}
+        with pytest.raises(ValueError, match="format 2, got format 1"):
             Report.from_json(json.dumps(document))
 
     def test_names_what_it_was_measured_on(self, report: Report) -> None:
@@ -506,6 +542,16 @@ class TestTheReport:
         assert 'install("resize")' in words
         assert "crash (SIGSEGV):" in words
 
+    def test_counts_what_is_detected_apart_from_what_is_closed(self, report: Report) -> None:
+        rows = tuple(row(report, name) for name in ("closed", "installed", "detected", "open"))
+        counted = " ".join(text(Report(rows, report.environment)).split())
+        assert "4 live; 2 of those closed by their guards; 1 detected, not prevented; " in counted
+        assert "1 open in spite of their guards; 0 open, no guard yet" in counted
+        assert "NOT CLOSED: planted-open torch" in counted
+
+    def test_says_what_the_guards_leave_open(self, report: Report) -> None:
+        assert "look before you read" in " ".join(text(report).split())
+
     def test_has_colors_only_when_asked(self, report: Report) -> None:
         plain, colored = text(report), text(report, color=True)
         assert "\x1b" not in plain
@@ -520,14 +566,15 @@ class TestTheCommand:
         (tmp_path / "rich.py").write_text("raise SystemExit('rich was imported')")
         path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
         done = command(
-            *only("absent", "segfault", "closed", "installed"),
+            *only("absent", "segfault", "closed", "installed", "detected"),
             env={**os.environ, "PYTHONPATH": path},
         )
         assert done.returncode == 0, done.stderr
         assert "\x1b" not in done.stdout + done.stderr
-        assert "[4/4] planted-" in done.stderr
+        assert "[5/5] planted-" in done.stderr
         assert "planted-segfault: crash (SIGSEGV), open, no guard yet" in done.stderr
         assert "planted-closed" in done.stdout
+        assert "planted-detected: crash (SIGSEGV), detected" in done.stderr
 
     def test_ends_with_1_when_a_guard_leaves_its_defect_open(
         self, report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -40,9 +40,9 @@ class Defect:
     """Shows the defect on whatever torch is imported, guarded or not."""
 
     guards: tuple[str, ...] = ()
-    """Guards that close it together: names for ``install()``, or ``"guarded"``.
+    """Guards that close it together: names for ``install()``, or guards that are called.
 
-    Empty while no guard closes it.
+    ``"guarded"`` stands for ``guarded(data=True)``. Empty while no guard closes it.
     """
 
     planned: str | None = None
@@ -53,3 +53,9 @@ class Defect:
 
     advice: str = ""
     """What to use or write meanwhile; shown where no guard closes the defect."""
+
+    only_detects: bool = False
+    """Whether the guards find the damage and do not prevent it: "detected", not "closed"."""
+
+    limits: str = ""
+    """What the guards leave open, in one short sentence; shown where the defect is live."""

@@ -95,5 +95,7 @@ DEFECT = Defect(
     family="memory",
     probe=probe,
     guards=("guarded",),
+    limits='elements come back with data=True only; guarded() and install("out") restore shape and '
+    "storage, and leave what was written, with the version counter moved on",
     guarded_probe=guarded_probe,
 )

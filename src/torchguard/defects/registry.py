@@ -113,7 +113,8 @@ def _fault(item: object) -> str | None:
     if not isinstance(item, Defect):
         return f"gives a {type(item).__name__} where a torchguard.defects.Defect belongs"
     # The annotations say these can't happen; a plug-in need not have read them.
-    texts: dict[str, object] = {"id": item.id, "summary": item.summary, "advice": item.advice}
+    texts: dict[str, object] = {"id": item.id, "summary": item.summary}
+    texts.update(advice=item.advice, limits=item.limits)
     for name, text in texts.items():
         if not isinstance(text, str) or (name == "id" and not text):
             return f"has a defect whose {name} is {text!r}: it has to be a text"

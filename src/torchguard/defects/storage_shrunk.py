@@ -54,5 +54,7 @@ DEFECT = Defect(
     family="memory",
     probe=probe,
     guards=("check_consistent",),
+    only_detects=True,
+    limits="the access itself still reads that memory: check before it, where a storage may shrink",
     guarded_probe=guarded_probe,
 )

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CALLED_GUARDS", "ENVIRONMENT", "Task", "Verdict", "main", "no_core_dumps", "perform"]
 
-CALLED_GUARDS = ("guarded", "check_consistent", "bucketed")
-"""Guards that are called; every other name is one for ``install()``."""
+CALLED_GUARDS = {
+    "guarded": "guarded(data=True)",
+    "check_consistent": "check_consistent()",
+    "bucketed": "bucketed()",
+}
+"""Guards that are called, and how; every other name is one for ``install()``."""
 
 ENVIRONMENT = ""
 """The identifier of the task that describes torch and the GPU instead of running a probe."""

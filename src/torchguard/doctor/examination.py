@@ -202,10 +202,11 @@ def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:
         upstream=defect.upstream,
         summary=defect.summary,
         bare=_bare(defect, bare),
-        guarded=_not_run_guarded(bare) if guarded is None else _guarded(guarded),
+        guarded=_not_run_guarded(bare) if guarded is None else _guarded(defect, guarded),
         guards=defect.guards,
         planned=defect.planned,
         advice=defect.advice,
+        limits=defect.limits,
     )
 
 
@@ -239,11 +240,11 @@ def _not_run_guarded(bare: Verdict) -> Guarded:
     return Guarded("not run" if bare.kind == "not run" else "-")
 
 
-def _guarded(verdict: Verdict) -> Guarded:
+def _guarded(defect: Defect, verdict: Verdict) -> Guarded:
     seconds, log = verdict.seconds, verdict.log
     match verdict.kind:
         case "absent":
-            return Guarded("closed", "", seconds, log)
+            return Guarded("detected" if defect.only_detects else "closed", "", seconds, log)
         case "live" | "timeout":
             return Guarded("open", verdict.text, seconds, log)
         case "crash":

@@ -20,7 +20,7 @@ __all__ = [
     "Row",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON document; it grows when a reader of the old one would be misled."""
 
 BareStatus = Literal[
@@ -35,6 +35,7 @@ BareStatus = Literal[
 
 GuardedStatus = Literal[
     "closed",  # live on bare torch, absent with the guards on
+    "detected",  # live with the guards on, which find the damage where they are called
     "open",  # live with the guards on, or no guard exists yet
     "not run",  # never to be read as closed
     "broken",  # the guarded run failed in a way that proves nothing
@@ -84,6 +85,8 @@ class Row:
 
     planned: str | None = None
     advice: str = ""
+    limits: str = ""
+    """What the guards leave open."""
 
     @property
     def live(self) -> bool:
@@ -92,8 +95,9 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether the defect is live and its guards did not close it."""
-        return self.live and bool(self.guards) and self.guarded.status != "closed"
+        """Whether the defect is live and its guards did not do their part."""
+        kept = self.guarded.status in {"closed", "detected"}
+        return self.live and bool(self.guards) and not kept
 
 
 @dataclass(frozen=True)
@@ -120,12 +124,12 @@ class Report:
 
     @property
     def failed(self) -> tuple[Row, ...]:
-        """Live defects which have a guard that does not close them."""
+        """Live defects which have a guard that neither closes nor detects them."""
         return tuple(row for row in self.rows if row.failed)
 
     @property
     def exit_status(self) -> int:
-        """0 when every live defect that has a guard is closed, else 1."""
+        """0 when every live defect that has a guard is closed or detected, else 1."""
         return 1 if self.failed else 0
 
     def to_json(self) -> str:

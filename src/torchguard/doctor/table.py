@@ -24,6 +24,7 @@ _GAP = "  "
 _NARROWEST, _WIDEST = 80, 140
 _STYLES = {  # SGR parameters, https://man7.org/linux/man-pages/man4/console_codes.4.html
     "closed": "32",
+    "detected": "33",
     "open": "31",
     "corrupt": "31",
     "wrong result": "31",
@@ -78,11 +79,11 @@ def one_line(row: Row) -> str:
 
 
 def guards_as_code(guards: Iterable[str]) -> str:
-    """Write guards the way they are typed: ``install("resize", "out")``."""
+    """Write guards the way they are typed: ``install("resize", "out")``, ``guarded(data=True)``."""
     guards = tuple(guards)
     installed = ", ".join(f'"{name}"' for name in guards if name not in CALLED_GUARDS)
     parts = [f"install({installed})"] if installed else []
-    parts += [f"{name}()" for name in guards if name in CALLED_GUARDS]
+    parts += [CALLED_GUARDS[name] for name in guards if name in CALLED_GUARDS]
     return " and ".join(parts)
 
 
@@ -161,12 +162,12 @@ def _guard(row: Row) -> str:
 
 
 def _note(row: Row) -> str:
-    """Say what to do where nothing can be switched on, or what happened in spite of the guard."""
+    """Say what to do where no guard is, what happened in spite of it, or what it leaves open."""
     if row.failed:
         return f"with the guard on: {row.guarded.detail}"
     if row.live and not row.guards and row.advice:
         return f"until then: {row.advice}"
-    return ""
+    return row.limits if row.live and row.guards else ""
 
 
 def _issue(url: str) -> str:
@@ -183,13 +184,15 @@ def _summary(report: Report, width: int, paint: Painter) -> list[str]:
     rows = report.rows
     live = [row for row in rows if row.live]
     guarded = [row for row in live if row.guards]
-    closed = [row for row in guarded if row.guarded.status == "closed"]
+    closed = sum(row.guarded.status == "closed" for row in guarded)
+    detected = sum(row.guarded.status == "detected" for row in guarded)
     counts = [
         f"{len(rows)} probed",
         f"{sum(row.bare.status == 'absent' for row in rows)} absent",
         f"{len(live)} live",
-        f"{len(closed)} of those closed by their guards",
-        f"{len(guarded) - len(closed)} open in spite of their guards",
+        f"{closed} of those closed by their guards",
+        f"{detected} detected, not prevented",
+        f"{len(guarded) - closed - detected} open in spite of their guards",
         f"{len(live) - len(guarded)} open, no guard yet",
         f"{sum(row.bare.status == 'not run' for row in rows)} not run here",
         f"{sum(row.bare.status in ('timeout', 'broken') for row in rows)} without an answer",

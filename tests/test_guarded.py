@@ -938,3 +938,85 @@ def test_what_writes_more_than_its_first_argument_does_not() -> None:
         writes = writes_of(function)
         assert writes is not None
         assert not writes.only_first
+
+
+NORMALIZED = torch.arange(12.0).reshape(4, 3)
+SCALING = (True, 0.1, 1e-5)  # training, momentum, epsilon
+
+
+def _wrong_outputs() -> list[torch.Tensor]:
+    return [torch.empty(0, dtype=torch.int32), torch.empty(0), torch.empty(0)]
+
+
+def _native(mean: torch.Tensor, var: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    torch.native_batch_norm(NORMALIZED, None, None, mean, var, *SCALING, out=tuple(outputs))
+
+
+def _native_by_name(mean: torch.Tensor, var: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    named = {"running_mean": mean, "running_var": var, "training": True, "momentum": 0.1}
+    torch.native_batch_norm(NORMALIZED, None, None, **named, eps=1e-5, out=tuple(outputs))
+
+
+def _operator(mean: torch.Tensor, var: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    named = dict(zip(("out", "save_mean", "save_invstd"), outputs, strict=True))
+    operator = torch.ops.aten.native_batch_norm.out
+    operator(NORMALIZED, None, None, mean, var, *SCALING, **named)
+
+
+def _update(mean: torch.Tensor, var: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    # The overloads together: torch.ops.aten.batch_norm_update_stats.out is one of them.
+    operator = torch.ops.aten.batch_norm_update_stats
+    operator(NORMALIZED, mean, var, 0.1, out0=outputs[0], out1=outputs[1])
+
+
+@pytest.mark.parametrize(
+    ("way", "call"),
+    [
+        *(("guarded", call) for call in (_native, _native_by_name, _operator, _update)),
+        *(("guarded(data=True)", call) for call in (_native, _native_by_name, _operator, _update)),
+        # It patches torch's functions, not torch.ops.
+        *(('install("out")', call) for call in (_native, _native_by_name)),
+    ],
+)
+def test_running_statistics_that_a_late_failure_leaves_written(
+    way: str, call: Callable[..., None]
+) -> None:
+    # The schema does not say that they are written; that outputs can't be is seen afterwards.
+    scope = {
+        "guarded": guarded,
+        "guarded(data=True)": lambda: guarded(data=True),
+        'install("out")': lambda: torchguard.install("out"),
+    }[way]
+    mean, var = torch.zeros(3), torch.ones(3)
+    with pytest.raises(RuntimeError):
+        call(mean, var, _wrong_outputs())
+    assert mean.tolist() != [0, 0, 0], "this torch fails before it writes"
+    mean, var, outputs = torch.zeros(3), torch.ones(3), _wrong_outputs()
+    saved = torch.ones(3, requires_grad=True) * mean
+    versions = mean._version, var._version
+    with pytest.raises(RuntimeError), scope():
+        call(mean, var, outputs)
+    assert [each.numel() for each in outputs] == [0, 0, 0]
+    if way == "guarded(data=True)":
+        assert (mean.tolist(), var.tolist()) == ([0, 0, 0], [1, 1, 1])
+        assert (mean._version, var._version) == versions
+    else:
+        assert mean._version > versions[0]
+        assert var._version > versions[1]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_of_calls_that_do_not_fail(training: bool) -> None:
+    def called(function: Callable[..., Any]) -> tuple[Any, ...]:
+        mean, var = torch.zeros(3), torch.ones(3)
+        outputs = [torch.empty(0) for _ in range(3)]
+        arguments = (NORMALIZED, None, None, mean, var, training, 0.1, 1e-5)
+        function(*arguments, out=tuple(outputs))
+        return *(each.tolist() for each in (mean, var, *outputs)), mean._version, var._version
+
+    expected = called(torch.native_batch_norm)
+    for scope in (guarded, lambda: guarded(data=True), lambda: torchguard.install("out")):
+        with scope():
+            assert called(torch.native_batch_norm) == expected

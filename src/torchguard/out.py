@@ -16,6 +16,7 @@ from torchguard.attempt import Attempt, undo_out
 from torchguard.metadata import capture
 from torchguard.rollback import Saved
 from torchguard.shared_memory import lacks_allocator
+from torchguard.writes import writes_statistics
 
 __all__ = ["guard_out"]
 
@@ -25,10 +26,12 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Equals ``original(*args, out=out, **kwargs)`` on success. On failure ``out``
     has its shape, stride, storage offset and storage back; if its elements may
-    have been overwritten, its version counter moves on. Without ``out`` the call
-    goes straight through.
+    have been overwritten, its version counter moves on, and so does that of running
+    statistics that the call writes beside it. Without ``out`` the call goes straight
+    through.
     """
     tensor_type = torch.Tensor
+    statistics = writes_statistics(original.__name__)
 
     def guarded(*args: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None:
@@ -47,7 +50,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
                 ) as error:  # an interrupt in the clause above: see interrupts.py
                     undo_out(Saved(out, metadata, None), error)
                     raise
-        attempt = Attempt(None, args, {**kwargs, "out": out}, data=False)
+        attempt = Attempt(statistics, args, {**kwargs, "out": out}, data=False)
         try:
             try:
                 return attempt.finish(original(*attempt.args, **attempt.kwargs))

@@ -114,17 +114,24 @@ def writes_statistics(name: str) -> Writes | None:
     """Say what a builtin that normalises writes, by its name: its schema does not say it."""
     if name not in _NORMALISE:
         return None
-    flag = "use_input_stats" if name == "instance_norm" else "training"
-    mean, variance = Argument(3, "running_mean"), Argument(4, "running_var")
-    return Writes((mean, variance), only_if=Argument(5, flag))
+    place, flag = _NORMALISE[name]
+    written = (Argument(place, "running_mean"), Argument(place + 1, "running_var"))
+    return Writes(written, only_if=None if flag is None else Argument(place + 2, flag))
 
 
-_NORMALISE = frozenset(
-    (
-        *("batch_norm", "native_batch_norm", "_batch_norm_impl_index", "instance_norm"),
-        *("cudnn_batch_norm", "miopen_batch_norm"),
-    )
-)
+# Where running_mean stands, and the flag that makes them write it, which stands after running_var.
+_NORMALISE: dict[str, tuple[int, str | None]] = {
+    "batch_norm": (3, "training"),
+    "native_batch_norm": (3, "training"),
+    "_batch_norm_impl_index": (3, "training"),
+    "cudnn_batch_norm": (3, "training"),
+    "miopen_batch_norm": (3, "training"),
+    "instance_norm": (3, "use_input_stats"),
+    # What nn.SyncBatchNorm calls, and its kin.
+    "batch_norm_update_stats": (1, None),
+    "batch_norm_gather_stats": (3, None),
+    "batch_norm_gather_stats_with_counts": (3, None),
+}
 
 
 def _writes(function: Callable[..., Any]) -> Writes | None:
@@ -159,9 +166,13 @@ def _from_schemas(schemas: list[Any]) -> Writes | None:
         and argument.alias_info.is_write
         and argument.name != "out"  # out_tensors finds it
     }
+    name = schemas[0].name if schemas else ""
+    unsaid = writes_statistics(name.removeprefix("aten::"))
+    if unsaid is not None:
+        return unsaid._replace(arguments=(*unsaid.arguments, *arguments))
     if not arguments:
         return None
-    return Writes(tuple(arguments), _elements(schemas[0].name.rpartition("::")[2]))
+    return Writes(tuple(arguments), _elements(name.rpartition("::")[2]))
 
 
 def _elements(name: str) -> bool:

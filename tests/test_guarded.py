@@ -953,7 +953,12 @@ def _native(mean: torch.Tensor, var: torch.Tensor, outputs: list[torch.Tensor]) 
 
 
 def _native_by_name(mean: torch.Tensor, var: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-    named = {"running_mean": mean, "running_var": var, "training": True, "momentum": 0.1}
+    named: dict[str, Any] = {
+        "running_mean": mean,
+        "running_var": var,
+        "training": True,
+        "momentum": 0.1,
+    }
     torch.native_batch_norm(NORMALIZED, None, None, **named, eps=1e-5, out=tuple(outputs))
 
 
@@ -982,11 +987,11 @@ def test_running_statistics_that_a_late_failure_leaves_written(
     way: str, call: Callable[..., None]
 ) -> None:
     # The schema does not say that they are written; that outputs can't be is seen afterwards.
-    scope = {
+    scopes: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "guarded": guarded,
         "guarded(data=True)": lambda: guarded(data=True),
         'install("out")': lambda: torchguard.install("out"),
-    }[way]
+    }
     mean, var = torch.zeros(3), torch.ones(3)
     with pytest.raises(RuntimeError):
         call(mean, var, _wrong_outputs())
@@ -994,7 +999,7 @@ def test_running_statistics_that_a_late_failure_leaves_written(
     mean, var, outputs = torch.zeros(3), torch.ones(3), _wrong_outputs()
     saved = torch.ones(3, requires_grad=True) * mean
     versions = mean._version, var._version
-    with pytest.raises(RuntimeError), scope():
+    with pytest.raises(RuntimeError), scopes[way]():
         call(mean, var, outputs)
     assert [each.numel() for each in outputs] == [0, 0, 0]
     if way == "guarded(data=True)":
@@ -1017,6 +1022,11 @@ def test_running_statistics_of_calls_that_do_not_fail(training: bool) -> None:
         return *(each.tolist() for each in (mean, var, *outputs)), mean._version, var._version
 
     expected = called(torch.native_batch_norm)
-    for scope in (guarded, lambda: guarded(data=True), lambda: torchguard.install("out")):
+    scopes: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+        guarded,
+        lambda: guarded(data=True),
+        lambda: torchguard.install("out"),
+    )
+    for scope in scopes:
         with scope():
             assert called(torch.native_batch_norm) == expected

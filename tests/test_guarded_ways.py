@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from child_process import output_of
 from kinds import locked
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -461,3 +462,23 @@ class TestManyScopes:
         methods = vars(torch.Tensor)["add_"]
         with torchguard.guarded():
             assert vars(torch.Tensor)["add_"] is methods
+
+
+def test_the_first_scope_may_be_opened_under_install() -> None:
+    """What a scope guards is found out once per process, from torch's own functions."""
+    program = """
+        import numpy as np, torch, torchguard
+
+        def shape_after(data):
+            out = torch.from_numpy(np.empty(0, dtype=np.float32))
+            with torchguard.guarded(data=data):
+                try:
+                    torch.add(torch.ones(3), 1, out=out)
+                except RuntimeError:
+                    return tuple(out.shape)
+
+        with torchguard.install("resize", "out"):
+            print(shape_after(False), shape_after(True))
+        print(shape_after(False), shape_after(True))
+    """
+    assert output_of(program).split() == ["(0,)"] * 4

@@ -82,17 +82,19 @@ _KEEP_SHAPE = DUNDERS | frozenset(
 @functools.cache
 def overlays() -> tuple[patching.Overlay, ...]:
     """Make everything that stands over torch while a scope is open; once per process."""
-    fill_tables()
-    modules = [
-        ModuleOverlay(module, makes, current)
-        for module in (*_NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
-        if (makes := dict(_functions(module)))
-    ]
-    modules.append(ModuleOverlay(torch.jit, {"script": _script_outside}, current))
-    classes = [
-        ClassOverlay(torch.Tensor, dict(_methods())),
-        *(ClassOverlay(each, {"__call__": _guard_operators}) for each in OPERATOR_CLASSES),
-    ]
+    # What install() has put there is no builtin: it would not be known as one that writes.
+    with patching.originals_in_place():
+        fill_tables()
+        modules = [
+            ModuleOverlay(module, makes, current)
+            for module in (*_NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
+            if (makes := dict(_functions(module)))
+        ]
+        modules.append(ModuleOverlay(torch.jit, {"script": _script_outside}, current))
+        classes = [
+            ClassOverlay(torch.Tensor, dict(_methods())),
+            *(ClassOverlay(each, {"__call__": _guard_operators}) for each in OPERATOR_CLASSES),
+        ]
     return (*modules, *classes)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from child_process import output_of
@@ -466,3 +468,93 @@ def test_dynamo_knows_torchs_own_functions_after_uninstall() -> None:
     torch._dynamo.reset()
     for function in (plain, with_out):
         torch.compile(function, backend="eager", fullgraph=True)(*square())
+
+
+def graphs_of(function: Any, *inputs: torch.Tensor, **options: Any) -> tuple[int, Any]:
+    """How many graphs Dynamo made of a function, and what it returned."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    result = torch.compile(function, backend=backend, **options)(*inputs)
+    return len(graphs), result
+
+
+@pytest.mark.parametrize("name", ["add", "matmul", "nn.functional.linear", "nn.functional.gelu"])
+def test_a_function_of_torchs_that_is_compiled_by_itself_is_one_graph(name: str) -> None:
+    inputs = square()[:1] if name.endswith("gelu") else square()
+    expected = torchguard.original(f"torch.{name}")(*inputs)
+    with install("out"):
+        function = operator.attrgetter(name)(torch)
+        for options in ({}, {"fullgraph": True}):
+            count, result = graphs_of(function, *inputs, **options)
+            assert count == 1
+            assert torch.equal(result, expected)
+        assert torch.equal(torch.compiler.disable(function)(*inputs), expected)
+
+
+def test_a_function_that_dynamo_leaves_to_eager_is_guarded() -> None:
+    with install("out"):
+        disabled = torch.compiler.disable(torch.add)
+        out = torch.from_numpy(np.zeros(1, dtype=np.float32))
+        with pytest.raises(RuntimeError):
+            disabled(torch.ones(9), 1, out=out)
+        assert out.shape == (1,)
+
+
+def known(x: torch.Tensor, table: dict[Any, int], some: set[Any]) -> torch.Tensor:
+    """Look functions of torch up, as transformers and quantization do."""
+    x = x + table[torch.add] + table.get(torch.mul, 0)
+    if torch.add in table and torch.sub not in table:
+        x = x * 2
+    if torch.add in {torch.add: 1} and torch.add in {torch.add, torch.sub}:
+        x = x * 3
+    if torch.add in (torch.sub, torch.add) and torch.mul not in [torch.add]:
+        x = x * 5
+    if torch.add is not torch.mul and torch.add != torch.sub and torch.add.__name__ == "add":
+        x = x * 7
+    return x + 1 if torch.add in some else x
+
+
+def test_functions_of_torchs_are_looked_up_in_compiled_code_as_in_eager() -> None:
+    (x, _) = square()
+    with install("out"):
+        ours: dict[Any, int] = {torch.add: 1, torch.mul: 2}
+        torchs: dict[Any, int] = {torch.add: 1, torchguard.original("torch.mul"): 2}
+        for table in (ours, torchs):  # a table that was made before it was installed holds torch's
+            count, result = graphs_of(known, x, table, list(table), fullgraph=True)
+            assert count == 1
+            assert torch.equal(result, known(x, table, list(table)))  # type: ignore[arg-type]
+
+
+def in_set(x: torch.Tensor, functions: Any) -> torch.Tensor:
+    return x + 1 if torch.add in functions else x - 1
+
+
+def test_a_frozenset_of_functions_is_looked_up_in_compiled_code_as_in_eager() -> None:
+    (x, _) = square()
+    try:
+        graphs_of(in_set, x, frozenset({known}), fullgraph=True)
+    except torch._dynamo.exc.Unsupported:
+        pytest.skip("Dynamo knows no frozenset of other functions than builtins (up to 2.8)")
+    with install("out"):
+        count, result = graphs_of(in_set, x, frozenset({torch.add, torch.sub}), fullgraph=True)
+        assert count == 1
+        assert torch.equal(result, x + 1)
+
+
+def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there() -> None:
+    def one(x: torch.Tensor) -> torch.Tensor:
+        return current(x, x)
+
+    (x, _) = square()
+    torch._dynamo.reset()
+    compiled = torch.compile(one, backend="eager")
+    with install("out"):
+        for current in (torch.add, torch.mul, torch.sub):
+            assert torch.equal(compiled(x), current(x, x))
+    current = torch.add
+    assert torch.equal(compiled(x), x + x)

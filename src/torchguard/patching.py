@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Protocol
 from torchguard import imports
 from torchguard.errors import PatchConflictError
 from torchguard.internals import (
-    follow_in_dynamo,
     follow_in_torchscript,
     forget_in_torchscript,
+    know_in_dynamo,
     skip_frames,
 )
 from torchguard.signatures import describe_as
@@ -289,7 +289,7 @@ def _patch(path: str, make: Make | Computed) -> _Patch:
         replacement = make(original)
         assert isinstance(replacement, FunctionType)
         describe_as(replacement, original, path, is_method=isinstance(owner, type))
-        follow_in_dynamo(replacement, original)
+        know_in_dynamo(replacement, original)
         _made[path] = (original, replacement)
     follow_in_torchscript(replacement, original)
     setattr(owner, name, replacement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ __all__ = [
     "forget_in_torchscript",
     "inside_compiled",
     "keep_whole_in_graph",
+    "know_in_dynamo",
     "mark_untraced",
     "rebuild_dynamo_tables",
     "skip_frames",
@@ -54,6 +56,11 @@ def rebuild_dynamo_tables() -> None:
         if hasattr(table, "cache_clear"):
             table.cache_clear()
             table()
+    for replacement, original in _originals.items():
+        _put_in_tables(replacement, original)
+
+
+_originals: dict[Any, Any] = {}  # by replacement
 
 
 def follow_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
@@ -63,6 +70,73 @@ def follow_in_dynamo(replacement: Callable[..., Any], original: Callable[..., An
     Without it Dynamo would trace through the replacement, with more guards.
     """
     replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
+
+
+def know_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let Dynamo know ``replacement`` as it knows ``original``: to call, compile and look up.
+
+    What :func:`follow_in_dynamo` sets is enough for calls; but Dynamo can't hash such a function
+    (``torch.add in a_set``), nor compile it by itself (``torch.compile(torch.add)``).
+    """
+    follow_in_dynamo(replacement, original)
+    _originals[replacement] = original
+    if dynamo_is_imported():
+        _put_in_tables(replacement, original)
+
+
+def _put_in_tables(replacement: Any, original: Any) -> None:
+    """Put ``replacement`` in Dynamo's tables, if ``original`` is a function that it calls whole.
+
+    Where Dynamo is built differently, what :func:`follow_in_dynamo` has set stays.
+    """
+    names = ("external_utils", "trace_rules", "variables.builder", "variables.torch")
+    modules: list[Any] = [sys.modules.get(f"torch._dynamo.{name}") for name in names]
+    utilities, rules, builder, handlers = modules
+    try:
+        functions = rules.get_torch_obj_rule_map()
+        objects = builder.VariableBuilder._id_dispatch()
+        if functions.get(original) is not handlers.TorchInGraphFunctionVariable:
+            return
+        # Of what torch.compile and torch.compiler.disable are given they take what it wraps, if it
+        # says so. This is how they wrap torch's functions, to have a frame that can be compiled;
+        # not all versions see that they have to. Where nothing is compiled it is still guarded.
+        wrapped = utilities.wrap_inline(replacement)
+        kind = _kind_of_variable()
+    except AttributeError:
+        return
+    functions[replacement] = kind  # where Dynamo does not know where a function is from
+    objects[id(replacement)] = lambda self, value: kind.create_with_source(value, self.source)
+    replacement._torchdynamo_orig_callable = wrapped
+    replacement._torchdynamo_wrapper_id = id(replacement)
+
+
+@functools.cache
+def _kind_of_variable() -> Any:
+    """Make the class of what Dynamo calls a variable, for replacements: it calls the original.
+
+    Its value, which is hashed and compared, is the replacement, as it is when nothing is compiled.
+    """
+    handlers: Any = sys.modules["torch._dynamo.variables.torch"]
+    base: Any = handlers.TorchInGraphFunctionVariable
+    install_guard, kinds = handlers.install_guard, handlers.GuardBuilder
+
+    def original_of(variable: Any) -> Any:
+        return base(_originals[variable.value], source=variable.source)
+
+    class ReplacedFunctionVariable(base):  # type: ignore[misc]
+        @classmethod
+        def create_with_source(cls, value: Any, source: Any) -> Any:
+            # Not on the code, as for other functions: replacements share it.
+            install_guard(source.make_guard(kinds.FUNCTION_MATCH))
+            return cls(value, source=source)
+
+        def as_proxy(self) -> Any:
+            return original_of(self).as_proxy()
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            return original_of(self).call_function(tx, args, kwargs)
+
+    return ReplacedFunctionVariable
 
 
 def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
+import sys
 import threading
 import warnings
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ import torchguard
 from torchguard import PatchConflictError, install, is_installed, uninstall
 from torchguard import original as torch_has
 from torchguard.install import GUARDS, Guard, Installation
+from torchguard.internals import is_builtin_somebody_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -413,6 +417,119 @@ def test_somebody_elses_patch_from_before_is_called_and_comes_back() -> None:
     finally:
         del torch.Tensor.resize_
 
+
+# --- patches of others, below
+
+
+def wrapped_out(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return timed
+
+
+def add_is_safe() -> bool:
+    out = locked(1, 2)
+    with pytest.raises(RuntimeError):
+        torch.add(torch.ones(9), 1, out=out)
+    return out.shape == (2,)
+
+
+@pytest.mark.parametrize("kind", ["wraps", "mock", "autospec", "partial"])
+@pytest.mark.parametrize("name", ["add", "linalg.inv", "special.erf", "nn.functional.gelu"])
+def test_a_function_that_somebody_has_wrapped_is_guarded_too(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = torch_has(f"torch.{name}")
+    theirs = {
+        "wraps": lambda: wrapped_out(function),
+        "mock": lambda: mock.MagicMock(wraps=function),
+        "autospec": lambda: mock.MagicMock(side_effect=function),
+        "partial": lambda: functools.partial(function),
+    }[kind]()
+    owner, _, short = f"torch.{name}".rpartition(".")
+    monkeypatch.setattr(f"{owner}.{short}", theirs)
+    before = snapshot()
+    with install("out"):
+        assert is_installed("out")
+        out = locked(1, 2)
+        with pytest.raises(RuntimeError):
+            getattr(sys.modules[owner], short)(*locked_arguments(name), out=out)
+        assert out.shape == (2,)
+    assert same(before, snapshot())
+
+
+def locked_arguments(name: str) -> tuple[Any, ...]:
+    return (torch.eye(4), 1) if name == "add" else (torch.eye(4),)
+
+
+def test_functions_that_torch_has_written_in_python_are_no_wrapped_builtins() -> None:
+    guarded = set(GUARDS["out"].replacements())
+    for name in ("chain_matmul", "nn.functional.softmax", "nn.functional.adaptive_max_pool2d"):
+        assert f"torch.{name}" not in guarded
+    assert not any(
+        is_builtin_somebody_wrapped(namespace, name)
+        for namespace in (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
+        for name in vars(namespace)
+        if not name.startswith("_")
+    )
+
+
+@pytest.mark.parametrize("guard", ["out", "resize"])
+def test_a_patch_below_ours_may_be_taken_away(guard: str) -> None:
+    """Its undoing puts torch's own in place of ours: that is said, and both ways go on."""
+    owner, name = (torch, "add") if guard == "out" else (torch.Tensor, "resize_")
+    is_safe = add_is_safe if guard == "out" else resize_is_safe
+    bare = snapshot()
+    for guard_again in (False, True):
+        patcher = mock.patch.object(owner, name, wrapped_out(getattr(owner, name)))
+        patcher.start()
+        first = install(guard)
+        assert is_safe()
+        patcher.stop()
+        assert not is_installed(guard)
+        if guard_again:
+            second = install(guard)
+            assert is_installed(guard)
+            assert is_safe()
+            first.uninstall()
+            assert is_safe()
+            second.uninstall()
+        else:
+            first.uninstall()
+        assert not is_installed(guard)
+        assert same(bare, snapshot())
+        with install(guard):
+            assert is_safe()
+        assert same(bare, snapshot())
+
+
+def test_what_was_deleted_is_installed_again() -> None:
+    bare = snapshot()
+    install("resize")
+    del torch.Tensor.resize_
+    with pytest.raises(PatchConflictError, match=r"^torch\.Tensor\.resize_ was put back.*install"):
+        uninstall()
+    install("resize")
+    assert resize_is_safe()
+    uninstall()
+    assert same(bare, snapshot())
+
+
+def test_installing_again_adds_nothing_where_somebody_has_patched_on_top(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install("out")
+    theirs = wrapped_out(torch.add)
+    monkeypatch.setattr(torch, "add", theirs)
+    install("out")
+    assert torch.add is theirs
+    assert not is_installed("out")
+    assert add_is_safe()
+    monkeypatch.undo()
+    assert is_installed("out")
+    uninstall()
 
 # --- only if needed
 

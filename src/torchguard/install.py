@@ -21,6 +21,7 @@ from torchguard.internals import (
     dynamo_is_imported,
     fill_tables,
     has_python_out,
+    is_builtin_somebody_wrapped,
     paths_behind_python,
     rebuild_dynamo_tables,
 )
@@ -105,8 +106,11 @@ def _out_replacements() -> Mapping[str, patching.Make]:
         for namespace in _OUT_NAMESPACES
         for name, function in sorted(vars(namespace).items())
         if not name.startswith("_")
-        and isinstance(function, BuiltinFunctionType)
-        and has_python_out(function)
+        and (
+            has_python_out(function)
+            if isinstance(function, BuiltinFunctionType)
+            else is_builtin_somebody_wrapped(namespace, name)
+        )
     ]
     paths += paths_behind_python(*_OUT_BEHIND_PYTHON)
     return {**dict.fromkeys(paths, guard_out), **_quantization_replacements()}
@@ -298,6 +302,9 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
         new = {name: GUARDS[name].paths() for name in now}
         _prepare_dynamo()
         fill_tables()
+        for name in chosen:
+            if _paths.get(name) and not is_installed(name):
+                patching.renew(GUARDS[name].paths().items())
         patching.apply(pair for pairs in new.values() for pair in pairs.items())
         _paths.update({name: list(replacements) for name, replacements in new.items()})
         for name in now:

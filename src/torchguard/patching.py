@@ -24,6 +24,7 @@ from torchguard.errors import PatchConflictError
 from torchguard.internals import (
     follow_in_torchscript,
     forget_in_torchscript,
+    is_torchs_own,
     know_in_dynamo,
     skip_frames,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "overlay",
     "patched",
     "remove_overlay",
+    "renew",
     "set_all",
     "undo",
 ]
@@ -178,11 +180,26 @@ def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
             raise
 
 
+def renew(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
+    """Patch anew where torch's own function stands again, because somebody has put it back.
+
+    Where somebody has patched on top, and what is not patched, stays as it is.
+    """
+    wanted = [(path, make) for path, make in replacements if path in _table]
+    with _without_overlays(path for path, _ in wanted):
+        for path, make in wanted:
+            if _was_taken_away(_table[path]):
+                holders = _table[path].holders
+                _table[path] = _patch(path, make)
+                _table[path].holders = holders
+
+
 def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     """Take one holder from each path; where none is left, put back what stood there.
 
     Paths that are not patched are passed over. Where somebody has patched on top,
-    ``leave_conflicts`` leaves the replacement in place below the other one.
+    ``leave_conflicts`` leaves the replacement in place below the other one. Where a patch
+    from before was undone meanwhile, and ours with it, torch's own function stands and stays.
 
     Raises:
         PatchConflictError: somebody has patched on top. Nothing is changed then.
@@ -190,9 +207,16 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     leaving = Counter(path for path in paths if path in _table)
     with _without_overlays(leaving):
         last = [path for path, count in leaving.items() if _table[path].holders <= count]
-        conflicts = [path for path in last if not patched(path)]
+        gone = {path for path in last if _lower_patch_was_undone(_table[path])}
+        conflicts = [path for path in last if path not in gone and not patched(path)]
         if conflicts and not leave_conflicts:
             path = conflicts[0]
+            if _was_taken_away(_table[path]):
+                raise PatchConflictError(
+                    f"{path} was put back to torch's own after torchguard patched it; call "
+                    "torchguard.install(...) again, which patches it anew, then "
+                    "torchguard.uninstall()"
+                )
             raise PatchConflictError(
                 f"{path} was patched again after torchguard patched it, with "
                 f"{_value(_table[path])!r}; undo that patch first, then call "
@@ -203,7 +227,8 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
         for path in reversed(last):
             if path not in conflicts:
                 patch = _table.pop(path)
-                _put_original(patch)
+                if path not in gone:
+                    _put_original(patch)
                 forget_in_torchscript(patch.replacement)
 
 
@@ -298,6 +323,19 @@ def _patch(path: str, make: Make | Computed) -> _Patch:
 
 def _value(patch: _Patch) -> Any:
     return vars(patch.owner).get(patch.name, ABSENT)
+
+
+def _was_taken_away(patch: _Patch) -> bool:
+    """Whether torch's own stands in place of the replacement."""
+    value = _value(patch)
+    if value is patch.replacement or patch.original is ABSENT:
+        return False
+    return value is ABSENT or is_torchs_own(value)
+
+
+def _lower_patch_was_undone(patch: _Patch) -> bool:
+    """Whether somebody, who had patched before us, has put back torch's own."""
+    return _was_taken_away(patch) and _value(patch) is not patch.before
 
 
 def _put_original(patch: _Patch) -> None:

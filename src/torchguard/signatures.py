@@ -78,7 +78,7 @@ def signature_of(original: Callable[..., Any], *, is_method: bool) -> inspect.Si
     except (TypeError, ValueError):
         pass
     # A builtin of torch.linalg is named linalg_inv, and its docstring says linalg.inv.
-    name = re.escape(re.sub("^(linalg|special|fft)_", "", original.__name__))
+    name = re.escape(re.sub("^(linalg|special|fft)_", "", getattr(original, "__name__", "")))
     shown = re.findall(
         rf"^(?:\s*\.\. \w+:: )?(?:[\w.]+\.)?{name}\s*(\(.*\))\s*(?:->.*)?$",
         original.__doc__ or "",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ __all__ = [
     "has_only_results",
     "has_out",
     "has_python_out",
+    "is_builtin_somebody_wrapped",
+    "is_torchs_own",
     "operator_name",
     "operator_schemas",
     "paths_behind_python",
@@ -121,6 +125,31 @@ def has_python_out(function: Callable[..., Any]) -> bool:
 def _is_generated(schema: Any) -> bool:
     _, _, tags = torch._C._get_operation_overload(schema.name, schema.overload_name)
     return torch.Tag.generated in tags
+
+
+def is_torchs_own(function: Any) -> bool:
+    """Whether a function is one of torch's or of ours, and not what somebody has put around it."""
+    if isinstance(function, FunctionType):  # functools.wraps copies __module__, but no globals
+        module = function.__globals__.get("__name__", "").partition(".")[0]
+        return module in {"torch", "torchguard"}
+    return isinstance(function, (BuiltinFunctionType, MethodDescriptorType))
+
+
+def is_builtin_somebody_wrapped(namespace: ModuleType, name: str) -> bool:
+    """Whether torch has a builtin with ``out=`` there, and somebody (a profiler, a mock) another.
+
+    Of ``torch.nn.functional.logsigmoid`` it sees that only where the wrapper has ``__wrapped__``.
+    """
+    function = vars(namespace)[name]
+    if not callable(function) or isinstance(function, type) or is_torchs_own(function):
+        return False
+    wrapped = inspect.unwrap(function)
+    if not is_torchs_own(wrapped):
+        short = namespace.__name__.rpartition(".")[2]
+        in_c = getattr(torch._C, "_nn" if short == "functional" else f"_{short}", None)
+        wrapped = getattr(in_c, name if short == "functional" else f"{short}_{name}", None)
+        wrapped = wrapped or getattr(torch._C._VariableFunctions, name, None)
+    return isinstance(wrapped, BuiltinFunctionType) and has_python_out(wrapped)
 
 
 def paths_behind_python(*names: str) -> list[str]:

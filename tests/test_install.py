@@ -436,18 +436,19 @@ def add_is_safe() -> bool:
     return out.shape == (2,)
 
 
-@pytest.mark.parametrize("kind", ["wraps", "mock", "autospec", "partial"])
+@pytest.mark.parametrize("kind", ["wraps", "mock", "side effect", "partial"])
 @pytest.mark.parametrize("name", ["add", "linalg.inv", "special.erf", "nn.functional.gelu"])
 def test_a_function_that_somebody_has_wrapped_is_guarded_too(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = torch_has(f"torch.{name}")
-    theirs = {
+    wrappers: dict[str, Callable[[], Any]] = {
         "wraps": lambda: wrapped_out(function),
         "mock": lambda: mock.MagicMock(wraps=function),
-        "autospec": lambda: mock.MagicMock(side_effect=function),
+        "side effect": lambda: mock.MagicMock(side_effect=function),
         "partial": lambda: functools.partial(function),
-    }[kind]()
+    }
+    theirs = wrappers[kind]()
     owner, _, short = f"torch.{name}".rpartition(".")
     monkeypatch.setattr(f"{owner}.{short}", theirs)
     before = snapshot()
@@ -530,6 +531,7 @@ def test_installing_again_adds_nothing_where_somebody_has_patched_on_top(
     monkeypatch.undo()
     assert is_installed("out")
     uninstall()
+
 
 # --- only if needed
 

@@ -20,7 +20,19 @@ from torchguard.internals import (
 )
 from torchguard.interrupts import persist
 
-__all__ = ["COMPRESSED", "Compressed", "capture_compressed", "restore_compressed"]
+__all__ = [
+    "COMPRESSED",
+    "Compressed",
+    "capture_compressed",
+    "restore_compressed",
+    "torchs_copy_",
+    "torchs_resize_as_sparse_",
+]
+
+# As torch has them: those that guarded() puts in their place look at the tensor first, and what is
+# put back here may be unfit to be read.
+torchs_copy_ = torch.Tensor.copy_
+torchs_resize_as_sparse_ = torch.Tensor.resize_as_sparse_
 
 COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _BY_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
@@ -79,8 +91,8 @@ def restore_compressed(tensor: torch.Tensor, saved: Compressed) -> None:
 
 
 def _restore(tensor: torch.Tensor, saved: Compressed) -> None:
-    tensor.resize_as_sparse_(saved.before)
-    tensor.copy_(saved.before)
+    torchs_resize_as_sparse_(tensor, saved.before)
+    torchs_copy_(tensor, saved.before)
     for storage, nbytes in saved.storages:
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Generator
 from functools import partial
@@ -10,7 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard.compressed import COMPRESSED, Compressed, capture_compressed, restore_compressed
+from torchguard.compressed import (
+    COMPRESSED,
+    Compressed,
+    capture_compressed,
+    restore_compressed,
+    torchs_copy_,
+    torchs_resize_as_sparse_,
+)
 from torchguard.internals import (
     call_unrecorded,
     call_with_grad,
@@ -134,14 +142,15 @@ def _put_back(tensor: torch.Tensor, data: _Data) -> None:
 
 
 def _copy_back(tensor: torch.Tensor, data: _Data) -> None:
-    target: Any = tensor if data.span is None else _stretch(tensor, data.span)
+    target = tensor if data.span is None else _stretch(tensor, data.span)
+    copy_: Callable[[Any], Any] = functools.partial(torchs_copy_, target)
     if isinstance(data.copy, torch.UntypedStorage):
-        target = tensor.untyped_storage()
+        copy_ = tensor.untyped_storage().copy_
     elif tensor.layout in COMPRESSED:  # copy_ wants as many elements as there are
-        tensor.resize_as_sparse_(data.copy)
+        torchs_resize_as_sparse_(tensor, data.copy)
     # Copied and noted without a bytecode in between, so that an interrupt after
     # a copy of gigabytes does not begin another one.
-    data.put_back.extend(map(target.copy_, (data.copy,)))
+    data.put_back.extend(map(copy_, (data.copy,)))
 
 
 def _stretch(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:

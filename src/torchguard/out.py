@@ -31,7 +31,8 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
     through.
     """
     tensor_type = torch.Tensor
-    statistics = writes_statistics(original.__name__)
+    # What somebody has put around a builtin (a mock, a partial) may have no name.
+    statistics = writes_statistics(getattr(original, "__name__", ""))
 
     def guarded(*args: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None:

@@ -226,6 +226,7 @@ def untouched() -> dict[str, Any]:
 
     An operation that is not patched is the very object it was, so it can't cost anything.
     """
+    uninstall()  # also what guarded() keeps between the scopes of the rows
     before = attributes_of_torch()
     with install("resize", "out", only_if_needed=False):
         under = attributes_of_torch()

@@ -95,7 +95,10 @@ def run(setting: Setting) -> Results:
 
 
 BENCHMARK = Benchmark(
-    "checkpoint", "What do `save`, `load` and `load_state_dict` cost over torch's own?", run
+    "checkpoint",
+    "What do `save`, `load` and `load_state_dict` cost over torch's own?",
+    run,
+    devices=("cpu",),
 )
 main = BENCHMARK.main
 

@@ -50,7 +50,7 @@ def verified(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
-    every: Every = "graph",
+    every: Every = "auto",
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,

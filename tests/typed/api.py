@@ -7,6 +7,8 @@ program runs too, so that what is checked is what there is.
 from __future__ import annotations
 
 import contextlib
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torchguard
 from torchguard import (
     BucketCollator,
     Buckets,
+    DamagedFileError,
     InconsistentTensorError,
     Installation,
     MiscompilationError,
@@ -26,8 +29,12 @@ from torchguard import (
     PaddingLeakError,
     PairBuckets,
     PatchConflictError,
+    ReadOnlyMemoryError,
     RecompileError,
+    SaveError,
+    SharedViewError,
     TorchGuardError,
+    TornSaveError,
     VerificationReport,
 )
 from torchguard.bucketed.statistics import Statistics
@@ -211,13 +218,28 @@ def examination() -> int:
     return report.exit_status
 
 
+def files() -> None:
+    module = torch.nn.Linear(2, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.pt")
+        torchguard.save(module.state_dict(), path, on_torn="retry", fsync=False)
+        torchguard.load_state_dict(module, torchguard.load(path))
+        with torchguard.checkpoint_folder(Path(folder, "all"), keep=2) as new:
+            assert_type(new, Path)
+
+
 ERRORS: tuple[type[TorchGuardError], ...] = (
     InconsistentTensorError,
     MiscompilationError,
     NonResizableStorageError,
     PaddingLeakError,
     PatchConflictError,
+    ReadOnlyMemoryError,
     RecompileError,
+    SaveError,
+    DamagedFileError,
+    SharedViewError,
+    TornSaveError,
 )
 
 
@@ -230,5 +252,5 @@ def errors() -> None:
 
 
 if __name__ == "__main__":
-    for part in (mutation, buckets, bucketed, assignment, verification, patching, errors):
+    for part in (mutation, buckets, bucketed, assignment, verification, patching, files, errors):
         part()

@@ -57,7 +57,9 @@ _WRITES = (
     "{a}.t()[{k}] = {c}",
     "{a}.view(-1)[{i}::7] = {c}",
     "{a}.diagonal().add_({c})",
-    "torch._foreach_add_([{a}[:1], {a}[1:]], [{b}[:1], {b}[1:]])",
+    # One view only: eager itself can't differentiate _foreach_add_ on two views of one tensor
+    # ("fn_edge.is_valid() == this_edge.is_valid() INTERNAL ASSERT FAILED", 2.6 to 2.15).
+    "torch._foreach_add_([{a}[1:]], [{b}[1:]])",
     "F.dropout({a}, 0.5, training=False).add_({c})",
     "({a} + 0).mul_(2)",
 )

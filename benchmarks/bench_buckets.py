@@ -45,7 +45,7 @@ from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.stream import Stream
 from torchguard import Buckets, batch_maxima, bucketed
-from torchguard.internals import graphs_compiled
+from torchguard._torch import graphs_compiled
 
 BATCH, FEATURES, LAYERS, HEADS, WORDS = 8, 64, 1, 4, 500
 LONGEST = 256

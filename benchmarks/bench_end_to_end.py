@@ -37,7 +37,7 @@ from benchmarks.models import Convolutions, Decoder, DecoderSize, Perceptron
 from benchmarks.paired import Variant, calls_for, ratios, take_turns
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.spread import Interval, Spread
-from torchguard.internals import graphs_compiled
+from torchguard._torch import graphs_compiled
 
 NOTHING, CONTROL = "nothing", "nothing, once more"
 EVERY_GUARD = ("resize", "out", "setitem", "slice_scatter", "verify")

@@ -31,9 +31,9 @@ if __package__ in {None, ""}:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.program import Benchmark, Results, Setting
-from torchguard.buckets import Buckets
-from torchguard.observed import Observed, batch_maxima, observe
-from torchguard.planning import Cost
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.fit import Cost
+from torchguard.bucketing.histogram import Observed, batch_maxima, observe
 
 BATCH = 16
 COUNTS = (4, 8, 16)

@@ -17,8 +17,8 @@ if __package__ in {None, ""}:
 
 from benchmarks.harness import AddedTarget, Comparison, Side, Target, measure
 from benchmarks.program import Benchmark, Results, Setting
-from torchguard.buckets import Buckets
-from torchguard.padding import pad_to_bucket
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.padding import pad_to_bucket
 
 # B batch, L length, S bucket
 SHAPES = ((4, 50, 64), (16, 1000, 1024), (64, 4000, 4096), (128, 10_000, 10_240))

@@ -24,14 +24,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 from benchmarks.attributes import attributes_of_torch
 from benchmarks.harness import Comparison, Side, Target, measure
 from benchmarks.program import Benchmark, Results, Setting
-from torchguard import (
-    guarded,
-    install,
-    rollback_on_error,
-    safe_resize_,
-    safe_set_,
-    uninstall,
-)
+from torchguard import guarded, install, rollback_on_error, safe_resize_, safe_set_, uninstall
 
 KIB, MIB = 2**10, 2**20
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from torchguard.buckets import Buckets
-from torchguard.observed import batch_maxima
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.histogram import batch_maxima
 
 DOCS = Path(__file__).parent
 RECORD = DOCS.parent / "benchmarks" / "records" / "2026-11-21-fit-cpu.json"

@@ -9,9 +9,9 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from torchguard.cli.table import guards_as_code
 from torchguard.defects.catalog import Defect
 from torchguard.defects.registry import built_in
-from torchguard.doctor.table import guards_as_code
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"

@@ -48,13 +48,13 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def residue() -> list[str]:
     """Everything that torchguard has left behind, in words; empty if it is clean."""
     import torchguard  # noqa: PLC0415  the snapshot comes first
-    from torchguard import patching  # noqa: PLC0415
+    from torchguard._torch import patch  # noqa: PLC0415
 
     found = RESIDUE.now()
     if torchguard.installed():
         found.append(f"still installed: {torchguard.installed()}")
-    if patching._table:
-        found.append(f"still patched: {sorted(patching._table)}")
+    if patch._table:
+        found.append(f"still patched: {sorted(patch._table)}")
     return found
 
 
@@ -71,14 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_residue() -> Iterator[None]:
     """Fail a test that leaves something of torchguard in torch, and clean up after it."""
     yield
-    if "torchguard.guarded" in sys.modules:  # what many scopes keep is theirs until uninstall()
-        sys.modules["torchguard.guarded"].forget()
+    if "torchguard.rollback.scope" in sys.modules:  # what scopes keep until uninstall()
+        sys.modules["torchguard.rollback.scope"].forget()
     found = residue()
     if found:
-        from torchguard import patching  # noqa: PLC0415
+        from torchguard._torch import patch  # noqa: PLC0415
 
         RESIDUE.clean()
-        patching._table.clear()
+        patch._table.clear()
         pytest.fail("torchguard left something in torch: " + "; ".join(found), pytrace=False)
 
 

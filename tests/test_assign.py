@@ -16,8 +16,8 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.testing._internal.common_methods_invocations import op_db
 
 from torchguard import at, sliced_assign, sliced_assign_
-from torchguard.assign import _dims_selected
-from torchguard.indexing import describe_index, is_basic, parts_of, positions
+from torchguard.assignment.assign import _dims_selected
+from torchguard.assignment.index import describe_index, is_basic, parts_of, positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

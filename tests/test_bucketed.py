@@ -26,15 +26,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from torchguard import (
-    Buckets,
-    PaddingLeakError,
-    RecompileError,
-    bucketed,
-    no_recompile,
-)
+from torchguard import Buckets, PaddingLeakError, RecompileError, bucketed, no_recompile
 
-other_last_digits = importlib.import_module("torchguard.bucketed.isolation").other_last_digits
+other_last_digits = importlib.import_module("torchguard.equivalence.isolate").other_last_digits
 
 LADDER = Buckets([4, 8, 16])
 
@@ -979,7 +973,7 @@ class TestVerification:
         module.weight.detach().share_memory_()
         with pytest.raises(PaddingLeakError, match="gradient of weight"):
             padded(module).verify(x)
-        checking = importlib.import_module("torchguard.bucketed.checking")
+        checking = importlib.import_module("torchguard.bucketing.decorator.checking")
         monkeypatch.setattr(checking, "_TURNS", 1)
         for function, call in ways[1:]:
             with pytest.raises(PaddingLeakError):
@@ -1264,7 +1258,7 @@ class TestWays:
         assert first.tolist() == [1, 1, 1]
 
     def test_reduce_overhead_is_known_to_record_cuda_graphs(self) -> None:
-        from torchguard.internals import records_cuda_graphs  # noqa: PLC0415
+        from torchguard._torch import records_cuda_graphs  # noqa: PLC0415
 
         assert records_cuda_graphs(torch.compile(double, mode="reduce-overhead"))
         assert not records_cuda_graphs(torch.compile(double))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchguard import Buckets, bucketed, internals
+from torchguard import Buckets, _torch, bucketed
 
 _COUNT = 12  # more than the recompile limit, which is 8
 _SIZES = [4 * (index + 1) for index in range(_COUNT)]
@@ -178,7 +178,7 @@ def test_only_what_compiles_enters_the_scope(make: Callable[[], nn.Module]) -> N
         out: torch.Tensor = model(x)
         return out * 2
 
-    compiled = internals.compiles_inside(torch.compile(call, backend="eager", dynamic=False), scope)
+    compiled = _torch.compiles_inside(torch.compile(call, backend="eager", dynamic=False), scope)
     for size in (3, 4):
         x = torch.ones(2, size, 4)
         before = len(entered)
@@ -196,10 +196,10 @@ def test_only_what_compiles_enters_the_scope(make: Callable[[], nn.Module]) -> N
 
 def test_what_is_not_compiled_is_given_back() -> None:
     """compiles_inside() has nothing to do for a plain function."""
-    assert internals.compiles_inside(len, contextlib.nullcontext) is len
+    assert _torch.compiles_inside(len, contextlib.nullcontext) is len
 
 
 def test_traced_knows_what_dynamo_wraps() -> None:
     """torch.nn's own forward is not traced as a frame; a function of the user is."""
-    assert not internals.traced(nn.Sequential.forward)
-    assert internals.traced(_Broken.forward)
+    assert not _torch.traced(nn.Sequential.forward)
+    assert _torch.traced(_Broken.forward)

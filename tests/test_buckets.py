@@ -19,10 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.buckets import Buckets
-from torchguard.observed import Observed, batch_maxima, observe, with_prior
-from torchguard.pairs import PairBuckets
-from torchguard.planning import plan, plans
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.fit import plan, plans
+from torchguard.bucketing.histogram import Observed, batch_maxima, observe, with_prior
+from torchguard.bucketing.pairs import PairBuckets
 
 COSTS: dict[str, Callable[[int], float]] = {
     "linear": lambda size: size,
@@ -399,7 +399,7 @@ def test_needs_no_torch() -> None:
         "root = pathlib.Path(importlib.util.find_spec('torchguard').origin).parent;"
         "package = types.ModuleType('torchguard'); package.__path__ = [str(root)];"
         "sys.modules['torchguard'] = package;"
-        "from torchguard.buckets import Buckets;"
+        "from torchguard.bucketing.buckets import Buckets;"
         "assert Buckets.fit([1, 2, 9], 2).sizes == (2, 9);"
         "assert 'torch' not in sys.modules"
     )

@@ -320,7 +320,7 @@ def model(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.cuda
 def test_a_cuda_graph_is_recorded_per_bucket_and_not_per_size() -> None:
-    from torchguard.defects import cudagraph_shapes  # noqa: PLC0415
+    from torchguard.defects.probes import cudagraph_shapes  # noqa: PLC0415
 
     if cudagraph_shapes.probe() is None:
         pytest.skip("this torch records one CUDA graph for all sizes")

@@ -18,17 +18,18 @@ import pytest
 
 import torchguard
 from torchguard.__main__ import main
-from torchguard.defects import FAMILIES, BrokenDefect, Defect, catalog, out_garbage
+from torchguard.cli.progress import shown_on
+from torchguard.cli.table import guards_as_code, text
+from torchguard.defects import FAMILIES, BrokenDefect, Defect, catalog
+from torchguard.defects.doctor import Report, processes
+from torchguard.defects.doctor import command as doctor_command
+from torchguard.defects.probes import out_garbage
 from torchguard.defects.registry import built_in, find
-from torchguard.doctor import Report, processes
-from torchguard.doctor import command as doctor_command
-from torchguard.doctor.progress import shown_on
-from torchguard.doctor.table import guards_as_code, text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torchguard.doctor import Bare, Guarded, Row, Step
+    from torchguard.defects.doctor import Bare, Guarded, Row, Step
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and terminals of POSIX")
 
@@ -669,7 +670,7 @@ class Terminal(io.StringIO):
 
 class TestProgress:
     def steps(self, report: Report) -> Iterator[Step]:
-        from torchguard.doctor import Step  # noqa: PLC0415 - only a type above
+        from torchguard.defects.doctor import Step  # noqa: PLC0415 - only a type above
 
         yield Step(0, 2, ("planted-live",), None, 121.0)
         yield Step(1, 2, (), row(report, "live"))

@@ -18,10 +18,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from torchguard.__main__ import main
-from torchguard.fuzz import Program, attempt, program
-from torchguard.verified import verified_backend
-from torchguard.verified.comparison import differences
-from torchguard.verified.outcome import Outcome, run
+from torchguard.verification import verified_backend
+from torchguard.verification.comparison import differences
+from torchguard.verification.fuzz import Program, attempt, program
+from torchguard.verification.outcome import Outcome, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("TORCHGUARD_REPRODUCERS", str(tmp_path / "reproducers"))
     # Making reproducers smaller has tests of its own, and takes its time.
     monkeypatch.setattr(
-        importlib.import_module("torchguard.verified.check"), "_SECONDS_TO_REDUCE", 0.0
+        importlib.import_module("torchguard.verification.check"), "_SECONDS_TO_REDUCE", 0.0
     )
     torch._dynamo.reset()
     yield
@@ -45,7 +45,10 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_a_seed_is_the_same_program_everywhere() -> None:
-    line = "from torchguard.fuzz import program; print([program(s).source for s in range(20)])"
+    line = (
+        "from torchguard.verification.fuzz import program; "
+        "print([program(s).source for s in range(20)])"
+    )
     printed = [
         subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
         for _ in range(2)

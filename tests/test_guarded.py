@@ -25,7 +25,7 @@ from ways import differences, ends_the_process, outcome_of
 
 import torchguard
 from torchguard import NonResizableStorageError, guarded
-from torchguard.writes import writes_of
+from torchguard.rollback.mutation import writes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

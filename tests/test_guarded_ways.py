@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ways import outcome_of
 
 import torchguard
-from torchguard import guarded, scopes
+from torchguard import guarded
+from torchguard.rollback import scopes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

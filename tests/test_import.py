@@ -19,7 +19,7 @@ import typing_extensions
 ASIDE = (
     "torch._dynamo", "torch._inductor", "rich", "matplotlib", "pandas", "scipy", "transformers",
     "lightning", "accelerate",
-    "torchguard.verified.check",  # and what it imports: needed when a graph is compiled
+    "torchguard.verification.check",  # and what it imports: needed when a graph is compiled
 )
 
 def attributes():
@@ -119,7 +119,7 @@ def test_importing_every_module_of_torchguard_changes_nothing_either(tmp_path: P
     (tmp_path / "everything.py").write_text(EVERYTHING)
     found = json.loads(output_of(OBSERVER, "everything", folder=tmp_path))
     del found["seen"]
-    assert found.pop("imported") == ["torchguard.verified.check"]
+    assert found.pop("imported") == ["torchguard.verification.check"]
     assert found == {"changed": [], "appeared": [], "settings": []}
 
 

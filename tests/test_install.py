@@ -20,8 +20,8 @@ from child_process import output_of, run_python
 import torchguard
 from torchguard import PatchConflictError, install, is_installed, uninstall
 from torchguard import original as torch_has
-from torchguard.install import GUARDS, Guard, Installation
-from torchguard.internals import is_builtin_somebody_wrapped
+from torchguard._torch import is_builtin_somebody_wrapped
+from torchguard.patching.install import GUARDS, Guard, Installation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -1231,10 +1231,11 @@ def test_quantization_replaces_what_it_replaces_without_the_guard(early: bool) -
 TABLES = """
     import importlib, sys, types
     import torch
-    from torchguard import install, patching
+    from torchguard import install
+    from torchguard._torch import patch
     install("out", "resize", only_if_needed=False)
     names = sys.argv[1:]
-    ours = {id(patch.replacement): path for path, patch in patching._table.items()}
+    ours = {id(patch.replacement): path for path, patch in patch._table.items()}
 
     def found(value, depth=4):
         if id(value) in ours:

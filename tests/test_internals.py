@@ -12,7 +12,7 @@ import torch
 from kinds import STRIDED, Wrapper, plain
 
 import torchguard
-from torchguard import internals
+from torchguard import _torch
 
 SOURCES = Path(inspect.getfile(torchguard)).parent
 
@@ -108,7 +108,7 @@ def f(t):
 
 def _guard_sources() -> list[Path]:
     # Probes of the catalog reproduce defects with whatever shows them.
-    elsewhere = {"defects", "internals"}
+    elsewhere = {"defects", "probes", "_torch"}
     return sorted(path for path in SOURCES.rglob("*.py") if path.parent.name not in elsewhere)
 
 
@@ -133,7 +133,7 @@ def _torchs_private_names() -> set[str]:
 
 
 def test_each_private_name_of_internals_exists_or_is_asked_for_carefully() -> None:
-    files = Path(inspect.getfile(internals)).parent.glob("*.py")
+    files = Path(inspect.getfile(_torch)).parent.glob("*.py")
     private = set().union(*(private_names(path.read_text()) for path in files))
     assert private
     careful = {"torch.jit._builtins._get_builtin_table"}
@@ -150,7 +150,7 @@ def test_each_private_name_of_internals_exists_or_is_asked_for_carefully() -> No
 
 def test_nothing_in_internals_is_unused() -> None:
     users = "".join(path.read_text() for path in SOURCES.rglob("*.py"))
-    unused = [name for name in internals.__all__ if users.count(name) < 5]
+    unused = [name for name in _torch.__all__ if users.count(name) < 5]
     # in its file: def and __all__; in the front door: import and __all__; and a use
     assert unused == []
 
@@ -160,30 +160,30 @@ class TestTheVersionCounter:
     def test_can_be_set(self, version: int) -> None:
         tensor = plain().add_(1).add_(1)
         view = tensor[0]
-        internals.set_version(tensor, version)
-        assert internals.version_of(tensor) == tensor._version == view._version == version
+        _torch.set_version(tensor, version)
+        assert _torch.version_of(tensor) == tensor._version == view._version == version
 
     def test_of_an_inference_tensor_is_none(self) -> None:
         with torch.inference_mode():
-            assert internals.version_of(plain()) is None
+            assert _torch.version_of(plain()) is None
 
 
 def test_a_tensor_with_a_dispatcher_of_its_own_is_told_from_others() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
     with FakeTensorMode():
-        assert internals.has_own_dispatch(torch.empty(2))
-    assert internals.has_own_dispatch(Wrapper(plain()))
+        assert _torch.has_own_dispatch(torch.empty(2))
+    assert _torch.has_own_dispatch(Wrapper(plain()))
     for kind in STRIDED:
-        assert not internals.has_own_dispatch(kind.make()), kind.name
+        assert not _torch.has_own_dispatch(kind.make()), kind.name
 
 
 def test_out_is_told_from_overloads_without_a_python_binding() -> None:
-    assert internals.has_python_out(torch.add)
-    assert internals.has_python_out(torch.linalg.inv)
-    assert not internals.has_python_out(torch.relu)
-    assert not internals.has_python_out(torch.dropout)
-    assert not internals.has_python_out(torch.is_tensor)
+    assert _torch.has_python_out(torch.add)
+    assert _torch.has_python_out(torch.linalg.inv)
+    assert not _torch.has_python_out(torch.relu)
+    assert not _torch.has_python_out(torch.dropout)
+    assert not _torch.has_python_out(torch.is_tensor)
 
 
 def test_function_modes_can_be_taken_off_the_stack_and_put_back() -> None:
@@ -193,10 +193,10 @@ def test_function_modes_can_be_taken_off_the_stack_and_put_back() -> None:
         pass
 
     with Mode() as outer, Mode() as inner:
-        stack = internals.torch_function_modes()
+        stack = _torch.torch_function_modes()
         assert stack == [outer, inner]
-        internals.replace_torch_function_modes([])
-        assert internals.torch_function_modes() == []
-        internals.replace_torch_function_modes(stack)
-        assert internals.torch_function_modes() == [outer, inner]
-    assert internals.torch_function_modes() == []
+        _torch.replace_torch_function_modes([])
+        assert _torch.torch_function_modes() == []
+        _torch.replace_torch_function_modes(stack)
+        assert _torch.torch_function_modes() == [outer, inner]
+    assert _torch.torch_function_modes() == []

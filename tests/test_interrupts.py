@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import torchguard
-from torchguard import guarded, install, interrupts, rollback_on_error, safe_resize_
+from torchguard import guarded, install, rollback_on_error, safe_resize_
+from torchguard.rollback import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -204,15 +205,15 @@ def test_a_large_copy_is_put_back_once_however_often_it_is_interrupted() -> None
     class Counting(torch.Tensor):
         pass
 
-    from torchguard import rollback  # noqa: PLC0415
+    from torchguard.rollback import block  # noqa: PLC0415
 
     tensor = torch.ones(3)
-    saved = rollback.save(tensor, data=True)
+    saved = block.save(tensor, data=True)
     tensor.zero_()
     rounds = iter([KeyboardInterrupt, KeyboardInterrupt])
 
     def undo() -> None:
-        rollback.roll_back(saved, wrote=True)
+        block.roll_back(saved, wrote=True)
         assert saved.data is not None
         copies.append(len(saved.data.put_back))
         for error in rounds:

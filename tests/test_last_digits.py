@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.last_digits import can_be_nudged, nudge
+from torchguard.equivalence.perturb import can_be_nudged, nudge
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

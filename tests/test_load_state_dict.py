@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import torchguard
-from torchguard.internals import version_of
+from torchguard._torch import version_of
 
 
 def make_model() -> nn.Module:

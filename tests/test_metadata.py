@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kinds import Kind, named, plain, state
 from ways import differences
 
-from torchguard.metadata import bytes_needed, capture, restore
+from torchguard.rollback.metadata import bytes_needed, capture, restore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, default_collate
 
-from torchguard import padding
-from torchguard.buckets import Buckets
-from torchguard.collating import BucketCollator
-from torchguard.masks import attention_mask, length_mask, position_ids
-from torchguard.padding import Padded, pad_to_bucket, unpad
+from torchguard.bucketing import padding
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.collator import BucketCollator
+from torchguard.bucketing.masks import attention_mask, length_mask, position_ids
+from torchguard.bucketing.padding import Padded, pad_to_bucket, unpad
 
 BUCKETS = Buckets([4, 8, 16])
 DTYPES = [

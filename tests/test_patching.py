@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchguard
 from torchguard import install
-from torchguard.install import GUARDS
+from torchguard.patching.install import GUARDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from torchguard import BucketCollator, bucketed, plan
-from torchguard.buckets import Buckets
-from torchguard.lengths import read_sizes
-from torchguard.observed import batch_maxima
+from torchguard import BucketCollator, bucketed
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.histogram import batch_maxima
+from torchguard.bucketing.lengths import read_sizes
+from torchguard.cli import plan
 
 
 def run(*arguments: str) -> int:

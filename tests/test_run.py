@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchguard.install import GUARDS
+from torchguard.patching.install import GUARDS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchguard
-from torchguard import at, guarded, install, setitem, sliced_assign
-from torchguard.install import GUARDS, Guard
+from torchguard import at, guarded, install, sliced_assign
+from torchguard.assignment import dynamo_setitem
+from torchguard.patching.install import GUARDS, Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -430,7 +431,7 @@ def test_installing_works_in_every_order(order: str) -> None:
 LATE = """
 import torch, torchguard
 from dataclasses import replace
-from torchguard.install import GUARDS
+from torchguard.patching.install import GUARDS
 GUARDS["setitem"] = replace(
     GUARDS["setitem"], not_needed=lambda: "why" if "torch._dynamo" in sys.modules else None
 )
@@ -471,9 +472,9 @@ def test_a_dynamo_that_is_built_differently_is_skipped_or_refused(
 def test_trying_it_leaves_no_trace() -> None:
     counters = torch._dynamo.utils.counters
     before = {name: dict(each) for name, each in counters.items()}
-    setitem._tried.cache_clear()
+    dynamo_setitem._tried.cache_clear()
     with torch.no_grad(), torch.device("meta"):
-        assert setitem.not_needed() is None  # so far: no release is known that is right
+        assert dynamo_setitem.not_needed() is None  # so far: no release is known that is right
     assert {name: dict(each) for name, each in counters.items()} == before
     assert torch._C._len_torch_function_stack() == 0
 

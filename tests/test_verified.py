@@ -31,12 +31,12 @@ from torchguard import (
     verified,
     verified_backend,
 )
-from torchguard.verified.case import Case
-from torchguard.verified.comparison import differences
-from torchguard.verified.copies import copy_inputs
-from torchguard.verified.graphs import copy_graph
-from torchguard.verified.outcome import Outcome, run
-from torchguard.verified.reducing import reduced
+from torchguard.equivalence.copies import copy_inputs
+from torchguard.verification.case import Case
+from torchguard.verification.comparison import differences
+from torchguard.verification.graph import copy_graph
+from torchguard.verification.outcome import Outcome, run
+from torchguard.verification.reducing import reduced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -564,7 +564,9 @@ def test_a_step_that_adds_a_guard_which_nobody_watches_is_passed_over(
 ) -> None:
     count = itertools.count()
     monkeypatch.setattr(
-        importlib.import_module("torchguard.verified.check"), "shape_guards", lambda _: next(count)
+        importlib.import_module("torchguard.verification.check"),
+        "shape_guards",
+        lambda _: next(count),
     )
     backend = verified_backend(spoiling(one_value))
     with pytest.warns(MiscompilationWarning, match="eager runs instead"):
@@ -743,7 +745,7 @@ def test_hooks_on_saved_tensors_see_one_run() -> None:
 
 
 def test_what_communicates_is_left_alone() -> None:
-    from torchguard.verified.purity import why_not_twice  # noqa: PLC0415
+    from torchguard.verification.side_effects import why_not_twice  # noqa: PLC0415
 
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
@@ -812,7 +814,7 @@ def test_nothing_is_kept_alive() -> None:
     del x, state, outputs
     gc.collect()
     assert [ref() for ref in alive] == [None] * len(alive)
-    from torchguard.verified.check import Check  # noqa: PLC0415
+    from torchguard.verification.check import Check  # noqa: PLC0415
 
     assert [value for value in gc.get_objects() if isinstance(value, Check)] == []
 

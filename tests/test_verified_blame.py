@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from torchguard import MiscompilationWarning, verified, verified_backend
-from torchguard.internals import dynamo_backend
-from torchguard.verified.graphs import copy_graph
-from torchguard.verified.purity import why_not_twice
-from torchguard.verified.quiet import quiet
-from torchguard.verified.strides import same_strides
+from torchguard._torch import dynamo_backend
+from torchguard.verification.graph import copy_graph
+from torchguard.verification.quiet import quiet
+from torchguard.verification.side_effects import why_not_twice
+from torchguard.verification.strides import same_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -365,7 +365,7 @@ def test_the_reproducer_of_a_large_graph_is_small(erf_is_wrong: str, tmp_path: P
 def test_what_reducing_has_no_time_for_is_said(
     erf_is_wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = importlib.import_module("torchguard.verified.check")
+    check = importlib.import_module("torchguard.verification.check")
     monkeypatch.setattr(check, "_MOST_SECONDS_TO_REDUCE", 0.0)
     with pytest.warns(MiscompilationWarning, match=r"Deep\.py \(reducing it ended early"):
         verified(backend=erf_is_wrong)(Deep())(torch.randn(3, 4))

@@ -3,108 +3,82 @@
 Three ways in, each complete without the others: call a helper
 (:func:`safe_resize_`), guard a scope (:func:`guarded`), or switch the guards on
 for the whole process (:func:`install`).
+
+A public name imports its module when it is first used (PEP 562). ``import torchguard`` alone
+imports nothing else, torch included.
 """
 
-from torchguard.command_line import show_version_alone
+from __future__ import annotations
 
-# `torchguard --version` has to be told before the lines below import torch, which takes seconds.
-show_version_alone()
+import importlib
+from typing import Any
 
-from torchguard.assign import sliced_assign, sliced_assign_
-from torchguard.at import at
-from torchguard.bucketed import bucketed, no_recompile
-from torchguard.buckets import Buckets
-from torchguard.checkpoint.folder import checkpoint_folder
-from torchguard.checkpoint.loading import load
-from torchguard.checkpoint.saving import save
-from torchguard.checkpoint.state_dict import load_state_dict
-from torchguard.collating import BucketCollator
-from torchguard.consistency import check_consistent, is_consistent, repair_
-from torchguard.doctor import doctor
-from torchguard.errors import (
-    DamagedFileError,
-    InconsistentTensorError,
-    MiscompilationError,
-    MiscompilationWarning,
-    NonResizableStorageError,
-    PaddingLeakError,
-    PatchConflictError,
-    ReadOnlyMemoryError,
-    RecompileError,
-    SaveError,
-    SharedViewError,
-    TorchGuardError,
-    TornSaveError,
-)
-from torchguard.guarded import guarded
-from torchguard.install import (
-    Installation,
-    install,
-    installed,
-    is_installed,
-    original,
-    uninstall,
-)
-from torchguard.masks import attention_mask, length_mask, position_ids
-from torchguard.observed import batch_maxima
-from torchguard.padding import Padded, pad_to_bucket, unpad
-from torchguard.pairs import PairBuckets
-from torchguard.resize import safe_resize_, safe_resize_as_, safe_set_
-from torchguard.rollback import rollback_on_error
-from torchguard.verified import VerificationReport, verification_report, verified, verified_backend
 from torchguard.version import __version__
 
-__all__ = [
-    "BucketCollator",
-    "Buckets",
-    "DamagedFileError",
-    "InconsistentTensorError",
-    "Installation",
-    "MiscompilationError",
-    "MiscompilationWarning",
-    "NonResizableStorageError",
-    "Padded",
-    "PaddingLeakError",
-    "PairBuckets",
-    "PatchConflictError",
-    "ReadOnlyMemoryError",
-    "RecompileError",
-    "SaveError",
-    "SharedViewError",
-    "TorchGuardError",
-    "TornSaveError",
-    "VerificationReport",
-    "__version__",
-    "at",
-    "attention_mask",
-    "batch_maxima",
-    "bucketed",
-    "check_consistent",
-    "checkpoint_folder",
-    "doctor",
-    "guarded",
-    "install",
-    "installed",
-    "is_consistent",
-    "is_installed",
-    "length_mask",
-    "load",
-    "load_state_dict",
-    "no_recompile",
-    "original",
-    "pad_to_bucket",
-    "position_ids",
-    "repair_",
-    "rollback_on_error",
-    "safe_resize_",
-    "safe_resize_as_",
-    "safe_set_",
-    "save",
-    "sliced_assign",
-    "sliced_assign_",
-    "uninstall",
-    "unpad",
-    "verification_report",
-    "verified",
-    "verified_backend",
-]
+# The stub beside this file says the same to type checkers; a test compares the two.
+_PUBLIC = {
+    "assignment.assign": ("sliced_assign", "sliced_assign_"),
+    "assignment.at": ("at",),
+    "bucketing.buckets": ("Buckets",),
+    "bucketing.collator": ("BucketCollator",),
+    "bucketing.decorator.api": ("bucketed",),
+    "bucketing.decorator.no_compiling": ("no_recompile",),
+    "bucketing.histogram": ("batch_maxima",),
+    "bucketing.masks": ("attention_mask", "length_mask", "position_ids"),
+    "bucketing.padding": ("Padded", "pad_to_bucket", "unpad"),
+    "bucketing.pairs": ("PairBuckets",),
+    "checkpoint.folder": ("checkpoint_folder",),
+    "checkpoint.loading": ("load",),
+    "checkpoint.saving": ("save",),
+    "checkpoint.state_dict": ("load_state_dict",),
+    "defects.doctor": ("doctor",),
+    "errors": (
+        "DamagedFileError",
+        "InconsistentTensorError",
+        "MiscompilationError",
+        "MiscompilationWarning",
+        "NonResizableStorageError",
+        "PaddingLeakError",
+        "PatchConflictError",
+        "ReadOnlyMemoryError",
+        "RecompileError",
+        "SaveError",
+        "SharedViewError",
+        "TorchGuardError",
+        "TornSaveError",
+    ),
+    "patching.install": (
+        "Installation",
+        "install",
+        "installed",
+        "is_installed",
+        "original",
+        "uninstall",
+    ),
+    "rollback.block": ("rollback_on_error",),
+    "rollback.consistency": ("check_consistent", "is_consistent", "repair_"),
+    "rollback.resize": ("safe_resize_", "safe_resize_as_", "safe_set_"),
+    "rollback.scope": ("guarded",),
+    "verification.backend": ("verified_backend",),
+    "verification.decorator": ("verified",),
+    "verification.report": ("VerificationReport", "verification_report"),
+}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+_ROOMS = ("assignment", "bucketing", "checkpoint", "defects", "equivalence", "interop", "patching",
+          "rollback", "verification")  # fmt: skip
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604 - they are the strings of _PUBLIC
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        found = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = found  # so that __getattr__ is asked once
+        return found
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, *_ROOMS))

@@ -5,23 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 
-from torchguard import plan, run
-from torchguard.doctor import command
-from torchguard.fuzz import command as fuzz
+from torchguard.cli.output import write
 from torchguard.version import __version__
-
-_COMMANDS = (command.add_parser, run.add_parser, plan.add_parser, fuzz.add_parser)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status; bad usage exits with 2."""
+    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        write(f"torchguard {__version__}\n")  # without the commands, which import torch: seconds
+        return 0
+
+    from torchguard.cli import doctor, fuzz, plan  # noqa: PLC0415
+    from torchguard.patching import run  # noqa: PLC0415
+
     parser = argparse.ArgumentParser(
         prog="python -m torchguard", description="A seat belt for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"torchguard {__version__}")
     commands = parser.add_subparsers(metavar="command")
-    for add_parser in _COMMANDS:
-        add_parser(commands)
+    for command in (doctor, run, plan, fuzz):
+        command.add_parser(commands)
     options = parser.parse_args(arguments)
     if not hasattr(options, "command"):  # nothing was asked for
         parser.print_help()

@@ -37,8 +37,8 @@ from torchguard import (
     TornSaveError,
     VerificationReport,
 )
-from torchguard.bucketed.statistics import Statistics
-from torchguard.verified import VerifiedBackend
+from torchguard.bucketing.decorator.stats import Statistics
+from torchguard.verification import VerifiedBackend
 
 
 def mutation() -> None:

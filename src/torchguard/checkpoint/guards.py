@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from torchguard import patching
+from torchguard._torch import patch
 from torchguard.checkpoint.loading import guard_load
 from torchguard.checkpoint.saving import (
     guard_commit,
@@ -26,7 +26,7 @@ __all__ = [
     "save_replacements",
 ]
 
-SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patching.Make]] = {
+SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
     "safetensors.torch": {
         "safetensors.torch.save_file": guard_save_file,  # save_model calls it
         "safetensors.torch.serialize_file": guard_serialize_file,
@@ -38,14 +38,14 @@ SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patching.Make]] = {
 }
 
 
-def save_replacements() -> Mapping[str, patching.Make]:
+def save_replacements() -> Mapping[str, patch.Make]:
     """Return what to patch in torch for ``"save"``."""
     return {"torch.save": guard_save}
 
 
 def save_not_needed() -> str | None:
     """Save twice: a file that is replaced is another file afterwards."""
-    save = patching.original("torch.save")
+    save = patch.original("torch.save")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "probe.pt")
         save(0, path)
@@ -57,7 +57,7 @@ def save_not_needed() -> str | None:
     return "torch.save replaces a file whole on this torch"
 
 
-def load_replacements() -> Mapping[str, patching.Make]:
+def load_replacements() -> Mapping[str, patch.Make]:
     """Return what to patch in torch for ``"load"``."""
     return {
         "torch.load": guard_load,
@@ -69,7 +69,7 @@ def load_replacements() -> Mapping[str, patching.Make]:
 def load_not_needed() -> str | None:
     """Load a state whose last tensor does not fit."""
     module = torch.nn.Linear(1, 1, device="cpu")
-    load_state_dict = patching.original("torch.nn.Module.load_state_dict")
+    load_state_dict = patch.original("torch.nn.Module.load_state_dict")
     state = {"weight": torch.full((1, 1), 77.0), "bias": torch.ones(9)}
     try:
         load_state_dict(module, state)

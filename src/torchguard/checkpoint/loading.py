@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchguard import patching
+from torchguard._torch import patch
 from torchguard.errors import DamagedFileError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def load(f: Any, *args: Any, check: bool | None = None, **options: Any) -> Any:
 
     Upstream: https://github.com/pytorch/pytorch/issues/31620
     """
-    return _load(patching.original("torch.load"), f, args, options, check)
+    return _load(patch.original("torch.load"), f, args, options, check)
 
 
 def guard_load(original: Callable[..., Any]) -> Callable[..., Any]:

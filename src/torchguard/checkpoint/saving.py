@@ -11,10 +11,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from torchguard import patching
+from torchguard._torch import patch, version_of
 from torchguard.checkpoint.whole_file import is_replaceable, is_temporary, replace_file
 from torchguard.errors import SaveError, TornSaveError
-from torchguard.internals import version_of
 
 __all__ = ["OnTorn", "guard_save", "guard_save_file", "guard_serialize_file", "save", "save_file"]
 
@@ -72,7 +71,7 @@ def save(
         {'weight': tensor([1., 1.])}
     """
     _check_on_torn(on_torn)
-    torchs: Callable[..., None] = patching.original("torch.save")
+    torchs: Callable[..., None] = patch.original("torch.save")
     _save(torchs, obj, f, (pickle_module, pickle_protocol), options, fsync=fsync, on_torn=on_torn)
 
 
@@ -96,7 +95,7 @@ def save_file(
     import safetensors.torch  # noqa: F401, PLC0415  a package that need not be there
 
     _check_on_torn(on_torn)
-    original = patching.original("safetensors.torch.save_file")
+    original = patch.original("safetensors.torch.save_file")
     _save_file(original, tensors, filename, metadata, fsync=fsync, on_torn=on_torn)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchguard.internals import tensors_loaded_by_copies
-from torchguard.rollback import rollback_on_error
+from torchguard._torch import tensors_loaded_by_copies
+from torchguard.rollback.block import rollback_on_error
 
 __all__ = ["guard_module_load", "guard_optimizer_load", "load_state_dict"]
 

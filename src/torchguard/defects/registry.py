@@ -24,7 +24,7 @@ ENTRY_POINT_GROUP = "torchguard.defects"
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """The families in the order in which the catalog lists them."""
 
-_PACKAGE = "torchguard.defects"
+_PACKAGE = "torchguard.defects.probes"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torchguard
-from torchguard.install import Installation
+from torchguard.patching.install import Installation
 
 __all__ = ["HasStatistics", "Session"]
 

@@ -17,9 +17,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from torchguard import patching
+from torchguard._torch import patch, storage_key
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
-from torchguard.internals import storage_key
 
 __all__ = [
     "ReadOnly",
@@ -94,7 +93,7 @@ def _call(path: str, args: tuple[Any, ...], options: dict[str, Any], readonly: s
             f"{name}: readonly is {readonly!r}, expected "
             f"{' or '.join(map(repr, get_args(ReadOnly)))}"
         )
-    tensor: torch.Tensor = _DOORS[path](patching.original(path), readonly)(*args, **options)
+    tensor: torch.Tensor = _DOORS[path](patch.original(path), readonly)(*args, **options)
     return tensor
 
 
@@ -255,7 +254,7 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_tensor
 
 
-def replacements() -> dict[str, patching.Make]:
+def replacements() -> dict[str, patch.Make]:
     """Return what ``install("numpy")`` patches."""
     return {
         **_DOORS,
@@ -282,7 +281,7 @@ def not_needed() -> str | None:
     array.flags.writeable = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tensor = patching.original("torch.from_numpy")(array)
-    if np.shares_memory(patching.original("torch.Tensor.numpy")(tensor), array):
+        tensor = patch.original("torch.from_numpy")(array)
+    if np.shares_memory(patch.original("torch.Tensor.numpy")(tensor), array):
         return None
     return "a tensor made from a read-only array is a copy on this torch"

@@ -1,0 +1,102 @@
+# What torchguard holds, for type checkers: __init__.py imports each name when it is used.
+from torchguard.assignment.assign import sliced_assign, sliced_assign_
+from torchguard.assignment.at import at
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.collator import BucketCollator
+from torchguard.bucketing.decorator.api import bucketed
+from torchguard.bucketing.decorator.no_compiling import no_recompile
+from torchguard.bucketing.histogram import batch_maxima
+from torchguard.bucketing.masks import attention_mask, length_mask, position_ids
+from torchguard.bucketing.padding import Padded, pad_to_bucket, unpad
+from torchguard.bucketing.pairs import PairBuckets
+from torchguard.checkpoint.folder import checkpoint_folder
+from torchguard.checkpoint.loading import load
+from torchguard.checkpoint.saving import save
+from torchguard.checkpoint.state_dict import load_state_dict
+from torchguard.defects.doctor import doctor
+from torchguard.errors import (
+    DamagedFileError,
+    InconsistentTensorError,
+    MiscompilationError,
+    MiscompilationWarning,
+    NonResizableStorageError,
+    PaddingLeakError,
+    PatchConflictError,
+    ReadOnlyMemoryError,
+    RecompileError,
+    SaveError,
+    SharedViewError,
+    TorchGuardError,
+    TornSaveError,
+)
+from torchguard.patching.install import (
+    Installation,
+    install,
+    installed,
+    is_installed,
+    original,
+    uninstall,
+)
+from torchguard.rollback.block import rollback_on_error
+from torchguard.rollback.consistency import check_consistent, is_consistent, repair_
+from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
+from torchguard.rollback.scope import guarded
+from torchguard.verification.backend import verified_backend
+from torchguard.verification.decorator import verified
+from torchguard.verification.report import VerificationReport, verification_report
+from torchguard.version import __version__
+
+__all__ = [
+    "BucketCollator",
+    "Buckets",
+    "DamagedFileError",
+    "InconsistentTensorError",
+    "Installation",
+    "MiscompilationError",
+    "MiscompilationWarning",
+    "NonResizableStorageError",
+    "Padded",
+    "PaddingLeakError",
+    "PairBuckets",
+    "PatchConflictError",
+    "ReadOnlyMemoryError",
+    "RecompileError",
+    "SaveError",
+    "SharedViewError",
+    "TorchGuardError",
+    "TornSaveError",
+    "VerificationReport",
+    "__version__",
+    "at",
+    "attention_mask",
+    "batch_maxima",
+    "bucketed",
+    "check_consistent",
+    "checkpoint_folder",
+    "doctor",
+    "guarded",
+    "install",
+    "installed",
+    "is_consistent",
+    "is_installed",
+    "length_mask",
+    "load",
+    "load_state_dict",
+    "no_recompile",
+    "original",
+    "pad_to_bucket",
+    "position_ids",
+    "repair_",
+    "rollback_on_error",
+    "safe_resize_",
+    "safe_resize_as_",
+    "safe_set_",
+    "save",
+    "sliced_assign",
+    "sliced_assign_",
+    "uninstall",
+    "unpad",
+    "verification_report",
+    "verified",
+    "verified_backend",
+]

@@ -1,0 +1,145 @@
+"""Who sees a call of torch besides torch: subclasses, modes, transforms."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, has_torch_function_unary
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchguard._torch.tensors import has_own_dispatch
+
+__all__ = [
+    "TorchDispatchMode",
+    "autocast_is_on",
+    "call_unrecorded",
+    "call_with_grad",
+    "has_torch_function_unary",
+    "inside_transform",
+    "is_recorded",
+    "overriding",
+    "replace_torch_function_modes",
+    "torch_function_modes",
+    "without_autocast_cache",
+    "without_dispatch_modes",
+    "without_torch_function",
+]
+
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = (
+    torch._C.DisableTorchFunction
+)
+"""A scope in which neither subclasses nor modes see a call.
+
+The developer notes on extending torch name it; there is no public spelling.
+"""
+
+
+_disable_torch_dispatch: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+    torch._C, "_DisableTorchDispatch", contextlib.nullcontext
+)
+
+
+def without_dispatch_modes(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Run operators on a plain tensor unseen by dispatch modes (FLOP counters, loggers).
+
+    A tensor with a dispatcher of its own (a fake tensor) needs it, so for those
+    nothing is switched off. Falls back to letting the modes see the call.
+    """
+    return contextlib.nullcontext() if has_own_dispatch(tensor) else _disable_torch_dispatch()
+
+
+# The context managers behind torch.no_grad and torch.inference_mode, written in C: those
+# written in Python can be interrupted on the way out, and the thread's mode stays changed.
+_set_grad_enabled: Callable[[bool], Any] = getattr(
+    torch._C, "_set_grad_enabled", torch.set_grad_enabled
+)
+_inference_mode: Callable[[bool], contextlib.AbstractContextManager[Any]] = getattr(
+    torch._C, "_InferenceMode", torch.inference_mode
+)
+
+
+def call_unrecorded(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)`` so that it may write to ``tensor`` and autograd records nothing.
+
+    An inference tensor takes in-place updates in inference mode only. The modes are as before
+    afterwards, whatever interrupts the call.
+    """
+    if tensor.is_inference():
+        with _inference_mode(True):
+            return function(*args)
+    return call_with_grad(False, function, *args)
+
+
+def call_with_grad(mode: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)`` under ``torch.set_grad_enabled(mode)``; see above."""
+    before = torch.is_grad_enabled()
+    try:
+        _set_grad_enabled(mode)
+        return function(*args)
+    finally:
+        _set_grad_enabled(before)
+
+
+def torch_function_modes() -> list[TorchFunctionMode]:
+    """Return the modes on this thread's stack, the outermost first."""
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def replace_torch_function_modes(modes: list[TorchFunctionMode]) -> None:
+    """Put these modes on the stack instead of those that are there."""
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def overriding(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return those values whose ``__torch_function__`` torch would call."""
+    return tuple(
+        value
+        for value in values
+        if type(value) is not torch.Tensor
+        and getattr(type(value), "__torch_function__", torch._C._disabled_torch_function_impl)
+        is not torch._C._disabled_torch_function_impl
+    )
+
+
+_innermost_transform: Callable[[], Any] = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+def inside_transform() -> bool:
+    """Whether this runs inside a transform such as ``torch.func.vmap``."""
+    return _innermost_transform() is not None
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Let autocast cast every time: it neither keeps casts nor takes those it has kept."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+autocast_is_on: Callable[[], bool] = getattr(
+    torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled
+)
+"""Whether autocast is on for any device; the public function is asked for one at a time."""
+
+
+def is_recorded() -> bool:
+    """Whether ``make_fx`` or ``torch.export`` writes down what is called here.
+
+    Falls back to no, where the module that records is not imported or has no such function.
+    """
+    recorder = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode = getattr(recorder, "get_proxy_mode", None)
+    return mode is not None and mode() is not None

@@ -1,0 +1,358 @@
+"""The only file that sets or deletes an attribute of torch.
+
+One table holds every place that is patched, what stood there and what stands
+there now. Undoing restores that very object, or its absence: ``resize_`` is
+inherited from ``torch._C.TensorBase``, so its place in ``vars(torch.Tensor)``
+is empty before and has to be empty afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, Protocol
+
+from torchguard._torch import (
+    follow_in_torchscript,
+    forget_in_torchscript,
+    imports,
+    is_torchs_own,
+    know_in_dynamo,
+    skip_frames,
+)
+from torchguard._torch.signatures import describe_as
+from torchguard.errors import PatchConflictError
+
+__all__ = [
+    "ABSENT",
+    "Computed",
+    "Make",
+    "Overlay",
+    "apply",
+    "lock",
+    "original",
+    "originals_in_place",
+    "overlay",
+    "patched",
+    "remove_overlay",
+    "renew",
+    "set_all",
+    "undo",
+]
+
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Takes the original and returns its replacement."""
+
+
+class Computed(NamedTuple):
+    """In place of a :data:`Make`: an attribute of instances that is computed when it is read.
+
+    The class has nothing of that name before; instances go on keeping what is
+    assigned to them in ``vars(instance)``.
+    """
+
+    read: Callable[[Any], Any]
+    """Takes the instance; what it keeps is in ``vars(instance)`` under the attribute's name."""
+
+    def property_named(self, name: str) -> property:
+        """Make what stands in the class."""
+
+        def write(instance: Any, value: Any) -> None:
+            vars(instance)[name] = value
+
+        return property(self.read, write)
+
+
+ABSENT: Any = object()
+"""In the place of an attribute that is not there."""
+
+lock = threading.RLock()
+"""Held by whoever reads the table in order to change it."""
+
+
+@dataclass
+class _Patch:
+    owner: Any
+    name: str
+    before: Any
+    """What ``vars(owner)`` held under the name, or ``ABSENT``."""
+
+    original: Any
+    replacement: Any
+    holders: int = 1
+
+
+_table: dict[str, _Patch] = {}
+
+
+class Overlay(Protocol):
+    """Many attributes at once, over whatever is patched one by one."""
+
+    @property
+    def owner(self) -> Any:
+        """Whose attributes they are."""
+
+    def put_on(self) -> None:
+        """Set them."""
+
+    def take_off(self) -> None:
+        """Set what was there."""
+
+
+_overlays: list[Overlay] = []
+
+# Originals with the replacements made for them, to be used again: guarded() comes and goes.
+_made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_prepared = False
+_PACKAGE = __name__.partition(".")[0] + "."
+
+
+def overlay(overlays: Iterable[Overlay]) -> None:
+    """Put these over what is patched, until :func:`remove_overlay`."""
+    with lock:
+        _prepare()
+        for each in overlays:
+            each.put_on()
+            _overlays.append(each)
+
+
+def remove_overlay(overlays: Iterable[Overlay]) -> None:
+    """Take them away again."""
+    with lock:
+        for each in overlays:
+            each.take_off()
+            _overlays.remove(each)
+
+
+def set_all(owner: Any, rows: Iterable[tuple[str, Sequence[Any]]], *, which: int) -> None:
+    """Set attributes of something of torch's, each to one of its values.
+
+    Those whose value is ``ABSENT`` are deleted.
+    """
+    for name, values in rows:
+        value = values[which]
+        if value is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def _without_overlays(paths: Iterable[str] | None = None) -> Iterator[None]:
+    """Take away what stands over these paths, or over any, for as long as the block runs."""
+    with lock:
+        standing = list(_overlays)
+        if standing and paths is not None:
+            owners = [_resolve(path)[0] for path in paths]
+            standing = [each for each in standing if any(each.owner is owner for owner in owners)]
+        remove_overlay(standing)
+        try:
+            yield
+        finally:
+            overlay(standing)
+
+
+def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
+    """Patch every path (``torch.Tensor.resize_``) or, if one can't be patched, none.
+
+    A path that is patched already keeps its replacement and gets one more holder.
+    """
+    wanted = list(replacements)
+    with _without_overlays(path for path, _ in wanted):
+        _prepare()
+        done: list[str] = []
+        try:
+            for path, make in wanted:
+                if path in _table:
+                    _table[path].holders += 1
+                else:
+                    _table[path] = _patch(path, make)
+                done.append(path)
+        except BaseException:
+            undo(done)
+            raise
+
+
+def renew(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
+    """Patch anew where torch's own function stands again, because somebody has put it back.
+
+    Where somebody has patched on top, and what is not patched, stays as it is.
+    """
+    wanted = [(path, make) for path, make in replacements if path in _table]
+    with _without_overlays(path for path, _ in wanted):
+        for path, make in wanted:
+            if _was_taken_away(_table[path]):
+                holders = _table[path].holders
+                _table[path] = _patch(path, make)
+                _table[path].holders = holders
+
+
+def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
+    """Take one holder from each path; where none is left, put back what stood there.
+
+    Paths that are not patched are passed over. Where somebody has patched on top,
+    ``leave_conflicts`` leaves the replacement in place below the other one. Where a patch
+    from before was undone meanwhile, and ours with it, torch's own function stands and stays.
+
+    Raises:
+        PatchConflictError: somebody has patched on top. Nothing is changed then.
+    """
+    leaving = Counter(path for path in paths if path in _table)
+    with _without_overlays(leaving):
+        last = [path for path, count in leaving.items() if _table[path].holders <= count]
+        gone = {path for path in last if _lower_patch_was_undone(_table[path])}
+        conflicts = [path for path in last if path not in gone and not patched(path)]
+        if conflicts and not leave_conflicts:
+            path = conflicts[0]
+            if _was_taken_away(_table[path]):
+                raise PatchConflictError(
+                    f"{path} was put back to torch's own after torchguard patched it; call "
+                    "torchguard.install(...) again, which patches it anew, then "
+                    "torchguard.uninstall()"
+                )
+            raise PatchConflictError(
+                f"{path} was patched again after torchguard patched it, with "
+                f"{_value(_table[path])!r}; undo that patch first, then call "
+                "torchguard.uninstall() again"
+            )
+        for path, count in leaving.items():
+            _table[path].holders = max(0, _table[path].holders - count)
+        for path in reversed(last):
+            if path not in conflicts:
+                patch = _table.pop(path)
+                if path not in gone:
+                    _put_original(patch)
+                forget_in_torchscript(patch.replacement)
+
+
+def patched(path: str) -> bool:
+    """Whether the replacement really stands at the path now; it looks there."""
+    patch = _table.get(path)
+    if patch is None:
+        return False
+    with _without_overlays((path,)):
+        return _value(patch) is patch.replacement
+
+
+def original(path: str) -> Any:
+    """Return what torch itself has at the path, patched or not."""
+    patch = _table.get(path)
+    if patch is not None:
+        return patch.original
+    with _without_overlays((path,)):
+        owner, name = _resolve(path)
+        return getattr(owner, name)
+
+
+@contextlib.contextmanager
+def originals_in_place() -> Iterator[None]:
+    """Let torch be as it was for a moment, for tables that know functions by identity."""
+    with _without_overlays():
+        standing = [patch for path, patch in _table.items() if patched(path)]
+        for patch in standing:
+            _put_original(patch)
+        try:
+            yield
+        finally:
+            for patch in standing:
+                setattr(patch.owner, patch.name, patch.replacement)
+
+
+def _prepare() -> None:
+    """Once, before the first patch: keep our frames from Dynamo, and the lock whole over a fork."""
+    global _prepared
+    if _prepared:
+        return
+    _prepared = True
+    imports.watch(originals_in_place)
+    # Not the probes of the catalog: what they show is what Dynamo does with them.
+    for module in [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(_PACKAGE) and not name.startswith(_PACKAGE + "defects.")
+    ]:
+        for function in _functions(module):
+            skip_frames(function.__code__)
+    if hasattr(os, "register_at_fork"):
+        # A child has no thread that could release the lock for it.
+        os.register_at_fork(
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+        )
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """Yield what a module defines: its functions, and those of its classes."""
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", None) == module.__name__:
+            # The methods of a class are its own, those that NamedTuple has made included.
+            members = vars(value).values() if isinstance(value, type) else (value,)
+            for member in members:
+                function = inspect.unwrap(member) if callable(member) else member
+                if isinstance(function, FunctionType):
+                    yield function
+
+
+def _patch(path: str, make: Make | Computed) -> _Patch:
+    owner, name = _resolve(path)
+    if isinstance(make, Computed):
+        if hasattr(owner, name):
+            raise AttributeError(f"{path}: the class has an attribute of its own there")
+        computed = make.property_named(name)
+        setattr(owner, name, computed)
+        return _Patch(owner, name, ABSENT, ABSENT, computed)
+    original = getattr(owner, name)
+    before = vars(owner).get(name, ABSENT)
+    made_for, replacement = _made.get(path, (None, original))
+    if made_for is not original:
+        replacement = make(original)
+        assert isinstance(replacement, FunctionType)
+        describe_as(replacement, original, path, is_method=isinstance(owner, type))
+        know_in_dynamo(replacement, original)
+        _made[path] = (original, replacement)
+    follow_in_torchscript(replacement, original)
+    setattr(owner, name, replacement)
+    return _Patch(owner, name, before, original, replacement)
+
+
+def _value(patch: _Patch) -> Any:
+    return vars(patch.owner).get(patch.name, ABSENT)
+
+
+def _was_taken_away(patch: _Patch) -> bool:
+    """Whether torch's own stands in place of the replacement."""
+    value = _value(patch)
+    if value is patch.replacement or patch.original is ABSENT:
+        return False
+    return value is ABSENT or is_torchs_own(value)
+
+
+def _lower_patch_was_undone(patch: _Patch) -> bool:
+    """Whether somebody, who had patched before us, has put back torch's own."""
+    return _was_taken_away(patch) and _value(patch) is not patch.before
+
+
+def _put_original(patch: _Patch) -> None:
+    if patch.before is ABSENT:
+        delattr(patch.owner, patch.name)
+    else:
+        setattr(patch.owner, patch.name, patch.before)
+
+
+def _resolve(path: str) -> tuple[Any, str]:
+    """Split ``torch.Tensor.resize_`` into the object ``torch.Tensor`` and ``resize_``."""
+    owner_path, _, name = path.rpartition(".")
+    parts = owner_path.split(".")
+    for length in range(len(parts), 0, -1):
+        owner: Any = sys.modules.get(".".join(parts[:length]))
+        if owner is not None:
+            for part in parts[length:]:
+                owner = getattr(owner, part)
+            return owner, name
+    raise AttributeError(f"{path}: no such attribute; expected a path like torch.Tensor.resize_")

@@ -1,0 +1,240 @@
+"""What Dynamo and TorchScript do with a function: follow it, keep it whole, let it be."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+import wrapt
+
+from torchguard._torch.modes import replace_torch_function_modes, torch_function_modes
+
+__all__ = [
+    "dynamo_is_imported",
+    "fake_of",
+    "follow_in_dynamo",
+    "follow_in_torchscript",
+    "forget_in_torchscript",
+    "inside_compiled",
+    "keep_whole_in_graph",
+    "know_in_dynamo",
+    "mark_untraced",
+    "rebuild_dynamo_tables",
+    "skip_frames",
+    "tracing_unseen",
+]
+
+
+def dynamo_is_imported() -> bool:
+    """Whether Dynamo is there; an import that another thread has begun is waited for."""
+    if "torch._dynamo" in sys.modules:
+        importlib.import_module("torch._dynamo")
+    return hasattr(sys.modules.get("torch._dynamo"), "optimize")
+
+
+def rebuild_dynamo_tables() -> None:
+    """Let Dynamo look up torch's functions again; call it while they are torch's own.
+
+    Dynamo knows functions by identity, in tables it fills once: a table filled
+    while a replacement stands in torch's place would not know the original.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    handlers = sys.modules.get("torch._dynamo.variables.torch")
+    variable = getattr(handlers, "TorchInGraphFunctionVariable", None)
+    tables: tuple[Any, ...] = (
+        getattr(rules, "get_torch_obj_rule_map", None),
+        getattr(rules, "get_tensor_method", None),
+        getattr(variable, "_get_handlers", None),
+    )
+    for table in tables:
+        if hasattr(table, "cache_clear"):
+            table.cache_clear()
+            table()
+    for replacement, original in _originals.items():
+        _put_in_tables(replacement, original)
+
+
+_originals: dict[Any, Any] = {}  # by replacement
+
+
+def follow_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let Dynamo trace ``original`` where it meets ``replacement``.
+
+    It is the attribute that torch's own decorators set for the same purpose.
+    Without it Dynamo would trace through the replacement, with more guards.
+    """
+    replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
+
+
+def know_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let Dynamo know ``replacement`` as it knows ``original``: to call, compile and look up.
+
+    What :func:`follow_in_dynamo` sets is enough for calls; but Dynamo can't hash such a function
+    (``torch.add in a_set``), nor compile it by itself (``torch.compile(torch.add)``).
+    """
+    follow_in_dynamo(replacement, original)
+    _originals[replacement] = original
+    if dynamo_is_imported():
+        _put_in_tables(replacement, original)
+
+
+def _put_in_tables(replacement: Any, original: Any) -> None:
+    """Put ``replacement`` in Dynamo's tables, if ``original`` is a function that it calls whole.
+
+    Where Dynamo is built differently, what :func:`follow_in_dynamo` has set stays.
+    """
+    names = ("external_utils", "trace_rules", "variables.builder", "variables.torch")
+    modules: list[Any] = [sys.modules.get(f"torch._dynamo.{name}") for name in names]
+    utilities, rules, builder, handlers = modules
+    try:
+        functions = rules.get_torch_obj_rule_map()
+        objects = builder.VariableBuilder._id_dispatch()
+        if functions.get(original) is not handlers.TorchInGraphFunctionVariable:
+            return
+        # Of what torch.compile and torch.compiler.disable are given they take what it wraps, if it
+        # says so. This is how they wrap torch's functions, to have a frame that can be compiled;
+        # not all versions see that they have to. Where nothing is compiled it is still guarded.
+        wrapped = utilities.wrap_inline(replacement)
+        kind = _kind_of_variable()
+    except (AttributeError, TypeError):  # what somebody has wrapped may have no hash
+        return
+    functions[replacement] = kind  # where Dynamo does not know where a function is from
+    objects[id(replacement)] = lambda self, value: kind.create_with_source(value, self.source)
+    replacement._torchdynamo_orig_callable = wrapped
+    replacement._torchdynamo_wrapper_id = id(replacement)
+
+
+@functools.cache
+def _kind_of_variable() -> Any:
+    """Make the class of what Dynamo calls a variable, for replacements: it calls the original.
+
+    Its value, which is hashed and compared, is the replacement, as it is when nothing is compiled.
+    """
+    handlers: Any = sys.modules["torch._dynamo.variables.torch"]
+    base: Any = handlers.TorchInGraphFunctionVariable
+    install_guard, kinds = handlers.install_guard, handlers.GuardBuilder
+
+    def original_of(variable: Any) -> Any:
+        return base(_originals[variable.value], source=variable.source)
+
+    class ReplacedFunctionVariable(base):  # type: ignore[misc]
+        @classmethod
+        def create_with_source(cls, value: Any, source: Any) -> Any:
+            # Not on the code, as for other functions: replacements share it.
+            install_guard(source.make_guard(kinds.FUNCTION_MATCH))
+            return cls(value, source=source)
+
+        def as_proxy(self) -> Any:
+            return original_of(self).as_proxy()
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            return original_of(self).call_function(tx, args, kwargs)
+
+    return ReplacedFunctionVariable
+
+
+def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
+    """Let Dynamo put a call of each function into its graph as one node, untraced.
+
+    The backend traces it, as it does torch's own functions. Dynamo is told when it
+    is imported: ``torch.compiler.allow_in_graph`` itself would import it.
+    """
+
+    def tell(_: Any) -> None:
+        for function in functions:
+            torch.compiler.allow_in_graph(function)
+
+    wrapt.register_post_import_hook(tell, "torch._dynamo")
+
+
+def mark_untraced(function: Callable[..., Any]) -> None:
+    """Let Dynamo break its graph at a call of this function, as ``torch.compiler.disable`` does.
+
+    It is the mark that ``disable`` leaves; its wrapper would cost each call some microseconds.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "torchguard.bucketed pads outside of what is compiled, and compiles each bucket itself: "
+        "pass compile={...} to bucketed in place of torch.compile around it"
+    )
+
+
+def skip_frames(code: CodeType) -> None:
+    """Tell Dynamo to run this code, and what is defined inside it, as it is.
+
+    After a graph break the interpreter calls a patched method from code that
+    Dynamo watches; without this the replacement and whatever it calls would be
+    compiled as frames of their own and counted as graphs. It marks code objects;
+    Dynamo itself is not imported. Where neither spelling exists, only that count
+    differs.
+    """
+    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    if hasattr(hooks, "skip_code"):  # torch 2.6
+        hooks.skip_code(code)
+    elif hasattr(hooks, "set_code_exec_strategy"):
+        action = hooks._FrameAction
+        hooks.set_code_exec_strategy(code, hooks._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            skip_frames(constant)
+
+
+def inside_compiled() -> bool:
+    """Whether Dynamo is watching the frames of this thread: a compiled function has called us."""
+    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    callback = getattr(hooks, "get_eval_frame_callback", None)
+    return callback is not None and callback() not in {None, False}
+
+
+def fake_of(variable: Any) -> torch.Tensor | None:
+    """Return the fake tensor behind what Dynamo calls a TensorVariable; None if it has none."""
+    node = getattr(getattr(variable, "proxy", None), "node", None)
+    fake = getattr(node, "meta", {}).get("example_value")
+    return fake if isinstance(fake, torch.Tensor) else None
+
+
+@contextlib.contextmanager
+def tracing_unseen() -> Iterator[None]:
+    """Let Dynamo trace something of ours as in a fresh thread, and forget that it did.
+
+    No modes and no inference mode, gradients on; what Dynamo counts (graphs, breaks)
+    is as before afterwards.
+    """
+    utilities: Any = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utilities, "counters", {})
+    before = {name: dict(counted) for name, counted in counters.items()}
+    modes = torch_function_modes()
+    replace_torch_function_modes([])
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            yield
+    finally:
+        replace_torch_function_modes(modes)
+        for name in list(counters):
+            counters[name].clear()
+            counters[name].update(before.get(name, {}))
+            if name not in before:
+                del counters[name]
+
+
+def follow_in_torchscript(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let ``torch.jit.script`` compile ``original`` where it meets ``replacement``."""
+    builtin = _torchscript_builtins().get(id(original))
+    if builtin is not None:
+        _torchscript_builtins()[id(replacement)] = builtin
+
+
+def forget_in_torchscript(replacement: Callable[..., Any]) -> None:
+    """Undo :func:`follow_in_torchscript`; ids are used again once an object is gone."""
+    _torchscript_builtins().pop(id(replacement), None)
+
+
+def _torchscript_builtins() -> dict[int, str]:
+    table = getattr(torch.jit._builtins, "_get_builtin_table", None)
+    return {} if table is None else table()

@@ -1,0 +1,1 @@
+"""Indexed assignment that keeps its gradient, eager and compiled."""

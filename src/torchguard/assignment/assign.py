@@ -1,0 +1,260 @@
+"""Indexed assignment that keeps its gradient, eager and compiled.
+
+``x[index] = value`` inside a compiled function can leave Dynamo with a wrong note
+of ``x.requires_grad`` (https://github.com/pytorch/pytorch/issues/169179). Here the
+assignment is one node of the graph with a result of its own, and what a result
+requires is read from the tensor it stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
+from torchguard.assignment.index import Part, describe_index, is_basic, is_slice, parts_of
+
+__all__ = ["Index", "Value", "sliced_assign", "sliced_assign_", "told"]
+
+Index = Any
+"""Whatever stands between the brackets of ``t[...]``."""
+
+Value = Any
+"""A tensor or a number."""
+
+
+def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
+    """Return a copy of ``t`` in which ``value`` stands at ``index``.
+
+    Equals ``out = t.clone(); out[index] = value; return out``: the same values,
+    dtype (``t``'s), memory format, broadcasting and device rules. Inside a
+    compiled function it makes no graph break, and ``requires_grad`` of the result
+    is right while tracing on every version of torch. It works under
+    ``torch.func.vmap`` and ``torch.func.grad`` also where only ``value`` or
+    ``index`` is transformed, which an assignment in place does not.
+
+    Where ``index`` names an element more than once, one of its values is stored and
+    which one is torch's choice; ``torch.use_deterministic_algorithms(True)`` makes
+    it the last, as for ``out[index] = value``.
+
+    Args:
+        t: the tensor to copy; it is not changed.
+        index: what you would write in ``t[...]``: integers, slices, ``...``, ``None``,
+            booleans, masks, integer tensors, lists, arrays, or a tuple of them.
+        value: a number, or a tensor that broadcasts to the shape of ``t[index]``.
+
+    Raises:
+        IndexError, RuntimeError, TypeError, ValueError: the one the assignment itself
+            raises, with the index and the shapes in front of its message.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/169179
+
+    Example:
+        >>> import torch, torchguard
+        >>> torchguard.sliced_assign(torch.zeros(2, 3), (slice(None), [0, 2]), 1.0)
+        tensor([[1., 0., 1.],
+                [1., 0., 1.]])
+    """
+    try:
+        if type(t) is not torch.Tensor and has_own_dispatch(t):
+            out = _static(t, index, value)  # most often a fake tensor: a compiler is looking
+        elif type(value) is torch.Tensor and (t.requires_grad or value.requires_grad):
+            out = _by_index_put(t, index, value)
+        else:
+            out = None
+        if out is not None:
+            return out
+        out = _writable_copy(t, index, value) if inside_transform() else t.clone()
+        out[index] = value
+    except Exception as error:
+        told(error, "sliced_assign", t, index, value)
+        raise
+    return out
+
+
+def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
+    """Write ``value`` into ``t`` at ``index`` and return ``t``.
+
+    Equals ``t[index] = value``: every alias and view of ``t`` sees it, and a leaf
+    that requires grad refuses it with torch's own error. Inside a compiled
+    function, go on with what it returns: ``requires_grad`` of that is right while
+    tracing; other names of the same tensor are right under ``install("setitem")``.
+
+    Args:
+        t: the tensor to write into.
+        index: what you would write in ``t[...]``.
+        value: a number, or a tensor that broadcasts to the shape of ``t[index]``.
+
+    Raises:
+        IndexError, RuntimeError, TypeError, ValueError: the one the assignment itself
+            raises, with the index and the shapes in front of its message.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/169179
+    """
+    try:
+        whole = _static(t, index, value) if has_own_dispatch(t) else None
+        if whole is not None:
+            t.copy_(whole)
+        else:
+            t[index] = value
+    except Exception as error:
+        told(error, "sliced_assign_", t, index, value)
+        raise
+    return t
+
+
+keep_whole_in_graph(sliced_assign, sliced_assign_)
+
+
+def told(error: Exception, name: str, t: Any, index: Any, value: Any) -> None:
+    """Put the call into the message of an exception of torch's, which goes on its way."""
+    # Exceptions with a meaning of their own (a compiler's) are none of these types.
+    if type(error) in {IndexError, RuntimeError, TypeError, ValueError} and len(error.args) == 1:
+        shapes = f"t is {_shape_of(t)}, index is {describe_index(index)}"
+        error.args = (f"{name}: {shapes}, value is {_shape_of(value)}: {error.args[0]}",)
+
+
+def _shape_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, (int, float, complex)) else f"a {type(value).__name__}"
+
+
+# Few, and found by identity: quicker than a set.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_GATHERS = (torch.int64, torch.bool)
+
+
+def _by_index_put(t: torch.Tensor, index: Index, value: torch.Tensor) -> torch.Tensor | None:
+    """Return ``t.index_put(index, value)`` where that is the same and saves a node of autograd.
+
+    Elsewhere (None) it is no faster: it makes its lists in the place that the last result
+    has left, and a CPU's allocator then finds the next one another place. What
+    ``index_put`` refuses is left to the assignment itself, which raises torch's own error.
+    """
+    if value.dtype is not t.dtype or type(t) not in _PLAIN or not torch.is_grad_enabled():
+        return None
+    items = index if type(index) is tuple and index else (index,)
+    for item in items:
+        # One integer is no gather, and one boolean no mask: both are left to the assignment.
+        if type(item) is not torch.Tensor or item.dtype not in _GATHERS or item.dim() == 0:
+            return None
+    leading = value.dim() > 0 and value.dim() > _dims_selected(t, items)
+    if leading or inside_transform():  # an assignment drops leading dimensions of size 1
+        return None
+    try:
+        return t.index_put(items, value)
+    except (IndexError, RuntimeError):
+        return None
+
+
+def _dims_selected(t: torch.Tensor, items: tuple[torch.Tensor, ...]) -> int:
+    """Return how many dimensions ``t[items]`` has, for integer tensors and masks."""
+    masks = [item for item in items if item.dtype is torch.bool]
+    spread = max(1 if item.dtype is torch.bool else item.dim() for item in items)
+    taken = len(items) - len(masks) + sum(mask.dim() for mask in masks)
+    return t.dim() - taken + spread
+
+
+def _writable_copy(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
+    """Copy ``t`` into a tensor that is batched, or tracked, wherever ``index`` or ``value`` is.
+
+    Writing a batched value into a tensor that isn't is refused
+    (https://docs.pytorch.org/functorch/stable/ux_limitations.html). What a
+    transformed tensor makes is transformed itself.
+    """
+    items = [*index, value] if isinstance(index, (tuple, list)) else [index, value]
+    together = t.new_zeros(())
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            together = together + item.new_zeros((), dtype=t.dtype, device=t.device)
+    return together.new_empty(t.shape).copy_(t)
+
+
+def _static(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor | None:
+    """Assign without asking for a shape or a number that only the data knows, where that helps.
+
+    A compiler has no data: up to 2.11 it can't follow an index that is a tensor of
+    one integer, nor the gradient of a value that a mask spreads.
+    """
+    parts = parts_of(index, t.dim())
+    if parts is None:
+        return None
+    for part in parts:
+        if _is_integer_scalar(part.item):
+            return _assign_at_scalar(t, parts, part, value)
+    masks = [part for part in parts if _is_mask(part.item)]
+    others = tuple(part.item for part in parts if not _is_mask(part.item))
+    if len(masks) != 1 or not is_basic(others):
+        return None
+    tensor = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=t.dtype)
+    if (tensor.requires_grad and torch.is_grad_enabled()) or masks[0].item.dim() == 0:
+        return _assign_at_mask(t, parts, masks[0], tensor)
+    return None
+
+
+def _is_integer_scalar(item: Any) -> bool:
+    return (
+        isinstance(item, torch.Tensor)
+        and item.dim() == 0
+        and item.dtype in {torch.int8, torch.int16, torch.int32, torch.int64}
+    )
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.dtype is torch.bool
+
+
+def _assign_at_scalar(t: torch.Tensor, parts: list[Part], part: Part, value: Value) -> torch.Tensor:
+    """``t[..., i, ...] = value`` for a tensor ``i`` of one integer: assign to that slice, put back.
+
+    The slice is taken first, as torch does: what is left of the index then selects
+    from a tensor without that dimension.
+    """
+    size = t.shape[part.dim]
+    row = part.item.to(torch.int64).reshape(1)
+    row = torch.where(row < 0, row + size, row)
+    rest = tuple(other.item for other in parts if other.place != part.place)
+    selected = sliced_assign(t.index_select(part.dim, row).squeeze(part.dim), rest, value)
+    return t.index_copy(part.dim, row, selected.unsqueeze(part.dim))
+
+
+def _assign_at_mask(
+    t: torch.Tensor, parts: list[Part], mask: Part, value: torch.Tensor
+) -> torch.Tensor:
+    """``t[..., mask, ...] = value`` for an index that is basic otherwise: into that view."""
+    basic: list[Any] = []
+    dim = 0  # of the view, where the mask begins
+    for part in parts:
+        if part.place == mask.place:
+            basic += [slice(None)] * mask.dims
+        else:
+            basic.append(part.item)
+            if part.place < mask.place:
+                kept = part.dims if part.item is Ellipsis else 1
+                dim += kept if part.item is None or is_slice(part.item) else 0
+    out = t.clone()
+    view = out[tuple(basic)]
+    view.copy_(_where_masked(view, dim, mask.item.to(t.device), value))
+    return out
+
+
+def _where_masked(
+    t: torch.Tensor, dim: int, mask: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """``t[:, ..., mask] = value``, also where ``value`` has a row for each True of the mask."""
+    # B dims before the mask, M dims of the mask, A dims after it; value is (B..., hits, A...)
+    after = t.dim() - dim - mask.dim()
+    if value.dim() == 0 or value.device == t.device:
+        value = value.to(t.device, t.dtype)
+    while value.dim() > dim + 1 + after and value.shape[0] == 1:
+        value = value.squeeze(0)
+    where = mask.reshape(*mask.shape, *[1] * after)
+    hits = value.dim() - after - 1  # the dimension of value that runs over the hits
+    if hits >= 0 and value.shape[hits] != 1:
+        shape = (*t.shape[:dim], value.shape[hits], *t.shape[dim + mask.dim() :])
+        return t.masked_scatter(where.expand(t.shape), value.expand(shape))
+    if hits >= 0:
+        value = value.reshape(*value.shape[:hits], *[1] * mask.dim(), *value.shape[hits + 1 :])
+    return torch.where(where, value, t)

@@ -1,0 +1,1 @@
+"""Varying sizes become a few static ones."""

@@ -1,0 +1,309 @@
+"""Buckets: a ladder of static sizes, explicit, by rule, or optimal for the sizes observed.
+
+A model that sees a new length with every batch makes ``torch.compile`` go dynamic or
+recompile until it gives up. Padded to the next size of a ladder, it sees only those.
+Needs numpy only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from typing_extensions import Self
+
+from torchguard.bucketing import fit
+from torchguard.bucketing.fit import Cost, costs_of
+from torchguard.bucketing.histogram import Observed, Sizes, observe, positive_integer, with_prior
+from torchguard.bucketing.pairs import fit_pairs
+
+__all__ = ["Buckets"]
+
+_FORMAT = "torchguard.bucketing.buckets"
+_VERSION = 1
+
+
+@dataclass(frozen=True, init=False)
+class Buckets:
+    """A ladder of sizes to pad to. Immutable, hashable, equal to another with the same sizes.
+
+    Args:
+        sizes: the buckets, in any order; one named twice counts once.
+
+    Raises:
+        TypeError: no sequence of integers.
+        ValueError: no size at all, or one that is not positive.
+
+    Example:
+        >>> from torchguard import Buckets
+        >>> buckets = Buckets([64, 128, 512])
+        >>> buckets.bucket_for(65)
+        128
+        >>> Buckets.fit([10, 10, 11, 90, 100], count=2)
+        Buckets([11, 100])
+    """
+
+    sizes: tuple[int, ...]
+    """Ascending."""
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        observed = observe(sizes, "Buckets")
+        object.__setattr__(self, "sizes", tuple(observed.sizes.tolist()))
+
+    @classmethod
+    def powers_of_two(cls, minimum: int, maximum: int) -> Self:
+        """Return the powers of two from ``minimum`` on, and ``maximum``.
+
+        The maximum is a bucket whether it is a power of two or not: nothing may be longer.
+        """
+        minimum, maximum = _range(minimum, maximum, "Buckets.powers_of_two")
+        powers = range((minimum - 1).bit_length(), (maximum - 1).bit_length())
+        return cls([*(1 << power for power in powers), maximum])
+
+    @classmethod
+    def multiples_of(cls, step: int, maximum: int) -> Self:
+        """Return the multiples of ``step`` below ``maximum``, and ``maximum``."""
+        step = positive_integer(step, "step", "Buckets.multiples_of")
+        maximum = positive_integer(maximum, "maximum", "Buckets.multiples_of")
+        return cls([*range(step, maximum, step), maximum])
+
+    @classmethod
+    def geometric(cls, minimum: int, maximum: int, count: int, multiple_of: int = 8) -> Self:
+        """Return ``count`` sizes, each the same factor above the last, rounded up to the alignment.
+
+        Sizes that the rounding makes equal count once, so there may be fewer.
+        ``maximum`` is always the largest.
+        """
+        minimum, maximum = _range(minimum, maximum, "Buckets.geometric")
+        count = positive_integer(count, "count", "Buckets.geometric")
+        step = positive_integer(multiple_of, "multiple_of", "Buckets.geometric")
+        exact = np.geomspace(minimum, maximum, count)[:-1] if count > 1 else np.empty(0)
+        # geomspace is off by some 1e-16 of each size, which must not cost a whole step.
+        rounded = np.ceil(exact * (1 - 1e-12) / step).astype(np.int64) * step
+        return cls([*np.minimum(rounded, maximum).tolist(), maximum])
+
+    @classmethod
+    def fit(
+        cls,
+        sizes: Sizes,
+        count: int | None = 8,
+        *,
+        cost: Cost = "linear",
+        multiple_of: int = 1,
+        maximum: int | None = None,
+        prior: float | None = None,
+        compile_cost: float | None = None,
+        step_cost: float = 1.0,
+        free: Iterable[int] = (),
+    ) -> Self:
+        """Return the ladder that wastes least on the sizes observed: the optimum, not a search.
+
+        Fit what arrives at the model. Where that is a padded batch, it is the batches'
+        longest sequences (:func:`torchguard.batch_maxima`), not single sequences.
+
+        Args:
+            sizes: one integer per observation (a list, an integer array or tensor, any
+                iterable), or a histogram ``{size: how often}``.
+            count: at most so many buckets, fewer where more would save nothing.
+                None to choose the number too, from ``compile_cost``.
+            cost: what a call costs at a size: ``"linear"``, ``"quadratic"``, or a function
+                of one size. It may fall somewhere; a bucket may then be a size that nobody
+                has seen. The function is asked for every aligned size in the range, or, where
+                those are more than a million, for the aligned sizes observed.
+            multiple_of: align buckets to this (8, 16 or 64 for tensor cores).
+            maximum: the longest there can ever be. It is the largest bucket exactly,
+                aligned or not; without it that is the longest observed, rounded up.
+            prior: how many pseudo-observations to spread from the smallest size observed to
+                ``maximum``, thinning out towards it. They guard a few observations of a heavy
+                tail, and make no difference to many. None stands for 4 where ``maximum`` is
+                given and for 0 elsewhere; with 0 the ladder is the optimum for the data itself.
+            compile_cost: with ``count=None``, seconds to compile one bucket.
+            step_cost: with ``count=None``, seconds per unit of cost. If the sizes are a sample
+                of a run a hundred times as long, a hundred times that.
+            free: with ``count=None``, sizes compiled already: they cost nothing more.
+
+        Raises:
+            TypeError: something is no integer (bools and floats are not).
+            ValueError: no sizes, a size that is not positive, ``maximum`` below the data,
+                a bad cost, or arguments that go with another ``count``.
+
+        Example:
+            >>> from torchguard import Buckets
+            >>> Buckets.fit([3, 5, 9, 10], count=None, compile_cost=4, step_cost=1)
+            Buckets([5, 10])
+        """
+        observed = observe(sizes, "Buckets.fit")
+        multiple_of = positive_integer(multiple_of, "multiple_of", "Buckets.fit")
+        largest = int(observed.sizes[-1])
+        top = -(-largest // multiple_of) * multiple_of
+        if maximum is not None:
+            top = positive_integer(maximum, "maximum", "Buckets.fit")
+            if top < largest:
+                raise ValueError(
+                    f"Buckets.fit: maximum is {top}, but a size of {largest} was observed"
+                )
+        planned = with_prior(observed, top, _prior(prior, maximum))
+        if count is not None:
+            if compile_cost is not None or step_cost != 1.0 or tuple(free):
+                raise ValueError(
+                    "Buckets.fit: compile_cost, step_cost and free choose the count: "
+                    f"pass count=None with them, not {count!r}"
+                )
+            count = positive_integer(count, "count", "Buckets.fit")
+            plan = fit.plan(planned, count, cost=cost, multiple_of=multiple_of, top=top)
+            return cls(plan.sizes)
+        return cls(
+            fit.plan_with_compile_cost(
+                planned,
+                compile_cost=_seconds(compile_cost, "compile_cost"),
+                step_cost=_seconds(step_cost, "step_cost"),
+                free=_free(free, maximum),
+                cost=cost,
+                multiple_of=multiple_of,
+                top=top,
+                reach=largest if maximum is None else top,
+            ).sizes
+        )
+
+    fit_pairs = staticmethod(fit_pairs)
+
+    def bucket_for(self, size: int) -> int:
+        """Return the smallest bucket that holds ``size``.
+
+        Raises:
+            TypeError: ``size`` is no integer.
+            ValueError: it is negative, or no bucket holds it.
+        """
+        if type(size) is not int:
+            size = positive_integer(size, "size", "Buckets.bucket_for", least=0)
+        sizes = self.sizes
+        if 0 <= size <= sizes[-1]:
+            return sizes[bisect_left(sizes, size)]
+        if size < 0:
+            raise ValueError(f"Buckets.bucket_for: size is {size}, expected 0 or more")
+        raise ValueError(
+            f"Buckets.bucket_for: size is {size}, but the largest bucket is {sizes[-1]}"
+        )
+
+    def waste(self, sizes: Sizes, cost: Cost = "linear") -> float:
+        """Return what padding adds to the cost, as a share of the cost without: 0.08 is 8 %.
+
+        Args:
+            sizes: as for :meth:`fit`; none may be above the largest bucket.
+            cost: as for :meth:`fit`.
+
+        Raises:
+            TypeError, ValueError: as :meth:`fit`; a size that no bucket holds.
+        """
+        observed = observe(sizes, "Buckets.waste")
+        padded = self._padded_cost(observed, cost, "Buckets.waste")
+        return padded / total_cost(observed, cost, "Buckets.waste") - 1
+
+    def _padded_cost(self, observed: Observed, cost: Cost, operation: str) -> float:
+        if observed.sizes[-1] > self.sizes[-1]:
+            raise ValueError(
+                f"{operation}: a size is {observed.sizes[-1]}, but the largest bucket is "
+                f"{self.sizes[-1]}"
+            )
+        costs = costs_of(self.sizes, cost, operation)
+        return float(costs[np.searchsorted(self.sizes, observed.sizes)] @ observed.weights)
+
+    def plot(self, sizes: Sizes, path: str | os.PathLike[str], *, cost: Cost = "linear") -> None:
+        """Draw where the sizes fall, what each bucket wastes, and waste against count.
+
+        Needs the extra ``plot``: ``pip install 'torchguard-runtime[plot]'``.
+
+        Args:
+            sizes: as for :meth:`fit`.
+            path: a file; its ending names the format (``.png``, ``.svg``, ``.pdf``).
+            cost: as for :meth:`fit`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from torchguard.bucketing import plot  # noqa: PLC0415 - optional
+
+        plot.plot(self, sizes, path, cost=cost)
+
+    def to_json(self) -> str:
+        """Return the ladder as a JSON document that names its format and version."""
+        return json.dumps({"format": _FORMAT, "version": _VERSION, "sizes": list(self.sizes)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: not JSON, another format, or a version this torchguard does not know.
+        """
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Buckets.from_json: not JSON: {error}") from None
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise ValueError(f"Buckets.from_json: expected an object of format {_FORMAT!r}")
+        if document.get("version") != _VERSION:
+            raise ValueError(
+                f"Buckets.from_json: version {document.get('version')!r}, but this torchguard "
+                f"reads version {_VERSION}"
+            )
+        sizes = document.get("sizes")
+        if not isinstance(sizes, list):  # the document is wrong, not an argument's type
+            raise ValueError(f"Buckets.from_json: 'sizes' is {sizes!r}, expected a list")  # noqa: TRY004
+        try:
+            return cls(sizes)
+        except TypeError as error:
+            raise ValueError(f"Buckets.from_json: {error}") from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sizes)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __contains__(self, size: object) -> bool:
+        return size in self.sizes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.sizes)})"
+
+
+def total_cost(observed: Observed, cost: Cost, operation: str) -> float:
+    """Return what the observations cost at their own sizes, without padding."""
+    return float(costs_of(observed.sizes, cost, operation) @ observed.weights)
+
+
+def _range(minimum: Any, maximum: Any, operation: str) -> tuple[int, int]:
+    minimum = positive_integer(minimum, "minimum", operation)
+    maximum = positive_integer(maximum, "maximum", operation)
+    if minimum > maximum:
+        raise ValueError(f"{operation}: minimum is {minimum}, above maximum, which is {maximum}")
+    return minimum, maximum
+
+
+def _prior(prior: float | None, maximum: int | None) -> float:
+    if prior is None:
+        return 0.0 if maximum is None else 4.0
+    if isinstance(prior, bool) or not isinstance(prior, (int, float)) or not 0 <= prior < math.inf:
+        raise ValueError(f"Buckets.fit: prior is {prior!r}, expected a number from 0 on")
+    return float(prior)
+
+
+def _seconds(value: Any, name: str) -> float:
+    number = isinstance(value, (int, float, np.integer, np.floating))
+    if not number or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(
+            f"Buckets.fit: with count=None, {name} is {value!r}, expected seconds, from 0 on"
+        )
+    return float(value)
+
+
+def _free(free: Iterable[int], maximum: int | None) -> list[int]:
+    sizes = sorted({positive_integer(size, "a size in free", "Buckets.fit") for size in free})
+    return [size for size in sizes if maximum is None or size <= maximum]

@@ -1,0 +1,361 @@
+"""BucketCollator: batches leave the DataLoader's workers at their bucket's size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.masks import length_mask
+from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
+
+__all__ = ["BucketCollator"]
+
+Dims: TypeAlias = Any
+"""The batch's own structure with, for each tensor to pad, ``{dim: axis}`` in its place."""
+
+
+class BucketCollator:
+    """Make a batch of samples that differ in length, and pad it to its buckets.
+
+    Equals ``torch.utils.data.default_collate``, or ``collate_fn``, where every named dimension
+    has a bucket's size already. Samples of different length are padded to the longest of the
+    batch first; tensors, numpy arrays and lists of numbers, wherever ``dims`` names them. With
+    a ``collate_fn`` of your own that is its work. Runs where the collate function runs, in
+    the DataLoader's workers, and can be pickled if that can.
+
+    Args:
+        buckets: a ladder or a list of sizes for every axis, or ``{axis: ladder}``.
+        dims: which dimensions of which tensors to pad, in the batch's own structure:
+            ``{"ids": {1: "t"}, "audio": {"wave": {2: "s"}}}``. An integer key is a dimension,
+            the value names its axis; tensors that share an axis must be equally long.
+            A batch that is a tuple or list takes a tuple or list, None for what to leave alone.
+        fill: what the padding holds, in the same structure: ``{"labels": -100}``; 0 elsewhere.
+            As ``value`` of :func:`torchguard.pad_to_bucket`.
+        collate_fn: makes the batch; torch's own when left out.
+        side: where the padding goes.
+        length_key: put ``{axis: length before padding}`` into the batch, a mapping, under this;
+            it is the longest sample's.
+        mask_key: put a bool mask (B, S), True where a sample is real, into the batch, a
+            mapping, under this; with several axes ``{axis: key}``. Masks that the samples have
+            themselves are named in ``dims`` like everything else.
+
+    Raises:
+        TypeError: ``dims`` does not name dimensions of tensors.
+        ValueError: an axis without a ladder; a mask besides a ``collate_fn``, which alone
+            knows how long each sample was.
+
+    Example:
+        >>> import torch
+        >>> from torchguard import BucketCollator, Buckets
+        >>> collate = BucketCollator(
+        ...     Buckets([4, 8]), {"ids": {1: "t"}}, fill={"ids": -1}, mask_key="mask"
+        ... )
+        >>> collate([{"ids": torch.tensor([1, 2, 3])}, {"ids": torch.tensor([4, 5])}])
+        {'ids': tensor([[ 1,  2,  3, -1],
+                [ 4,  5, -1, -1]]), 'mask': tensor([[ True,  True,  True, False],
+                [ True,  True, False, False]])}
+    """
+
+    def __init__(
+        self,
+        buckets: Buckets | Sequence[int] | Mapping[str, Buckets],
+        dims: Dims,
+        *,
+        fill: Any = None,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        side: Side = "right",
+        length_key: str | None = None,
+        mask_key: str | Mapping[str, str] | None = None,
+    ) -> None:
+        axes = _axes(dims, "dims")
+        if not axes:
+            raise ValueError("BucketCollator: dims names no dimension to pad")
+        if isinstance(buckets, (list, tuple, range)):
+            buckets = Buckets(buckets)
+        if not isinstance(buckets, (Buckets, Mapping)):
+            raise TypeError(
+                f"BucketCollator: buckets is a {type(buckets).__name__}, expected Buckets, a list "
+                "of sizes or {axis: Buckets}"
+            )
+        self._buckets = dict.fromkeys(axes, buckets) if isinstance(buckets, Buckets) else buckets
+        missing = sorted(axes - self._buckets.keys())
+        if missing:
+            raise ValueError(f"BucketCollator: no buckets for {', '.join(map(repr, missing))}")
+        _check_fill(fill, dims, "fill")
+        self._dims = dims
+        self._fill = fill
+        self._collate_fn = collate_fn
+        self._side: Side = side
+        self._length_key = length_key
+        self._mask_keys = _mask_keys(mask_key, axes)
+        if self._mask_keys and collate_fn is not default_collate:
+            raise ValueError(
+                "BucketCollator: mask_key and collate_fn are both given: how long each sample was "
+                "is known to collate_fn alone. Let it make the mask, and name that in dims"
+            )
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Collate ``samples`` and pad the batch.
+
+        Raises:
+            KeyError, TypeError: the batch does not have the structure of ``dims``.
+            ValueError: no bucket is large enough, or one axis has two lengths.
+        """
+        seen: dict[str, tuple[int, str]] = {}
+        lengths: dict[str, list[int]] = {}
+        if self._collate_fn is default_collate:
+            samples, lengths = self._evened(samples)
+        batch = self._pad(self._collate_fn(samples), self._dims, self._fill, "batch", seen)
+        if self._length_key is not None:
+            real = {axis: length for axis, (length, _) in seen.items()}
+            _put(batch, self._length_key, real, "length_key")
+        for axis, key in self._mask_keys.items():
+            if axis not in lengths:
+                raise ValueError(f"BucketCollator: no sample has axis {axis!r} to make a mask of")
+            size = self._buckets[axis].bucket_for(seen[axis][0])
+            _put(batch, key, length_mask(lengths[axis], size, side=self._side), "mask_key")
+        return batch
+
+    def _evened(self, samples: list[Any]) -> tuple[list[Any], dict[str, list[int]]]:
+        """Pad each sample to the longest; also return how long they were, by axis."""
+        parts = [list(_parts_of(s, self._dims, self._fill, i)) for i, s in enumerate(samples)]
+        lengths: dict[str, list[int]] = {}
+        for index, inside in enumerate(parts):
+            own: dict[str, tuple[int, str]] = {}
+            for part in inside:
+                for dim, axis in part.dims.items():
+                    length = part.tensor.shape[dim]
+                    before, other = own.setdefault(axis, (length, part.label))
+                    if before != length:
+                        raise ValueError(
+                            f"BucketCollator: axis {axis!r} is {before} in {other} and {length} "
+                            f"in {part.label}"
+                        )
+            for axis, (length, _) in own.items():
+                known = lengths.setdefault(axis, [])
+                if len(known) != index:
+                    raise ValueError(f"BucketCollator: samples[0] has no axis {axis!r}")
+                known.append(length)
+        longest = {axis: max(each) for axis, each in lengths.items()}
+        evened = []
+        for sample, inside in zip(samples, parts, strict=True):
+            new = sample
+            for part in inside:
+                tensor = part.tensor
+                for dim, axis in part.dims.items():
+                    size = longest[axis]
+                    tensor = pad_to_bucket(
+                        tensor, dim, size, value=part.fill, side=self._side
+                    ).tensor
+                new = _with(new, part.path, tensor)
+            evened.append(new)
+        return evened, lengths
+
+    def _pad(
+        self, batch: Any, dims: Dims, fill: Any, path: str, seen: dict[str, tuple[int, str]]
+    ) -> Any:
+        if dims is None:
+            return batch
+        if _is_leaf(dims):
+            return self._pad_tensor(batch, dims, 0 if fill is None else fill, path, seen)
+        items = dims.items() if isinstance(dims, Mapping) else enumerate(dims)
+        padded = {}
+        for key, inner in items:
+            if inner is None:
+                continue
+            where = f"{path}[{key!r}]"
+            try:
+                part = batch[key]
+            except (KeyError, IndexError, TypeError):
+                has = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+                raise KeyError(f"BucketCollator: there is no {where}; {path} has {has}") from None
+            padded[key] = self._pad(part, inner, _part(fill, key), where, seen)
+        return _replaced(batch, padded)
+
+    def _pad_tensor(
+        self,
+        tensor: Any,
+        dims: Mapping[int, str],
+        fill: Fill,
+        path: str,
+        seen: dict[str, tuple[int, str]],
+    ) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"BucketCollator: {path} is a {type(tensor).__name__}, expected a tensor; what "
+                "collate_fn returns has to be a rectangle before it can be padded"
+            )
+        for dim, axis in dims.items():
+            try:
+                length = tensor.shape[dim]
+            except IndexError:
+                raise IndexError(
+                    f"BucketCollator: {path} has shape {tuple(tensor.shape)}, but dims names "
+                    f"dimension {dim}"
+                ) from None
+            before, other = seen.setdefault(axis, (length, path))
+            if before != length:
+                raise ValueError(
+                    f"BucketCollator: axis {axis!r} is {before} in {other} and {length} in {path}"
+                )
+            padded = pad_to_bucket(tensor, dim, self._buckets[axis], value=fill, side=self._side)
+            tensor = padded.tensor
+        return tensor  # type: ignore[no-any-return]
+
+
+class _Part(NamedTuple):
+    """What is to be padded in one sample."""
+
+    path: tuple[Any, ...]
+    tensor: torch.Tensor
+    dims: dict[int, str]
+    """Counted in the sample, which has no batch dimension."""
+    fill: Any
+    label: str
+
+
+def _parts_of(
+    sample: Any, dims: Dims, fill: Any, index: int, path: tuple[Any, ...] = ()
+) -> Iterator[_Part]:
+    """Yield the parts of a sample that have a dimension to pad; others are left to collate."""
+    label = f"samples[{index}]" + "".join(f"[{key!r}]" for key in path)
+    if dims is None:
+        return
+    if _is_leaf(dims):
+        tensor = _tensor(sample)
+        if tensor is None:
+            return
+        # A dimension of the batch is one more than that of a sample; 0 is the batch itself.
+        count = tensor.dim() + 1
+        inner = {dim % count - 1: axis for dim, axis in dims.items() if -count <= dim < count}
+        inner.pop(-1, None)
+        if inner:
+            yield _Part(path, tensor, inner, 0 if fill is None else fill, label)
+        return
+    for key, part in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
+        if part is None:
+            continue
+        try:
+            value = sample[key]
+        except (KeyError, IndexError, TypeError):
+            has = f"keys {list(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
+            raise KeyError(f"BucketCollator: there is no {label}[{key!r}]; it has {has}") from None
+        yield from _parts_of(value, part, _part(fill, key), index, (*path, key))
+
+
+def _tensor(value: Any) -> torch.Tensor | None:
+    """Return a tensor of what a sample may hold in place of one, None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray) or _is_sequence(value):
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):  # texts, or rows of different length
+            return None
+    return None
+
+
+def _with(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    return _replaced(value, {path[0]: _with(value[path[0]], path[1:], new)})
+
+
+def _put(batch: Any, key: str, value: Any, what: str) -> None:
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"BucketCollator: {what} needs a batch that is a mapping, not a {type(batch).__name__}"
+        )
+    if what == "mask_key" and key in batch:
+        raise ValueError(
+            f"BucketCollator: the samples have {key!r} themselves: name it in dims in place of "
+            "mask_key"
+        )
+    batch[key] = value  # type: ignore[index]
+
+
+def _mask_keys(given: Any, axes: set[str]) -> dict[str, str]:
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        if len(axes) > 1:
+            raise ValueError(
+                f"BucketCollator: mask_key is {given!r}, but dims has axes "
+                f"{', '.join(sorted(axes))}: pass {{axis: key}}"
+            )
+        return dict.fromkeys(axes, given)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"BucketCollator: mask_key is {given!r}, expected a key or {{axis: key}}")
+    unknown = sorted(given.keys() - axes)
+    if unknown:
+        raise ValueError(
+            f"BucketCollator: mask_key names axis {unknown[0]!r}, but dims has "
+            f"{', '.join(sorted(axes))}"
+        )
+    return dict(given)
+
+
+def _is_leaf(dims: Any) -> bool:
+    return isinstance(dims, Mapping) and bool(dims) and all(type(key) is int for key in dims)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _axes(dims: Dims, path: str) -> set[str]:
+    if dims is None:
+        return set()
+    if _is_leaf(dims):
+        for axis in dims.values():
+            if not isinstance(axis, str):
+                raise TypeError(
+                    f"BucketCollator: {path} is {dims!r}, expected {{dimension: axis name}}"
+                )
+        return set(dims.values())
+    if isinstance(dims, Mapping):
+        items: Any = dims.items()
+    elif _is_sequence(dims):
+        items = enumerate(dims)
+    else:
+        raise TypeError(
+            f"BucketCollator: {path} is {dims!r}, expected {{dimension: axis name}}, such as "
+            "{1: 't'}"
+        )
+    return set().union(*(_axes(inner, f"{path}[{key!r}]") for key, inner in items))
+
+
+def _check_fill(fill: Any, dims: Dims, path: str) -> None:
+    """Refuse a fill for something that is not padded: it is a misspelt name."""
+    if fill is None or _is_leaf(dims):
+        return
+    if isinstance(fill, Mapping):
+        for key, inner in fill.items():
+            if not isinstance(dims, Mapping) or dims.get(key) is None:
+                raise ValueError(f"BucketCollator: {path}[{key!r}] is given, but not padded")
+            _check_fill(inner, dims[key], f"{path}[{key!r}]")
+    elif not _is_sequence(fill) and _is_sequence(dims):
+        raise TypeError(f"BucketCollator: {path} is {fill!r}, expected the structure of dims")
+
+
+def _part(fill: Any, key: Any) -> Any:
+    if isinstance(fill, Mapping):
+        return fill.get(key)
+    return fill[key] if _is_sequence(fill) and key < len(fill) else None
+
+
+def _replaced(batch: Any, padded: dict[Any, Any]) -> Any:
+    """Return the same kind of container with some of its parts replaced."""
+    if isinstance(batch, tuple):
+        parts = [padded.get(index, part) for index, part in enumerate(batch)]
+        return batch._make(parts) if hasattr(batch, "_make") else tuple(parts)
+    copied = copy.copy(batch)  # a collate function may keep what it returned
+    for key, part in padded.items():
+        copied[key] = part
+    return copied

@@ -1,0 +1,167 @@
+"""The ladder of each axis: given, read from a plan file, grown, or fitted to what arrives."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from torchguard.bucketing.buckets import Buckets, total_cost
+from torchguard.bucketing.histogram import observe
+
+__all__ = ["GivenBuckets", "Ladder", "ladders_of", "read_plan", "write_plan"]
+
+GivenBuckets: TypeAlias = Buckets | Literal["auto"]
+
+_FORMAT = "torchguard.cli.plan"
+_VERSION = 1
+
+_OBSERVED_CALLS = 32
+_COARSE_FROM = 16
+# A further bucket has to save this share of what all calls together cost. The number of calls
+# still to come, which would give the exact price, nobody knows.
+_WORTH_COMPILING = 0.02
+
+
+class Ladder:
+    """The buckets of one axis, which may change.
+
+    Args:
+        given: the buckets; ``"auto"`` begins with powers of two, as they are needed, and
+            fits them once to the first calls.
+        growing: whether a size above the largest adds a bucket.
+    """
+
+    def __init__(self, given: GivenBuckets, *, growing: bool) -> None:
+        self.automatic = given == "auto"
+        self.buckets = None if isinstance(given, str) else given
+        self._growing = growing or self.automatic
+        self.fitting = self.automatic
+
+    def bucket_for(self, size: int) -> int | None:
+        """Return the bucket for a size, None if there is none and none may be added."""
+        if self.fitting:  # powers of two, as they are needed
+            bucket = max(_COARSE_FROM, 1 << (size - 1).bit_length())
+            before = () if self.buckets is None else self.buckets.sizes
+            if bucket not in before:
+                self.buckets = Buckets([*before, bucket])
+            return bucket
+        if self.buckets is not None and size <= self.buckets.sizes[-1]:
+            return self.buckets.bucket_for(size)
+        if not self._growing:
+            return None
+        sizes = () if self.buckets is None else self.buckets.sizes
+        bucket = max(_COARSE_FROM, 2 * sizes[-1] if sizes else 0, 1 << (size - 1).bit_length())
+        self.buckets = Buckets([*sizes, bucket])
+        return bucket
+
+    def observe(self, seen: Mapping[int, int], compiled: Iterable[int]) -> bool:
+        """Fit an automatic ladder once enough calls were seen; tell whether it has changed.
+
+        Args:
+            seen: how often each size arrived.
+            compiled: the buckets that have run: they cost nothing more.
+        """
+        seen = {size: count for size, count in seen.items() if size > 0}
+        if not self.fitting or sum(seen.values()) < _OBSERVED_CALLS:
+            return False
+        self.fitting = False
+        observed = observe(seen, "bucketed")
+        price = _WORTH_COMPILING * total_cost(observed, "linear", "bucketed")
+        largest = int(observed.sizes[-1])
+        free = sorted(set(compiled))
+        fitted = Buckets.fit(
+            seen,
+            None,
+            compile_cost=price,
+            free=[size for size in free if size <= largest],
+            multiple_of=min(8, largest),
+        )
+        # Longer sizes than any so far still find the coarse bucket that is compiled.
+        self.buckets = Buckets([*fitted.sizes, *(size for size in free if size > fitted.sizes[-1])])
+        return True
+
+
+def ladders_of(
+    axes: Iterable[str], given: Any, plan: Mapping[str, Buckets] | Buckets | None, *, growing: bool
+) -> dict[str, Ladder]:
+    """Give each axis its ladder.
+
+    Raises:
+        TypeError: neither buckets nor ``"auto"``.
+        ValueError: an axis without a ladder, or a ladder without an axis.
+    """
+    axes = tuple(dict.fromkeys(axes))
+    if not axes:
+        raise ValueError("bucketed: dims names no axis to pad")
+    if plan is not None:
+        if given is not None:
+            raise ValueError("bucketed: buckets and plan are both given: leave one out")
+        given = plan
+    if given is None:
+        raise ValueError('bucketed: no buckets: pass buckets={...}, buckets="auto" or plan=')
+    by_name = dict(given) if isinstance(given, Mapping) else dict.fromkeys(axes, given)
+    for name, buckets in by_name.items():
+        if isinstance(buckets, (list, tuple, range)):
+            by_name[name] = buckets = Buckets(buckets)  # noqa: PLW2901
+        if not (isinstance(buckets, Buckets) or buckets == "auto"):
+            raise TypeError(
+                f"bucketed: buckets of {name!r} is {buckets!r}, expected Buckets, a list of sizes "
+                "or 'auto'"
+            )
+        if name not in axes:
+            raise ValueError(f"bucketed: buckets names {name!r}, but dims has {', '.join(axes)}")
+    missing = [name for name in axes if name not in by_name]
+    if missing:
+        raise ValueError(f"bucketed: no buckets for {', '.join(map(repr, missing))}")
+    return {name: Ladder(by_name[name], growing=growing) for name in axes}
+
+
+def write_plan(
+    path: str | os.PathLike[str],
+    ladders: Mapping[str, Ladder],
+    seen: Mapping[tuple[int, ...], int],
+) -> None:
+    """Write ladders and the sizes seen to a JSON file that :func:`read_plan` reads."""
+    sizes: dict[str, Counter[int]] = {name: Counter() for name in ladders}
+    for combination, count in seen.items():
+        for name, size in zip(ladders, combination, strict=True):
+            sizes[name][size] += count
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "buckets": {
+            name: list(ladder.buckets.sizes)
+            for name, ladder in ladders.items()
+            if ladder.buckets is not None
+        },
+        "observed": {name: sorted(counts.items()) for name, counts in sizes.items()},
+    }
+    target = Path(path)
+    unfinished = target.with_name(target.name + ".part")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(target)
+
+
+def read_plan(path: str | os.PathLike[str]) -> dict[str, Buckets] | Buckets:
+    """Read the ladders that :func:`write_plan` wrote, or ``python -m torchguard plan --json``.
+
+    The latter is one ladder, for every axis.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it is no plan.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        document = json.loads(text)
+        if "sizes" in document:
+            return Buckets.from_json(text)
+        if document["format"] != _FORMAT or document["version"] != _VERSION:
+            raise ValueError("another format or version")  # noqa: TRY301
+        return {name: Buckets(sizes) for name, sizes in document["buckets"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"bucketed: {os.fspath(path)!r} is not a plan: {error}") from None

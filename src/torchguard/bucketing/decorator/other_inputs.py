@@ -1,0 +1,292 @@
+"""What a check tries besides the call itself: other padding, other values, shorter inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from torchguard.bucketing.decorator.output_shapes import Sizes
+from torchguard.bucketing.decorator.planner import Planner
+from torchguard.bucketing.decorator.plans import Input, Place, Plan
+from torchguard.bucketing.decorator.trees import Path
+from torchguard.bucketing.decorator.verification import Arguments
+
+__all__ = [
+    "OTHER_VALUES",
+    "Fills",
+    "OtherValues",
+    "Real",
+    "counting",
+    "given_masks",
+    "other_fills",
+    "shortened",
+]
+
+Fills = dict[tuple[Place, Path], Any]
+
+_LARGER = 16.0
+_SMALLER = 1 / 64
+
+
+# ---- other values in the padding ----
+
+
+def other_fills(inputs: Iterable[Input], given: Arguments, *, largest: bool) -> Fills:
+    """Return a value other than 0 for the padding of each input: above all data, or below."""
+    fills = {}
+    for each in inputs:
+        fill = _other_fill(each.of(*given), largest=largest)
+        if fill is not None:
+            fills[each.place, each.path] = fill
+    return fills
+
+
+def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
+    """Return a value other than 0 for the padding of an input; None if there is none to try."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        return None
+    if tensor.dtype.is_floating_point:
+        finite = tensor.detach()[tensor.detach().isfinite()]
+        scale = float(finite.abs().max()) if finite.numel() else 1.0
+        if _may_be_probabilities(tensor):
+            return 1.0 if largest else None
+        value = 1.0 + 2.0 * scale
+        if value >= torch.finfo(tensor.dtype).max:
+            return None
+        return value if largest else -value
+    # Numbers of tokens: only those that are there are known to be valid.
+    other = tensor[tensor != 0]
+    if not other.numel():
+        return None
+    return int(other.max() if largest else other.min())
+
+
+def _may_be_probabilities(tensor: torch.Tensor) -> bool:
+    """Whether another value could end the process: kernels of an accelerator assert 0 <= p <= 1."""
+    return not tensor.is_cpu and bool(((tensor >= 0) & (tensor <= 1)).all())
+
+
+# ---- other data ----
+
+
+class OtherValues(NamedTuple):
+    """A way to make other data of the same kind."""
+
+    said: str
+    """Of the data, in an error: "where {label} ..."."""
+    of_floats: Callable[[torch.Tensor], torch.Tensor]
+    of_integers: Callable[[torch.Tensor], torch.Tensor]
+    keeps_sign: bool
+    """Whether what is positive stays so, and between 0 and 1 what is."""
+
+    def made(
+        self, inputs: Iterable[Input], given: Arguments, *, negative_if_some_are: bool = False
+    ) -> Arguments | None:
+        """Return the call with other data in these inputs; None if nothing changes.
+
+        Args:
+            inputs: which.
+            given: the call.
+            negative_if_some_are: whether data without a negative number is to have none.
+        """
+        new: dict[Path, Any] = {}
+        with torch.no_grad(), contextlib.suppress(RuntimeError, NotImplementedError):
+            for each in inputs:
+                tensor = each.of(*given)
+                if negative_if_some_are and not self.keeps_sign and not bool((tensor < 0).any()):
+                    continue
+                other = self._of(tensor.detach())
+                if other is not None and not torch.equal(other, tensor):
+                    new[each.path_in(0)] = other.requires_grad_(tensor.requires_grad)
+        return given.with_parts(new) if new else None
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if tensor.dtype == torch.bool or tensor.dtype.is_complex or not tensor.numel():
+            return None
+        if not tensor.dtype.is_floating_point:
+            return self.of_integers(tensor)
+        if not self.keeps_sign and _may_be_probabilities(tensor):
+            return None
+        if not bool(tensor.any()):
+            tensor = torch.ones_like(tensor)
+        other = self.of_floats(tensor)
+        return other if torch.equal(other.isfinite(), tensor.isfinite()) else None
+
+
+def _without_zeros(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.where(numbers == 0, numbers.max(), numbers)
+
+
+def _exchanged(numbers: torch.Tensor) -> torch.Tensor:
+    """Put each number that is there in the place of another, and turn the order around."""
+    present, places = torch.unique(numbers, return_inverse=True)
+    exchanged: torch.Tensor = present.roll(1)[places].flip(-1)
+    return exchanged
+
+
+OTHER_VALUES = (
+    OtherValues("is positive", lambda x: _without_zeros(x.abs()), _without_zeros, keeps_sign=True),
+    OtherValues("is negative", lambda x: -x.abs(), torch.clone, keeps_sign=False),
+    OtherValues(
+        "is 64 times smaller and in reverse order",
+        lambda x: (x * _SMALLER).flip(tuple(range(x.dim()))),
+        lambda x: x.flip(-1),
+        keeps_sign=True,
+    ),
+    OtherValues(
+        "is 16 times larger and has the other sign",
+        lambda x: x * -_LARGER,
+        _exchanged,
+        keeps_sign=False,
+    ),
+)
+"""The first two find what other padding can't: one negative number, and ``(x > 0).all()`` is
+False whatever the padding holds."""
+
+
+# ---- shorter inputs ----
+
+
+class Real(NamedTuple):
+    """Which positions of an axis a mask of the caller's says are real."""
+
+    axis: str
+    positions: torch.Tensor
+    """(T,) or (B, T)."""
+
+
+def given_masks(planner: Planner, plan: Plan, given: Arguments) -> list[Real]:
+    """Return what the caller's own masks say; one that masks nothing says nothing."""
+    found = []
+    for each in plan.inputs:
+        mask = planner.masks.get(each.label)
+        if mask is None:
+            continue
+        real = mask.real(each.of(*given).detach())
+        # (B, 1, 1, T), as attention takes it.
+        kept = [size for size in real.shape[:-1] if size != 1]
+        if len(kept) <= 1 and not bool(real.all()):
+            found.append(Real(mask.axis, real.reshape(*kept, real.shape[-1])))
+    return found
+
+
+def shortened(planner: Planner, plan: Plan, given: Arguments) -> tuple[Plan, Arguments] | None:
+    """Cut real inputs short, to have more padding; None if they are as short as can be.
+
+    To half of what they are, and no shorter than what this bucket can be entered with. The
+    shorter they are, the less they are like what the function is made for.
+    """
+    masks = given_masks(planner, plan, given)
+    windows: dict[str, tuple[int, int]] = {}
+    sizes: Sizes = dict(plan.sizes)
+    for axis, size in plan.sizes.items():
+        ladder = planner.ladders[axis].buckets
+        smaller = [b for b in (ladder.sizes if ladder else ()) if b < plan.buckets[axis]]
+        shortest = max((size + 1) // 2, max(smaller, default=0) + 1, 2)
+        if shortest >= size:
+            continue
+        start = _window([m for m in masks if m.axis == axis], size, shortest, planner.options.side)
+        if start is not None:
+            windows[axis] = (start, shortest)
+            sizes[axis] = shortest
+    if not windows:
+        return None
+    new: dict[Path, Any] = {}
+    inputs = []
+    for each in plan.inputs:
+        tensor = each.of(*given)
+        for dim, axis in each.axes:
+            if axis in windows:
+                tensor = tensor.narrow(dim, *windows[axis])
+        if any(axis in windows for _, axis in each.axes):
+            new[each.path_in(0)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        inputs.append(replace(each, shape=tuple(tensor.shape)))
+    if _may_be_sizes(given, new, min(length for _, length in windows.values())):
+        return None
+    shorter = given.with_parts(new)
+    extras, places = planner.extras(tuple(inputs), sizes, plan.buckets, *shorter)
+    plan = replace(
+        plan,
+        inputs=tuple(inputs),
+        sizes=sizes,
+        extras=extras,
+        extra_places=places,
+        programs={},
+        ready=False,
+    )
+    return plan, shorter
+
+
+def _may_be_sizes(given: Arguments, cut: Iterable[Path], length: int) -> bool:
+    """Whether an index could lie behind the end now: on an accelerator that ends the process."""
+    return any(
+        isinstance(value, torch.Tensor)
+        and path not in cut
+        and not (value.is_floating_point() or value.is_complex())
+        and value.device.type not in {"cpu", "meta"}
+        and bool((value >= length).any())
+        for path, value in given.leaves()
+    )
+
+
+def _window(masks: Sequence[Real], size: int, length: int, side: str) -> int | None:
+    """Return where a part begins in which every sequence has something real."""
+    starts = (0, size - length) if side == "right" else (size - length, 0)
+    for start in starts:
+        if all(bool(m.positions[..., start : start + length].any(-1).all()) for m in masks):
+            return start
+    return None
+
+
+# ---- which elements of an output count ----
+
+
+def counting(
+    masks: Iterable[Real], plan: Plan, tensor: torch.Tensor, cuts: Iterable[tuple[int, int, int]]
+) -> torch.Tensor | None:
+    """Say which elements of an output belong to positions that the caller's masks call real.
+
+    At the others models return anything, and with more padding something else.
+
+    Args:
+        masks: of the caller.
+        plan: has the sizes.
+        tensor: an output, cut.
+        cuts: what was cut from it: (dim, start, length).
+    """
+    counts: torch.Tensor | None = None
+    for dim, _, length in cuts:
+        # Of two axes of the same size either may be meant: what one of them calls real counts.
+        here: torch.Tensor | None = None
+        for real in masks:
+            if plan.sizes[real.axis] != length:
+                continue
+            spread = _spread(real.positions, tensor, dim)
+            if spread is not None:
+                here = spread if here is None else here | spread
+        if here is not None:
+            counts = here if counts is None else counts & here
+    return counts
+
+
+def _spread(positions: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """Bring a mask (T,) or (B, T) into a form that broadcasts to an output."""
+    shape = [1] * tensor.dim()
+    shape[dim] = positions.shape[-1]
+    if positions.dim() == 1:
+        return positions.to(tensor.device).view(shape)
+    size = positions.shape[0]
+    batch = next((d for d in (0, dim - 1, dim + 1) if _is(tensor, d, size) and d != dim), None)
+    if batch is None:
+        return None
+    shape[batch] = size
+    positions = positions if batch < dim else positions.T
+    return positions.to(tensor.device).reshape(shape)
+
+
+def _is(tensor: torch.Tensor, dim: int, size: int) -> bool:
+    return 0 <= dim < tensor.dim() and tensor.shape[dim] == size

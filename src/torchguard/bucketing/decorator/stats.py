@@ -1,0 +1,184 @@
+"""What ran through the buckets, and what other buckets would change."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.decorator.auto import Ladder
+from torchguard.bucketing.decorator.call import Caller
+
+__all__ = ["AxisReport", "Report", "Statistics", "report_of", "statistics_of"]
+
+_STEP = 4
+_LOSES_ABOVE = 0.5
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A picture of one moment."""
+
+    name: str
+    calls: int
+    """That returned; those of ``warmup`` and of checks don't count."""
+    hits: dict[tuple[int, ...], int]
+    """Calls by bucket; one size per axis."""
+    overflowed: int
+    """Calls above the largest bucket, which ran without padding."""
+    waste: float
+    """What padding added, as a share of the real sizes: 0.08 is 8 %."""
+    compile_seconds: float
+    """Of the first call of each variant, and of ``warmup``."""
+    graphs: int
+    """Graphs compiled, recompilations included."""
+    axes: tuple[str, ...]
+    relies_on_fill_0: tuple[str, ...] = ()
+    """Inputs whose padding is read, and 0 in it was shown to be neutral, though not declared."""
+    compiled: bool = True
+    """Whether anything compiles: ``compile=`` was given, or what ``torch.compile`` made."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as what JSON can hold."""
+        return {
+            "name": self.name,
+            "calls": self.calls,
+            "hits": {"x".join(map(str, sizes)): count for sizes, count in self.hits.items()},
+            "overflowed": self.overflowed,
+            "waste": self.waste,
+            "compile_seconds": self.compile_seconds,
+            "graphs": self.graphs,
+            "axes": list(self.axes),
+            "relies_on_fill_0": list(self.relies_on_fill_0),
+            "compiled": self.compiled,
+        }
+
+    def __str__(self) -> str:
+        title = " x ".join(self.axes)
+        width = max(len(title), 8)
+        compiling = f"{self.graphs} graphs, {self.compile_seconds:.1f} s compiling"
+        if not self.compiled:
+            compiling = "not compiled (compile=True compiles each bucket)"
+        lines = [
+            f"{self.name}: {self.calls:,} calls, waste {100 * self.waste:.1f} %, {compiling}",
+            f"{title:>{width}} {'calls':>10}",
+        ]
+        for sizes, count in sorted(self.hits.items()):
+            lines.append(f"{' x '.join(map(str, sizes)):>{width}} {count:>10,}")
+        if self.overflowed:
+            lines.append(f"{'above':>{width}} {self.overflowed:>10,}")
+        if self.relies_on_fill_0:
+            lines.append(f"relies on fill 0 in the padding of {', '.join(self.relies_on_fill_0)}")
+        return "\n".join(lines)
+
+
+def statistics_of(caller: Caller, ladders: dict[str, Ladder]) -> Statistics:
+    """Gather what a caller has counted."""
+    with caller.lock:
+        counts = {key: (c.calls, c.real, c.padded) for key, c in caller.counts.items()}
+        variants = list(caller.variants.values())
+    inside = {key: numbers for key, numbers in counts.items() if key}
+    real = sum(numbers[1] for numbers in inside.values())
+    padded = sum(numbers[2] for numbers in inside.values())
+    return Statistics(
+        name=caller.name,
+        calls=sum(numbers[0] for numbers in counts.values()),
+        hits={key: numbers[0] for key, numbers in sorted(inside.items()) if numbers[0]},
+        overflowed=counts.get((), (0, 0, 0))[0],
+        waste=padded / real - 1 if real else 0.0,
+        compile_seconds=sum(variant.seconds for variant in variants),
+        graphs=sum(variant.graphs for variant in variants),
+        axes=tuple(ladders),
+        relies_on_fill_0=caller.proven.relies_on_zero,
+        compiled=caller.source.static is not None,
+    )
+
+
+@dataclass(frozen=True)
+class AxisReport:
+    """One axis: the buckets there are, and the best ones of other counts."""
+
+    axis: str
+    buckets: tuple[int, ...]
+    waste: float
+    """Over the sizes seen that have a bucket."""
+    best: dict[int, tuple[tuple[int, ...], float]]
+    """By count: the best buckets for what was seen, and their waste."""
+
+    @property
+    def padding_loses(self) -> bool:
+        """Whether even 4 more buckets would waste more than half of what is computed.
+
+        A rule of thumb: dynamic shapes then have to be a third slower to be worse.
+        """
+        return self.best[max(self.best)][1] > _LOSES_ABOVE
+
+
+@dataclass(frozen=True)
+class Report:
+    """What other buckets would change."""
+
+    statistics: Statistics
+    axes: tuple[AxisReport, ...]
+
+    def __str__(self) -> str:
+        lines = [str(self.statistics)]
+        for each in self.axes:
+            lines += [
+                "",
+                (
+                    f"{each.axis}: {len(each.buckets)} buckets {' '.join(map(str, each.buckets))}, "
+                    f"waste {100 * each.waste:.1f} %"
+                ),
+            ]
+            lines += [
+                f"  the best {count}: {' '.join(map(str, sizes))}, waste {100 * waste:.1f} %"
+                for count, (sizes, waste) in each.best.items()
+            ]
+            lines.append(
+                f"  padding costs {100 * each.waste:.1f} % here: it loses to dynamic shapes "
+                "(compile with dynamic=True) where those are slower by less than that"
+                + ("; even 4 more buckets would not help" if each.padding_loses else "")
+            )
+        return "\n".join(lines)
+
+
+def report_of(
+    caller: Caller, ladders: dict[str, Ladder], path: str | os.PathLike[str] | None
+) -> Report:
+    """Compare the buckets of each axis with the best ones for what was seen.
+
+    Raises:
+        ValueError: nothing was called yet.
+        ImportError: a path is given, but matplotlib is not installed.
+    """
+    with caller.lock:
+        seen = caller.seen
+    axes = []
+    for index, (axis, ladder) in enumerate(ladders.items()):
+        sizes: Counter[int] = Counter()
+        for combination, count in seen.items():
+            sizes[combination[index]] += count
+        buckets = ladder.buckets
+        held = {
+            size: count
+            for size, count in sizes.items()
+            if buckets is not None and 0 < size <= buckets.sizes[-1]
+        }
+        if buckets is None or not held:
+            raise ValueError("bucketed: nothing to report yet: call the function first")
+        counts = sorted({max(len(buckets) - _STEP, 1), len(buckets), len(buckets) + _STEP})
+        best = {}
+        for count in counts:
+            fitted = Buckets.fit(held, count)
+            best[count] = (fitted.sizes, fitted.waste(held))
+        axes.append(AxisReport(axis, buckets.sizes, buckets.waste(held), best))
+        if path is not None:
+            target = Path(path)
+            if len(ladders) > 1:
+                target = target.with_name(f"{target.stem}-{axis}{target.suffix}")
+            buckets.plot(held, target)
+    return Report(statistics_of(caller, ladders), tuple(axes))

@@ -1,0 +1,289 @@
+"""Shapes (a, b) to pad to where two sizes vary: source and target, height and width.
+
+Shapes: P distinct pairs, K buckets, A and B candidate sizes of either axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchguard.bucketing.fit import plan
+from torchguard.bucketing.histogram import Observed, observe, positive_integer, sums
+
+__all__ = ["PairBuckets", "PairCost", "Pairs", "fit_pairs"]
+
+Pairs: TypeAlias = Iterable[tuple[int, int]] | Mapping[tuple[int, int], float]
+"""One (a, b) per observation, or a histogram that maps each to how often it was seen."""
+
+PairCost: TypeAlias = Callable[[int, int], float]
+
+_Floats: TypeAlias = NDArray[np.float64]
+_Integers: TypeAlias = NDArray[np.int64]
+
+# Candidate sizes per axis. More are merged, by the planner for one axis, into this many.
+_CANDIDATES = 96
+# The search stops after comparing about this many (pair, candidate) combinations.
+_WORK = 300_000_000
+
+
+def _area(a: int, b: int) -> float:
+    return float(a) * b
+
+
+@dataclass(frozen=True, init=False)
+class PairBuckets:
+    """A few shapes (a, b), cheapest first. Immutable, hashable, comparable.
+
+    Args:
+        shapes: the buckets, in any order.
+        cost: what a call costs at a shape, a * b when left out.
+
+    Raises:
+        TypeError: no pairs of integers.
+        ValueError: no shape at all, or a size that is not positive.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+
+    def __init__(self, shapes: Iterable[tuple[int, int]], cost: PairCost = _area) -> None:
+        pairs, _ = _observe(shapes, "PairBuckets")
+        listed = sorted((_price(cost, a, b), a, b) for a, b in pairs.tolist())
+        object.__setattr__(self, "shapes", tuple((a, b) for _, a, b in listed))
+
+    def bucket_for(self, a: int, b: int) -> tuple[int, int]:
+        """Return the cheapest shape that holds (a, b).
+
+        Raises:
+            ValueError: none does.
+        """
+        for shape in self.shapes:
+            if a <= shape[0] and b <= shape[1]:
+                return shape
+        raise ValueError(f"PairBuckets.bucket_for: no bucket of {list(self.shapes)} holds {(a, b)}")
+
+    def waste(self, pairs: Pairs, cost: PairCost = _area) -> float:
+        """Return what padding adds to the cost, as a share of the cost without.
+
+        Raises:
+            TypeError, ValueError: as :func:`fit_pairs`; a pair that no bucket holds.
+        """
+        seen, weights = _observe(pairs, "PairBuckets.waste")
+        padded = useful = 0.0
+        for (a, b), weight in zip(seen.tolist(), weights.tolist(), strict=True):
+            padded += weight * _price(cost, *self.bucket_for(a, b))
+            useful += weight * _price(cost, a, b)
+        return padded / useful - 1
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.shapes)})"
+
+
+def fit_pairs(
+    pairs: Pairs,
+    count: int = 8,
+    *,
+    cost: PairCost = _area,
+    multiple_of: int | tuple[int, int] = 1,
+    maximum: tuple[int, int] | None = None,
+) -> PairBuckets:
+    """Return at most ``count`` shapes that waste little on the pairs observed.
+
+    Every pair observed fits one of them; look-up takes the cheapest that fits. Unlike one
+    axis, two have no order that makes the optimum cheap to find: this is a search (each
+    bucket in turn is moved to its best place on either axis, from several starts). It finds
+    the optimum where one axis does not vary.
+
+    Args:
+        pairs: (a, b) per observation, or a histogram ``{(a, b): how often}``.
+        count: at most so many shapes, fewer where more would save nothing.
+        cost: what a call costs at a shape; must not fall as either size grows.
+        multiple_of: align sizes to this, one number or one per axis.
+        maximum: the largest there can ever be. It becomes one of the shapes; without
+            it, a pair of the largest a and the largest b may fit none.
+
+    Raises:
+        TypeError: something is no integer.
+        ValueError: no pairs, a size that is not positive, ``maximum`` below the data.
+    """
+    seen, weights = _observe(pairs, "fit_pairs")
+    count = positive_integer(count, "count", "fit_pairs")
+    steps = multiple_of if isinstance(multiple_of, tuple) else (multiple_of, multiple_of)
+    axes = [
+        _candidates(
+            seen[:, axis],
+            weights,
+            positive_integer(steps[axis], "multiple_of", "fit_pairs"),
+            None if maximum is None else maximum[axis],
+        )
+        for axis in (0, 1)
+    ]
+    places = np.stack([np.searchsorted(axes[axis], seen[:, axis]) for axis in (0, 1)], axis=1)
+    distinct, where = np.unique(places, axis=0, return_inverse=True)
+    prices = np.array([[_price(cost, a, b) for b in axes[1].tolist()] for a in axes[0].tolist()])
+    search = _Search(distinct, sums(where, weights), prices, fixed=maximum is not None)
+    found = search.best(min(count, len(distinct) + search.fixed))
+    return PairBuckets([(int(axes[0][a]), int(axes[1][b])) for a, b in found.tolist()], cost)
+
+
+def _observe(pairs: Any, operation: str) -> tuple[_Integers, _Floats]:
+    """Count pairs: (P, 2) sizes and (P,) weights."""
+    if isinstance(pairs, (str, bytes)) or not isinstance(pairs, Iterable):
+        raise TypeError(f"{operation}: pairs is a {type(pairs).__name__}, expected (a, b) pairs")
+    if hasattr(pairs, "tolist"):  # an array or a tensor
+        pairs = pairs.tolist()
+    counts: dict[Any, float] = {}
+    given = pairs.items() if isinstance(pairs, Mapping) else None
+    try:
+        counts = dict(given if given is not None else Counter(map(tuple, pairs)).items())
+        first, second = zip(*counts, strict=True)
+    except (TypeError, ValueError) as error:
+        if not counts and not isinstance(error, TypeError):
+            raise ValueError(f"{operation}: pairs is empty, expected at least one (a, b)") from None
+        raise TypeError(f"{operation}: expected (a, b) pairs of integers") from None
+    for pair, weight in counts.items():
+        if not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise ValueError(f"{operation}: {pair} was seen {weight!r} times, expected more than 0")
+    for column in (first, second):
+        observe(column, operation)  # says which size is wrong
+    sizes = np.array([first, second], dtype=np.int64).T
+    return sizes, np.array([float(weight) for weight in counts.values()])
+
+
+def _price(cost: PairCost, a: int, b: int) -> float:
+    price = float(cost(a, b))
+    if not 0 < price < math.inf:
+        raise ValueError(
+            f"fit_pairs: cost({a}, {b}) is {price}, expected a positive, finite number"
+        )
+    return price
+
+
+def _candidates(sizes: _Integers, weights: _Floats, step: int, maximum: int | None) -> _Integers:
+    """Return the sizes one axis may have, the largest last."""
+    distinct, where = np.unique(sizes, return_inverse=True)
+    top = -(-int(distinct[-1]) // step) * step
+    if maximum is not None:
+        top = positive_integer(maximum, "maximum", "fit_pairs")
+        if top < distinct[-1]:
+            raise ValueError(
+                f"fit_pairs: maximum is {top}, but a size of {distinct[-1]} was observed"
+            )
+    observed = Observed(distinct, sums(where, weights))
+    return np.array(plan(observed, _CANDIDATES, multiple_of=step, top=top).sizes)
+
+
+class _Search:
+    """Local search over sets of (place on axis a, place on axis b)."""
+
+    def __init__(self, pairs: _Integers, weights: _Floats, prices: _Floats, *, fixed: bool) -> None:
+        self.pairs = pairs  # (P, 2)
+        self.weights = weights  # (P,)
+        self.prices = prices  # (A, B)
+        self.fixed = int(fixed)  # the corner is the last bucket, and stays
+        self.corner = np.array([size - 1 for size in prices.shape])
+
+    def best(self, count: int) -> _Integers:
+        starts = [self._descend(start) for start in self._starts(count)]
+        cost, shapes = min(starts, key=lambda found: found[0])
+        # Kick one bucket somewhere else and descend again; always the same kicks.
+        random = np.random.default_rng(0)
+        effort = len(self.pairs) * sum(self.prices.shape) * count * 4
+        movable = count - self.fixed
+        for _ in range(min(200, _WORK // effort) if movable > 1 else 0):
+            kicked = shapes.copy()
+            kicked[random.integers(len(kicked) - self.fixed)] = random.choice(self.pairs)
+            tried = self._descend(self._covering(kicked))
+            if tried[0] < cost:
+                cost, shapes = tried
+        return self._shrunk(shapes)
+
+    def _starts(self, count: int) -> Iterator[_Integers]:
+        """Ladders along either axis, and grids of both: (K, 2) each."""
+        for axis in (0, 1):
+            order = np.lexsort((self.pairs[:, 1 - axis], self.pairs[:, axis]))
+            runs = np.array_split(order, min(count, len(order)))
+            yield self._covering(np.array([self.pairs[run].max(axis=0) for run in runs]), count)
+            ladder = self._ladder(axis, count)
+            shapes = np.full((len(ladder), 2), self.corner)
+            shapes[:, axis] = ladder
+            yield self._covering(shapes, count)
+        for rows in range(2, count // 2 + 1):
+            first, second = self._ladder(0, rows), self._ladder(1, count // rows)
+            grid = np.array([(a, b) for a in first for b in second])
+            yield self._covering(grid, count)
+
+    def _ladder(self, axis: int, count: int) -> _Integers:
+        """Return the best places on one axis while the other stays at its largest."""
+        along = self.prices[:, -1] if axis == 0 else self.prices[-1]
+        present, where = np.unique(self.pairs[:, axis], return_inverse=True)
+        observed = Observed(present + 1, sums(where, self.weights))
+        planned = plan(observed, count, cost=lambda place: along[place - 1], top=len(along))
+        return np.array(planned.sizes) - 1
+
+    def _covering(self, shapes: _Integers, count: int | None = None) -> _Integers:
+        """Make the last bucket large enough for every pair that fits no other."""
+        count = len(shapes) if count is None else count
+        shapes = np.concatenate((shapes, np.tile(shapes[-1:], (max(count - len(shapes), 0), 1))))
+        shapes = shapes[:count].copy()
+        if self.fixed:
+            shapes[-1] = self.corner
+            return shapes
+        loose = np.isinf(self._each(shapes)).all(axis=0)
+        if loose.any():
+            shapes[-1] = np.maximum(shapes[-1], self.pairs[loose].max(axis=0))
+        return shapes
+
+    def _each(self, shapes: _Integers) -> _Floats:
+        """Return what each pair would cost in each bucket, inf where it does not fit: (K, P)."""
+        fits = (self.pairs[None] <= shapes[:, None]).all(axis=2)
+        return np.where(fits, self.prices[shapes[:, 0], shapes[:, 1]][:, None], np.inf)
+
+    def _descend(self, shapes: _Integers) -> tuple[float, _Integers]:
+        """Move one bucket at a time along one axis, to the best place there, until none helps."""
+        shapes = shapes.copy()
+        each = self._each(shapes)
+        cost = float(each.min(axis=0) @ self.weights)
+        improved = True
+        while improved:
+            improved = False
+            for number in range(len(shapes) - self.fixed):
+                rest = np.delete(each, number, axis=0).min(axis=0, initial=np.inf)
+                for axis in (0, 1):
+                    place, total = self._best_place(shapes[number], axis, rest)
+                    if total < cost * (1 - 1e-12):
+                        shapes[number, axis], cost, improved = place, total, True
+                        each[number] = self._each(shapes[number : number + 1])[0]
+        return cost, shapes
+
+    def _best_place(self, shape: _Integers, axis: int, rest: _Floats) -> tuple[int, float]:
+        along = self.prices[:, shape[1]] if axis == 0 else self.prices[shape[0]]
+        fits = self.pairs[:, 1 - axis] <= shape[1 - axis]  # on the axis that stays
+        if not np.isfinite(rest[~fits]).all():
+            return 0, math.inf
+        reached = self.pairs[fits, axis][None] <= np.arange(len(along))[:, None]
+        costs = np.where(reached, np.minimum(along[:, None], rest[fits]), rest[fits])
+        totals = costs @ self.weights[fits] + rest[~fits] @ self.weights[~fits]
+        place = int(np.argmin(totals))
+        return place, float(totals[place])
+
+    def _shrunk(self, shapes: _Integers) -> _Integers:
+        """Leave out idle buckets, and make each no larger than what it holds."""
+        chosen = self._each(shapes).argmin(axis=0)
+        keep = [self.pairs[chosen == number].max(axis=0) for number in np.unique(chosen)]
+        if self.fixed:
+            keep.append(self.corner)
+        distinct: _Integers = np.unique(np.array(keep), axis=0)
+        return distinct

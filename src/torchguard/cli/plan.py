@@ -1,0 +1,240 @@
+"""``python -m torchguard plan``: the buckets for the lengths in a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from typing_extensions import Self
+
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.fit import costs_of, plans
+from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
+from torchguard.bucketing.lengths import FORMATS, read_sizes
+from torchguard.cli.output import positive_int
+
+__all__ = ["add_parser"]
+
+_COUNTS = 32
+_PATIENCE = 1.0  # seconds before a bar appears
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``plan``."""
+    parser = commands.add_parser(
+        "plan",
+        help="find the bucket sizes that waste least on the lengths in a file",
+        description="Find the bucket sizes that waste least padding on observed lengths, and show "
+        "what other numbers of buckets and other rules would waste.",
+        epilog="Files: .npy, .txt (integers between blanks), .csv, .json (a list, a list of "
+        "objects, or {length: how often}). Exit status: 0, or 2 on bad usage or a bad file.",
+    )
+    parser.add_argument("file", nargs="?", default="-", help="the lengths; - for standard input")
+    parser.add_argument("--buckets", type=positive_int, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--column", metavar="NAME", help="the column of a CSV or JSON file")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="default: by the file's ending or content"
+    )
+    parser.add_argument("--cost", choices=("linear", "quadratic"), default="linear")
+    parser.add_argument(
+        "--multiple-of", type=positive_int, default=1, metavar="N", help="align sizes"
+    )
+    parser.add_argument(
+        "--maximum",
+        type=positive_int,
+        metavar="N",
+        help="the longest there can be: the largest bucket",
+    )
+    parser.add_argument(
+        "--batch",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="plan for the longest of random batches of N: what the model sees",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, .pdf)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the buckets; - to print")
+    parser.set_defaults(command=_main, parser=parser)
+
+
+def _main(options: argparse.Namespace) -> int:
+    try:
+        _run(options)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        options.parser.error(str(error))  # exits with 2
+    except KeyboardInterrupt:
+        sys.stderr.write("torchguard plan: interrupted\n")
+        return 130  # what a shell reports for SIGINT
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    name = "standard input" if options.file == "-" else options.file
+    sizes = _read(options, name)
+    observed = observe(sizes, name)
+    single = observed
+    if options.batch > 1:
+        observed = observe(batch_maxima(_histogram(observed), options.batch), name)
+    if options.maximum is not None and options.maximum < observed.sizes[-1]:
+        raise ValueError(
+            f"--maximum is {options.maximum}, but {name} has a length of {observed.sizes[-1]}: "
+            "leave it out, or give the longest there can be"
+        )
+    with _Bar(sys.stderr) as bar:
+        buckets = Buckets.fit(
+            _histogram(observed),
+            options.buckets,
+            cost=options.cost,
+            multiple_of=options.multiple_of,
+            maximum=options.maximum,
+        )
+        top = buckets.sizes[-1]
+        curve = plans(
+            observed,
+            _COUNTS,
+            cost=options.cost,
+            multiple_of=options.multiple_of,
+            top=top,
+            progress=bar.show,
+        )
+    costs = [plan.cost for plan in curve]
+    # To standard error, if the buckets themselves go to standard output.
+    target = sys.stderr if options.json == Path("-") else sys.stdout
+    target.write(_report(options, _summary(name, single), observed, buckets, costs))
+    if options.json is not None:
+        document = buckets.to_json() + "\n"
+        if options.json == Path("-"):
+            sys.stdout.write(document)
+        else:
+            options.json.write_text(document, encoding="utf-8")
+    if options.plot is not None:
+        buckets.plot(_histogram(observed), options.plot, cost=options.cost)
+
+
+def _read(options: argparse.Namespace, name: str) -> Sizes:
+    if options.file == "-":
+        if sys.stdin.isatty():
+            sys.stderr.write("reading lengths from standard input; end with Ctrl-D\n")
+        return read_sizes(sys.stdin.buffer, name, options.format, options.column)
+    path = Path(options.file)
+    ending = path.suffix.lower().lstrip(".")
+    kind = options.format or (ending if ending in FORMATS else None)
+    with path.open("rb") as stream:
+        return read_sizes(stream, name, kind, options.column)
+
+
+def _histogram(observed: Observed) -> dict[int, float]:
+    return dict(zip(observed.sizes.tolist(), observed.weights.tolist(), strict=True))
+
+
+def _report(
+    options: argparse.Namespace,
+    summary: str,
+    observed: Observed,
+    buckets: Buckets,
+    costs: list[float],
+) -> str:
+    seen = _histogram(observed)
+    useful = float(costs_of(observed.sizes, options.cost, "plan") @ observed.weights)
+    lines = [summary]
+    if options.batch > 1:
+        lines.append(
+            f"planned for the longest of random batches of {options.batch}: {_range(observed)}"
+        )
+    listed = " ".join(map(str, buckets))
+    waste = buckets.waste(seen, options.cost)
+    lines += [
+        "",
+        f"{len(buckets)} buckets: {listed}",
+        f"waste: {_percent(waste)} ({options.cost} cost)",
+        *_why_more(waste, costs[min(len(buckets), len(costs)) - 1] / useful - 1, observed, buckets),
+        "",
+        "waste of the best ladder, by number of buckets",
+        *_columns([_percent(cost / useful - 1) for cost in costs]),
+        "",
+        "waste of other rules",
+    ]
+    top = buckets.sizes[-1]
+    rules = {
+        "powers of two": Buckets.powers_of_two(int(observed.sizes[0]), top),
+        "multiples of 64": Buckets.multiples_of(64, top),
+    }
+    for rule, ladder in rules.items():
+        used = {ladder.bucket_for(size) for size in seen}
+        waste = ladder.waste(seen, options.cost)
+        lines.append(f"  {rule:<15} {_percent(waste):>7}  ({len(used)} buckets in use)")
+    lines += [
+        "",
+        "to use them, where 't' is the dimension that varies:",
+        f"  {_line(options, buckets)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _why_more(waste: float, best: float, observed: Observed, buckets: Buckets) -> list[str]:
+    """Say why the buckets are not the best of their number for what was seen."""
+    if _percent(waste) == _percent(best):
+        return []
+    text = (
+        f"({_percent(waste - best)} above the table, which knows no length above "
+        f"{observed.sizes[-1]:,}; with --maximum {buckets.sizes[-1]}, 4 more are assumed between)"
+    )
+    return [text]
+
+
+def _line(options: argparse.Namespace, buckets: Buckets) -> str:
+    """Return the line of Python that takes the buckets."""
+    if options.json is None or options.json == Path("-"):
+        taken = f"buckets={list(buckets)}"
+    else:
+        taken = f"plan={str(options.json)!r}"
+    return f"bucketed(model, dims={{'input_ids': {{1: 't'}}}}, {taken}, compile=True)"
+
+
+def _summary(name: str, observed: Observed) -> str:
+    return f"{observed.total:,.0f} lengths from {name}: {_range(observed)}"
+
+
+def _range(observed: Observed) -> str:
+    below = observed.weights.cumsum()
+    middle = observed.sizes[(below >= below[-1] / 2).argmax()]
+    mean = observed.sizes @ observed.weights / observed.total
+    return f"{observed.sizes[0]:,} to {observed.sizes[-1]:,}, median {middle:,}, mean {mean:,.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _columns(values: list[str], rows: int = 8) -> list[str]:
+    """Lay out numbered values in columns of ``rows``."""
+    numbered = [f"{number:>4} {value:>9}" for number, value in enumerate(values, start=1)]
+    return ["".join(numbered[row::rows]) for row in range(min(rows, len(numbered)))]
+
+
+class _Bar:
+    """A progress bar, on a terminal, for work that has taken more than a second."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._begun = time.monotonic()
+        self._shown = False
+
+    def show(self, done: int, total: int) -> None:
+        if time.monotonic() - self._begun > _PATIENCE and self._stream.isatty():
+            filled = 30 * done // total
+            bar = f"\rplanning [{'#' * filled:<30}] {done} of {total} ladders"
+            self._stream.write(bar)
+            self._stream.flush()
+            self._shown = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._stream.write("\r" + " " * 64 + "\r")
+            self._stream.flush()

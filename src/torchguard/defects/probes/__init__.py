@@ -1,0 +1,1 @@
+"""One probe for each upstream defect of the catalog."""

@@ -1,0 +1,1 @@
+"""Run a function without side effects, and compare two runs of it."""

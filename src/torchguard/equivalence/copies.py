@@ -1,0 +1,191 @@
+"""Copies of a call's inputs: every storage once, and the views of it built anew.
+
+What a graph does depends on strides, on which inputs share memory, and on which is a view
+of which: all of that is in the copies, and nothing done to them reaches the originals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from torchguard._torch import base_of, has_own_dispatch
+
+__all__ = [
+    "Change",
+    "Copies",
+    "NotCopied",
+    "bytes_of",
+    "copy_inputs",
+    "tensors_of",
+    "why_not_copied",
+]
+
+Change: TypeAlias = Callable[[torch.Tensor, bool], None]
+"""Changes the values of a storage's copy before anybody sees it; the second argument says
+whether a tensor over the original requires a gradient."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_NUMBERS = (bool, int, float, complex, type(None))
+
+
+class NotCopied(Exception):  # noqa: N818 - it is an answer, not an error
+    """Raised where an input can't be copied with all that belongs to it; the text says why."""
+
+
+@dataclass
+class Copies:
+    """The inputs of one run."""
+
+    values: list[Any]
+    """What to call the graph with."""
+
+    sources: list[Any]
+    """For every value where its gradient arrives, or None: taken before the run writes to it."""
+
+
+def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors among the values."""
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def why_not_copied(values: Sequence[Any]) -> str | None:
+    """Say which input can't be copied and why; None if all can."""
+    for position, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            kind = _unusual(value)
+            if kind is not None:
+                return f"input {position} is {kind}"
+        elif not isinstance(value, _NUMBERS):
+            return f"input {position} is a {type(value).__name__}, not a tensor or a number"
+    return None
+
+
+def _unusual(tensor: torch.Tensor) -> str | None:
+    if type(tensor) not in _PLAIN or has_own_dispatch(tensor):
+        return f"of class {type(tensor).__name__}, not a plain tensor"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.device.type == "meta":
+        return "on the meta device"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a conjugate or negative view"
+    return None
+
+
+def bytes_of(values: Sequence[Any]) -> int:
+    """Count the bytes of the storages behind the tensors, each storage once."""
+    storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors_of(values)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def copy_inputs(
+    values: Sequence[Any],
+    cast: Callable[[torch.dtype], torch.dtype] | None = None,
+    change: Change | None = None,
+) -> Copies:
+    """Copy the inputs of a call; ``cast`` says which dtype takes the place of which.
+
+    Raises:
+        NotCopied: two dtypes look at one storage, which can't be cast then, or a
+            differentiable view can't be built anew.
+
+    """
+    learning = {_key(tensor) for tensor in tensors_of(values) if tensor.requires_grad}
+    copier = _Copier(cast, change, learning)
+    copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
+    return Copies(copies, [_gradient_source(copy) for copy in copies])
+
+
+def _gradient_source(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return None
+    return value if value.is_leaf else torch.autograd.graph.get_gradient_edge(value)
+
+
+def _key(tensor: torch.Tensor) -> object:
+    storage = tensor.untyped_storage()
+    # Empty storages have no address that tells them apart.
+    return (tensor.device, storage.data_ptr()) if storage.nbytes() else id(tensor)
+
+
+class _Copier:
+    def __init__(
+        self,
+        cast: Callable[[torch.dtype], torch.dtype] | None,
+        change: Change | None,
+        learning: set[object],
+    ) -> None:
+        self._cast = cast or (lambda dtype: dtype)
+        self._change = change
+        self._learning = learning
+        self._storages: dict[object, tuple[torch.UntypedStorage, torch.dtype]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._copies:
+            # The original stays referenced, so its id stays its own.
+            self._copies[id(tensor)] = (tensor, self._build(tensor))
+        return self._copies[id(tensor)][1]
+
+    def _build(self, tensor: torch.Tensor) -> torch.Tensor:
+        base = base_of(tensor)
+        if base is not None and base.dtype == tensor.dtype and _unusual(base) is None:
+            # AOTAutograd asks which inputs are views of one base.
+            with torch.set_grad_enabled(tensor.requires_grad):
+                return self.copy(base).as_strided(
+                    tensor.size(), tensor.stride(), tensor.storage_offset()
+                )
+        if base is not None and tensor.requires_grad:
+            raise NotCopied("an input is a differentiable view of another dtype")
+        storage, dtype = self._storage(tensor)
+        with torch.inference_mode(tensor.is_inference()):
+            copy = torch.empty(0, dtype=dtype, device=tensor.device)
+            copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if not tensor.requires_grad:
+            return copy
+        if tensor.is_leaf:
+            return copy.requires_grad_()
+        with torch.enable_grad():
+            origin = torch.zeros((), dtype=dtype, device=tensor.device).expand_as(copy)
+            made: torch.Tensor = _NotALeaf.apply(  # type: ignore[no-untyped-call]
+                origin.detach().requires_grad_(), copy
+            )
+        return made
+
+    def _storage(self, tensor: torch.Tensor) -> tuple[torch.UntypedStorage, torch.dtype]:
+        key, dtype = _key(tensor), self._cast(tensor.dtype)
+        if key not in self._storages:
+            storage = tensor.untyped_storage()
+            if dtype == tensor.dtype:
+                storage = storage.clone()
+            else:
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                whole.set_(storage)
+                storage = whole.to(dtype).untyped_storage()
+            if self._change is not None:
+                values = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
+                self._change(values, key in self._learning)
+            self._storages[key] = (storage, tensor.dtype)
+        storage, first = self._storages[key]
+        if first != tensor.dtype and (self._cast(first) != first or dtype != tensor.dtype):
+            raise NotCopied("inputs of two dtypes share a storage")
+        return storage, dtype
+
+
+class _NotALeaf(torch.autograd.Function):
+    """Give a tensor a history, so that a graph may write into it as into any result."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(copy)
+        return copy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ARG004 - torch's signature
+        return gradient, None

@@ -1,0 +1,1 @@
+"""The guards for code that knows nothing of torchguard: install, uninstall, run a script."""

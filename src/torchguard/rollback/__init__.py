@@ -1,0 +1,1 @@
+"""An operation that fails leaves its tensors as they were."""

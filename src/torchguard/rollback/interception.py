@@ -1,0 +1,377 @@
+"""What a guarded() scope puts in front of every function of torch that writes to a tensor.
+
+A function that is called outside of a scope, or does not write, goes straight through. Nothing
+here is a mode of torch: code that asks ``has_torch_function`` for its way (the fast path of
+``nn.TransformerEncoder``, for one) goes the way it goes outside.
+
+The everyday operations that write elements never change a shape, failing or not (addbmm_ does), so
+nothing is read before them: if one fails, it is enough to move the version counter on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from torchguard._torch import (
+    C_NAMESPACE,
+    OPERATOR_CLASSES,
+    PYTHON_NAMESPACE,
+    fill_tables,
+    follow_in_dynamo,
+    has_out,
+    is_recorded,
+    overriding,
+    patch,
+)
+from torchguard._torch.overlays import ClassOverlay, ModuleOverlay
+from torchguard.rollback.block import Saved, save
+from torchguard.rollback.mutation import (
+    DUNDERS,
+    Writes,
+    writes_of,
+    writes_statistics,
+    written_tensors,
+)
+from torchguard.rollback.operation import Attempt, undo_in_place
+from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
+from torchguard.rollback.scopes import current, hold, outside
+
+__all__ = ["overlays"]
+
+_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
+_REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_, "set_": refuse_set_}
+_NOT_SHOWN = "set_"  # the one method that torch shows to no subclass and no mode
+# x &= y and its like are left out: they look at everything before they write, and a type's slots
+# are slow to set. For x += y a subclass is shown add_, which torch would look up.
+_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod")
+)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_BEHIND_PYTHON = (
+    *("norm", "frobenius_norm", "nuclear_norm", "tensordot", "chain_matmul"),
+    *("dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"),
+    *("threshold_", "rrelu_", "celu_", "selu_", "relu_", "embedding_renorm_"),
+)
+_LISTS_OF_TENSORS = (tuple, list)
+_LISTS = ("_foreach_", "_fused_", "_amp_")
+
+# torch's iterators over elements, and its indexed writes, look at the shape they write to and never
+# resize it. All other operations are read before the call.
+_KEEP_SHAPE = DUNDERS | frozenset(
+    f"{name}_"
+    for name in (
+        *("add", "sub", "mul", "div", "copy", "zero", "fill", "addcmul", "addcdiv", "lerp", "pow"),
+        *("floor_divide", "remainder", "fmod", "clamp", "clamp_min", "clamp_max", "sign", "neg"),
+        *("sqrt", "rsqrt", "reciprocal", "abs", "exp", "log", "sigmoid", "tanh", "relu", "elu"),
+        *("leaky_relu", "hardtanh", "silu", "mish", "hardswish", "hardsigmoid", "dropout"),
+        *("round", "floor", "ceil", "uniform", "normal", "bernoulli", "random", "masked_fill"),
+        *("masked_scatter", "index_put", "index_add", "index_copy", "index_fill", "put"),
+        *("scatter", "scatter_add", "scatter_reduce", "logical_or", "logical_and", "bitwise_or"),
+    )
+)
+
+
+@functools.cache
+def overlays() -> tuple[patch.Overlay, ...]:
+    """Make everything that stands over torch while a scope is open; once per process."""
+    # What install() has put there is no builtin: it would not be known as one that writes.
+    with patch.originals_in_place():
+        fill_tables()
+        modules = [
+            ModuleOverlay(module, makes, current)
+            for module in (*_NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
+            if (makes := dict(_functions(module)))
+        ]
+        modules.append(ModuleOverlay(torch.jit, {"script": _script_outside}, current))
+        classes = [
+            ClassOverlay(torch.Tensor, dict(_methods())),
+            *(ClassOverlay(each, {"__call__": _guard_operators}) for each in OPERATOR_CLASSES),
+        ]
+    return (*modules, *classes)
+
+
+def _methods() -> Iterator[tuple[str, patch.Make]]:
+    for name in dir(torch.Tensor):
+        if name in _OPERATORS or (name.endswith("_") and not name.endswith("__")):
+            shown = None if name == _NOT_SHOWN else _shown(name)
+            yield name, functools.partial(_guard_method, name, shown)
+
+
+def _shown(name: str) -> Any:
+    """Return what a subclass is shown for a method: for ``__iadd__`` that is ``add_``."""
+    method = getattr(torch.Tensor, name)
+    if name not in DUNDERS or name == "__setitem__":
+        return method
+    seen: list[Any] = []
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, *_: Any) -> Any:
+            seen.append(func)
+            return NotImplemented
+
+    with contextlib.suppress(TypeError):
+        method(torch.ones(1, device="cpu").as_subclass(Asked), 1)
+    return seen[0] if seen else method
+
+
+def _functions(module: ModuleType) -> Iterator[tuple[str, patch.Make]]:
+    names = _BEHIND_PYTHON if module is PYTHON_NAMESPACE else vars(module)
+    for name in sorted(names):
+        function = getattr(module, name, None)
+        if not isinstance(function, BuiltinFunctionType):
+            continue
+        writes = writes_statistics(name) or writes_of(function)
+        if writes is not None:
+            yield name, functools.partial(_guard_writing, writes)
+        elif module is not C_NAMESPACE and not name.startswith("__") and has_out(function):
+            yield name, _guard_out
+
+
+def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a traceback gains one line
+    name: str, shown: Any, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Guard a method of ``torch.Tensor``.
+
+    A subclass and a mode see ``shown``: torch itself would look the method up by its name, and
+    find the one that is made here.
+    """
+    writes = writes_of(original) or Writes((), elements=False)
+    refuse = _REFUSALS.get(name)
+    short = writes.only_first and name in _KEEP_SHAPE
+    is_operator = name in _OPERATORS and name != "__setitem__"
+    takes_index = name in {"__setitem__", "index_put_"}
+
+    def method(*args: Any, **kwargs: Any) -> Any:  # noqa: C901, PLR0912  in one frame: see above
+        call = original
+        if (
+            has_torch_function(args)
+            or (kwargs and has_torch_function(tuple(kwargs.values())))
+            or (
+                takes_index
+                and len(args) > 1
+                and type(args[1]) in _LISTS_OF_TENSORS
+                and has_torch_function(args[1])
+            )
+        ) and shown is not None:
+            call = _show(shown, args, kwargs, is_operator=is_operator)
+        scope = current()
+        if scope is None or not (args and isinstance(args[0], torch.Tensor)):
+            return call(*args, **kwargs)
+        if short and scope.plain and type(args[0]) in _PLAIN:
+            try:
+                try:
+                    return call(*args, **kwargs)
+                except BaseException as error:
+                    undo_in_place(Saved(args[0], None, None), error, elements=True)
+                    raise
+            except BaseException as error:  # an interrupt in the clause above: see interrupts.py
+                undo_in_place(Saved(args[0], None, None), error, elements=True)
+                raise
+        data = scope.copies()
+        if data is None:
+            return call(*args, **kwargs)
+        if refuse is not None:
+            refuse(*args, **kwargs)
+        if writes.only_first and not data:
+            saved = save(args[0], data=False, elements=writes.elements)
+            try:
+                try:
+                    return call(*args, **kwargs)
+                except BaseException as error:
+                    undo_in_place(saved, error, elements=writes.elements)
+                    raise
+            except BaseException as error:  # an interrupt in the clause above: see interrupts.py
+                undo_in_place(saved, error, elements=writes.elements)
+                raise
+        attempt = Attempt(writes, args, kwargs, data=data and not is_recorded())
+        try:
+            try:
+                hold(None)  # for what torch calls on its way, a subclass's own code
+                return attempt.finish(call(*attempt.args, **attempt.kwargs))
+            except BaseException as error:
+                attempt.undo(error)
+                raise
+            finally:
+                hold(scope)
+        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
+            attempt.undo(error)
+            attempt.explain(error)
+            raise
+        finally:  # once more, for the same reason
+            hold(scope)
+
+    return _named(method, original, "torch", f"Tensor.{name}")
+
+
+def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard a function that writes to arguments, and may have ``out=`` as well."""
+    name = original.__name__
+    refuse = _REFUSALS.get(name)
+    keeps_shape = name in _KEEP_SHAPE or name.startswith(_LISTS) or writes.only_if is not None
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        scope = current()
+        data = None if scope is None else scope.copies()
+        if data is None:
+            return original(*args, **kwargs)
+        if refuse is not None:
+            refuse(*args, **kwargs)
+        attempt: Attempt | _Elements = _Elements(writes, args, kwargs)
+        if data or not keeps_shape or kwargs.get("out") is not None:
+            attempt = Attempt(writes, args, kwargs, data=data and not is_recorded())
+        try:
+            try:
+                hold(None)  # for what torch calls on its way, a subclass's own code
+                return attempt.finish(original(*attempt.args, **attempt.kwargs))
+            except BaseException as error:
+                attempt.undo(error)
+                raise
+            finally:
+                hold(scope)
+        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
+            attempt.undo(error)
+            attempt.explain(error)
+            raise
+        finally:  # once more, for the same reason
+            hold(scope)
+
+    return _named(function, original, *_place(original))
+
+
+class _Elements(NamedTuple):
+    """As :class:`Attempt`, for a call that changes no shape: nothing is read before it."""
+
+    writes: Writes
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def finish(self, result: Any) -> Any:
+        return result
+
+    def undo(self, error: BaseException) -> None:
+        for tensor, _ in written_tensors(self.writes, self.args, self.kwargs):
+            undo_in_place(Saved(tensor, None, None), error, elements=True)
+
+    def explain(self, error: BaseException) -> None:
+        pass
+
+
+def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard a function that writes to ``out=``, and to nothing else."""
+
+    def function(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+        if out is None:
+            return original(*args, **kwargs)
+        scope = current()
+        data = None if scope is None else scope.copies()
+        if data is None:
+            return original(*args, out=out, **kwargs)
+        attempt = Attempt(None, args, {**kwargs, "out": out}, data=data and not is_recorded())
+        try:
+            try:
+                hold(None)  # for what torch calls on its way, a subclass's own code
+                return attempt.finish(original(*attempt.args, **attempt.kwargs))
+            except BaseException as error:
+                attempt.undo(error)
+                raise
+            finally:
+                hold(scope)
+        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
+            attempt.undo(error)
+            attempt.explain(error)
+            raise
+        finally:  # once more, for the same reason
+            hold(scope)
+
+    return _named(function, original, *_place(original))
+
+
+def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the call of what ``torch.ops`` holds."""
+
+    def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        scope = current()
+        if scope is None:
+            return original(self, *args, **kwargs)
+        writes = _operator_writes(self)
+        data = scope.copies() if writes is not None or "out" in kwargs else None
+        if data is None:
+            return original(self, *args, **kwargs)
+        refuse = _REFUSALS.get(self.__name__.partition(".")[0])
+        if refuse is not None:
+            refuse(*args, **kwargs)
+        attempt = Attempt(writes, args, kwargs, data=data and not is_recorded())
+        try:
+            try:
+                hold(None)  # for what torch calls on its way, a subclass's own code
+                return attempt.finish(original(self, *attempt.args, **attempt.kwargs))
+            except BaseException as error:
+                attempt.undo(error)
+                raise
+            finally:
+                hold(scope)
+        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
+            attempt.undo(error)
+            attempt.explain(error)
+            raise
+        finally:  # once more, for the same reason
+            hold(scope)
+
+    return _named(__call__, original, original.__module__, original.__qualname__)
+
+
+def _script_outside(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let TorchScript find torch's own functions: it knows them by identity."""
+
+    def script(obj: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
+        with outside():
+            # It looks up names in the frame of its caller.
+            return original(obj, *args, _frames_up=_frames_up + 1, **kwargs)
+
+    return _named(script, original, "torch.jit", "script")
+
+
+_operator_writes = functools.lru_cache(maxsize=4096)(writes_of)
+
+
+def _show(
+    shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_operator: bool
+) -> Callable[..., Any]:
+    """Return what calls ``__torch_function__`` as torch does."""
+    flat: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        flat += value if isinstance(value, (tuple, list)) else (value,)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return handle_torch_function(shown, overriding(tuple(flat)), *args, **kwargs)
+        except TypeError:
+            if is_operator:  # the other operand may know what to do
+                return NotImplemented
+            raise
+
+    return call
+
+
+def _place(original: Callable[..., Any]) -> tuple[str, str]:
+    return getattr(original, "__module__", None) or "torch", original.__name__
+
+
+def _named(
+    function: Any, original: Callable[..., Any], module: str, name: str
+) -> Callable[..., Any]:
+    function.__name__ = name.rpartition(".")[2]
+    function.__qualname__, function.__module__ = name, module
+    function.__doc__ = original.__doc__
+    follow_in_dynamo(function, original)
+    named: Callable[..., Any] = function
+    return named

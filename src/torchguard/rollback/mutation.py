@@ -1,0 +1,262 @@
+"""Which of its arguments a torch function may write to."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from torchguard._torch import operator_schemas, schemas_of
+
+__all__ = [
+    "DUNDERS",
+    "OutPlace",
+    "Writes",
+    "out_tensors",
+    "place_of_out",
+    "writes_of",
+    "writes_statistics",
+    "written_tensors",
+]
+
+
+class Argument(NamedTuple):
+    """An argument that a function writes to."""
+
+    position: int
+    """Where it stands, or -1 if it is given by name only."""
+
+    name: str
+    is_list: bool | None = None
+    """Whether it is a list of tensors; None if both occur."""
+
+    is_out: bool = False
+    """Whether it is an output that has a name of its own: ``aten.sort.values(values=...)``."""
+
+
+class OutPlace(NamedTuple):
+    """Where ``out`` may stand without its name, as in ``torch.tensordot(a, b, dims, out)``.
+
+    Only functions written in Python allow it; builtins take it by name.
+    """
+
+    position: int
+    names: tuple[str, ...]
+    """The names of ``out`` and of the parameters after it."""
+
+    def by_name(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give ``out`` and what follows it by name."""
+        tail = dict(zip(self.names, args[self.position :], strict=False))
+        return args[: self.position], {**kwargs, **tail}
+
+
+class Writes(NamedTuple):
+    """What a function writes to in place."""
+
+    arguments: tuple[Argument, ...]
+    elements: bool = True
+    """False if it changes shape, stride or flags only, as ``squeeze_`` does."""
+
+    only_if: Argument | None = None
+    """The flag that makes it write (``inplace=True``), where there is one."""
+
+    only_first: bool = False
+    """Whether it writes its first argument, always, and nothing else."""
+
+    calls_back: bool = False
+    """Whether it calls a Python function for each element, as ``apply_`` does."""
+
+    out_place: OutPlace | None = None
+
+
+_CALL_BACK = frozenset(("apply_", "map_", "map2_"))
+DUNDERS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod"),
+        *("ipow", "iand", "ior", "ixor", "ilshift", "irshift"),
+    )
+)
+
+# In-place, but they never touch an element: a failure spoils nothing autograd has saved.
+_METADATA_ONLY = frozenset(
+    (
+        *("resize_", "resize_as_", "resize_as_sparse_", "sparse_resize_", "set_", "as_strided_"),
+        *("squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"),
+        *("detach_", "requires_grad_", "rename_", "share_memory_"),
+    )
+)
+
+
+def writes_of(function: Callable[..., Any]) -> Writes | None:
+    """Say what ``function`` writes in place; None if nothing (``out=`` is not asked here).
+
+    An operator's schema says it exactly. A method or function of torch's Python
+    API follows torch's naming rule, a trailing underscore, and its operator's
+    schema says which arguments besides the first. A function written in Python
+    may have a flag (``inplace``) that makes it write.
+    """
+    writes = _writes(function)
+    if writes is None or writes.only_if is not None or not writes.arguments:
+        return writes
+    # add_ and mul_ have overloads for lists as well, of TorchScript.
+    first = all(each.position == 0 and not each.is_out for each in writes.arguments)
+    calls_back = getattr(function, "__name__", "") in _CALL_BACK
+    return writes._replace(only_first=first and not calls_back, calls_back=calls_back)
+
+
+def writes_statistics(name: str) -> Writes | None:
+    """Say what a builtin that normalises writes, by its name: its schema does not say it."""
+    if name not in _NORMALISE:
+        return None
+    place, flag = _NORMALISE[name]
+    written = (Argument(place, "running_mean"), Argument(place + 1, "running_var"))
+    return Writes(written, only_if=None if flag is None else Argument(place + 2, flag))
+
+
+# Where running_mean stands, and the flag that makes them write it, which stands after running_var.
+_NORMALISE: dict[str, tuple[int, str | None]] = {
+    "batch_norm": (3, "training"),
+    "native_batch_norm": (3, "training"),
+    "_batch_norm_impl_index": (3, "training"),
+    "cudnn_batch_norm": (3, "training"),
+    "miopen_batch_norm": (3, "training"),
+    "instance_norm": (3, "use_input_stats"),
+    # What nn.SyncBatchNorm calls, and its kin.
+    "batch_norm_update_stats": (1, None),
+    "batch_norm_gather_stats": (3, None),
+    "batch_norm_gather_stats_with_counts": (3, None),
+}
+
+
+def _writes(function: Callable[..., Any]) -> Writes | None:
+    schemas = schemas_of(function)
+    if schemas is not None:
+        return _from_schemas(schemas)
+    name = getattr(function, "__name__", "")
+    if name in DUNDERS:
+        return Writes((Argument(0, "self"),))
+    if name.endswith("_") and not name.endswith("__"):
+        schemas = [] if isinstance(function, FunctionType) else operator_schemas(name)
+        written = Argument(0, _first_parameter(function))
+        return _from_schemas(schemas) or Writes((written,), _elements(name))
+    if isinstance(function, FunctionType):
+        place = place_of_out(function)
+        return _from_flag(function) if place is None else Writes((), out_place=place)
+    return None
+
+
+def _from_schemas(schemas: list[Any]) -> Writes | None:
+    """Read what an operator's overloads write."""
+    arguments = {
+        Argument(
+            -1 if argument.kwarg_only else position,
+            argument.name,
+            isinstance(argument.type, torch.ListType),
+            argument.is_out,
+        ): None
+        for schema in schemas
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name != "out"  # out_tensors finds it
+    }
+    name = schemas[0].name if schemas else ""
+    unsaid = writes_statistics(name.removeprefix("aten::"))
+    if unsaid is not None:
+        return unsaid._replace(arguments=(*unsaid.arguments, *arguments))
+    if not arguments:
+        return None
+    return Writes(tuple(arguments), _elements(name.rpartition("::")[2]))
+
+
+def _elements(name: str) -> bool:
+    return name not in _METADATA_ONLY
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    if not isinstance(function, FunctionType):
+        return "self"
+    return next(iter(_parameters(function)), "self")
+
+
+def _parameters(function: FunctionType) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # it wraps a builtin: Tensor.__rpow__ of torch 2.6
+        return {}
+
+
+def place_of_out(function: FunctionType) -> OutPlace | None:
+    """Find ``out`` among the parameters that may be given by position."""
+    parameters = _parameters(function)
+    out = parameters.get("out")
+    if out is None or out.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return None
+    names = tuple(parameters)
+    position = names.index("out")
+    return OutPlace(position, names[position:])
+
+
+# A flag of functions written in Python, and what they write if it is set; None: the input.
+_FLAGS: dict[str, tuple[str, ...] | None] = {
+    "inplace": None,
+    "max_norm": ("weight",),  # embedding renormalises the rows it reads
+    "training": ("running_mean", "running_var"),  # batch_norm
+    "use_input_stats": ("running_mean", "running_var"),  # instance_norm
+}
+
+
+def _from_flag(function: FunctionType) -> Writes | None:
+    parameters = list(_parameters(function))
+    for flag, names in _FLAGS.items():
+        written = (parameters[0],) if names is None and parameters else names or ()
+        if flag in parameters and set(written) <= set(parameters):
+            return Writes(
+                tuple(Argument(parameters.index(name), name) for name in written),
+                only_if=Argument(parameters.index(flag), flag),
+            )
+    return None
+
+
+def written_tensors(
+    writes: Writes, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield each tensor the call writes to, and whether it was given in a list of tensors."""
+    if writes.only_if is not None and not _value(writes.only_if, args, kwargs):
+        return
+    seen: set[int] = set()
+    for argument in writes.arguments:
+        if argument.is_out:
+            continue
+        value = _value(argument, args, kwargs)
+        is_list = isinstance(value, (list, tuple))
+        if argument.is_list not in (None, is_list):
+            continue  # another overload's argument
+        for tensor in value if is_list else (value,):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor, is_list
+
+
+def _value(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if 0 <= argument.position < len(args):
+        return args[argument.position]
+    value = kwargs.get(argument.name)
+    # What schemas call self is the input of torch.relu_ and its kin.
+    return kwargs.get("input") if value is None and argument.name == "self" else value
+
+
+def out_tensors(writes: Writes | None, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the outputs a call is given: ``out=``, or outputs with names of their own."""
+    names = () if writes is None else tuple(each.name for each in writes.arguments if each.is_out)
+    for name in ("out", *names):
+        out = kwargs.get(name)
+        for item in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(item, torch.Tensor):
+                yield item

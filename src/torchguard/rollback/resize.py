@@ -1,0 +1,437 @@
+"""resize_, resize_as_ and set_ that leave a tensor as it was when they fail.
+
+torch writes the new shape first and looks for the memory afterwards, so a call
+that raises leaves a tensor whose shape lies about its storage
+(https://github.com/pytorch/pytorch/issues/170298). Here the metadata is read
+before the call and put back if it raises.
+
+``guard_*`` make the replacements that ``install()`` puts in place, ``safe_*``
+are the helpers. The call to torch stands in the guard itself and not in a
+function below it, so that a traceback gains one line and no more.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from torchguard._torch import (
+    has_torch_function_unary,
+    overriding,
+    without_torch_function,
+)
+from torchguard._torch.signatures import describe
+from torchguard.rollback.compressed import Compressed, capture_compressed, restore_compressed
+from torchguard.rollback.interrupts import finish
+from torchguard.rollback.metadata import Metadata, bytes_needed, capture, restore
+from torchguard.rollback.shared_memory import cannot_grow, lacks_allocator
+
+__all__ = [
+    "guard_resize_",
+    "guard_resize_as_",
+    "guard_set_",
+    "refuse_resize_",
+    "refuse_resize_as_",
+    "refuse_set_",
+    "safe_resize_",
+    "safe_resize_as_",
+    "safe_set_",
+]
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+_ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
+
+
+def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
+    original: Callable[..., Any], *, helper: bool = False
+) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.resize_``, exception-safe.
+
+    A helper asks the tensor's class for its own ``resize_``; a patched method is
+    reached after the class has had its say.
+    """
+    tensor_type = torch.Tensor
+    operation = "safe_resize_" if helper else "resize_"
+
+    # Named parameters instead of *size, and a comparison instead of a snapshot:
+    # together they halve what a call pays that does not grow.
+    def resize_(
+        self: torch.Tensor,
+        size: Any = _ABSENT,
+        second: Any = _ABSENT,
+        /,
+        *rest: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        if (
+            type(self) is tensor_type
+            and type(size) is int
+            and size >= 0
+            and not (rest or options)
+            and not has_torch_function_unary(self)
+            and not self.is_inference()
+        ):
+            # Inside its storage nothing is allocated, so nothing can fail. (An inference
+            # tensor can: torch refuses it after the resize, outside inference mode.) A
+            # contiguous tensor that gets no more elements than it has stays there. A
+            # number that is no int belongs to a compiler: comparing it would be a guard.
+            try:
+                count = size
+                if second is not _ABSENT:
+                    count = size * second if type(second) is int and second >= 0 else sys.maxsize
+                held = self.numel()
+                fits = type(held) is int and (
+                    (count <= held and self.is_contiguous()) or _stays_inside(self, count)
+                )
+            except RuntimeError:  # a layout without strides
+                fits = False
+            if fits:
+                if second is _ABSENT:
+                    return original(self, size)  # type: ignore[no-any-return]
+                return original(self, size, second)  # type: ignore[no-any-return]
+
+        sizes = _as_given(size, second, rest)
+        saved = _begin(self, operation, sizes or (options.get("size"),))
+        try:
+            try:
+                if helper:
+                    return type(self).resize_(self, *sizes, **options)
+                if has_torch_function_unary(self):
+                    seen_by = overriding((self,))
+                    return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
+                return original(self, *sizes, **options)  # type: ignore[no-any-return]
+            except BaseException:
+                _undo(self, saved)
+                raise
+        except BaseException:  # an interrupt in the clause above: see interrupts.py
+            _undo(self, saved)
+            raise
+
+    return resize_
+
+
+def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
+
+    def resize_as_(*args: Any, **kwargs: Any) -> torch.Tensor:
+        self, template = _first_two(args, kwargs)
+        if self is None:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
+        saved = _begin(self, "resize_as_", (_numel(template),))
+        try:
+            try:
+                if has_torch_function(args):
+                    return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
+                return original(*args, **kwargs)  # type: ignore[no-any-return]
+            except BaseException:
+                _undo(self, saved)
+                raise
+        except BaseException:  # an interrupt in the clause above: see interrupts.py
+            _undo(self, saved)
+            raise
+
+    return resize_as_
+
+
+def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
+
+    def set_(self: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        saved = _begin_set(self, args, kwargs)
+        try:
+            try:
+                # Not shown to subclasses and modes: torch does not show them set_ either.
+                return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+            except BaseException:
+                _undo(self, saved)
+                raise
+        except BaseException:  # an interrupt in the clause above: see interrupts.py
+            _undo(self, saved)
+            raise
+
+    return set_
+
+
+def refuse_resize_(*args: Any, **options: Any) -> None:
+    """Raise where ``resize_`` with these arguments would kill the process."""
+    if args:
+        _begin(args[0], "resize_", args[1:] or (options.get("size"),))
+
+
+def refuse_resize_as_(*args: Any, **options: Any) -> None:
+    """Raise where ``resize_as_`` with these arguments would kill the process."""
+    tensor, template = _first_two(args, options)
+    if tensor is not None:
+        _begin(tensor, "resize_as_", (_numel(template),))
+
+
+def refuse_set_(*args: Any, **kwargs: Any) -> None:
+    """Raise where ``set_`` with these arguments would kill the process."""
+    if args:
+        _begin_set(args[0], args[1:], kwargs)
+
+
+def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return tensor and template of a ``resize_as_``; ``torch.resize_as_`` takes both by name."""
+    tensor = args[0] if args else kwargs.get("input")
+    return tensor, args[1] if len(args) > 1 else kwargs.get("the_template")
+
+
+class _SafeResize(Protocol):
+    def __call__(
+        self,
+        tensor: _Tensor,
+        /,
+        *size: int | Sequence[int],
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> _Tensor: ...
+
+
+safe_resize_: _SafeResize = describe(
+    guard_resize_(torch.Tensor.resize_, helper=True),
+    name="safe_resize_",
+    module=__name__,
+    signature="(tensor: torch.Tensor, *size: int | Sequence[int], "
+    "memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor",
+    doc="""Resize a tensor in place; if that fails, nothing about it has changed.
+
+    Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns
+    ``tensor``. On failure (storage that can't grow, out of memory, too many
+    elements, a negative size, an unsupported memory format) the exception is
+    torch's own and shape, stride, storage offset, storage, version counter and
+    every other alias of the storage are as they were.
+
+    Args:
+        tensor: any tensor; a sparse COO or nested one has nothing to restore and is passed through.
+        *size: the new size, as integers or as one sequence of integers.
+        memory_format: as for ``Tensor.resize_``.
+
+    Raises:
+        NonResizableStorageError: the tensor lives in shared memory and would
+            have to grow; plain torch kills the process.
+        RuntimeError, TypeError, torch.OutOfMemoryError: whatever torch raises.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+    """,
+)
+
+
+def safe_resize_as_(
+    tensor: _Tensor,
+    template: torch.Tensor,
+    *,
+    memory_format: torch.memory_format | None = None,
+) -> _Tensor:
+    """Resize a tensor in place to another's size; if that fails, nothing has changed.
+
+    Equals ``tensor.resize_as_(template, memory_format=memory_format)`` on success,
+    and returns ``tensor``. On failure as :func:`safe_resize_`.
+
+    Args:
+        tensor: the tensor to resize, of any shape.
+        template: the tensor whose size it gets; dtype and device don't matter.
+        memory_format: as for ``Tensor.resize_as_``.
+
+    Raises:
+        NonResizableStorageError: as :func:`safe_resize_`.
+        RuntimeError, TypeError, torch.OutOfMemoryError: whatever torch raises.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+    """
+    saved = _begin(tensor, "safe_resize_as_", (_numel(template),))
+    try:
+        try:
+            return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
+        except BaseException:
+            _undo(tensor, saved)
+            raise
+    except BaseException:  # an interrupt in the clause above: see interrupts.py
+        _undo(tensor, saved)
+        raise
+
+
+def safe_set_(
+    tensor: _Tensor,
+    source: torch.Tensor | torch.UntypedStorage | torch.TypedStorage | None = None,
+    storage_offset: int = _ABSENT,
+    size: Sequence[int] = _ABSENT,
+    stride: Sequence[int] = _ABSENT,
+) -> _Tensor:
+    """Let a tensor view another storage; if that fails, it has its old one back.
+
+    Equals ``tensor.set_(source, storage_offset, size, stride)`` on success, and
+    returns ``tensor``. What is left out is left out of the call to torch too:
+    ``safe_set_(t)`` empties the tensor, ``safe_set_(t, other)`` shares with ``other``.
+    On failure plain torch has swapped the storage already, so the data is gone;
+    here the very same storage object is back, with shape, stride, storage offset
+    and version counter.
+
+    Args:
+        tensor: the tensor to change, of any shape.
+        source: a storage or a tensor of the same dtype and device.
+        storage_offset: where the view begins, in elements.
+        size: size of the view.
+        stride: stride of the view, in elements; contiguous when left out.
+
+    Raises:
+        NonResizableStorageError: ``source`` lives in shared memory and is too
+            small; plain torch would try to grow it and kill the process.
+        RuntimeError, TypeError: whatever torch raises.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+    """
+    given = {"source": source, "storage_offset": storage_offset, "size": size, "stride": stride}
+    arguments = {
+        name: value
+        for name, value in given.items()
+        if value is not _ABSENT and not (name == "source" and value is None)
+    }
+    saved = _begin_set(tensor, (), arguments, "safe_set_")
+    try:
+        try:
+            return tensor.set_(**arguments)  # type: ignore[arg-type, return-value]
+        except BaseException:
+            _undo(tensor, saved)
+            raise
+    except BaseException:  # an interrupt in the clause above: see interrupts.py
+        _undo(tensor, saved)
+        raise
+
+
+def _as_given(size: Any, second: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    if second is _ABSENT:
+        return () if size is _ABSENT else (size,)
+    return (size, second, *rest)
+
+
+def _stays_inside(tensor: torch.Tensor, count: int) -> bool:
+    needed = (tensor.storage_offset() + count) * tensor.itemsize
+    return needed <= tensor.untyped_storage().nbytes()
+
+
+def _begin(
+    tensor: torch.Tensor, operation: str, sizes: tuple[Any, ...]
+) -> Metadata | Compressed | None:
+    """Read what may have to be put back; refuse what would kill the process.
+
+    ``sizes`` is the size the tensor is to get, as it was given: torch complains of a wrong one.
+    """
+    _require_tensor(tensor, operation)
+    saved = capture(tensor)
+    if saved is None:
+        return capture_compressed(tensor)
+    count = _elements(sizes)
+    if count and type(saved.nbytes) is int:
+        needed = (saved.storage_offset + count) * _itemsize(tensor)
+        _refuse_to_grow_shared(operation, saved.size, saved.storage, needed)
+    return saved
+
+
+def _itemsize(tensor: torch.Tensor) -> int:
+    if has_torch_function_unary(tensor):
+        with without_torch_function():
+            return tensor.itemsize
+    return tensor.itemsize
+
+
+def _begin_set(
+    tensor: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operation: str = "set_",
+) -> Metadata | None:
+    """As :func:`_begin`, for the storage the tensor is to get."""
+    _require_tensor(tensor, operation)
+    saved = capture(tensor)
+    if saved is None or len(args) + len(kwargs) <= 1:  # a whole storage or tensor fits itself
+        return saved
+    given = dict(zip(("source", "storage_offset", "size", "stride"), args, strict=False)) | kwargs
+    storage, size, stride = given.get("source"), given.get("size"), given.get("stride")
+    if isinstance(storage, torch.TypedStorage):
+        storage = storage.untyped()
+    elif isinstance(storage, torch.Tensor):
+        source = capture(storage)
+        storage = None if source is None else source.storage
+    if isinstance(storage, torch.UntypedStorage) and isinstance(size, Sequence):
+        sizes = _integers(size)
+        strides = None
+        if sizes is not None:
+            strides = _integers(_contiguous(sizes) if stride is None else stride)
+        offset = _integers((given.get("storage_offset", 0),))
+        if sizes is not None and strides is not None and offset and len(sizes) == len(strides):
+            needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))
+            _refuse_to_grow_shared(operation, saved.size, storage, needed)
+    return saved
+
+
+def _undo(tensor: torch.Tensor, saved: Metadata | Compressed | None) -> None:
+    if isinstance(saved, Compressed):
+        finish(restore_compressed, tensor, saved)
+    elif saved is not None:
+        finish(_restore, tensor, saved)
+
+
+def _restore(tensor: torch.Tensor, saved: Metadata) -> None:
+    restore(tensor, saved, version=saved.version)
+
+
+def _require_tensor(tensor: object, operation: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{operation}: tensor is a {type(tensor).__name__}, expected a torch.Tensor"
+        )
+
+
+def _elements(sizes: tuple[Any, ...]) -> int | None:
+    """Multiply sizes; None where torch will complain or a compiler is at work."""
+    if len(sizes) == 1 and type(sizes[0]) is not int and isinstance(sizes[0], Sequence):
+        sizes = tuple(sizes[0])
+    integers = _integers(sizes)
+    if not integers:
+        return None if integers is None else 1  # resize_(()) makes a tensor without dimensions
+    return math.prod(integers) if min(integers) >= 0 else None
+
+
+def _integers(values: Sequence[Any]) -> tuple[int, ...] | None:
+    """Read sizes as numbers; None if one is symbolic, traced, or no number at all."""
+    for value in values:
+        if type(value) is not int:
+            break
+    else:
+        return tuple(values)  # nearly always, and asking a tracer takes longer than that
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return None  # reading a traced size as a number makes the tracer warn
+    try:
+        if any(isinstance(value, torch.SymInt) for value in values):
+            return None
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        return None
+
+
+def _numel(template: object) -> int | None:
+    if not isinstance(template, torch.Tensor):
+        return None
+    with without_torch_function():
+        count = template.numel()
+    return count if type(count) is int else None
+
+
+def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
+
+
+def _refuse_to_grow_shared(
+    operation: str, size: torch.Size, storage: torch.UntypedStorage, needed: int
+) -> None:
+    """Raise where torch would call through the missing allocator of shared memory."""
+    # In this order: whether memory is shared is asked for tensors that grow only.
+    # What overflows a number of bytes, torch refuses by itself.
+    if storage.nbytes() < needed <= sys.maxsize and lacks_allocator(storage):
+        raise cannot_grow(operation, size, storage, needed)

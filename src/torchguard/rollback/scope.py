@@ -1,0 +1,224 @@
+"""guarded(): a scope in which every operation is exception-safe."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+
+from torchguard._torch import patch
+from torchguard._torch.overlays import ClassOverlay
+from torchguard.rollback import compiled_code, scopes, tracing
+from torchguard.rollback.interception import overlays
+
+__all__ = ["Guarded", "forget", "guarded"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# A program that opens scopes in a loop keeps the guarded methods of Tensor between them, where
+# they do nothing. To set them costs most of entering, and since Python 3.13 a class that has
+# changed 1,000 times loses the interpreter's cache for good (MAX_VERSIONS_PER_CLASS): every
+# attribute of every tensor is slower then.
+# https://github.com/python/cpython/blob/3.13/Objects/typeobject.c
+_STAY_AFTER = 64
+
+_users = 0
+_opened = 0
+_standing: list[patch.Overlay] = []
+
+
+def _begin() -> None:
+    """Count one more scope; the first one puts everything over torch."""
+    global _users, _opened
+    with patch.lock:
+        _users += 1
+        if _users == 1:
+            _opened += 1
+            compiled_code.begin()
+            tracing.begin()
+            with scopes.outside():
+                new = [each for each in overlays() if each not in _standing]
+                patch.overlay(new)
+                _standing.extend(new)
+
+
+def _end() -> None:
+    """Count one scope less; the last one takes everything away, or what is quickly put back."""
+    global _users
+    with patch.lock:
+        _users -= 1
+        if _users == 0:
+            _take_off(methods=_opened <= _STAY_AFTER)
+            tracing.end()
+            compiled_code.end()
+
+
+def forget() -> None:
+    """Leave torch as it was, however many scopes there were; not while one is open."""
+    global _opened
+    with patch.lock:
+        if _users == 0:
+            _opened = 0
+            _take_off(methods=True)
+
+
+def _take_off(*, methods: bool) -> None:
+    leaving = [each for each in _standing if methods or not isinstance(each, ClassOverlay)]
+    with scopes.outside():
+        patch.remove_overlay(leaving)
+    for each in leaving:
+        _standing.remove(each)
+
+
+class Guarded(contextlib.ContextDecorator):
+    """What :func:`guarded` returns: a context manager and a decorator, usable again and again."""
+
+    def __init__(self, *, data: bool) -> None:
+        self._data = data
+        self._entered: list[scopes.Scope] = []
+
+    def __enter__(self) -> None:
+        _begin()
+        self._entered.append(scopes.enter(data=self._data, owner=self))
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Elsewhere than where it was entered, if a generator is closed by another task.
+        scope = scopes.innermost_of(self) or self._entered[-1]
+        self._entered.remove(scope)
+        scopes.leave(scope)
+        _end()
+
+    def __call__(self, function: _Function) -> _Function:
+        """Run every call of ``function`` in the scope; of a generator, every step.
+
+        Raises:
+            TypeError: ``function`` is a class, of which only the making of an instance would be in
+                the scope, or an asynchronous generator: what runs between its steps would be in
+                the scope as well.
+        """
+        if isinstance(function, type) or not callable(function):
+            kind = "the class " if isinstance(function, type) else ""
+            raise TypeError(
+                f"guarded: function is {kind}{getattr(function, '__qualname__', repr(function))}, "
+                "expected a function or a method: decorate those that change tensors"
+            )
+        if inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"guarded: {function.__qualname__} is an async generator, expected a function, a "
+                "generator or a coroutine; write `with torchguard.guarded():` around the "
+                "operations between two steps"
+            )
+        if inspect.iscoroutinefunction(function):
+
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await function(*args, **kwargs)
+
+            return functools.wraps(function)(awaited)  # type: ignore[return-value]
+        run = self._run_generator if inspect.isgeneratorfunction(function) else self._run
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return function(*args, **kwargs)
+            return run(function, args, kwargs)
+
+        # Dynamo keeps its decisions with the code: each function has to have its own.
+        inside.__code__ = inside.__code__.replace()
+        return functools.wraps(function)(inside)  # type: ignore[return-value]
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self:
+            return function(*args, **kwargs)
+
+    def _run_generator(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[Any, Any, Any]:
+        generator = function(*args, **kwargs)
+        step: Callable[[], Any] = functools.partial(next, generator)
+        try:
+            while True:
+                with self:
+                    item = step()
+                try:
+                    step = functools.partial(generator.send, (yield item))
+                except GeneratorExit:
+                    with self:
+                        generator.close()
+                    raise
+                except BaseException as error:  # noqa: BLE001  thrown in by the caller
+                    step = functools.partial(generator.throw, error)
+        except StopIteration as stop:
+            return stop.value
+
+
+@overload
+def guarded(function: _Function, /, *, data: bool = False) -> _Function: ...
+@overload
+def guarded(function: None = None, /, *, data: bool = False) -> Guarded: ...
+def guarded(function: Any = None, /, *, data: bool = False) -> Any:
+    """Make every operation in a scope exception-safe, each ``out=`` variant included.
+
+    Equals the same code without the scope as long as nothing fails: same results,
+    same tensors, and compiled functions keep their graphs. It is no mode of torch, so
+    whatever asks ``has_torch_function`` gets the same answer. Use it as a context
+    manager or as a decorator, as often as you like; scopes nest and overlap, and each
+    covers its own thread or asyncio task, and tasks that are started inside.
+
+    When an operation in the scope raises, every tensor it would have written has
+    its shape, stride, storage offset and storage back. Elements may be half
+    written (``index_put_`` with one bad index has stored the good rows), so the
+    version counter of such a tensor moves on: a backward that needs the old
+    values raises instead of computing a wrong gradient.
+
+    It sees functions where programs look them up: ``torch.add``, ``x.add_``,
+    ``torch.ops.aten.add_``. A builtin that was taken from there before the scope
+    (``from torch import add``) is called as it is, and so is what C++ calls.
+
+    When the last scope is left, torch is as it was. A program that has opened 64 keeps the
+    methods of ``torch.Tensor`` that write, inert, until :func:`torchguard.uninstall` is
+    called: that makes the next scope cheap.
+
+    Inside a compiled function the scope does nothing: what the compiler has
+    turned into kernels can't be undone one operation at a time. What is compiled
+    while a scope is open keeps its gradients: the scope includes the guards
+    ``"setitem"`` and ``"slice_scatter"`` of :func:`torchguard.install`.
+
+    Args:
+        function: what to decorate, where ``@guarded`` has no parentheses.
+        data: also put the elements back, and then the version counter. Whatever
+            an operation is about to write in place is copied first, every time:
+            that costs its memory once more and the time of a ``clone()``.
+
+    Raises:
+        NonResizableStorageError: a tensor in shared memory would have to grow;
+            plain torch kills the process.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298,
+    https://github.com/pytorch/pytorch/issues/169179
+
+    Example:
+        >>> import numpy as np, torch, torchguard
+        >>> out = torch.from_numpy(np.empty(0, dtype=np.float32))
+        >>> with torchguard.guarded():
+        ...     try:
+        ...         torch.add(torch.ones(3), 1, out=out)
+        ...     except RuntimeError:
+        ...         print(out.shape)
+        torch.Size([0])
+    """
+    # Not is_compiling(): that is True as well while another thread compiles.
+    if torch.compiler.is_dynamo_compiling():
+        return contextlib.nullcontext() if function is None else function
+    return Guarded(data=data) if function is None else Guarded(data=data)(function)

@@ -1,0 +1,162 @@
+"""``@verified()``: around a function, a module, or what ``torch.compile`` has made of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar, overload
+
+import torch
+from typing_extensions import ParamSpec
+
+from torchguard._torch import compile_in_place, settings_of_compiled
+from torchguard.verification.backend import VerifiedBackend
+from torchguard.verification.decorated import Checked, Decorator
+from torchguard.verification.options import Every, OnMismatch, Options
+
+__all__ = ["verified"]
+
+_Arguments = ParamSpec("_Arguments")
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+_Result = TypeVar("_Result")
+
+
+# A module is a callable too, and the first that fits is meant.
+@overload
+def verified(function: _Module, /, **options: Any) -> _Module: ...
+@overload
+def verified(
+    function: Callable[_Arguments, _Result], /, **options: Any
+) -> Checked[_Arguments, _Result]: ...
+@overload
+def verified(
+    function: None = None,
+    /,
+    *,
+    calls: int = 1,
+    on_mismatch: OnMismatch = "fallback",
+    max_bytes: int | None = None,
+    every: Every = "auto",
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    group: Any = None,
+    run_twice: Collection[str] = (),
+    **compile_options: Any,
+) -> Decorator: ...
+def verified(
+    function: Any = None,
+    /,
+    *,
+    calls: int = 1,
+    on_mismatch: OnMismatch = "fallback",
+    max_bytes: int | None = None,
+    every: Every = "auto",
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    group: Any = None,
+    run_twice: Collection[str] = (),
+    **compile_options: Any,
+) -> Any:
+    """Compile a function or a module, and keep of each graph only what does what eager does.
+
+    ``verified()(f)`` equals ``torch.compile(f)`` where inductor is right. A module is
+    compiled in place, as ``module.compile()`` does, and returned: class, parameters and
+    state dict stay what they were. Of something that ``torch.compile`` has made already,
+    the mode, the options, ``dynamic`` and ``fullgraph`` are kept. The result has a method
+    ``stats()``, unless a module has a ``stats`` of its own.
+
+    What is ``bucketed`` is compiled inside, once for each bucket; its ``stats()`` stay those of
+    the buckets, and :func:`verification_report` has the graphs.
+
+    Args:
+        function: what to decorate, where ``@verified`` has no parentheses: ``verified(f)``.
+        calls: see :func:`verified_backend`, like the next three.
+        on_mismatch: what happens to a wrong graph.
+        max_bytes: the largest inputs that are copied.
+        every: ``"auto"``, ``"shape"`` or ``"graph"``.
+        backend: what compiles, by name or itself.
+        mode: as for ``torch.compile``.
+        options: as for ``torch.compile``.
+        group: a process group whose ranks take the same step, see :func:`verified_backend`.
+        run_twice: custom operators without side effects, see :func:`verified_backend`.
+        **compile_options: further arguments of ``torch.compile``: ``fullgraph``, ``dynamic``.
+
+    Raises:
+        TypeError: something that was compiled already by another backend than inductor.
+        ValueError: an argument is none of those it can be.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/197829
+    """
+    checks = Options(calls, on_mismatch, max_bytes, every, group, run_twice)
+
+    def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return arguments for ``torch.compile``; those of what is compiled already are kept."""
+        own = (backend, mode, options, compile_options) != ("inductor", None, None, {})
+        if own and (compiled or _is_compiled(given)):
+            raise TypeError(
+                "verified: this was compiled already and keeps its own backend, mode and "
+                "options; give them to torch.compile, or pass what was compiled"
+            )
+        if _is_compiled(given):
+            found = _settings_of(given)
+            return {
+                "backend": VerifiedBackend(
+                    found["compiler"], checks, function=_name_of(found["function"])
+                ),
+                "fullgraph": found["fullgraph"],
+                "dynamic": found["dynamic"],
+            }
+        asked = dict(compiled) if isinstance(compiled, Mapping) else dict(compile_options)
+        checked = VerifiedBackend(
+            asked.pop("backend", backend),
+            checks,
+            mode=asked.pop("mode", mode),
+            inner_options=asked.pop("options", options),
+            dynamic=asked.get("dynamic"),
+            function=_name_of(given),
+        )
+        return {**asked, "backend": checked}
+
+    def wrap(function: Any, /) -> Any:
+        # With the first use: `import torchguard` need not wait for it.
+        from torchguard.bucketing.decorator.functions import Bucketed  # noqa: PLC0415
+        from torchguard.bucketing.decorator.modules import BucketedModule  # noqa: PLC0415
+
+        if isinstance(function, (Bucketed, BucketedModule)):
+            # Dynamo does not look into it: what compiles is inside, once for each bucket.
+            return function.compiled(settings_for)
+        settings = settings_for(function, None)
+        made: Any = function
+        if _is_compiled(function):
+            made = torch.compile(_settings_of(function)["function"], **settings)
+        elif isinstance(function, torch.nn.Module):
+            compile_in_place(function, **settings)
+        else:
+            made = torch.compile(function, **settings)
+        if not hasattr(made, "stats"):
+            made.stats = settings["backend"].stats
+        return made
+
+    return wrap if function is None else wrap(function)
+
+
+def _name_of(function: Any) -> str:
+    """Return the name of a function or of a module's class; a partial has no name of its own."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(name).rpartition("<locals>.")[2]
+
+
+def _is_compiled(function: Any) -> bool:
+    # torch.compile leaves a module's own class, and puts what it compiled behind it.
+    return hasattr(function, "get_compiler_config")
+
+
+def _settings_of(compiled: Any) -> dict[str, Any]:
+    settings = settings_of_compiled(compiled)
+    if settings is None:
+        raise TypeError(
+            f"verified: {compiled!r} was compiled already, by a backend that can't be read from "
+            "it; pass what was compiled: verified(backend=...)(function)"
+        )
+    return settings

@@ -1,0 +1,356 @@
+"""A smaller graph with the same fault: what can be left out while a difference stays.
+
+Compiling is what takes the time, so large cuts come first. The whole graph is compiled once with
+the value of every statement as a result; then graphs of one, two, four statements and so on are
+tried that end with the first wrong one, with what they read as inputs. Where no value is wrong
+(a gradient is, or what is written into an input), the end is found by bisection. At last results
+and statements are left out in halves, quarters and so on, as delta debugging does, until the time
+is up.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from torchguard.equivalence.copies import copy_inputs, tensors_of
+from torchguard.verification.case import Case
+from torchguard.verification.comparison import Difference
+from torchguard.verification.graph import copy_graph
+from torchguard.verification.outcome import random_state_kept
+
+__all__ = ["Reduced", "reduced"]
+
+_WRITING_OPERATORS = {
+    operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift,
+    operator.imatmul, operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift,
+    operator.isub, operator.itruediv, operator.ixor,
+}  # fmt: skip
+
+_Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+class Reduced(NamedTuple):
+    """What is left of a case."""
+
+    case: Case
+    ended_early: bool
+    """Whether the time was up before all had been tried."""
+
+
+def reduced(case: Case, compile_: _Compile, seconds: float, first: float) -> Reduced:
+    """Return a case with fewer results, statements and inputs that still shows a difference.
+
+    Args:
+        case: one that shows it.
+        compile_: compiles a graph; a graph that it refuses shows nothing.
+        seconds: how long this may take.
+        first: how long compiling the whole graph took: a smaller one is expected to take as
+            much less as it has fewer statements, and is not tried where that is too long.
+    """
+    reducer = _Reducer(case, compile_, time.monotonic() + seconds, first)
+    try:
+        if not reducer.end_at_wrong_value():
+            reducer.keep_wrong_results()
+            reducer.cut_the_end()
+            reducer.cut_the_beginning()
+        reducer.leave_out_parts()
+    except _TimeIsUp:
+        return Reduced(reducer.case, ended_early=True)
+    return Reduced(reducer.case, ended_early=False)
+
+
+class _TimeIsUp(Exception):  # noqa: N818 - it is an answer, not an error
+    """The next try would take too long."""
+
+
+class _Reducer:
+    """Holds the smallest case so far."""
+
+    def __init__(self, case: Case, compile_: _Compile, end: float, first: float) -> None:
+        self.case = case
+        self._compile = compile_
+        self._end = end
+        self._paced = max(len(_statements(case.graph)) // 4, 1)
+        self._pace = first / max(len(_statements(case.graph)), 1)
+        found = case.differences(case.inputs)
+        # Strides alone are no fault, they are put right: no smaller case may end up with them.
+        self._strides_will_do = all(each.strides is not None for each in found)
+        places = (re.fullmatch(r"output (\d+)", each.where) for each in found)
+        self._wrong_results = sorted({int(place[1]) for place in places if place is not None})
+
+    def _try(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[Case, list[Difference]]:
+        """Compile a graph and return what it does otherwise than eager; nothing if it fails."""
+        graph.recompile()
+        statements = max(len(_statements(graph)), 1)
+        began = time.monotonic()
+        if began + self._pace * statements > self._end:
+            raise _TimeIsUp
+        case = Case(graph, graph.forward, inputs)
+        try:
+            case = Case(graph, self._compile(copy_graph(graph), inputs), inputs)
+            return case, case.differences(inputs)
+        except Exception:  # noqa: BLE001 - whatever goes wrong here, the larger case is there
+            return case, []
+        finally:
+            # What a compiler takes for the smallest graph must not count for each statement.
+            if statements > self._paced:
+                self._pace, self._paced = (time.monotonic() - began) / statements, statements
+
+    def _shows(self, graph: fx.GraphModule, inputs: list[Any]) -> bool:
+        """Take a smaller graph if it shows a difference as well."""
+        _leave_out_unread(graph)
+        smaller, found = self._try(graph, _leave_out_unused_inputs(graph, inputs))
+        if not any(each.strides is None or self._strides_will_do for each in found):
+            return False
+        self.case = smaller
+        return True
+
+    def end_at_wrong_value(self) -> bool:
+        """Make the first wrong value the result; whether that could be done."""
+        try:
+            last = self._first_wrong_value()
+        except _TimeIsUp:  # smaller graphs may take less than what is left
+            last = self._first_wrong_result()
+        return last is not None and self._shows_window(self.case, last)
+
+    def _first_wrong_value(self) -> int | None:
+        graph = copy_graph(self.case.graph)
+        nodes = list(graph.graph.nodes)
+        places = _statements(graph)
+        places = [place for place in places if isinstance(_example(nodes[place]), torch.Tensor)]
+        nodes[-1].args = (tuple(nodes[place] for place in places),)
+        _, found = self._try(graph, self.case.inputs)
+        wrong = [each.tensor[1] for each in found if each.tensor and each.tensor[0] == "outputs"]
+        return places[min(wrong)] if wrong else None
+
+    def _first_wrong_result(self) -> int | None:
+        nodes, results = list(self.case.graph.graph.nodes), _results(self.case.graph)
+        wrong = [nodes.index(results[place]) for place in self._wrong_results]
+        return min((place for place in wrong if _is_statement(nodes[place])), default=None)
+
+    def _shows_window(self, whole: Case, last: int) -> bool:
+        """Try 1, 2, 4 ... statements that end with one."""
+        places = [place for place in _statements(whole.graph) if place <= last]
+        width = 1
+        while width < len(places):
+            try:
+                cut = _window(whole, places[-width], last)
+            except Exception:  # noqa: BLE001 - an input that can't be copied, no memory left
+                cut = None
+            if cut is not None and self._shows(*cut):
+                return True
+            width *= 2
+        return False
+
+    def keep_wrong_results(self) -> None:
+        """Keep the first result that is wrong, or at least no more than those."""
+        wrong = self._wrong_results
+        for kept in dict.fromkeys([tuple(wrong[:1]), tuple(wrong)]):
+            parts = [
+                -1 - place for place in range(len(_results(self.case.graph))) if place not in kept
+            ]
+            if kept and parts and self._without(parts):
+                return
+
+    def cut_the_end(self) -> None:
+        """Find the first statement after which there is a difference; its value is the result."""
+        whole = self.case
+        places = _statements(whole.graph)
+        low, high = 0, len(places)
+        while low < high:
+            middle = (low + high) // 2
+            graph = copy_graph(whole.graph)
+            _end_at(graph, places[middle])
+            if self._shows(graph, whole.inputs):
+                high = middle
+            else:
+                low = middle + 1
+
+    def cut_the_beginning(self) -> None:
+        """Keep the last statements that do."""
+        places = _statements(self.case.graph)
+        if places:
+            self._shows_window(self.case, places[-1])
+
+    def leave_out_parts(self) -> None:
+        """Leave out whatever can be."""
+        parts = _parts(self.case.graph)
+        size = len(parts)
+        while size > 1:
+            size = (size + 1) // 2
+            start = 0
+            while start < len(parts):
+                if self._without(parts[start : start + size]):
+                    parts = _parts(self.case.graph)
+                else:
+                    start += size
+
+    def _without(self, parts: list[int]) -> bool:
+        graph = copy_graph(self.case.graph)
+        return _leave_out(graph, parts) and self._shows(graph, self.case.inputs)
+
+
+def _end_at(graph: fx.GraphModule, place: int) -> None:
+    """Leave out what comes after a statement, and make what it has returned the result."""
+    nodes = list(graph.graph.nodes)
+    returned = (nodes[place],) if isinstance(_example(nodes[place]), torch.Tensor) else ()
+    nodes[-1].args = (returned,)
+    valued = {node for node in nodes if node.users or _is_statement(node)}
+    for node in reversed(nodes[place + 1 : -1]):
+        # What nobody reads and what is no statement sets a mode back.
+        if node in valued and not node.users:
+            graph.graph.erase_node(node)
+
+
+class _Reached(Exception):  # noqa: N818 - it is an answer, not an error
+    """The run has come to the statement it was to stop at."""
+
+
+def _window(case: Case, first: int, last: int) -> tuple[fx.GraphModule, list[Any]] | None:
+    """Leave out what comes before and after two statements; what is read of it becomes inputs.
+
+    None where something else than tensors and numbers is read.
+    """
+    graph = copy_graph(case.graph)
+    _end_at(graph, last)
+    nodes = list(graph.graph.nodes)
+    left_out = {
+        node
+        for node in nodes[:first]
+        # What has no value sets a mode, which the rest needs.
+        if node.op.startswith("call_") and (_is_statement(node) or "example_value" in node.meta)
+    }
+    kept = [node for node in nodes if node not in left_out]
+    read = list(dict.fromkeys(
+        value for node in kept for value in node.all_input_nodes if value in left_out
+    ))  # fmt: skip
+    values = _values_at(case, first, [nodes.index(node) for node in read])
+    if values is None:
+        return None
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    after = placeholders[-1] if placeholders else None
+    for node in read:
+        with graph.graph.inserting_before(nodes[0] if after is None else after.next):
+            after = graph.graph.placeholder(node.name)
+        after.meta.update(node.meta)
+        after._dynamo_source = None  # as torch's DDPOptimizer has it
+        node.replace_all_uses_with(after)
+    for node in reversed(nodes[:first]):
+        if node in left_out:
+            graph.graph.erase_node(node)
+    return graph, [*case.inputs, *values]
+
+
+def _values_at(case: Case, place: int, wanted: list[int]) -> list[Any] | None:
+    """Run eager up to a statement, and return copies of values computed before it."""
+    nodes = list(case.graph.graph.nodes)
+    values: list[Any] = []
+
+    class Run(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            if n is nodes[place]:
+                values.extend(self.env[nodes[position]] for position in wanted)
+                raise _Reached
+            return super().run_node(n)
+
+    run = Run(case.graph, garbage_collect_values=False)
+    try:
+        with random_state_kept({tensor.device for tensor in tensors_of(case.inputs)}):
+            run.run(*copy_inputs(case.inputs).values)
+    except _Reached:
+        pass
+    if not all(isinstance(value, (torch.Tensor, int, float)) for value in values):
+        return None
+    return copy_inputs(values).values
+
+
+def _parts(graph: fx.GraphModule) -> list[int]:
+    """Return numbers for what can be left out: results from -1 down, statements by place."""
+    results = range(len(_results(graph)))
+    return [*(-1 - result for result in results), *reversed(_statements(graph))]
+
+
+def _statements(graph: fx.GraphModule) -> list[int]:
+    """Return the places of the statements among the nodes."""
+    return [place for place, node in enumerate(graph.graph.nodes) if _is_statement(node)]
+
+
+def _results(graph: fx.GraphModule) -> tuple[Any, ...]:
+    results: tuple[Any, ...] = tuple(next(iter(reversed(graph.graph.nodes))).args[0])
+    return results
+
+
+def _is_statement(node: fx.Node) -> bool:
+    """Whether it computes or writes tensors: what sets a mode, such as autocast, has to stay."""
+    if node.op not in {"call_function", "call_method"}:
+        return False
+    return node.target is operator.setitem or isinstance(_example(node), torch.Tensor)
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _leave_out(graph: fx.GraphModule, parts: list[int]) -> bool:
+    """Leave parts out where that makes sense, and what nobody needs any more."""
+    nodes, results = list(graph.graph.nodes), _results(graph)
+    output = nodes[-1]
+    kept = tuple(value for place, value in enumerate(results) if -1 - place not in parts)
+    output.args = (kept,)
+    changed = len(kept) < len(results)
+    for place in sorted((part for part in parts if part >= 0), reverse=True):
+        node = nodes[place]
+        stand_in = next(_stand_ins(node), None)
+        if node.users and stand_in is not None:
+            node.replace_all_uses_with(stand_in)
+        if not node.users:
+            graph.graph.erase_node(node)
+            changed = True
+    _leave_out_unread(graph)
+    return changed
+
+
+def _leave_out_unread(graph: fx.GraphModule) -> None:
+    """Leave out what computes something that is not read any more."""
+    for node in reversed(list(graph.graph.nodes)):
+        computes = _is_statement(node) or _example(node) is not None
+        if computes and node.op.startswith("call_") and not node.users and not _writes(node):
+            graph.graph.erase_node(node)
+
+
+def _stand_ins(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what a statement reads that looks like its result."""
+    result = _example(node)
+    for read in node.all_input_nodes:
+        value = _example(read)
+        if not isinstance(value, torch.Tensor) or not isinstance(result, torch.Tensor):
+            continue
+        if (value.shape, value.dtype) == (result.shape, result.dtype):
+            yield read
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a statement may do more than return something."""
+    if node.target in _WRITING_OPERATORS:
+        return True
+    name = str(getattr(node.target, "__name__", node.target))
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or bool(node.kwargs.get("out") or node.kwargs.get("inplace"))
+
+
+def _leave_out_unused_inputs(graph: fx.GraphModule, inputs: list[Any]) -> list[Any]:
+    kept = []
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, inputs, strict=True):
+        if node.users:
+            kept.append(value)
+        else:
+            graph.graph.erase_node(node)
+    return kept

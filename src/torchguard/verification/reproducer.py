@@ -1,0 +1,244 @@
+"""A script that shows a wrong graph to somebody who has torch and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchguard.verification.case import Case
+from torchguard.verification.report import GraphRecord
+
+__all__ = ["FOLDER_VARIABLE", "NotWritten", "write_reproducer"]
+
+FOLDER_VARIABLE = "TORCHGUARD_REPRODUCERS"
+"""Names the folder for the scripts; without it they go to a temporary one."""
+
+_MOST_WRITTEN_OUT = 2000  # elements that may stand in a script as numbers
+
+_SCRIPT = '''"""torch.compile and eager differ here. torch {version}.
+
+{differences}
+"""
+
+import torch
+from torch import device, inf, nan
+
+NoneType = type(None)
+{imports}
+
+{classes}
+
+def inputs():
+    torch.manual_seed(0)
+{inputs}
+
+
+def run(function):
+    """Return what can be seen of one run: tensors, and which of them share memory."""
+    values = inputs()
+    leaves = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
+    outputs = list(function(*values))
+    tensors = {{f"output {{i}}": v for i, v in enumerate(outputs)}}
+    tensors |= {{f"input {{i}} after the call": v for i, v in enumerate(values)}}
+    tensors = {{k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
+    address = {{k: v.untyped_storage().data_ptr() for k, v in tensors.items() if v.numel()}}
+    shared = {{(a, b) for a in address for b in address if a < b and address[a] == address[b]}}
+    ends = [v for v in tensors.values() if v.grad_fn is not None]
+    if ends and leaves:
+        torch.manual_seed(1)
+        sent = [torch.randn(v.shape, dtype=torch.float64).to(v) for v in ends]
+        gradients = torch.autograd.grad(ends, leaves, sent, allow_unused=True)
+        tensors |= {{f"gradient {{i}}": v for i, v in enumerate(gradients) if v is not None}}
+    return {{k: v.detach() for k, v in tensors.items()}}, shared
+
+
+graph = {root}()
+{grad_mode}
+    eager, eager_shared = run(graph)
+    compiled, compiled_shared = run(torch.compile({arguments}))
+wrong = []
+for name, want in eager.items():
+    got = compiled.get(name, torch.zeros_like(want))
+    if want.shape != got.shape or want.dtype != got.dtype or want.stride() != got.stride():
+        wrong.append(f"{{name}}: {{got.shape}} {{got.stride()}} {{got.dtype}}, eager has "
+                     f"{{want.shape}} {{want.stride()}} {{want.dtype}}")
+    elif not torch.allclose(want, got, rtol={rtol}, atol={atol}, equal_nan=True):
+        off = (want.to(torch.complex128) - got.to(torch.complex128)).abs().max().item()
+        wrong.append(f"{{name}}: the largest difference is {{off:.3g}}")
+for pair in sorted(eager_shared ^ compiled_shared):
+    how = "compiled" if pair in compiled_shared else "eager"
+    wrong.append(f"{{pair[0]}} and {{pair[1]}} share memory in {{how}} only")
+print("\\n".join(wrong) or "no difference")
+raise SystemExit(bool(wrong))
+'''
+
+
+class NotWritten(Exception):  # noqa: N818 - it is an answer, not an error
+    """The graph can't be written as a script; the text says why."""
+
+
+def write_reproducer(case: Case, arguments: str, record: GraphRecord) -> str:
+    """Write the script and return its path.
+
+    Inputs are random, of the shapes, strides and sharing they had. Where random ones do not
+    show a difference and there are few elements, the script has their values.
+
+    Args:
+        case: what differs.
+        arguments: those for ``torch.compile``, as in source code.
+        record: names the graph.
+
+    Raises:
+        NotWritten: the graph can't be written as a script, or the script not to its folder.
+
+    """
+    try:
+        text = _script(case, _inputs_that_show(case), arguments)
+        path = _folder() / f"{record.function if record.function.isidentifier() else 'graph'}.py"
+        number = 1
+        while path.exists():
+            number += 1
+            path = path.with_name(f"{path.stem.rpartition('-')[0] or path.stem}-{number}.py")
+        path.write_text(text, encoding="utf-8")
+    except NotWritten:
+        raise
+    except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
+        raise NotWritten(f"writing it raised {type(error).__name__}: {error}") from None
+    return str(path)
+
+
+@functools.cache
+def _temporary_folder() -> str:
+    return tempfile.mkdtemp(prefix="torchguard-reproducers-")
+
+
+def _folder() -> Path:
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or _temporary_folder())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _script(case: Case, inputs: str, arguments: str) -> str:
+    imports: dict[str, str] = {}
+    classes: list[str] = []
+    root = _class_of(case.graph, "Graph", imports, classes)
+    double = any(isinstance(v, torch.Tensor) and v.dtype == torch.float64 for v in case.inputs)
+    differences = "\n".join(map(str, case.differences(case.inputs)))
+    return _SCRIPT.format(
+        version=torch.__version__,
+        differences=differences.replace("\\", "/").replace('"""', "'''"),
+        imports="\n".join(imports.values()),
+        classes="\n\n".join(classes),
+        inputs=inputs,
+        root=root,
+        arguments=f"graph, {arguments}" if arguments else "graph",
+        grad_mode="with torch.enable_grad():"
+        if torch.is_grad_enabled()
+        else "with torch.no_grad():",
+        rtol=1e-6 if double else 1e-3,
+        atol=1e-6 if double else 1e-4,
+    )
+
+
+def _class_of(graph: fx.GraphModule, name: str, imports: dict[str, str], classes: list[str]) -> str:
+    """Write a module class for the graph, those it holds first."""
+    children = []
+    for child, module in graph.named_children():
+        if not isinstance(module, fx.GraphModule):
+            raise NotWritten(f"the graph calls a {type(module).__name__} as a whole")
+        made = _class_of(module, f"{name}_{child}", imports, classes)
+        children.append(f"        self.{child} = {made}()")
+    code = graph.graph.python_code("self")
+    for key, value in code.globals.items():
+        imports.setdefault(key, _import_of(key, value))
+    body = "\n".join(
+        f"    {line}" if line else line
+        for line in code.src.strip("\n").splitlines()
+        if not line.lstrip().startswith("#")
+    )
+    lines = [f"class {name}(torch.nn.Module):"]
+    if children:
+        lines += ["    def __init__(self):", "        super().__init__()", *children, ""]
+    classes.append("\n".join([*lines, body, ""]))
+    return name
+
+
+def _import_of(name: str, value: Any) -> str:
+    if name in {"torch", "device", "inf", "nan", "NoneType"}:
+        return ""
+    if isinstance(value, types.ModuleType):
+        return f"import {value.__name__} as {name}"
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if (
+        module
+        and "." not in qualified
+        and getattr(sys.modules.get(module), qualified, None) is value
+    ):
+        return f"from {module} import {qualified} as {name}"
+    raise NotWritten(f"the graph has {value!r}, which a script can't import")
+
+
+def _inputs_that_show(case: Case) -> str:
+    random = _inputs(case.inputs, written_out=False)
+    scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
+    with torch.random.fork_rng():
+        exec(f"def inputs():\n    torch.manual_seed(0)\n{random}", scope)  # noqa: S102
+        seen = bool(case.differences(scope["inputs"]()))
+    elements = sum(value.numel() for value in case.inputs if isinstance(value, torch.Tensor))
+    return (
+        random if seen or elements > _MOST_WRITTEN_OUT else _inputs(case.inputs, written_out=True)
+    )
+
+
+def _inputs(inputs: Sequence[Any], *, written_out: bool) -> str:
+    lines: list[str] = []
+    storages: dict[tuple[int, torch.dtype], str] = {}
+    names = []
+    for position, value in enumerate(inputs):
+        name = f"input_{position}"
+        names.append(name)
+        if not isinstance(value, torch.Tensor):
+            lines.append(f"{name} = {value!r}")
+            continue
+        key = (value.untyped_storage().data_ptr() or id(value), value.dtype)
+        if key not in storages:
+            storages[key] = f"storage_{len(storages)}"
+            lines.append(f"{storages[key]} = {_storage(value, written_out=written_out)}")
+        made = f"{storages[key]}.as_strided({tuple(value.shape)}, {value.stride()}, "
+        made += f"{value.storage_offset()})"
+        if value.requires_grad:
+            made += ".detach().requires_grad_()" if value.is_leaf else ""
+        lines.append(f"{name} = {made}")
+    lines.append(f"return [{', '.join(names)}]")
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _storage(tensor: torch.Tensor, *, written_out: bool) -> str:
+    """Write an expression for the whole storage, one-dimensional."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    with torch.no_grad():
+        whole = tensor.detach().as_strided((size,), (1,), 0)
+    where = f"dtype={tensor.dtype}, device={str(tensor.device)!r}"
+    if written_out:
+        made = f"torch.tensor({whole.tolist()}, {where})"
+    elif tensor.is_floating_point() or tensor.is_complex():
+        drawn = torch.complex64 if tensor.is_complex() else torch.float32
+        made = f"torch.randn({size}, dtype={drawn}).to({where})"
+    elif tensor.dtype == torch.bool:
+        made = f"torch.randint(0, 2, ({size},)).to({where})"
+    else:
+        low, high = (int(whole.min()), int(whole.max())) if size else (0, 0)
+        made = f"torch.randint({low}, {high + 1}, ({size},)).to({where})"
+    if tensor.requires_grad and not tensor.is_leaf:
+        made += ".requires_grad_().clone()"
+    return made

@@ -1,0 +1,124 @@
+"""Whether rounding alone makes a compiled graph differ from eager: where the graph jumps.
+
+Two questions tell that from a wrong graph. Does eager, with inputs that are off by their last
+digits, come as far away from itself? And is the same graph, compiled in double precision, right?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchguard._torch import tracing_again
+from torchguard.equivalence.copies import NotCopied, copy_inputs, tensors_of
+from torchguard.equivalence.perturb import can_be_nudged, nudge
+from torchguard.verification.case import same_outcome
+from torchguard.verification.comparison import Difference, apart, as_double, differences
+from torchguard.verification.fallback import Compiler
+from torchguard.verification.graph import copy_graph, in_double, wider
+from torchguard.verification.outcome import Outcome, random_state_kept, run
+
+__all__ = ["not_by_rounding", "right_in_double"]
+
+_RUNS = 16
+"""With how many different last digits eager runs at most."""
+
+_MULTIPLE = 2.0
+"""How many times further than eager from itself the compiled result may be from eager."""
+
+
+def not_by_rounding(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    eager: Outcome,
+    compiled: Outcome,
+    found: Sequence[Difference],
+) -> list[Difference]:
+    """Return the differences to which eager does not come once its last digits are others."""
+    tensors = tensors_of(inputs)
+    # Data may be compared with a constant (a mask of ones), what learns is not.
+    some_learn = any(tensor.requires_grad for tensor in tensors)
+    chosen = [tensor for tensor in tensors if tensor.requires_grad or not some_learn]
+    places = [(each, _Places.of(each, eager, compiled)) for each in found]
+    jumps = [place for _, place in places if place is not None]
+    if not jumps or not any(map(can_be_nudged, chosen)):
+        return list(found)
+    try:
+        if not same_outcome(eager, run(graph, inputs)):
+            return list(found)
+        for seed in range(_RUNS):
+
+            def change(values: torch.Tensor, learns: bool, seed: int = seed) -> None:
+                if learns or not some_learn:
+                    nudge(values, seed)
+
+            other = run(graph, inputs, change=change)
+            for jump in jumps:
+                jump.reach(other)
+            if not any(jump.left.any() for jump in jumps):
+                break
+    except (NotCopied, torch.OutOfMemoryError):
+        return list(found)
+    return [each for each, place in places if place is None or place.left.any()]
+
+
+def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> bool:
+    """Whether the same graph, in double precision, compiled, does what eager does.
+
+    There a jump is a billion times less likely to be within the rounding error.
+    """
+    wide = in_double(graph)
+    if wide is None:
+        return False
+    try:
+        eager = run(wide, inputs, cast=wider)
+        if eager.error is not None or eager.backward_error is not None:
+            return False
+        devices = {tensor.device for tensor in tensors_of(inputs)}
+        with tracing_again(None), random_state_kept(devices):
+            compiled = compiler(copy_graph(wide), copy_inputs(inputs, wider).values)
+        return not differences(eager, run(compiled, inputs, cast=wider), lambda: None)
+    except Exception:  # noqa: BLE001 - then nothing has shown that it is right
+        return False
+
+
+@dataclass
+class _Places:
+    """Where a tensor of the compiled graph is not what eager has."""
+
+    part: str
+    position: int
+    eager: torch.Tensor
+    compiled: torch.Tensor
+    left: torch.Tensor
+    """The places to which no run of eager has come yet."""
+
+    @classmethod
+    def of(cls, difference: Difference, eager: Outcome, compiled: Outcome) -> _Places | None:
+        """Find the places; None where more than values differs."""
+        if difference.tensor is None:
+            return None
+        part, position = difference.tensor
+        one, other = (getattr(outcome, part)[position] for outcome in (eager, compiled))
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return None  # a gradient that only one of them has
+        one, other = one.detach(), other.detach()
+        return cls(part, position, one, other, apart(one, other))
+
+    def reach(self, outcome: Outcome) -> None:
+        """Strike out the places to which this run of eager has come."""
+        values = getattr(outcome, self.part)
+        value = values[self.position] if values else None
+        if not isinstance(value, torch.Tensor) or value.shape != self.eager.shape:
+            return
+        if self.eager.is_floating_point() or self.eager.is_complex():
+            eager = as_double(self.eager)
+            away = (as_double(value.detach()) - eager).abs()
+            off = (as_double(self.compiled) - eager).abs()
+            self.left &= ~(away.isfinite() & (_MULTIPLE * away >= off))
+        else:
+            self.left &= value.detach() != self.compiled

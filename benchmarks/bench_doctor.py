@@ -17,8 +17,10 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.program import Benchmark, Results, Setting
-from torchguard.defects.doctor import Row, Step, doctor
+from torchguard.defects.doctor import doctor
+from torchguard.defects.examination import Step
 from torchguard.defects.registry import built_in
+from torchguard.defects.report import Row
 
 # What asks for a GPU, or does something else on one.
 ON_A_GPU = ("cudagraph-shapes", "pad-reduction", "pad-dynamic")

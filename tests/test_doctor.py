@@ -18,18 +18,19 @@ import pytest
 
 import torchguard
 from torchguard.__main__ import main
+from torchguard.cli import doctor as doctor_command
 from torchguard.cli.progress import shown_on
 from torchguard.cli.table import guards_as_code, text
-from torchguard.defects import FAMILIES, BrokenDefect, Defect, catalog
-from torchguard.defects.doctor import Report, processes
-from torchguard.defects.doctor import command as doctor_command
+from torchguard.defects import FAMILIES, BrokenDefect, Defect, catalog, processes
 from torchguard.defects.probes import out_garbage
 from torchguard.defects.registry import built_in, find
+from torchguard.defects.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torchguard.defects.doctor import Bare, Guarded, Row, Step
+    from torchguard.defects.examination import Step
+    from torchguard.defects.report import Bare, Guarded, Row
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and terminals of POSIX")
 
@@ -670,7 +671,7 @@ class Terminal(io.StringIO):
 
 class TestProgress:
     def steps(self, report: Report) -> Iterator[Step]:
-        from torchguard.defects.doctor import Step  # noqa: PLC0415 - only a type above
+        from torchguard.defects.examination import Step  # noqa: PLC0415 - only a type above
 
         yield Step(0, 2, ("planted-live",), None, 121.0)
         yield Step(1, 2, (), row(report, "live"))

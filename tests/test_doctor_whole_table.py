@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from torchguard.defects import catalog
-from torchguard.defects.doctor import Report
+from torchguard.defects.report import Report
 
 
 @pytest.mark.slow

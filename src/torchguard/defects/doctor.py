@@ -1,21 +1,14 @@
-"""Shows which defects the installed torch has, and whether the guards close them.
-
-What does it is imported when somebody asks: few programs that import torchguard do.
-"""
+"""Shows which defects the installed torch has, and whether the guards close them."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from torchguard.defects.catalog import Family
+from torchguard.defects.examination import Step, examine
+from torchguard.defects.report import Report
 
-    from torchguard.defects.catalog import Family
-    from torchguard.defects.examination import Step
-    from torchguard.defects.report import Bare, Environment, Guarded, Report, Row
-
-__all__ = ["Bare", "Environment", "Guarded", "Report", "Row", "Step", "doctor"]
+__all__ = ["doctor"]
 
 
 def doctor(
@@ -43,13 +36,4 @@ def doctor(
             ``jobs`` or ``timeout`` is not positive.
 
     """
-    from torchguard.defects.examination import examine  # noqa: PLC0415
-
     return examine(only, family, progress, jobs, timeout)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    where = "examination" if name == "Step" else "report"
-    return getattr(importlib.import_module(f"{__name__}.{where}"), name)

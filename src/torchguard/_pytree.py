@@ -1,0 +1,126 @@
+"""Containers of tensors as a list of leaves and a treedef, and back.
+
+What :mod:`torch.utils._pytree` does, for more kinds of node without registering them: every
+mapping (transformers' ``BatchEncoding``, ``ModelOutput``), every dataclass, every named tuple. A
+container is rebuilt from a copy of itself, so that what it holds besides its items stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = ["KeyPath", "TreeDef", "children", "flatten", "key_paths", "keystr", "unflatten"]
+
+KeyPath: TypeAlias = tuple[Any, ...]
+"""The keys, indices and field names that lead to a leaf."""
+
+TreeDef: TypeAlias = "tuple[Any, ...] | None"
+"""``(type, (key, treedef), ...)`` of a container, None of a leaf. It holds no value of the tree,
+so it can be compared, hashed and kept."""
+
+
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """Return the (key, child) pairs of a container; None for a leaf."""
+    # A module may be a dataclass as well, and is one leaf.
+    if isinstance(node, (torch.Tensor, torch.nn.Module)):
+        return None
+    if isinstance(node, Mapping):
+        return list(node.items())
+    if isinstance(node, (tuple, list)):
+        return None if isinstance(node, torch.Size) else list(enumerate(node))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(each.name, getattr(node, each.name)) for each in dataclasses.fields(node)]
+    return None
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
+    """Return the leaves in order, and the structure; :func:`unflatten` is the way back.
+
+    Example:
+        >>> flatten({"ids": 1, "more": [2, 3]})[0]
+        [1, 2, 3]
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves)
+
+
+def _flatten(node: Any, leaves: list[Any]) -> TreeDef:
+    inside = children(node)
+    if inside is None:
+        leaves.append(node)
+        return None
+    return (type(node), *[(key, _flatten(child, leaves)) for key, child in inside])
+
+
+def unflatten(leaves: Sequence[Any], like: Any) -> Any:
+    """Return a tree as ``like`` is one, with these leaves.
+
+    A container whose leaves are the ones it has is returned itself; any other is copied first,
+    so ``like`` is never changed.
+
+    Example:
+        >>> unflatten([4, 5, 6], {"ids": 1, "more": [2, 3]})
+        {'ids': 4, 'more': [5, 6]}
+    """
+    remaining = iter(leaves)
+    tree = _unflatten(like, remaining)
+    if next(remaining, remaining) is not remaining:
+        raise ValueError(f"unflatten: {len(leaves)} leaves are too many for {type(like).__name__}")
+    return tree
+
+
+def _unflatten(node: Any, remaining: Any) -> Any:
+    inside = children(node)
+    if inside is None:
+        return next(remaining)
+    new = {}
+    for key, child in inside:
+        made = _unflatten(child, remaining)
+        if made is not child:
+            new[key] = made
+    return _with_children(node, new) if new else node
+
+
+def _with_children(node: Any, new: Mapping[Any, Any]) -> Any:
+    if isinstance(node, tuple):
+        items = [new.get(index, child) for index, child in enumerate(node)]
+        if type(node) is tuple:
+            return tuple(items)
+        make = getattr(node, "_make", None)  # of a NamedTuple; torch.return_types take a list
+        return type(node)(items) if make is None else make(items)
+    copied = copy.copy(node)
+    if isinstance(node, (Mapping, list)):
+        for key, child in new.items():
+            copied[key] = child
+    else:
+        for name, child in new.items():
+            object.__setattr__(copied, name, child)  # a frozen dataclass refuses its own
+    return copied
+
+
+def key_paths(treedef: TreeDef) -> list[KeyPath]:
+    """Return the path of each leaf, in the order of the leaves.
+
+    Example:
+        >>> key_paths(flatten({"ids": 1, "more": [2, 3]})[1])
+        [('ids',), ('more', 0), ('more', 1)]
+    """
+    if treedef is None:
+        return [()]
+    _, *inside = treedef
+    return [(key, *path) for key, child in inside for path in key_paths(child)]
+
+
+def keystr(name: str, path: KeyPath, tree: Any = None) -> str:
+    """Return a path as one would type it: ``batch['ids']``, ``output.logits``, ``output[0]``."""
+    node = tree
+    for key in path:
+        attribute = isinstance(key, str) and key.isidentifier() and hasattr(node, key)
+        name += f".{key}" if attribute and type(node) is not dict else f"[{key!r}]"
+        node = dict(children(node) or ()).get(key)
+    return name

@@ -1,0 +1,118 @@
+"""Trees of tensors are flattened and rebuilt, whatever their containers are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from torchguard._pytree import children, flatten, key_paths, keystr, unflatten
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A dataclass that refuses to be written."""
+
+    logits: Any
+    loss: Any = None
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]  # as transformers' BatchEncoding
+    """A mapping that holds more than its items."""
+
+    def __init__(self, data: Any, said: str) -> None:
+        super().__init__(data)
+        self.said = said
+
+
+@dataclasses.dataclass
+class Net(torch.nn.Module):
+    """A module that is a dataclass."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+TREES = [
+    [1, (2, None)],
+    {"a": 1, "b": {"c": [2]}},
+    OrderedDict(a=1, b=2),
+    Pair(1, [2, 3]),
+    Frozen(1, {"a": 2}),
+    Encoding({"a": 1, "b": (2,)}, "said"),
+    [],
+    {"a": {}},
+    torch.ones(2, 2).max(0),
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
+def test_unflatten_is_the_inverse_of_flatten(tree: Any) -> None:
+    """New leaves lie where the old ones were, and the tree given is unchanged."""
+    leaves, treedef = flatten(tree)
+    assert unflatten(leaves, tree) is tree
+    marks: list[Any] = [f"leaf {index}" for index in range(len(leaves))]
+    if isinstance(tree, torch.return_types.max):
+        marks = [torch.zeros(2), torch.ones(2)]  # it takes nothing but tensors
+    made = unflatten(marks, tree)
+    again, same = flatten(made)
+    assert all(a is b for a, b in zip(again, marks, strict=True))
+    assert same == treedef
+    assert type(made) is type(tree)
+    assert all(a is b for a, b in zip(flatten(tree)[0], leaves, strict=True))
+
+
+def test_unflatten_keeps_what_a_container_holds_besides_its_items() -> None:
+    """A copy of the container is filled, not a new one made."""
+    assert unflatten([5], Encoding({"a": 1}, "said")).said == "said"
+
+
+def test_unflatten_leaves_untouched_containers_alone() -> None:
+    """A container without a new leaf is the same object."""
+    inner = {"b": 2}
+    made = unflatten([5, 2], [1, inner])
+    assert made == [5, {"b": 2}]
+    assert made[1] is inner
+
+
+def test_unflatten_refuses_a_wrong_number_of_leaves() -> None:
+    """Too many leaves are an error."""
+    with pytest.raises(ValueError, match="too many"):
+        unflatten([1, 2], [1])
+
+
+def test_treedef_tells_structures_apart_and_can_be_hashed() -> None:
+    """It depends on types and keys, and on no leaf."""
+    of = {tree_type: flatten(tree)[1] for tree_type, tree in enumerate(TREES)}
+    assert len(set(of.values())) == len(TREES)
+    assert flatten({"a": torch.ones(2)})[1] == flatten({"a": torch.zeros(3)})[1]
+    assert flatten({"a": 1})[1] != flatten({"b": 1})[1]
+
+
+def test_tensors_sizes_and_modules_are_leaves() -> None:
+    """A shape is one value, and a module that is a dataclass is a module."""
+    for leaf in (torch.ones(2), torch.Size([2, 3]), Net(2), "text", Frozen, None):
+        assert children(leaf) is None
+
+
+def test_key_paths_and_keystr_name_each_leaf() -> None:
+    """In the order of the leaves, as one would type them."""
+    tree = {"out": Frozen(1, Pair([2], 3))}
+    paths = key_paths(flatten(tree)[1])
+    assert [keystr("x", path, tree) for path in paths] == [
+        "x['out'].logits",
+        "x['out'].loss[0][0]",
+        "x['out'].loss[1]",
+    ]

@@ -1,0 +1,44 @@
+"""How far a call walks through torchguard's files, and that it does not get longer."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+from benchmarks.walk import Walk, walked, walks
+
+counted = functools.lru_cache(walks)
+
+# What it was before the rooms, on torch 2.13.
+AT_MOST = {
+    "bucketed, first call": (24, 203),
+    "bucketed, warm call": (8, 8),
+    "verified, first call": (15, 63),
+}
+
+
+@pytest.mark.parametrize("name", AT_MOST)
+def test_the_walk_of_a_call_is_not_longer_than_it_was(name: str) -> None:
+    """Files entered and changes of file, as ``python benchmarks/walk.py`` prints them."""
+    walk = counted()[name]
+    files, changes = AT_MOST[name]
+    assert 0 < len(walk.files) <= files, walk.files
+    assert walk.changes <= changes, walk.entered
+
+
+def test_a_walk_counts_functions_files_and_changes(tmp_path: Path) -> None:
+    """Two files: a generator counts once, a comprehension not at all."""
+    sources = {
+        "one.py": "def one():\n    return [each for each in two()]\n",
+        "two.py": "def two():\n    yield three()\n    yield three()\ndef three():\n    return 3\n",
+    }
+    names: dict[str, object] = {}
+    for name, source in sources.items():
+        exec(compile(source, str(tmp_path / name), "exec"), names)  # noqa: S102
+    one = names["one"]
+    assert callable(one)
+    walk = walked(one, tmp_path)
+    assert walk == Walk(["one.py:one", "two.py:two", "two.py:three", "two.py:three"], 3)
+    assert walk.files == ["one.py", "two.py"]
+    assert walk.changes == 1

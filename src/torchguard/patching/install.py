@@ -26,7 +26,7 @@ from torchguard._torch import (
 from torchguard.assignment import dynamo_scatter, dynamo_setitem
 from torchguard.checkpoint import guards as checkpoint
 from torchguard.interop import numpy_memory
-from torchguard.rollback.out import guard_out
+from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
 from torchguard.rollback.scope import forget
 from torchguard.verification.process_wide import guard_compile

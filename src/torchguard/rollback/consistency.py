@@ -12,21 +12,19 @@ from typing import Any
 
 import torch
 
-from torchguard._torch import coo_parts, inner_tensors, without_torch_function
+from torchguard._torch import without_torch_function
 from torchguard.errors import InconsistentTensorError
-from torchguard.rollback.metadata import bytes_needed, read_stride_and_offset, torchs_set_
+from torchguard.rollback.snapshot import (
+    bytes_needed,
+    original_set_,
+    parts_of,
+    read_stride_and_offset,
+)
 
 __all__ = ["check_consistent", "is_consistent", "repair_"]
 
 # Quantized dtypes that keep several elements in one byte.
 _ELEMENTS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
-
-_COMPRESSED_INDICES = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
 
 
 def is_consistent(tensor: torch.Tensor) -> bool:
@@ -116,13 +114,13 @@ def repair_(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             per_byte = _ELEMENTS_PER_BYTE.get(tensor.dtype, 1)
             length = storage.nbytes() * per_byte // tensor.itemsize
-            torchs_set_(tensor, storage, 0, (length,), (1,))
+            original_set_(tensor, storage, 0, (length,), (1,))
     return tensor
 
 
 def _fault(tensor: torch.Tensor) -> str | None:
     """Say what is wrong with a tensor, or None."""
-    for name, part in _parts(tensor):
+    for name, part in parts_of(tensor):
         fault = _fault(part)
         if fault is not None:
             return f"{name} has {fault}"
@@ -157,20 +155,6 @@ def _strided_fault(tensor: torch.Tensor) -> str | None:
     if needed > held:
         return f"{where}: {needed} bytes needed, the storage holds {held}"
     return None
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors another tensor is made of."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name, part in inner_tensors(tensor):
-            yield f".{name}", part
-    elif tensor.layout is torch.sparse_coo:
-        indices, values = coo_parts(tensor)
-        yield "._indices()", indices
-        yield "._values()", values
-    elif tensor.layout in _COMPRESSED_INDICES:
-        for name in (*_COMPRESSED_INDICES[tensor.layout], "values"):
-            yield f".{name}()", getattr(tensor, name)()
 
 
 def _is_container(obj: object) -> bool:

@@ -31,7 +31,6 @@ from torchguard._torch import (
     patch,
 )
 from torchguard._torch.overlays import ClassOverlay, ModuleOverlay
-from torchguard.rollback.block import Saved, save
 from torchguard.rollback.mutation import (
     DUNDERS,
     Writes,
@@ -39,9 +38,10 @@ from torchguard.rollback.mutation import (
     writes_statistics,
     written_tensors,
 )
-from torchguard.rollback.operation import Attempt, undo_in_place
+from torchguard.rollback.operation import Operation, undo_write
 from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
 from torchguard.rollback.scopes import current, hold, outside
+from torchguard.rollback.snapshot import capture
 
 __all__ = ["overlays"]
 
@@ -147,6 +147,7 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
     writes = writes_of(original) or Writes((), elements=False)
     refuse = _REFUSALS.get(name)
     short = writes.only_first and name in _KEEP_SHAPE
+    resizes_sparse = name == "copy_"
     is_operator = name in _OPERATORS and name != "__setitem__"
     takes_index = name in {"__setitem__", "index_put_"}
 
@@ -166,15 +167,20 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
         scope = current()
         if scope is None or not (args and isinstance(args[0], torch.Tensor)):
             return call(*args, **kwargs)
-        if short and scope.plain and type(args[0]) in _PLAIN:
+        if (
+            short
+            and scope.plain
+            and type(args[0]) in _PLAIN
+            and not (resizes_sparse and args[0].layout is not torch.strided)
+        ):
             try:
                 try:
                     return call(*args, **kwargs)
                 except BaseException as error:
-                    undo_in_place(Saved(args[0], None, None), error, elements=True)
+                    undo_write(args[0], None, error)
                     raise
             except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-                undo_in_place(Saved(args[0], None, None), error, elements=True)
+                undo_write(args[0], None, error)
                 raise
         data = scope.copies()
         if data is None:
@@ -182,29 +188,29 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
         if refuse is not None:
             refuse(*args, **kwargs)
         if writes.only_first and not data:
-            saved = save(args[0], data=False, elements=writes.elements)
+            saved = capture(args[0])
             try:
                 try:
                     return call(*args, **kwargs)
                 except BaseException as error:
-                    undo_in_place(saved, error, elements=writes.elements)
+                    undo_write(args[0], saved, error, elements=writes.elements)
                     raise
             except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-                undo_in_place(saved, error, elements=writes.elements)
+                undo_write(args[0], saved, error, elements=writes.elements)
                 raise
-        attempt = Attempt(writes, args, kwargs, data=data and not is_recorded())
+        operation = Operation(writes, args, kwargs, data=data and not is_recorded())
         try:
             try:
                 hold(None)  # for what torch calls on its way, a subclass's own code
-                return attempt.finish(call(*attempt.args, **attempt.kwargs))
+                return operation.finish(call(*operation.args, **operation.kwargs))
             except BaseException as error:
-                attempt.undo(error)
+                operation.undo(error)
                 raise
             finally:
                 hold(scope)
         except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-            attempt.undo(error)
-            attempt.explain(error)
+            operation.undo(error)
+            operation.explain(error)
             raise
         finally:  # once more, for the same reason
             hold(scope)
@@ -225,21 +231,21 @@ def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[...
             return original(*args, **kwargs)
         if refuse is not None:
             refuse(*args, **kwargs)
-        attempt: Attempt | _Elements = _Elements(writes, args, kwargs)
+        operation: Operation | _Elements = _Elements(writes, args, kwargs)
         if data or not keeps_shape or kwargs.get("out") is not None:
-            attempt = Attempt(writes, args, kwargs, data=data and not is_recorded())
+            operation = Operation(writes, args, kwargs, data=data and not is_recorded())
         try:
             try:
                 hold(None)  # for what torch calls on its way, a subclass's own code
-                return attempt.finish(original(*attempt.args, **attempt.kwargs))
+                return operation.finish(original(*operation.args, **operation.kwargs))
             except BaseException as error:
-                attempt.undo(error)
+                operation.undo(error)
                 raise
             finally:
                 hold(scope)
         except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-            attempt.undo(error)
-            attempt.explain(error)
+            operation.undo(error)
+            operation.explain(error)
             raise
         finally:  # once more, for the same reason
             hold(scope)
@@ -248,7 +254,7 @@ def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[...
 
 
 class _Elements(NamedTuple):
-    """As :class:`Attempt`, for a call that changes no shape: nothing is read before it."""
+    """As :class:`Operation`, for a call that changes no shape: nothing is read before it."""
 
     writes: Writes
     args: tuple[Any, ...]
@@ -259,7 +265,7 @@ class _Elements(NamedTuple):
 
     def undo(self, error: BaseException) -> None:
         for tensor, _ in written_tensors(self.writes, self.args, self.kwargs):
-            undo_in_place(Saved(tensor, None, None), error, elements=True)
+            undo_write(tensor, None, error)
 
     def explain(self, error: BaseException) -> None:
         pass
@@ -275,19 +281,19 @@ def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         data = None if scope is None else scope.copies()
         if data is None:
             return original(*args, out=out, **kwargs)
-        attempt = Attempt(None, args, {**kwargs, "out": out}, data=data and not is_recorded())
+        operation = Operation(None, args, {**kwargs, "out": out}, data=data and not is_recorded())
         try:
             try:
                 hold(None)  # for what torch calls on its way, a subclass's own code
-                return attempt.finish(original(*attempt.args, **attempt.kwargs))
+                return operation.finish(original(*operation.args, **operation.kwargs))
             except BaseException as error:
-                attempt.undo(error)
+                operation.undo(error)
                 raise
             finally:
                 hold(scope)
         except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-            attempt.undo(error)
-            attempt.explain(error)
+            operation.undo(error)
+            operation.explain(error)
             raise
         finally:  # once more, for the same reason
             hold(scope)
@@ -309,19 +315,19 @@ def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
         refuse = _REFUSALS.get(self.__name__.partition(".")[0])
         if refuse is not None:
             refuse(*args, **kwargs)
-        attempt = Attempt(writes, args, kwargs, data=data and not is_recorded())
+        operation = Operation(writes, args, kwargs, data=data and not is_recorded())
         try:
             try:
                 hold(None)  # for what torch calls on its way, a subclass's own code
-                return attempt.finish(original(self, *attempt.args, **attempt.kwargs))
+                return operation.finish(original(self, *operation.args, **operation.kwargs))
             except BaseException as error:
-                attempt.undo(error)
+                operation.undo(error)
                 raise
             finally:
                 hold(scope)
         except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-            attempt.undo(error)
-            attempt.explain(error)
+            operation.undo(error)
+            operation.explain(error)
             raise
         finally:  # once more, for the same reason
             hold(scope)

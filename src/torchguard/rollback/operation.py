@@ -1,7 +1,14 @@
-"""One call that writes to tensors: what to remember before it, what to undo if it fails."""
+"""One operation that writes to tensors: what to read before it, what to undo if it raises.
+
+An ``out=`` operator resizes its output first and computes afterwards, so on storage that can't
+grow, and whenever the computation itself fails, ``out`` keeps a shape that is not its own
+(https://github.com/pytorch/pytorch/issues/170298). An operator that writes in place may raise
+when it has written part of the elements, and does not tell autograd then.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +20,8 @@ from torchguard._torch import (
     without_torch_function,
 )
 from torchguard.errors import NonResizableStorageError
-from torchguard.rollback.block import Saved, roll_back, save
 from torchguard.rollback.interrupts import finish
-from torchguard.rollback.metadata import (
-    Metadata,
-    bytes_needed,
-    capture,
-    read_stride_and_offset,
-    restore,
-)
-from torchguard.rollback.mutation import Writes, out_tensors, written_tensors
+from torchguard.rollback.mutation import Writes, out_tensors, writes_statistics, written_tensors
 from torchguard.rollback.shared_memory import (
     can_stand_in_for,
     cannot_grow,
@@ -30,16 +29,17 @@ from torchguard.rollback.shared_memory import (
     locked_storage,
     stand_in_for,
 )
+from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture, read_stride_and_offset
 
-__all__ = ["Attempt", "undo_in_place", "undo_out"]
+__all__ = ["Operation", "guard_out", "undo_write"]
 
 
-class Attempt:
+class Operation:
     """What one call writes to.
 
-    Use: call torch with ``*attempt.args, **attempt.kwargs``; on success return
-    ``attempt.finish(result)``. On an exception (also one that ``finish`` raises) call
-    ``attempt.undo(error)``, twice as interrupts.py says, and then ``attempt.explain(error)``.
+    Use: call torch with ``*operation.args, **operation.kwargs``; on success return
+    ``operation.finish(result)``. On an exception (also one that ``finish`` raises) call
+    ``operation.undo(error)``, twice as interrupts.py says, and then ``operation.explain(error)``.
     """
 
     __slots__ = (
@@ -63,46 +63,46 @@ class Attempt:
     ) -> None:
         self.args = args
         self.kwargs = kwargs
-        self._in_place: list[tuple[Saved, bool]] = []
+        self._in_place: list[tuple[torch.Tensor, Snapshot | None, bool]] = []
         self._calls_back = writes is not None and writes.calls_back and any(map(callable, args))
-        self._out = [save(tensor, data=data) for tensor in out_tensors(writes, kwargs)]
-        self._stand_ins: list[tuple[torch.Tensor, Saved]] = []
-        self._moved: dict[int, tuple[torch.Tensor, Metadata]] = {}
+        self._out = [capture(tensor, data) for tensor in out_tensors(writes, kwargs)]
+        self._stand_ins: list[tuple[torch.Tensor, Snapshot]] = []
+        self._moved: dict[int, Snapshot] = {}
         self._too_small: NonResizableStorageError | None = None
         if writes is not None:
             for tensor, in_list in written_tensors(writes, args, kwargs):
                 # A list is written element by element (_foreach_add_): no shape
                 # changes, and reading all of an optimizer's would be slow.
-                saved = Saved(tensor, None, None)
-                if data or not in_list:
-                    saved = save(tensor, data=data, elements=writes.elements)
-                self._in_place.append((saved, writes.elements))
+                read = data or not in_list
+                saved = capture(tensor, data and writes.elements) if read else None
+                self._in_place.append((tensor, saved, writes.elements))
         done: list[torch.UntypedStorage] = []
-        for _, metadata, *_ in self._out:
-            if metadata is None or any(metadata.storage is storage for storage in done):
+        for saved in self._out:
+            shared = saved.storage
+            if shared is None or saved.parts or any(shared is storage for storage in done):
                 continue
-            if lacks_allocator(metadata.storage) and not metadata.parts:
-                done.append(metadata.storage)
+            if lacks_allocator(shared):
+                done.append(shared)
                 try:
-                    self._begin_shared(metadata)
+                    self._begin_shared(shared)
                 except BaseException:
                     self._move_back()
                     raise
 
-    def _begin_shared(self, metadata: Metadata) -> None:
-        storage = locked_storage(metadata.storage)
+    def _begin_shared(self, shared: torch.UntypedStorage) -> None:
+        storage = locked_storage(shared)
         # Inputs in the same storage move along: torch has to see that they overlap.
         stand_ins: dict[int, torch.Tensor] = {}
         given = self.args, self.kwargs
-        self.args, self.kwargs = _move(given, metadata.storage, storage, stand_ins, self._moved)
+        self.args, self.kwargs = _move(given, shared, storage, stand_ins, self._moved)
         for each in self._out:
             if id(each.tensor) in stand_ins:
                 self._stand_ins.append((stand_ins[id(each.tensor)], each))
         # Autograd, subclasses and inference mode have to see these tensors themselves, so
         # they view the storage that can't grow for as long as the call takes.
-        for tensor, before in self._moved.values():
-            if before.storage is metadata.storage:
-                restore(tensor, before._replace(storage=storage), version=before.version)
+        for before in self._moved.values():
+            if before.storage is shared:
+                before._replace(storage=storage).restore()
 
     def finish(self, result: Any) -> Any:
         """Turn the result of a call with stand-ins into that of a call without."""
@@ -110,14 +110,13 @@ class Attempt:
             finish(self._move_back)
         if not self._stand_ins:
             return result
-        for stand_in, (tensor, metadata, *_) in self._stand_ins:
-            assert metadata is not None
+        for stand_in, saved in self._stand_ins:
             with without_torch_function():
-                if stand_in.shape != metadata.size or stand_in.stride() != metadata.stride:
+                if stand_in.shape != saved.size or stand_in.stride() != saved.stride:
                     view = stand_in.storage_offset(), stand_in.shape, stand_in.stride()
-                    call_unrecorded(tensor, tensor.set_, metadata.storage, *view)
+                    call_unrecorded(saved.tensor, saved.tensor.set_, saved.storage, *view)
                 else:
-                    torch.autograd.graph.increment_version(tensor)
+                    torch.autograd.graph.increment_version(saved.tensor)
         real = {id(stand_in): saved.tensor for stand_in, saved in self._stand_ins}
         if isinstance(result, torch.Tensor):
             return real.get(id(result), result)
@@ -128,12 +127,13 @@ class Attempt:
 
     def _move_back(self) -> None:
         """Let each tensor view its own storage again, with the shape that it has now."""
-        for tensor, before in self._moved.values():
+        for before in self._moved.values():
+            tensor = before.tensor
             with without_torch_function():
                 stride, offset = read_stride_and_offset(tensor)
                 now = before._replace(size=tensor.shape, stride=stride, storage_offset=offset)
                 version = version_of(tensor)
-            restore(tensor, now, version=version)
+            now.restore(version)
 
     def undo(self, error: BaseException) -> None:
         """Put everything back; what may be half-written and has no copy gets a new version."""
@@ -141,21 +141,20 @@ class Attempt:
 
     def _undo(self, ran: bool) -> None:
         self._note_what_is_too_small()
-        for tensor, before in self._moved.values():
+        for before in self._moved.values():
             with without_torch_function():
-                version = version_of(tensor)
-            restore(tensor, before, version=version)
+                version = version_of(before.tensor)
+            before.restore(version)
         for saved in reversed(self._out):
             _undo_out(saved, ran)
-        for saved, elements in reversed(self._in_place):
-            _undo_in_place(saved, ran and elements)
+        for tensor, read, elements in reversed(self._in_place):
+            _undo_write(tensor, read, ran and elements)
 
     def _note_what_is_too_small(self) -> None:
         """Make the error for :meth:`explain`, while outputs still have the shape they got."""
-        moved = [(tensor, before) for tensor, before in self._moved.values()]
-        stand_ins = [(stand_in, saved.metadata) for stand_in, saved in self._stand_ins]
-        for tensor, before in (*stand_ins, *moved):
-            assert before is not None
+        moved = [(before.tensor, before) for before in self._moved.values()]
+        for tensor, before in (*self._stand_ins, *moved):
+            assert before.storage is not None
             with without_torch_function():
                 size, (stride, _) = tensor.shape, read_stride_and_offset(tensor)
                 needed = bytes_needed(size, stride, before.storage_offset, tensor.itemsize)
@@ -168,31 +167,82 @@ class Attempt:
             raise self._too_small from error
 
 
-def undo_out(saved: Saved, error: BaseException) -> None:
+def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, a builtin with ``out=``, exception-safe where it has an ``out``.
+
+    Equals ``original(*args, out=out, **kwargs)`` on success. On failure ``out``
+    has its shape, stride, storage offset and storage back; if its elements may
+    have been overwritten, its version counter moves on, and so does that of running
+    statistics that the call writes beside it. Without ``out`` the call goes straight
+    through.
+    """
+    tensor_type = torch.Tensor
+    # What somebody has put around a builtin (a mock, a partial) may have no name.
+    statistics = writes_statistics(getattr(original, "__name__", ""))
+
+    def guarded(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+        if out is None:
+            return original(*args, **kwargs)
+        if type(out) is tensor_type:  # the common case, without the general machinery
+            saved = capture(out)
+            if saved.storage is not None and not lacks_allocator(saved.storage):
+                try:
+                    try:
+                        return original(*args, out=out, **kwargs)
+                    except BaseException as error:
+                        undo_out(saved, error)
+                        raise
+                except (
+                    BaseException
+                ) as error:  # an interrupt in the clause above: see interrupts.py
+                    undo_out(saved, error)
+                    raise
+        operation = Operation(statistics, args, {**kwargs, "out": out}, data=False)
+        try:
+            try:
+                return operation.finish(original(*operation.args, **operation.kwargs))
+            except BaseException as error:
+                operation.undo(error)
+                raise
+        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
+            operation.undo(error)
+            operation.explain(error)
+            raise
+
+    return guarded
+
+
+def undo_out(saved: Snapshot, error: BaseException) -> None:
     """Undo what a call that failed with ``error`` did to its output."""
     finish(_undo_out, saved, _ran(error))
 
 
-def _undo_out(saved: Saved, ran: bool) -> None:
-    tensor, metadata, *_ = saved
+def _undo_out(saved: Snapshot, ran: bool) -> None:
     with without_torch_function():
-        refused = torch.is_grad_enabled() and tensor.requires_grad
-    empty = metadata is not None and 0 in metadata.size
-    roll_back(saved, wrote=ran and not empty and not refused)
+        refused = torch.is_grad_enabled() and saved.tensor.requires_grad
+    empty = saved.storage is not None and 0 in saved.size
+    wrote = ran and not empty and not refused
+    saved.restore(saved.version_after_write() if wrote else None)
 
 
-def undo_in_place(saved: Saved, error: BaseException, *, elements: bool) -> None:
-    """Undo what a call that failed with ``error`` did to a tensor it writes in place.
+def undo_write(
+    tensor: torch.Tensor, saved: Snapshot | None, error: BaseException, *, elements: bool = True
+) -> None:
+    """Undo what a call that failed with ``error`` did to a tensor that it writes in place.
 
-    ``elements`` says whether the operation writes elements at all.
+    ``saved`` is None where the call can't change anything but the elements; ``elements`` says
+    whether it writes them at all.
     """
-    finish(_undo_in_place, saved, elements and _ran(error))
+    finish(_undo_write, tensor, saved, elements and _ran(error))
 
 
-def _undo_in_place(saved: Saved, wrote: bool) -> None:
+def _undo_write(tensor: torch.Tensor, saved: Snapshot | None, wrote: bool) -> None:
     with without_torch_function():
-        refused = refuses_writes(saved.tensor)
-    roll_back(saved, wrote=wrote and not refused)
+        wrote = wrote and not tensor.is_meta and not refuses_writes(tensor)
+        if saved is None and wrote and version_of(tensor) is not None:
+            torch.autograd.graph.increment_version(tensor)
+    if saved is not None:
+        saved.restore(saved.version_after_write() if wrote else None)
 
 
 def _ran(error: BaseException) -> bool:
@@ -211,7 +261,7 @@ def _move(
     storage: torch.UntypedStorage,
     target: torch.UntypedStorage,
     stand_ins: dict[int, torch.Tensor],
-    moved: dict[int, tuple[torch.Tensor, Metadata]],
+    moved: dict[int, Snapshot],
 ) -> Any:
     """Replace each plain tensor over ``storage`` by the same view of ``target``.
 
@@ -219,14 +269,14 @@ def _move(
     the tensors that nothing can replace.
     """
     if isinstance(value, torch.Tensor):
-        metadata = capture(value)
-        if metadata is None or metadata.parts or metadata.storage is not storage:
+        saved = capture(value)
+        if saved.parts or saved.storage is not storage:
             return value
         if not can_stand_in_for(value):
-            moved[id(value)] = value, metadata
+            moved[id(value)] = saved
             return value
         if id(value) not in stand_ins:
-            stand_ins[id(value)] = stand_in_for(value, metadata, target)
+            stand_ins[id(value)] = stand_in_for(saved, target)
         return stand_ins[id(value)]
     if isinstance(value, dict):
         return {

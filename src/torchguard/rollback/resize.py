@@ -27,10 +27,9 @@ from torchguard._torch import (
     without_torch_function,
 )
 from torchguard._torch.signatures import describe
-from torchguard.rollback.compressed import Compressed, capture_compressed, restore_compressed
 from torchguard.rollback.interrupts import finish
-from torchguard.rollback.metadata import Metadata, bytes_needed, capture, restore
 from torchguard.rollback.shared_memory import cannot_grow, lacks_allocator
+from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture
 
 __all__ = [
     "guard_resize_",
@@ -107,10 +106,10 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
                     return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
                 return original(self, *sizes, **options)  # type: ignore[no-any-return]
             except BaseException:
-                _undo(self, saved)
+                finish(saved.restore)
                 raise
         except BaseException:  # an interrupt in the clause above: see interrupts.py
-            _undo(self, saved)
+            finish(saved.restore)
             raise
 
     return resize_
@@ -130,10 +129,10 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
                     return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
                 return original(*args, **kwargs)  # type: ignore[no-any-return]
             except BaseException:
-                _undo(self, saved)
+                finish(saved.restore)
                 raise
         except BaseException:  # an interrupt in the clause above: see interrupts.py
-            _undo(self, saved)
+            finish(saved.restore)
             raise
 
     return resize_as_
@@ -149,10 +148,10 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
                 # Not shown to subclasses and modes: torch does not show them set_ either.
                 return original(self, *args, **kwargs)  # type: ignore[no-any-return]
             except BaseException:
-                _undo(self, saved)
+                finish(saved.restore)
                 raise
         except BaseException:  # an interrupt in the clause above: see interrupts.py
-            _undo(self, saved)
+            finish(saved.restore)
             raise
 
     return set_
@@ -249,10 +248,10 @@ def safe_resize_as_(
         try:
             return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
         except BaseException:
-            _undo(tensor, saved)
+            finish(saved.restore)
             raise
     except BaseException:  # an interrupt in the clause above: see interrupts.py
-        _undo(tensor, saved)
+        finish(saved.restore)
         raise
 
 
@@ -297,10 +296,10 @@ def safe_set_(
         try:
             return tensor.set_(**arguments)  # type: ignore[arg-type, return-value]
         except BaseException:
-            _undo(tensor, saved)
+            finish(saved.restore)
             raise
     except BaseException:  # an interrupt in the clause above: see interrupts.py
-        _undo(tensor, saved)
+        finish(saved.restore)
         raise
 
 
@@ -315,19 +314,15 @@ def _stays_inside(tensor: torch.Tensor, count: int) -> bool:
     return needed <= tensor.untyped_storage().nbytes()
 
 
-def _begin(
-    tensor: torch.Tensor, operation: str, sizes: tuple[Any, ...]
-) -> Metadata | Compressed | None:
+def _begin(tensor: torch.Tensor, operation: str, sizes: tuple[Any, ...]) -> Snapshot:
     """Read what may have to be put back; refuse what would kill the process.
 
     ``sizes`` is the size the tensor is to get, as it was given: torch complains of a wrong one.
     """
     _require_tensor(tensor, operation)
     saved = capture(tensor)
-    if saved is None:
-        return capture_compressed(tensor)
     count = _elements(sizes)
-    if count and type(saved.nbytes) is int:
+    if count and saved.storage is not None and type(saved.nbytes) is int:
         needed = (saved.storage_offset + count) * _itemsize(tensor)
         _refuse_to_grow_shared(operation, saved.size, saved.storage, needed)
     return saved
@@ -345,19 +340,20 @@ def _begin_set(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     operation: str = "set_",
-) -> Metadata | None:
+) -> Snapshot:
     """As :func:`_begin`, for the storage the tensor is to get."""
     _require_tensor(tensor, operation)
     saved = capture(tensor)
-    if saved is None or len(args) + len(kwargs) <= 1:  # a whole storage or tensor fits itself
+    if (
+        saved.storage is None or len(args) + len(kwargs) <= 1
+    ):  # a whole storage or tensor fits itself
         return saved
     given = dict(zip(("source", "storage_offset", "size", "stride"), args, strict=False)) | kwargs
     storage, size, stride = given.get("source"), given.get("size"), given.get("stride")
     if isinstance(storage, torch.TypedStorage):
         storage = storage.untyped()
     elif isinstance(storage, torch.Tensor):
-        source = capture(storage)
-        storage = None if source is None else source.storage
+        storage = capture(storage).storage
     if isinstance(storage, torch.UntypedStorage) and isinstance(size, Sequence):
         sizes = _integers(size)
         strides = None
@@ -368,17 +364,6 @@ def _begin_set(
             needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))
             _refuse_to_grow_shared(operation, saved.size, storage, needed)
     return saved
-
-
-def _undo(tensor: torch.Tensor, saved: Metadata | Compressed | None) -> None:
-    if isinstance(saved, Compressed):
-        finish(restore_compressed, tensor, saved)
-    elif saved is not None:
-        finish(_restore, tensor, saved)
-
-
-def _restore(tensor: torch.Tensor, saved: Metadata) -> None:
-    restore(tensor, saved, version=saved.version)
 
 
 def _require_tensor(tensor: object, operation: str) -> None:

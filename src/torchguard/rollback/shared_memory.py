@@ -13,7 +13,7 @@ import torch
 
 from torchguard._torch import without_torch_function
 from torchguard.errors import NonResizableStorageError
-from torchguard.rollback.metadata import Metadata
+from torchguard.rollback.snapshot import Snapshot
 
 __all__ = [
     "can_stand_in_for",
@@ -69,13 +69,9 @@ def locked_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
-def stand_in_for(
-    tensor: torch.Tensor, metadata: Metadata, storage: torch.UntypedStorage
-) -> torch.Tensor:
-    """Return what ``tensor`` is, over the storage of :func:`locked_storage`."""
+def stand_in_for(saved: Snapshot, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return what the tensor of a snapshot is, over the storage of :func:`locked_storage`."""
     with without_torch_function():
-        blank = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        view: torch.Tensor = blank.set_(
-            storage, metadata.storage_offset, metadata.size, metadata.stride
-        )
+        blank = torch.empty(0, dtype=saved.tensor.dtype, device="cpu")
+        view: torch.Tensor = blank.set_(storage, saved.storage_offset, saved.size, saved.stride)
         return view

@@ -17,9 +17,8 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.program import Benchmark, Results, Setting
-from torchguard.defects.doctor import doctor
-from torchguard.defects.examination import Step
-from torchguard.defects.registry import built_in
+from torchguard.defects.catalog import built_in
+from torchguard.defects.doctor import DoctorProgress, doctor
 from torchguard.defects.report import Row
 
 # What asks for a GPU, or does something else on one.
@@ -64,7 +63,7 @@ def run(setting: Setting) -> Results:
     names = QUICK if setting.quick else tuple(row.id for row in built_in())
     rows: list[Found] = []
 
-    def tell(step: Step) -> None:
+    def tell(step: DoctorProgress) -> None:
         if step.row is not None:
             rows.append(found(step.row, setting.device))
             setting.stream.keep("rows", rows[-1])

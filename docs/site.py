@@ -10,8 +10,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from torchguard.cli.table import guards_as_code
-from torchguard.defects.catalog import Defect
-from torchguard.defects.registry import built_in
+from torchguard.defects.catalog import Defect, built_in
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"

@@ -19,18 +19,18 @@ import pytest
 import torchguard
 from torchguard.__main__ import main
 from torchguard.cli import doctor as doctor_command
-from torchguard.cli.progress import shown_on
-from torchguard.cli.table import guards_as_code, text
-from torchguard.defects import FAMILIES, BrokenDefect, Defect, catalog, processes
+from torchguard.cli.doctor import shown_on
+from torchguard.cli.table import guards_as_code, table
+from torchguard.defects import FAMILIES, BrokenDefect, Defect, all_defects, runner
+from torchguard.defects.catalog import built_in, find
 from torchguard.defects.probes import out_garbage
-from torchguard.defects.registry import built_in, find
-from torchguard.defects.report import Report
+from torchguard.defects.report import DoctorReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torchguard.defects.examination import Step
-    from torchguard.defects.report import Bare, Guarded, Row
+    from torchguard.defects.doctor import DoctorProgress
+    from torchguard.defects.report import Row, Verdict
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and terminals of POSIX")
 
@@ -157,24 +157,26 @@ def planted(names: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def report(plugin: Path) -> Report:
+def report(plugin: Path) -> DoctorReport:
     """Probe every planted defect once; what hangs is given seconds."""
     del plugin
     names = [
-        row.id for row in catalog() if row.id.startswith(("planted-", "c-", "d-", "e-", "f-", "g-"))
+        row.id
+        for row in all_defects()
+        if row.id.startswith(("planted-", "c-", "d-", "e-", "f-", "g-"))
     ]
     return torchguard.doctor(names, timeout=12)
 
 
-def bare(report: Report, name: str) -> Bare:
+def bare(report: DoctorReport, name: str) -> Verdict:
     return row(report, name).bare
 
 
-def guarded(report: Report, name: str) -> Guarded:
+def guarded(report: DoctorReport, name: str) -> Verdict:
     return row(report, name).guarded
 
 
-def row(report: Report, name: str) -> Row:
+def row(report: DoctorReport, name: str) -> Row:
     (found,) = (row for row in report.rows if row.id == f"planted-{name}")
     return found
 
@@ -202,21 +204,23 @@ def wait_until_gone(pid: int) -> bool:
 
 
 class TestABareRun:
-    def test_without_the_defect_is_absent(self, report: Report) -> None:
+    def test_without_the_defect_is_absent(self, report: DoctorReport) -> None:
         assert bare(report, "absent").status == "absent"
         assert guarded(report, "absent").status == "-"
         assert not row(report, "absent").live
 
-    def test_that_shows_the_defect_carries_the_sentence_of_the_probe(self, report: Report) -> None:
+    def test_that_shows_the_defect_carries_the_sentence_of_the_probe(
+        self, report: DoctorReport
+    ) -> None:
         assert bare(report, "live").status == "corrupt"
         assert bare(report, "live").detail == "two plus two was 5"
         assert row(report, "live").live
 
-    def test_is_not_confused_by_what_the_probe_prints(self, report: Report) -> None:
+    def test_is_not_confused_by_what_the_probe_prints(self, report: DoctorReport) -> None:
         assert bare(report, "noisy").detail == "printed a verdict and meant another"
 
     @posix_only
-    def test_that_dies_is_a_row_with_the_name_of_the_signal(self, report: Report) -> None:
+    def test_that_dies_is_a_row_with_the_name_of_the_signal(self, report: DoctorReport) -> None:
         assert (bare(report, "segfault").status, bare(report, "segfault").detail) == (
             "crash",
             "SIGSEGV",
@@ -224,14 +228,14 @@ class TestABareRun:
         assert (bare(report, "abort").status, bare(report, "abort").detail) == ("crash", "SIGABRT")
         assert row(report, "segfault").live
 
-    def test_that_ends_the_process_itself_says_the_exit_status(self, report: Report) -> None:
+    def test_that_ends_the_process_itself_says_the_exit_status(self, report: DoctorReport) -> None:
         assert (bare(report, "quits").status, bare(report, "quits").detail) == (
             "crash",
             "exit status 3",
         )
 
     def test_that_hangs_is_killed_with_everything_it_has_started(
-        self, report: Report, plugin: Path
+        self, report: DoctorReport, plugin: Path
     ) -> None:
         assert bare(report, "hang").status == "timeout"
         assert bare(report, "hang").detail == "no answer after 12 seconds"
@@ -239,16 +243,16 @@ class TestABareRun:
         for pid in (plugin / "hanging").read_text().split():
             assert wait_until_gone(int(pid))
 
-    def test_leaves_no_process_behind(self, report: Report, plugin: Path) -> None:
+    def test_leaves_no_process_behind(self, report: DoctorReport, plugin: Path) -> None:
         assert bare(report, "leaves-a-child").status == "absent"
         assert wait_until_gone(int((plugin / "left").read_text()))
 
-    def test_that_lacks_something_is_not_run_and_never_closed(self, report: Report) -> None:
+    def test_that_lacks_something_is_not_run_and_never_closed(self, report: DoctorReport) -> None:
         assert bare(report, "not-run").status == "not run"
         assert bare(report, "not-run").detail == "needs two moons"
         assert guarded(report, "not-run").status == "not run"
 
-    def test_that_raises_is_broken_and_keeps_the_traceback(self, report: Report) -> None:
+    def test_that_raises_is_broken_and_keeps_the_traceback(self, report: DoctorReport) -> None:
         found = bare(report, "raises")
         assert found.status == "broken"
         assert found.detail == 'KeyError: "the probe\'s own fault"'
@@ -256,16 +260,16 @@ class TestABareRun:
         assert "in raises" in found.log
         assert guarded(report, "raises").status == "-"
 
-    def test_that_calls_exit_or_returns_no_sentence_is_broken(self, report: Report) -> None:
+    def test_that_calls_exit_or_returns_no_sentence_is_broken(self, report: DoctorReport) -> None:
         assert bare(report, "exits").detail == "SystemExit: 0"
         assert bare(report, "true").status == "broken"
         assert "expected None or one sentence" in bare(report, "true").detail
 
-    def test_writes_no_core_file(self, report: Report) -> None:
+    def test_writes_no_core_file(self, report: DoctorReport) -> None:
         assert bare(report, "limits").detail == "core files of 0 bytes"
 
     def test_is_not_silenced_by_switches_and_uses_one_thread_and_the_shared_cache(
-        self, report: Report
+        self, report: DoctorReport
     ) -> None:
         assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
         seen = json.loads(bare(report, "switches").detail)
@@ -273,7 +277,7 @@ class TestABareRun:
         assert seen["OMP_NUM_THREADS"] == "1"
         assert not Path(seen["TORCHINDUCTOR_CACHE_DIR"]).parent.exists()  # temporary
 
-    def test_has_a_process_of_its_own(self, report: Report) -> None:
+    def test_has_a_process_of_its_own(self, report: DoctorReport) -> None:
         pids = {os.getpid()} | {
             int(bare(report, name).detail) for name in ("process", "another-process")
         }
@@ -281,24 +285,24 @@ class TestABareRun:
 
 
 class TestAGuardedRun:
-    def test_is_skipped_where_the_defect_is_absent(self, report: Report) -> None:
+    def test_is_skipped_where_the_defect_is_absent(self, report: DoctorReport) -> None:
         assert guarded(report, "absent-with-guard").status == "-"
 
-    def test_has_the_guards_of_the_defect_installed(self, report: Report) -> None:
+    def test_has_the_guards_of_the_defect_installed(self, report: DoctorReport) -> None:
         assert bare(report, "installed").status == "corrupt"
         assert guarded(report, "installed").status == "closed"
 
-    def test_is_inside_guarded_where_the_defect_names_it(self, report: Report) -> None:
+    def test_is_inside_guarded_where_the_defect_names_it(self, report: DoctorReport) -> None:
         assert bare(report, "in-scope").status == "corrupt"
         assert guarded(report, "in-scope").status == "closed"
 
-    def test_uses_the_guarded_probe_of_a_guard_that_is_called(self, report: Report) -> None:
+    def test_uses_the_guarded_probe_of_a_guard_that_is_called(self, report: DoctorReport) -> None:
         assert bare(report, "closed").status == "crash"
         assert guarded(report, "closed").status == "closed"
         assert not row(report, "closed").failed
 
     def test_of_a_guard_that_only_finds_the_damage_is_detected_and_not_closed(
-        self, report: Report
+        self, report: DoctorReport
     ) -> None:
         assert guarded(report, "detected").status == "detected"
         assert not row(report, "detected").failed
@@ -315,17 +319,21 @@ class TestAGuardedRun:
         ],
     )
     def test_that_does_not_close_the_defect_fails(
-        self, report: Report, name: str, status: str, detail: str
+        self, report: DoctorReport, name: str, status: str, detail: str
     ) -> None:
         assert (guarded(report, name).status, guarded(report, name).detail) == (status, detail)
         assert row(report, name).failed
 
-    def test_with_a_guard_that_does_not_exist_is_broken_and_fails(self, report: Report) -> None:
+    def test_with_a_guard_that_does_not_exist_is_broken_and_fails(
+        self, report: DoctorReport
+    ) -> None:
         assert guarded(report, "no-such-guard").status == "broken"
         assert "no-such-guard" in guarded(report, "no-such-guard").detail
         assert row(report, "no-such-guard").failed
 
-    def test_is_missing_where_no_guard_exists_and_that_does_not_fail(self, report: Report) -> None:
+    def test_is_missing_where_no_guard_exists_and_that_does_not_fail(
+        self, report: DoctorReport
+    ) -> None:
         assert (guarded(report, "live").status, guarded(report, "live").detail) == (
             "open",
             "no guard yet",
@@ -338,8 +346,8 @@ class TestTheCatalog:
         rows = [row for row in built_in() if isinstance(row, Defect)]
         keys = [(FAMILIES.index(row.family), row.id) for row in rows]
         assert keys == sorted(keys)
-        folder = Path(torchguard.__file__).parent / "defects"
-        files = {path.stem for path in folder.glob("[!_]*.py")} - {"catalog", "registry"}
+        folder = Path(torchguard.__file__).parent / "defects" / "probes"
+        files = {path.stem for path in folder.glob("[!_]*.py")}
         assert {row.id.replace("-", "_") for row in rows} == files
 
     def test_says_for_each_defect_what_goes_wrong_and_where_it_is_discussed(self) -> None:
@@ -382,14 +390,14 @@ class TestTheCatalog:
         """
         line = [sys.executable, "-c", textwrap.dedent(program)]
         seen = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
-        assert set(seen) <= {"torchguard.defects.catalog", "torchguard.defects.registry"}
+        assert seen == []
 
     def test_does_not_load_the_compiler(self) -> None:
         # The doctor's own process reads the catalog too, and a user's process may call doctor().
         program = """
             import sys
-            from torchguard.defects import catalog
-            catalog()
+            from torchguard.defects import all_defects
+            all_defects()
             print("torch._dynamo" in sys.modules)
         """
         line = [sys.executable, "-c", textwrap.dedent(program)]
@@ -399,7 +407,7 @@ class TestTheCatalog:
 
     def test_takes_defects_of_plugins_after_its_own(self, plugin: Path) -> None:
         del plugin
-        names = [row.id for row in catalog()]
+        names = [row.id for row in all_defects()]
         assert names.index("resize-locked") < names.index("planted-absent")
         assert "planted-single" in names
         assert len(names) == len(set(names))
@@ -416,9 +424,9 @@ class TestTheCatalog:
         ],
     )
     def test_turns_a_broken_plugin_into_a_row_that_says_so(
-        self, report: Report, name: str, reason: str
+        self, report: DoctorReport, name: str, reason: str
     ) -> None:
-        (broken,) = (row for row in catalog() if row.id == name)
+        (broken,) = (row for row in all_defects() if row.id == name)
         assert isinstance(broken, BrokenDefect)
         assert reason in broken.reason
         assert "of the package planted" in broken.reason
@@ -454,9 +462,9 @@ class TestStartingProcesses:
     NAMES = ("absent", "live", "segfault", "raises", "installed", "leaves-a-child")
 
     def test_in_fresh_interpreters_gives_the_same_rows(
-        self, report: Report, plugin: Path, monkeypatch: pytest.MonkeyPatch
+        self, report: DoctorReport, plugin: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(processes, "forking_is_possible", lambda: False)
+        monkeypatch.setattr(runner, "forking_is_possible", lambda: False)
         names = planted(list(self.NAMES))
         cold = torchguard.doctor(names)
         for found in cold.rows:
@@ -468,11 +476,17 @@ class TestStartingProcesses:
         assert hanging.bare.status == "timeout"
         assert wait_until_gone(int((plugin / "left").read_text()))
 
-    @pytest.mark.skipif(not processes.forking_is_possible(), reason="no fork server here")
+    @pytest.mark.skipif(not runner.forking_is_possible(), reason="no fork server here")
     def test_goes_on_in_fresh_interpreters_when_the_server_dies(
-        self, report: Report, monkeypatch: pytest.MonkeyPatch
+        self, report: DoctorReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(processes, "_SERVER", "no_such_server")
+        # With a second thread the server can't fork safely, so it gives up.
+        (tmp_path / "sitecustomize.py").write_text(
+            "import threading, time\n"
+            "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        )
+        path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+        monkeypatch.setenv("PYTHONPATH", path)
         found = torchguard.doctor(planted(["live"]))
         assert found.rows[0].bare.detail == bare(report, "live").detail
 
@@ -502,20 +516,20 @@ class TestStartingProcesses:
 
 
 class TestTheReport:
-    def test_survives_json(self, report: Report) -> None:
-        again = Report.from_json(report.to_json())
+    def test_survives_json(self, report: DoctorReport) -> None:
+        again = DoctorReport.from_json(report.to_json())
         assert again == report
         assert json.loads(report.to_json())["exit_status"] == report.exit_status == 1
 
-    def test_of_another_format_is_refused(self, report: Report) -> None:
+    def test_of_another_format_is_refused(self, report: DoctorReport) -> None:
         document = {**json.loads(report.to_json()), "format": 1}
         with pytest.raises(ValueError, match="format 2, got format 1"):
-            Report.from_json(json.dumps(document))
+            DoctorReport.from_json(json.dumps(document))
 
-    def test_names_what_it_was_measured_on(self, report: Report) -> None:
+    def test_names_what_it_was_measured_on(self, report: DoctorReport) -> None:
         import torch  # noqa: PLC0415 - for its version only
 
-        shown = text(report)
+        shown = table(report)
         assert report.environment.torch == torch.__version__
         for fact in ("torch", "Python", "platform", "GPU", "torchguard"):
             assert any(line.startswith(f"{fact} ") for line in shown.splitlines()), fact
@@ -528,13 +542,13 @@ class TestTheReport:
         monkeypatch.syspath_prepend(str(tmp_path))
         found = torchguard.doctor([])
         assert found.environment.foreign == "9.9"
-        assert "WARNING: the distribution torchguard 9.9 is installed" in text(found)
+        assert "WARNING: the distribution torchguard 9.9 is installed" in table(found)
 
     @pytest.mark.parametrize("width", [80, 100, 140])
     def test_as_a_table_keeps_to_its_width_and_loses_no_word(
-        self, report: Report, width: int
+        self, report: DoctorReport, width: int
     ) -> None:
-        shown = text(report, width=width)
+        shown = table(report, width=width)
         assert max(map(len, shown.splitlines())) <= width
         words = " ".join(shown.split())
         for found in report.rows:
@@ -544,18 +558,18 @@ class TestTheReport:
         assert 'install("resize")' in words
         assert "crash (SIGSEGV):" in words
 
-    def test_counts_what_is_detected_apart_from_what_is_closed(self, report: Report) -> None:
+    def test_counts_what_is_detected_apart_from_what_is_closed(self, report: DoctorReport) -> None:
         rows = tuple(row(report, name) for name in ("closed", "installed", "detected", "open"))
-        counted = " ".join(text(Report(rows, report.environment)).split())
+        counted = " ".join(table(DoctorReport(rows, report.environment)).split())
         assert "4 live; 2 of those closed by their guards; 1 detected, not prevented; " in counted
         assert "1 open in spite of their guards; 0 open, no guard yet" in counted
         assert "NOT CLOSED: planted-open torch" in counted
 
-    def test_says_what_the_guards_leave_open(self, report: Report) -> None:
-        assert "look before you read" in " ".join(text(report).split())
+    def test_says_what_the_guards_leave_open(self, report: DoctorReport) -> None:
+        assert "look before you read" in " ".join(table(report).split())
 
-    def test_has_colors_only_when_asked(self, report: Report) -> None:
-        plain, colored = text(report), text(report, color=True)
+    def test_has_colors_only_when_asked(self, report: DoctorReport) -> None:
+        plain, colored = table(report), table(report, color=True)
         assert "\x1b" not in plain
         assert "\x1b[32mclosed\x1b[0m" in colored
 
@@ -579,7 +593,10 @@ class TestTheCommand:
         assert "planted-detected: crash (SIGSEGV), detected" in done.stderr
 
     def test_ends_with_1_when_a_guard_leaves_its_defect_open(
-        self, report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self,
+        report: DoctorReport,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.setattr(doctor_command, "doctor", lambda *_, **__: report)
         assert main(["doctor"]) == 1
@@ -616,7 +633,9 @@ class TestTheCommand:
 
     def test_prints_one_json_document_and_nothing_else(self, plugin: Path) -> None:
         done = command("--json", *only("noisy", "open"))
-        assert [row.id for row in Report.from_json(done.stdout).rows] == planted(["noisy", "open"])
+        assert [row.id for row in DoctorReport.from_json(done.stdout).rows] == planted(
+            ["noisy", "open"]
+        )
         assert done.returncode == 1
         # The plug-in that prints while it is imported is heard elsewhere.
         assert set(done.stderr.splitlines()) == {"noise"}
@@ -648,7 +667,7 @@ class TestTheCommand:
     )
     def test_has_no_colors_when_told_so(
         self,
-        report: Report,
+        report: DoctorReport,
         monkeypatch: pytest.MonkeyPatch,
         switches: list[str],
         environment: dict[str, str],
@@ -670,14 +689,14 @@ class Terminal(io.StringIO):
 
 
 class TestProgress:
-    def steps(self, report: Report) -> Iterator[Step]:
-        from torchguard.defects.examination import Step  # noqa: PLC0415 - only a type above
+    def steps(self, report: DoctorReport) -> Iterator[DoctorProgress]:
+        from torchguard.defects.doctor import DoctorProgress  # noqa: PLC0415 - only a type above
 
-        yield Step(0, 2, ("planted-live",), None, 121.0)
-        yield Step(1, 2, (), row(report, "live"))
-        yield Step(2, 2, (), row(report, "segfault"))
+        yield DoctorProgress(0, 2, ("planted-live",), None, 121.0)
+        yield DoctorProgress(1, 2, (), row(report, "live"))
+        yield DoctorProgress(2, 2, (), row(report, "segfault"))
 
-    def test_is_a_live_bar_on_a_terminal_with_rich(self, report: Report) -> None:
+    def test_is_a_live_bar_on_a_terminal_with_rich(self, report: DoctorReport) -> None:
         pytest.importorskip("rich")
         terminal = Terminal()
         with shown_on(terminal, color=True) as show:
@@ -688,26 +707,12 @@ class TestProgress:
         assert "\x1b[" in shown  # a bar is redrawn in place
         assert "\n[2/2]" not in shown
 
-    def test_is_a_plain_bar_on_a_terminal_without_rich(
-        self, report: Report, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+    def test_is_plain_lines_without_rich_and_elsewhere(
+        self, report: DoctorReport, monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO]
     ) -> None:
         monkeypatch.setitem(sys.modules, "rich", None)
-        terminal = Terminal()
-        with shown_on(terminal, color=True) as show:
-            for step in self.steps(report):
-                show(step)
-        shown = terminal.getvalue().split("\r")
-        assert [line.strip() for line in shown] == [
-            "",
-            "[--------------------] 0/2 about 2 minutes left: planted-live",
-            "[##########----------] 1/2 starting",
-            "[####################] 2/2 finishing",
-            "",
-            "",
-        ]
-
-    def test_is_plain_lines_elsewhere(self, report: Report) -> None:
-        log = io.StringIO()
+        log = stream()
         with shown_on(log, color=True) as show:
             for step in self.steps(report):
                 show(step)
@@ -718,7 +723,7 @@ class TestProgress:
         ]
 
     def test_says_how_long_the_rest_will_take(self, plugin: Path) -> None:
-        steps: list[Step] = []
+        steps: list[DoctorProgress] = []
         torchguard.doctor(planted(["absent", "closed"]), progress=steps.append)
         left = [step.remaining for step in steps]
         assert left[0] is not None
@@ -726,7 +731,7 @@ class TestProgress:
         assert left[-1] == 0
 
     def test_counts_every_row_and_names_what_runs(self, plugin: Path) -> None:
-        steps: list[Step] = []
+        steps: list[DoctorProgress] = []
         names = planted(["absent", "closed"])
         torchguard.doctor(names, progress=steps.append)
         assert {name for step in steps for name in step.running} == set(names)

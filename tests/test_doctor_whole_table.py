@@ -7,16 +7,16 @@ import sys
 
 import pytest
 
-from torchguard.defects import catalog
-from torchguard.defects.report import Report
+from torchguard.defects import all_defects
+from torchguard.defects.report import DoctorReport
 
 
 @pytest.mark.slow
 def test_the_whole_table_has_an_answer_for_every_row_and_every_guard_closes_its_defect() -> None:
     line = [sys.executable, "-m", "torchguard", "doctor", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
-    report = Report.from_json(done.stdout)
-    assert [row.id for row in report.rows] == [row.id for row in catalog()]
+    report = DoctorReport.from_json(done.stdout)
+    assert [row.id for row in report.rows] == [row.id for row in all_defects()]
     unanswered = [row for row in report.rows if row.bare.status in {"timeout", "broken"}]
     assert unanswered == []
     assert report.failed == ()

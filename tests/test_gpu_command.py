@@ -479,6 +479,6 @@ def test_a_failure_that_no_guard_undoes_is_found() -> None:
 def test_the_doctor_asks_for_defects_that_there_are() -> None:
     from benchmarks.bench_doctor import ON_A_GPU, QUICK  # noqa: PLC0415
 
-    from torchguard.defects.registry import built_in  # noqa: PLC0415
+    from torchguard.defects.catalog import built_in  # noqa: PLC0415
 
     assert {*ON_A_GPU, *QUICK} <= {row.id for row in built_in()}

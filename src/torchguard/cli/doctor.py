@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.util
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from torchguard.cli.output import interrupted, positive_float, positive_int, write
-from torchguard.cli.progress import shown_on
-from torchguard.cli.table import text
-from torchguard.defects.doctor import doctor
-from torchguard.defects.examination import select
-from torchguard.defects.registry import FAMILIES, catalog
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-    from typing import TextIO
-
-    from torchguard.defects.examination import Step
-
-__all__ = ["add_parser"]
+from torchguard.cli.table import lines, one_line, table
+from torchguard.defects.catalog import FAMILIES, all_defects
+from torchguard.defects.doctor import DoctorProgress, doctor, select
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -59,7 +51,7 @@ def _main(options: argparse.Namespace) -> int:
     silence = contextlib.redirect_stdout(sys.stderr)
     try:
         with silence:
-            select(catalog(), options.only, options.family)
+            select(all_defects(), options.only, options.family)
     except ValueError as error:
         options.parser.error(str(error))  # exits with 2
     try:
@@ -74,23 +66,87 @@ def _main(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return interrupted("doctor")
     if options.json:
-        shown = report.to_json() + "\n"
+        write(report.to_json() + "\n")
+    elif _draws(sys.stdout):
+        width = shutil.get_terminal_size((100, 24)).columns
+        write(table(report, width=width, color=_colors(options)))
     else:
-        width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
-        shown = text(report, width=width, color=_colors(sys.stdout, options))
-    write(shown)
+        write(lines(report))
     return report.exit_status
+
+
+def _draws(stream: TextIO) -> bool:
+    """Whether a table or a bar can be drawn there: rich is the extra ``cli``."""
+    return stream.isatty() and importlib.util.find_spec("rich") is not None
+
+
+def _colors(options: argparse.Namespace) -> bool:
+    # https://no-color.org: any value but the empty one.
+    unwanted = options.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return not unwanted
 
 
 def _progress(
     options: argparse.Namespace,
-) -> contextlib.AbstractContextManager[Callable[[Step], None] | None]:
+) -> contextlib.AbstractContextManager[Callable[[DoctorProgress], None] | None]:
     if options.json and not sys.stderr.isatty():
         return contextlib.nullcontext()  # a program is reading: it wants the document only
-    return shown_on(sys.stderr, color=_colors(sys.stderr, options))
+    return shown_on(sys.stderr, color=_colors(options))
 
 
-def _colors(stream: TextIO, options: argparse.Namespace) -> bool:
-    # https://no-color.org: any value but the empty one.
-    unwanted = options.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return not unwanted and stream.isatty()
+@contextlib.contextmanager
+def shown_on(stream: TextIO, *, color: bool) -> Iterator[Callable[[DoctorProgress], None]]:
+    """Give a function for ``doctor(progress=...)``: it draws a live bar, or prints lines."""
+    if not _draws(stream):
+        yield _printed_on(stream)
+        return
+    from rich.console import Console  # noqa: PLC0415 - optional
+    from rich.progress import (  # noqa: PLC0415 - optional
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    console = Console(file=stream, no_color=not color, highlight=False)
+    columns = (
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("starting", total=None)
+        yield lambda step: progress.update(
+            bar, completed=step.done, total=step.total, description=_described(step)
+        )
+
+
+def _printed_on(stream: TextIO) -> Callable[[DoctorProgress], None]:
+    """Print a line per finished row, so a log shows what the doctor was doing when it stopped."""
+    announced = False
+
+    def show(step: DoctorProgress) -> None:
+        nonlocal announced
+        if step.remaining is not None and not announced:
+            announced = True
+            expected = f"{step.total} defects to probe, {_duration(step.remaining)}"
+            print(expected, file=stream, flush=True)
+        if step.row is not None:
+            width = len(str(step.total))
+            line = f"[{step.done:>{width}}/{step.total}] {one_line(step.row)}"
+            print(line, file=stream, flush=True)
+
+    return show
+
+
+def _described(step: DoctorProgress) -> str:
+    running = ", ".join(step.running) or ("starting" if step.done < step.total else "finishing")
+    return running if step.remaining is None else f"{_duration(step.remaining)} left: {running}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:  # noqa: PLR2004 - from here on people count in minutes
+        return f"about {max(5, 5 * round(seconds / 5))} seconds"
+    return f"about {round(seconds / 60)} minutes"

@@ -1,81 +1,108 @@
-"""The report as text: a table that fits 100 columns, and the summary below it."""
+"""The doctor's report as text: a table by rich, or one plain line for each defect."""
 
 from __future__ import annotations
 
+import io
 import re
-import textwrap
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from torchguard.defects.child import CALLED_GUARDS
-from torchguard.defects.registry import FAMILIES
+from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES
+from torchguard.defects.report import DoctorReport, Environment, Row, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from rich.table import Table
 
-    from torchguard.defects.report import Environment, Report, Row
-
-__all__ = ["guards_as_code", "one_line", "text"]
-
-Painter = Callable[[str, str], str]
-"""Gives a text the look of a style; the plain one returns it as it is."""
-
-_GAP = "  "
 _NARROWEST, _WIDEST = 80, 140
-_STYLES = {  # SGR parameters, https://man7.org/linux/man-pages/man4/console_codes.4.html
-    "closed": "32",
-    "detected": "33",
-    "open": "31",
-    "corrupt": "31",
-    "wrong result": "31",
-    "crash": "31",
-    "timeout": "33",
-    "broken": "33",
-    "not run": "2",
-    "absent": "2",
-    "title": "1",
+_STYLES = {
+    "closed": "green",
+    "detected": "yellow",
+    "open": "red",
+    "corrupt": "red",
+    "wrong result": "red",
+    "crash": "red",
+    "timeout": "yellow",
+    "broken": "yellow",
+    "not run": "dim",
+    "absent": "dim",
 }
 _ISSUE = re.compile(r"https://github\.com/([^/]+/[^/]+)/(issues|pull)/(\d+)")
 
 
-def _painted(shown: str, style: str) -> str:
-    code = _STYLES.get(style)
-    return f"\x1b[{code}m{shown}\x1b[0m" if code and shown else shown
-
-
-def _plain(shown: str, _style: str) -> str:
-    return shown
-
-
-def text(report: Report, *, width: int = 100, color: bool = False) -> str:
-    """Lay the report out in at most ``width`` columns (never under 80 or over 140)."""
-    width = max(_NARROWEST, min(width, _WIDEST))
-    paint = _painted if color else _plain
-    lines: list[str] = []
-    widths = _column_widths(width, report.rows)
-    for family in (*FAMILIES, None):
-        rows = [row for row in report.rows if row.family == family]
-        if not rows:
-            continue
-        title = "plug-ins that can't be used" if family is None else f"{family} family"
-        lines += [paint(title, "title"), ""]
-        lines += _cells(("defect, issue", "bare torch", "guarded", "guard to use"), widths)
-        lines.append("-" * width)
-        for row in rows:
-            lines += _lines(row, widths, paint)
-        lines.append("")
-    lines += _summary(report, width, paint)
-    return "\n".join(lines) + "\n"
+def lines(report: DoctorReport) -> str:
+    """Write one line for each defect, with everything there is to say about it."""
+    shown = []
+    for row in report.rows:
+        guard = _guard(row) and f"guard: {_guard(row)}"
+        detail = row.summary if row.bare.status == "crash" else row.bare.detail
+        parts = (one_line(row), detail, guard, _note(row), *row.upstream)
+        shown.append("; ".join(filter(None, parts)))
+    return "\n".join((*shown, "", *_summary(report), "", *_environment(report.environment), ""))
 
 
 def one_line(row: Row) -> str:
-    """Say what was found about one defect in one line, as the progress does."""
-    crashed = row.bare.status == "crash"
-    bare = f"crash ({row.bare.detail})" if crashed else row.bare.status
-    guarded = "" if row.guarded.status == "-" else f", {row.guarded.status}"
-    if row.live and not row.guards:
-        guarded = ", open, no guard yet"
-    return f"{row.id}: {bare}{guarded}"
+    """Say what was found about one defect, as the progress does."""
+    bare = f"crash ({row.bare.detail})" if row.bare.status == "crash" else row.bare.status
+    guarded = _guarded(row)
+    return f"{row.id}: {bare}" if guarded == "-" else f"{row.id}: {bare}, {guarded}"
+
+
+def table(report: DoctorReport, *, width: int = 100, color: bool = False) -> str:
+    """Lay the report out in at most ``width`` columns (never under 80 or over 140); needs rich."""
+    from rich.console import Console  # noqa: PLC0415 - optional
+    from rich.text import Text  # noqa: PLC0415 - optional
+
+    console = Console(
+        file=io.StringIO(),
+        width=max(_NARROWEST, min(width, _WIDEST)),
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        highlight=False,
+        markup=False,
+        legacy_windows=False,
+    )
+    names = [len(line) for row in report.rows for line in _name(row).split("\n")]
+    name_width = max(14, min(28, max(names, default=0)))
+    for family in (*FAMILIES, None):
+        rows = [row for row in report.rows if row.family == family]
+        if rows:
+            title = "plug-ins that can't be used" if family is None else f"{family} family"
+            shown = _family(rows, name_width)
+            console.print(Text.assemble((title, "bold")), "", shown, "", sep="\n")
+    counts, *failed = _summary(report)
+    console.print(counts, *(Text.assemble((line, "red")) for line in failed), "", sep="\n")
+    console.print(*_environment(report.environment), sep="\n")
+    assert isinstance(console.file, io.StringIO)
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+def _family(rows: Iterable[Row], name_width: int) -> Table:
+    """Make the table of one family: under its cells, a row has what no narrow cell could hold."""
+    from rich import box  # noqa: PLC0415 - optional
+    from rich.console import Group  # noqa: PLC0415 - optional
+    from rich.table import Column, Table  # noqa: PLC0415 - optional
+    from rich.text import Text  # noqa: PLC0415 - optional
+
+    def cells(*texts: tuple[str, str]) -> Table:
+        guarded = Column(overflow="fold", width=9)  # "open, no" over "guard yet"
+        columns = Column(overflow="fold", ratio=1), guarded, Column(overflow="fold", width=24)
+        grid = Table.grid(*columns, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
+        # assemble() styles the words alone, not what a cell is padded with.
+        grid.add_row(*(Text.assemble(text) for text in texts))
+        return grid
+
+    header = cells(("bare torch", ""), ("guarded", ""), ("guard to use", ""))
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="", expand=True)
+    shown.padding, shown.pad_edge = (0, 1, 0, 0), False
+    shown.add_column("defect, issue", width=name_width, overflow="fold")
+    shown.add_column(header, ratio=1, overflow="fold")
+    for row in rows:
+        bare = (_bare(row), _STYLES.get(row.bare.status, ""))
+        guarded = (_guarded(row), _STYLES.get(row.guarded.status, ""))
+        note = [Text(_note(row))] if _note(row) else []
+        shown.add_row(Text(_name(row)), Group(cells(bare, guarded, (_guard(row), "")), *note))
+    return shown
 
 
 def guards_as_code(guards: Iterable[str]) -> str:
@@ -87,62 +114,22 @@ def guards_as_code(guards: Iterable[str]) -> str:
     return " and ".join(parts)
 
 
-def _lines(row: Row, widths: tuple[int, int, int, int], paint: Painter) -> list[str]:
-    """Lay out one row: its cells, and below them what no narrow cell could hold."""
-    name = "\n".join((row.id, *map(_issue, row.upstream)))
-    styles = ("", row.bare.status, row.guarded.status, "")
-    lines = _cells((name, _bare(row), _guarded(row), _guard(row)), widths, styles, paint)
-    note = _note(row)
-    if note:
-        # Under the second column, beside the issues where the first cell is the longest.
-        indent = " " * (widths[0] + len(_GAP))
-        wrapped = textwrap.wrap(note, sum(widths[1:]) + 2 * len(_GAP), break_on_hyphens=False)
-        short = len([line for line in lines if line[len(indent) :].strip()])
-        beside = [line.ljust(len(indent)) for line in lines[short:]]
-        beside += [indent] * (len(wrapped) - len(beside))
-        below = wrapped + [""] * (len(beside) - len(wrapped))
-        lines[short:] = [(left + right).rstrip() for left, right in zip(beside, below, strict=True)]
-    return lines
+def _name(row: Row) -> str:
+    return "\n".join((row.id, *map(_issue, row.upstream)))
 
 
-def _column_widths(width: int, rows: Iterable[Row]) -> tuple[int, int, int, int]:
-    first = max(14, min(28, max((len(row.id) for row in rows), default=0)))
-    guarded = 9  # "open, no" over "guard yet"
-    guard = 24  # install("resize", "out")
-    return first, width - first - guarded - guard - 3 * len(_GAP), guarded, guard
-
-
-def _cells(
-    cells: tuple[str, ...],
-    widths: tuple[int, ...],
-    styles: tuple[str, ...] = ("", "", "", ""),
-    paint: Painter = _plain,
-) -> list[str]:
-    """Wrap each cell to its column and put them side by side."""
-    columns = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
-    lines = []
-    for position in range(max(map(len, columns))):
-        parts = []
-        for column, width, style in zip(columns, widths, styles, strict=True):
-            part = column[position] if position < len(column) else ""
-            # Paint after padding: escape sequences have no width.
-            parts.append(paint(part, style) + " " * (width - len(part)))
-        lines.append(_GAP.join(parts).rstrip())
-    return lines
-
-
-def _wrapped(cell: str, width: int) -> list[str]:
-    lines: list[str] = []
-    for paragraph in cell.split("\n"):
-        indent = "  " if paragraph.startswith("  ") else ""
-        lines += textwrap.wrap(
-            paragraph.strip(), width, initial_indent=indent, subsequent_indent=indent
-        ) or [""]
-    return lines
+def _issue(url: str) -> str:
+    """Shorten an issue's URL; PyTorch's own need no name."""
+    match = _ISSUE.fullmatch(url)
+    if match is None:
+        return f"  {url}"
+    repository, kind, number = match.groups()
+    name = "" if repository == "pytorch/pytorch" else repository.rpartition("/")[2]
+    return f"  {'pull ' if kind == 'pull' else ''}{name}#{number}"
 
 
 def _bare(row: Row) -> str:
-    bare = row.bare
+    bare: Verdict = row.bare
     if bare.status == "crash":
         # The process left no sentence, so say what the defect is.
         return f"crash ({bare.detail}): {row.summary}"
@@ -170,17 +157,7 @@ def _note(row: Row) -> str:
     return row.limits if row.live and row.guards else ""
 
 
-def _issue(url: str) -> str:
-    """Shorten an issue's URL; PyTorch's own need no name."""
-    match = _ISSUE.fullmatch(url)
-    if match is None:
-        return f"  {url}"
-    repository, kind, number = match.groups()
-    name = "" if repository == "pytorch/pytorch" else repository.rpartition("/")[2]
-    return f"  {'pull ' if kind == 'pull' else ''}{name}#{number}"
-
-
-def _summary(report: Report, width: int, paint: Painter) -> list[str]:
+def _summary(report: DoctorReport) -> list[str]:
     rows = report.rows
     live = [row for row in rows if row.live]
     guarded = [row for row in live if row.guards]
@@ -197,14 +174,11 @@ def _summary(report: Report, width: int, paint: Painter) -> list[str]:
         f"{sum(row.bare.status == 'not run' for row in rows)} not run here",
         f"{sum(row.bare.status in ('timeout', 'broken') for row in rows)} without an answer",
     ]
-    lines = textwrap.wrap("; ".join(counts) + ".", width)
-    if report.failed:
-        names = ", ".join(row.id for row in report.failed)
-        lines += [paint(line, "open") for line in textwrap.wrap(f"NOT CLOSED: {names}", width)]
-    return [*lines, "", *_environment(report.environment, width, paint)]
+    failed = ", ".join(row.id for row in report.failed)
+    return ["; ".join(counts) + ".", *([f"NOT CLOSED: {failed}"] if failed else [])]
 
 
-def _environment(environment: Environment, width: int, paint: Painter) -> list[str]:
+def _environment(environment: Environment) -> list[str]:
     facts = {
         "torch": environment.torch,
         "Python": environment.python,
@@ -212,15 +186,13 @@ def _environment(environment: Environment, width: int, paint: Painter) -> list[s
         "GPU": environment.gpu,
         "torchguard": environment.torchguard,
     }
-    lines = [f"{name:<11} {value}" for name, value in facts.items()]
+    shown = [f"{name:<11} {value}" for name, value in facts.items()]
     if environment.foreign is None:
-        lines.append("the foreign distribution named torchguard is not installed")
+        shown.append("the foreign distribution named torchguard is not installed")
     else:
-        warning = (
+        shown.append(
             f"WARNING: the distribution torchguard {environment.foreign} is installed. It is "
             "somebody else's package and owns the same folder as torchguard-runtime: uninstall "
             "both, then install torchguard-runtime again."
         )
-        lines += [paint(line, "open") for line in textwrap.wrap(warning, width)]
-    lines.append("#N in the table is https://github.com/pytorch/pytorch/issues/N")
-    return lines
+    return shown

@@ -1,6 +1,12 @@
-"""The catalog of upstream defects, one file each, open to other packages."""
+"""The catalog of upstream defects and the doctor that looks for them; open to other packages."""
 
-from torchguard.defects.catalog import Defect, Family, NotRunHere
-from torchguard.defects.registry import FAMILIES, BrokenDefect, catalog
+from torchguard.defects.catalog import (
+    FAMILIES,
+    BrokenDefect,
+    Defect,
+    Family,
+    NotRunHere,
+    all_defects,
+)
 
-__all__ = ["FAMILIES", "BrokenDefect", "Defect", "Family", "NotRunHere", "catalog"]
+__all__ = ["FAMILIES", "BrokenDefect", "Defect", "Family", "NotRunHere", "all_defects"]

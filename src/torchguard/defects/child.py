@@ -1,7 +1,7 @@
-"""What runs inside the process of one probe.
+"""What runs in the process of one probe.
 
-The verdict goes to a file of its own, so nothing that the probe, torch or a
-compiler prints can be taken for it.
+The verdict goes to a file of its own, so that nothing that the probe, torch or a compiler
+prints can be taken for it.
 """
 
 from __future__ import annotations
@@ -11,93 +11,66 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import NamedTuple, NoReturn
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torchguard.defects.catalog import Defect
-
-__all__ = ["CALLED_GUARDS", "ENVIRONMENT", "Task", "Verdict", "main", "no_core_dumps", "perform"]
-
-CALLED_GUARDS = {
-    "guarded": "guarded(data=True)",
-    "check_consistent": "check_consistent()",
-    "bucketed": "bucketed()",
-}
-"""Guards that are called, and how; every other name is one for ``install()``."""
-
-ENVIRONMENT = ""
-"""The identifier of the task that describes torch and the GPU instead of running a probe."""
-
-Kind = Literal["absent", "live", "crash", "not run", "timeout", "broken", "described"]
+from torchguard.defects.catalog import CALLED_GUARDS, Defect, NotRunHere, error_text, find
+from torchguard.defects.report import Status, Verdict
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One process to run: a defect's probe, bare or guarded."""
 
     id: str
     guarded: bool = False
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How one process ended."""
-
-    kind: Kind
-    text: str = ""
-    seconds: float = 0.0
-    log: str = ""
-
-    @property
-    def live(self) -> bool:
-        """Whether it showed the defect; a probe may do that by dying."""
-        return self.kind in {"live", "crash"}
+ENVIRONMENT = Task("")
+"""Describes torch and the GPU instead of running a probe: "absent", and JSON, if all is well."""
 
 
-def no_core_dumps() -> None:
-    """Keep this process and its children from writing their memory to disk when they crash."""
-    if sys.platform != "win32":
-        import resource  # noqa: PLC0415 - POSIX only
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def perform(task: Task, verdict_path: Path) -> None:
+def run_task(task: Task, verdict_path: Path, log_path: Path, channel: int | None) -> NoReturn:
     """Carry out ``task`` and write the verdict, whatever the probe raises."""
+    if os.name == "posix":
+        os.setpgid(0, 0)  # a group that is killed together
+    if channel is not None:
+        os.close(channel)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(log_path, flags)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
     try:
-        verdict = _describe() if task.id == ENVIRONMENT else _probe(task)
+        verdict = _describe() if task == ENVIRONMENT else _probe(find(task.id), task.guarded)
     except BaseException as error:  # noqa: BLE001 - a probe that raises is a row as well
         traceback.print_exc()  # into the log of this process
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        verdict = Verdict("broken", text)
+        verdict = Verdict("broken", error_text(error))
     # A probe may die while it writes elsewhere; half a verdict must not look like one.
     unfinished = verdict_path.with_suffix(".part")
     unfinished.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
     unfinished.replace(verdict_path)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What the probe has spoiled must not crash the interpreter's shutdown: the verdict is in.
+    os._exit(0)
 
 
-def _probe(task: Task) -> Verdict:
-    from torchguard.defects.catalog import NotRunHere  # noqa: PLC0415 - imports torch
-    from torchguard.defects.registry import find  # noqa: PLC0415 - likewise
-
-    defect = find(task.id)
-    probe = defect.probe
-    if task.guarded and defect.guarded_probe is not None:
-        probe = defect.guarded_probe
+def _probe(defect: Defect, guarded: bool) -> Verdict:
+    probe = (guarded and defect.guarded_probe) or defect.probe
     try:
-        with _guards_on(defect) if task.guarded else contextlib.nullcontext():
+        with _guards_on(defect) if guarded else contextlib.nullcontext():
             seen = probe()
     except NotRunHere as reason:
         return Verdict("not run", str(reason))
+    if seen is not None and not isinstance(seen, str):
+        raise TypeError(f"the probe returned {seen!r}; expected None or one sentence")
+    status: Status
     if seen is None:
-        return Verdict("absent")
-    if isinstance(seen, str):
-        return Verdict("live", seen)
-    raise TypeError(f"the probe returned {seen!r}; expected None or one sentence")
+        status = "absent" if not guarded else "detected" if defect.only_detects else "closed"
+    else:
+        status = "open" if guarded else "corrupt" if defect.family == "memory" else "wrong result"
+    return Verdict(status, seen or "")
 
 
 @contextlib.contextmanager
@@ -115,7 +88,7 @@ def _guards_on(defect: Defect) -> Iterator[None]:
 
 
 def _describe() -> Verdict:
-    """Say which torch and which GPU the probes see, as JSON in the verdict's text."""
+    """Say which torch and which GPU the probes see, as JSON."""
     import torch  # noqa: PLC0415 - this is what the process is for
 
     gpu = "none"
@@ -132,15 +105,4 @@ def _describe() -> Verdict:
     elif torch.xpu.is_available():
         gpu = torch.xpu.get_device_name(0)
     facts = {"torch": torch.__version__, "gpu": gpu, "fork_is_safe": fork_is_safe}
-    return Verdict("described", json.dumps(facts))
-
-
-def main() -> None:
-    """Run the task that a cold start names on its command line."""
-    no_core_dumps()
-    task = Task(**json.loads(sys.argv[1]))
-    perform(task, Path(sys.argv[2]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What the probe has spoiled must not crash the interpreter's shutdown: the verdict is in.
-    os._exit(0)
+    return Verdict("absent", json.dumps(facts))

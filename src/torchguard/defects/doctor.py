@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import json
+import os
+import platform
+import tempfile
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from torchguard.defects.catalog import Family
-from torchguard.defects.examination import Step, examine
-from torchguard.defects.report import Report
+from torchguard.defects.catalog import FAMILIES, BrokenDefect, Defect, Family, all_defects
+from torchguard.defects.child import ENVIRONMENT, Task
+from torchguard.defects.report import DoctorReport, Environment, Row, Verdict
+from torchguard.defects.runner import Event, Schedule, run
+from torchguard.version import __version__
 
-__all__ = ["doctor"]
+# Seconds that a row takes on a core of its own, roughly: compiling outweighs the rest by far.
+_START, _QUICK, _COMPILED = 5.0, 0.5, 15.0
+_MOST_WORKERS = 8  # each takes about half a gigabyte while it compiles
+
+
+@dataclass(frozen=True)
+class DoctorProgress:
+    """What ``progress`` is called with, whenever a process starts or ends."""
+
+    done: int
+    total: int
+    running: tuple[str, ...]
+    """Identifiers of the defects that are being probed right now."""
+
+    row: Row | None
+    """The row that has just been completed, if one was."""
+
+    remaining: float | None = None
+    """Estimated seconds until the end; the estimate improves with every row that is done."""
 
 
 def doctor(
     only: Iterable[str] | None = None,
     family: Family | None = None,
     *,
-    progress: Callable[[Step], None] | None = None,
+    progress: Callable[[DoctorProgress], None] | None = None,
     jobs: int | None = None,
     timeout: float = 120.0,
-) -> Report:
+) -> DoctorReport:
     """Probe this torch for every defect of the catalog, bare and with the guards on.
 
     Equals running each probe by hand in a process of its own; nothing is run in the
@@ -27,7 +57,7 @@ def doctor(
     Args:
         only: identifiers of the defects to probe; all of them if None.
         family: probe this family only: ``"memory"``, ``"compile"`` or ``"gradient"``.
-        progress: called with a :class:`Step` whenever a process starts or ends.
+        progress: called with a :class:`DoctorProgress` whenever a process starts or ends.
         jobs: how many processes run side by side; as many as there are cores if None.
         timeout: seconds after which a probe is killed and its row says ``timeout``.
 
@@ -36,4 +66,185 @@ def doctor(
             ``jobs`` or ``timeout`` is not positive.
 
     """
-    return examine(only, family, progress, jobs, timeout)
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"expected jobs of 1 or more, got {jobs}")
+    if timeout <= 0:
+        raise ValueError(f"expected a timeout of more than 0 seconds, got {timeout:g}")
+    chosen = select(all_defects(), only, family)
+    with tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True) as folder:
+        Path(folder, "tmp").mkdir()
+        workers = jobs or min(_cores(), _MOST_WORKERS)
+        schedule = _schedule(chosen, folder, workers, timeout)
+        return _Examination(chosen, workers, progress or (lambda _: None)).run(schedule)
+
+
+def select(
+    rows: Iterable[Defect | BrokenDefect], only: Iterable[str] | None, family: str | None
+) -> list[Defect | BrokenDefect]:
+    """Pick rows of the catalog by identifier and family.
+
+    Broken plug-ins belong to no family, so they are part of each.
+
+    Raises:
+        ValueError: if there is no such identifier, with the nearest ones, or no such family,
+            or no row that is both.
+
+    """
+    rows = list(rows)
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"no family {family!r}; the families are {', '.join(FAMILIES)}")
+    families = {row.id: None if isinstance(row, BrokenDefect) else row.family for row in rows}
+    wanted = list(families) if only is None else list(only)
+    for identifier in wanted:
+        if identifier not in families:
+            raise ValueError(_unknown(identifier, list(families)))
+    of_family = FAMILIES if family is None else (family,)
+    chosen = [row for row in rows if row.id in wanted and families[row.id] in (*of_family, None)]
+    if wanted and not chosen:
+        named = ", ".join(f"{each} is of the family {families[each]!r}" for each in wanted)
+        raise ValueError(f"nothing to probe in the family {family!r}: {named}")
+    return chosen
+
+
+def _unknown(identifier: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(identifier, known, n=3, cutoff=0.5)
+    near += [name for name in known if identifier and identifier in name and name not in near]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    return f"no defect {identifier!r} in the catalog; {hint}"
+
+
+def _schedule(
+    chosen: list[Defect | BrokenDefect], folder: str, workers: int, timeout: float
+) -> Schedule:
+    defects = [row for row in chosen if isinstance(row, Defect)]
+    # What compiles takes longest, so it starts first.
+    by_length = sorted(defects, key=lambda defect: defect.family == "memory")
+    return Schedule(
+        tasks=(ENVIRONMENT, *(Task(defect.id) for defect in by_length)),
+        guarded=tuple(defect.id for defect in defects if defect.guards),
+        folder=folder,
+        workers=workers,
+        timeout=timeout,
+        compiles=any(defect.family != "memory" for defect in defects),
+    )
+
+
+class _Examination:
+    """Follows the processes and completes one row after the other."""
+
+    def __init__(
+        self,
+        chosen: list[Defect | BrokenDefect],
+        workers: int,
+        progress: Callable[[DoctorProgress], None],
+    ) -> None:
+        self._chosen = chosen
+        self._progress = progress
+        self._defects = {row.id: row for row in chosen if isinstance(row, Defect)}
+        self._bare: dict[str, Verdict] = {}
+        self._rows: dict[str, Row] = {}
+        self._running: list[str] = []
+        self._begun = time.monotonic()
+        self._seconds = {
+            name: _QUICK if defect.family == "memory" else _COMPILED
+            for name, defect in self._defects.items()
+        }
+        together = max(1, min(workers, len(self._seconds)))
+        longest = max(self._seconds.values(), default=0.0)
+        self._expected = _START + max(sum(self._seconds.values()) / together, longest)
+
+    def run(self, schedule: Schedule) -> DoctorReport:
+        facts = {"torch": "unknown", "gpu": "unknown"}
+        for row in self._chosen:
+            if isinstance(row, BrokenDefect):
+                bare = Verdict("broken", row.reason)
+                self._tell(Row(row.id, None, (), "", bare=bare, guarded=Verdict("-")))
+        with contextlib.closing(run(schedule)) as happening:
+            for event in happening:
+                if event.task != ENVIRONMENT:
+                    self._take(self._defects[event.task.id], event)
+                elif event.verdict is not None:
+                    facts = _facts(event.verdict)
+        rows = tuple(self._rows[row.id] for row in self._chosen)
+        return DoctorReport(rows, _environment(facts))
+
+    def _take(self, defect: Defect, event: Event) -> None:
+        verdict = event.verdict
+        if verdict is None:
+            if defect.id not in self._running:  # a second start, where the server has died
+                self._running.append(defect.id)
+            return self._tell(None)
+        if defect.id in self._running:  # not if the server died before it came to this task
+            self._running.remove(defect.id)
+        if event.task.guarded:
+            return self._tell(_row(defect, self._bare[defect.id], verdict))
+        if verdict.live and defect.guards:
+            self._bare[defect.id] = verdict  # the guarded run follows
+            return self._tell(None)
+        return self._tell(_row(defect, verdict, None))
+
+    def _tell(self, row: Row | None) -> None:
+        if row is not None:
+            self._rows[row.id] = row
+        total, left = len(self._chosen), self._remaining()
+        self._progress(DoctorProgress(len(self._rows), total, tuple(self._running), row, left))
+
+    def _remaining(self) -> float:
+        """Trust the estimate at the beginning, and what was seen the more rows are done."""
+        whole = sum(self._seconds.values())
+        done = sum(self._seconds.get(name, 0.0) for name in self._rows) / whole if whole else 0.0
+        if not done:
+            return self._expected
+        seen = (time.monotonic() - self._begun) / done
+        return max(0.0, (1 - done) * ((1 - done) * self._expected + done * seen))
+
+
+def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:
+    if guarded is None:  # there was no guarded run
+        if bare.live:
+            guarded = Verdict("open", "no guard yet")
+        else:
+            guarded = Verdict("not run" if bare.status == "not run" else "-")
+    return Row(
+        id=defect.id,
+        family=defect.family,
+        upstream=defect.upstream,
+        summary=defect.summary,
+        bare=bare,
+        guarded=guarded,
+        guards=defect.guards,
+        planned=defect.planned,
+        advice=defect.advice,
+        limits=defect.limits,
+    )
+
+
+def _facts(verdict: Verdict) -> dict[str, str]:
+    if verdict.status != "absent":
+        return {"torch": f"unknown ({verdict.status}: {verdict.detail})", "gpu": "unknown"}
+    values: dict[str, str] = json.loads(verdict.detail)
+    return values
+
+
+def _environment(facts: dict[str, str]) -> Environment:
+    try:
+        # The library's own distribution is torchguard-runtime; this one is somebody else's,
+        # and both own the folder `torchguard`.
+        foreign = version("torchguard")
+    except PackageNotFoundError:
+        foreign = None
+    return Environment(
+        torchguard=__version__,
+        torch=facts["torch"],
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        platform=platform.platform(),
+        gpu=facts["gpu"],
+        foreign=foreign,
+    )
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

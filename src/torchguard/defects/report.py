@@ -1,55 +1,39 @@
-"""What the doctor found, as frozen data classes that survive a trip through JSON."""
+"""What the doctor found, as frozen dataclasses that survive a round trip through JSON."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from torchguard.defects.catalog import Family
-
-__all__ = [
-    "FORMAT",
-    "Bare",
-    "BareStatus",
-    "Environment",
-    "Guarded",
-    "GuardedStatus",
-    "Report",
-    "Row",
-]
+from torchguard.defects.catalog import Family
 
 FORMAT = 2
 """Version of the JSON document; it grows when a reader of the old one would be misled."""
 
-BareStatus = Literal[
+Status = Literal[
+    # Of a run on bare torch:
     "absent",  # this torch does not have the defect
-    "corrupt",  # a tensor, a buffer or a file was spoiled
-    "wrong result",  # the program computed something else than it says
-    "crash",  # the process died
-    "not run",  # this machine lacks what the probe needs
+    "corrupt",  # live: a tensor, a buffer or a file was spoiled
+    "wrong result",  # live: the program computed something else than it says
+    "crash",  # live: the process died
     "timeout",  # the probe never ended: nobody knows
-    "broken",  # the probe or the plug-in itself failed: nobody knows
-]
-
-GuardedStatus = Literal[
-    "closed",  # live on bare torch, absent with the guards on
-    "detected",  # live with the guards on, which find the damage where they are called
-    "open",  # live with the guards on, or no guard exists yet
-    "not run",  # never to be read as closed
-    "broken",  # the guarded run failed in a way that proves nothing
+    # Of a run with the guards on, which follows a live one:
+    "closed",  # the defect is gone
+    "detected",  # the damage is done, and the guards find it where they are called
+    "open",  # still live, or no guard exists yet
     "-",  # nothing to close
+    # Of either:
+    "not run",  # this machine lacks what the probe needs; never to be read as closed
+    "broken",  # the probe or the plug-in itself failed: it proves nothing
 ]
-
-_LIVE: tuple[BareStatus, ...] = ("corrupt", "wrong result", "crash")
 
 
 @dataclass(frozen=True)
-class Bare:
-    """What happened on bare torch."""
+class Verdict:
+    """How the run of one probe ended."""
 
-    status: BareStatus
+    status: Status
     detail: str = ""
     """The probe's sentence, the signal's name, or why there is no answer."""
 
@@ -57,15 +41,10 @@ class Bare:
     log: str = ""
     """The end of what the process wrote, where the status alone does not explain it."""
 
-
-@dataclass(frozen=True)
-class Guarded:
-    """What happened with the guards on."""
-
-    status: GuardedStatus
-    detail: str = ""
-    seconds: float = 0.0
-    log: str = ""
+    @property
+    def live(self) -> bool:
+        """Whether bare torch showed the defect; a probe may do that by dying."""
+        return self.status in {"corrupt", "wrong result", "crash"}
 
 
 @dataclass(frozen=True)
@@ -78,8 +57,12 @@ class Row:
 
     upstream: tuple[str, ...]
     summary: str
-    bare: Bare
-    guarded: Guarded
+    bare: Verdict
+    """What happened on bare torch."""
+
+    guarded: Verdict
+    """What happened with the guards on."""
+
     guards: tuple[str, ...] = ()
     """Names for ``install()``, or ``"guarded"`` or ``"check_consistent"`` which are called."""
 
@@ -91,7 +74,7 @@ class Row:
     @property
     def live(self) -> bool:
         """Whether this torch has the defect."""
-        return self.bare.status in _LIVE
+        return self.bare.live
 
     @property
     def failed(self) -> bool:
@@ -116,11 +99,12 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Every row, in the order of the catalog, and what it was measured on."""
+class DoctorReport:
+    """What :func:`torchguard.doctor` found: a row for each defect, in the order of the catalog."""
 
     rows: tuple[Row, ...]
     environment: Environment
+    """What the probes ran on."""
 
     @property
     def failed(self) -> tuple[Row, ...]:
@@ -143,7 +127,7 @@ class Report:
         return json.dumps(document, indent=2, ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> DoctorReport:
         """Read what :meth:`to_json` wrote.
 
         Raises:
@@ -159,12 +143,7 @@ class Report:
 
 
 def _row(values: dict[str, Any]) -> Row:
-    return Row(
-        **{
-            **values,
-            "upstream": tuple(values["upstream"]),
-            "guards": tuple(values["guards"]),
-            "bare": Bare(**values["bare"]),
-            "guarded": Guarded(**values["guarded"]),
-        }
-    )
+    # JSON has lists where a row has tuples, and objects where it has verdicts.
+    tuples = {name: tuple(values[name]) for name in ("upstream", "guards")}
+    verdicts = {name: Verdict(**values[name]) for name in ("bare", "guarded")}
+    return Row(**{**values, **tuples, **verdicts})

@@ -1,0 +1,347 @@
+"""Runs each probe in a process of its own, side by side, and survives whatever they do.
+
+Three kinds of process:
+
+- the doctor's, which starts one server and reads what happens from a pipe, as lines of JSON;
+- the server, which starts a process per probe with ``multiprocessing`` and waits for them. Where
+  forking is safe (Linux) it imports torch and its compiler once, which takes seconds, and forks;
+  elsewhere every probe is spawned in a fresh interpreter;
+- a probe's, which is in ``child.py``.
+
+The probes are not started from the doctor's process itself: it may have threads, which a fork
+does not copy, and ``multiprocessing`` would run a caller's main module again in each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchguard.defects.catalog import built_in
+from torchguard.defects.child import ENVIRONMENT, Task, run_task
+from torchguard.defects.report import Verdict
+
+_LOOK = 1.0  # seconds after which processes are looked at even if nothing was reported
+_LOG_TAIL = 4000  # bytes kept of what a process wrote
+
+# torch.compile imports these; they take as long as torch itself.
+_COMPILER = ("torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.cpu_vec_isa")
+
+
+class Event(NamedTuple):
+    """A process has started (no verdict yet) or ended."""
+
+    task: Task
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything the server needs to know; it travels there as JSON."""
+
+    tasks: tuple[Task, ...]
+    """The processes to run, in the order in which they start."""
+
+    guarded: tuple[str, ...]
+    """Defects that are probed a second time, guarded, when the bare run has shown them."""
+
+    folder: str
+    """Temporary folder for verdicts, logs, the shared compile cache and the probes' own files."""
+
+    workers: int
+    timeout: float
+    compiles: bool
+    """Whether any of them uses torch.compile: then its modules are imported before forking."""
+
+    forks: bool = False
+    """Whether the server forks the processes; it spawns them otherwise."""
+
+    def follow_up(self, task: Task, verdict: Verdict) -> list[Task]:
+        """Return the run that has to follow ``task``: a live defect is probed again, guarded."""
+        again = not task.guarded and verdict.live and task.id in self.guarded
+        return [Task(task.id, guarded=True)] if again else []
+
+
+# --- the doctor's process
+
+
+def run(schedule: Schedule) -> Generator[Event]:
+    """Run the schedule; yields as things happen, and ends every process when it is closed."""
+    done: dict[Task, Verdict] = {}
+    # All of it is spawned where forking is not possible, and what is left where the server died.
+    for forks in (True, False) if forking_is_possible() else (False,):
+        rest = replace(schedule, tasks=_without_verdict(schedule, done), forks=forks)
+        with contextlib.closing(_from_server(rest)) as happening:
+            for event in happening:
+                if forks and _fork_is_unsafe(event):
+                    break
+                if event.verdict is not None:
+                    done[event.task] = event.verdict
+                yield event
+    for task in _without_verdict(schedule, done):
+        text = "the process that starts the probes has ended"
+        yield Event(task, Verdict("broken", text, log=_tail(Path(schedule.folder, "server.log"))))
+
+
+def forking_is_possible() -> bool:
+    """Whether a child may be forked from a process that has imported torch.
+
+    macOS has ``fork`` too, but its system libraries refuse to work in the child.
+    """
+    return sys.platform == "linux"
+
+
+def _without_verdict(schedule: Schedule, done: dict[Task, Verdict]) -> tuple[Task, ...]:
+    guarded = [
+        again for task, verdict in done.items() for again in schedule.follow_up(task, verdict)
+    ]
+    return tuple(task for task in (*guarded, *schedule.tasks) if task not in done)
+
+
+def _fork_is_unsafe(event: Event) -> bool:
+    """Whether the forked child that looked for a GPU could not use it."""
+    if event.task != ENVIRONMENT or event.verdict is None or event.verdict.status != "absent":
+        return False
+    return not json.loads(event.verdict.detail)["fork_is_safe"]
+
+
+def _from_server(schedule: Schedule) -> Generator[Event]:
+    """Let a server run the schedule; ends early when the server does."""
+    if not schedule.tasks:
+        return
+    code = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
+        f"from {__name__} import serve; serve()"
+    )
+    with Path(schedule.folder, "server.log").open("ab") as log:
+        server = subprocess.Popen(  # noqa: S603 - our own interpreter and our own code
+            [sys.executable, "-c", code, json.dumps(sys.path)],
+            env=_environment(schedule.folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            # Ctrl-C at a terminal is for this process, which ends the server in good order.
+            start_new_session=True,
+            text=True,
+            encoding="utf-8",
+        )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            server.stdin.write(json.dumps(asdict(schedule)) + "\n")
+            server.stdin.flush()
+        for line in server.stdout:
+            task, verdict = json.loads(line)
+            yield Event(Task(*task), None if verdict is None else Verdict(**verdict))
+    finally:
+        # An end of file on its input is what tells the server to end its children.
+        with contextlib.suppress(BrokenPipeError):
+            server.stdin.close()
+        try:
+            server.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        server.stdout.close()
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """Return the environment of the probes: one thread each, one compile cache, no switches."""
+    # A switch like TORCH_COMPILE_DISABLE would make every compiled defect look absent.
+    switches = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_LOGS", "TORCH_TRACE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(switches)}
+    cache = Path(folder, "cache")
+    return kept | {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        # What is shared is what a hash of its source identifies: compiled C++ and its headers.
+        # A cached graph must not be shared: a guard that changes how graphs are lowered would be
+        # shown the result of the bare run.
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        # Files of a probe that dies go when the folder goes.
+        "TMPDIR": str(Path(folder, "tmp")),
+    }
+
+
+# --- the server
+
+
+def serve() -> None:
+    """Run the schedule on standard input and write its events to standard output."""
+    _no_core_dumps()
+    # Whatever an import prints goes to the log, not between the events.
+    channel = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    values = json.loads(sys.stdin.readline())
+    schedule = Schedule(**{**values, "tasks": tuple(Task(*task) for task in values["tasks"])})
+    if not schedule.forks:
+        return _supervise(schedule, channel, _readable_at_end_of_input())
+    _import_what_probes_need(schedule)
+    if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208 - names are enough
+        # A fork copies one thread, and the locks of all: no child could be trusted. The
+        # doctor sees no event and has every probe spawned instead.
+        sys.exit("an import started a thread, so this process can't be forked safely")
+    # After the schedule nothing is sent any more: readable means closed.
+    return _supervise(schedule, channel, sys.stdin.fileno())
+
+
+def _readable_at_end_of_input() -> Connection:
+    """Return what can be waited for on Windows as well, where standard input can't."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+
+    def close_at_end() -> None:
+        while os.read(0, 1):  # not sys.stdin, whose lock the exit of the interpreter needs
+            pass
+        writer.close()
+
+    threading.Thread(target=close_at_end, daemon=True).start()
+    return reader
+
+
+def _import_what_probes_need(schedule: Schedule) -> None:
+    built_in()
+    if not schedule.compiles:
+        return
+    # Only a head start: a probe that needs one of these itself reports what is wrong with it.
+    with contextlib.suppress(Exception):
+        for name in _COMPILER:
+            module = importlib.import_module(name)
+        # Which vector instructions work here is remembered per process, and finding out means
+        # two compilations and two more interpreters that import torch: once is enough.
+        module.pick_vec_isa()
+
+
+def _supervise(schedule: Schedule, channel: int, doctor_is_gone: Connection | int) -> None:
+    """Keep ``schedule.workers`` processes running until every task has a verdict."""
+
+    def send(event: Event) -> None:
+        verdict = None if event.verdict is None else asdict(event.verdict)
+        os.write(channel, f"{json.dumps([event.task, verdict])}\n".encode())
+
+    waiting, started = deque(schedule.tasks), 0
+    running: list[_Running] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < schedule.workers:
+                running.append(_Running(started, waiting.popleft(), schedule, channel))
+                started += 1
+                send(Event(running[-1].task))
+            # A process that leaves a child behind may end without its sentinel being ready:
+            # the child has the other end of that pipe. So each is looked at once a second.
+            ready = wait([doctor_is_gone, *(each.sentinel for each in running)], _LOOK)
+            if doctor_is_gone in ready:
+                return
+            ended = [each for each in running if each.has_ended()]
+            for each in ended:
+                verdict = each.verdict()
+                running.remove(each)
+                waiting.extendleft(schedule.follow_up(each.task, verdict))
+                send(Event(each.task, verdict))
+            if ready and not ended:
+                time.sleep(0.01)  # a sentinel is ready just before the process can be reaped
+    finally:
+        for each in running:
+            each.kill()
+
+
+class _Running:
+    """One process from its start to its verdict."""
+
+    def __init__(self, number: int, task: Task, schedule: Schedule, channel: int) -> None:
+        self.task = task
+        self._timeout = schedule.timeout
+        self._started = time.monotonic()
+        method = "fork" if schedule.forks else "spawn"
+        self._verdict_path = Path(schedule.folder, f"{method}-{number}.json")
+        self._log_path = self._verdict_path.with_suffix(".log")
+        arguments = task, self._verdict_path, self._log_path, channel if schedule.forks else None
+        context: Any = multiprocessing.get_context(method)
+        self._process = context.Process(target=run_task, args=arguments)
+        self._process.start()
+        self.sentinel: int = self._process.sentinel
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended by itself, or has to."""
+        return self._process.exitcode is not None or self._seconds() > self._timeout
+
+    def verdict(self) -> Verdict:
+        """Return how it ended; past its time it is killed."""
+        seconds, status = self._seconds(), self._process.exitcode
+        self.kill()  # what a probe leaves running ends with it
+        if status is None:
+            text = f"no answer after {self._timeout:g} seconds"
+            return Verdict("open" if self.task.guarded else "timeout", text, seconds, self._log())
+        if status != 0:
+            text = _name_of(status)
+            if self.task.guarded:
+                return Verdict("open", f"crash: {text}", seconds, self._log())
+            return Verdict("crash", text, seconds, self._log())
+        try:
+            verdict = Verdict(**json.loads(self._verdict_path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            verdict = Verdict("broken", "the process ended without an answer")
+        log = self._log() if verdict.status == "broken" else ""
+        return replace(verdict, seconds=seconds, log=log)
+
+    def kill(self) -> None:
+        """End the process and everything it has started, and wait for it."""
+        if os.name == "posix":
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # it may not lead its group yet; Windows has no groups to kill
+        self._process.join()
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _log(self) -> str:
+        # Until a spawned process has its own log, it writes to the server's.
+        own = self._log_path
+        return _tail(own if own.exists() else own.with_name("server.log"))
+
+
+def _tail(path: Path) -> str:
+    try:
+        return path.read_bytes()[-_LOG_TAIL:].decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _name_of(status: int) -> str:
+    """Say in words how a process died."""
+    if status < 0:
+        try:
+            return signal.Signals(-status).name
+        except ValueError:
+            return f"signal {-status}"
+    if status == 0xC0000005:  # noqa: PLR2004 - Windows' STATUS_ACCESS_VIOLATION
+        return "ACCESS_VIOLATION"
+    return f"exit status {status}" if status < 256 else f"exit status {status:#x}"  # noqa: PLR2004
+
+
+def _no_core_dumps() -> None:
+    """Keep this process and its children from writing their memory to disk when they crash."""
+    if sys.platform != "win32":
+        import resource  # noqa: PLC0415 - POSIX only
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

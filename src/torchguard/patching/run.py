@@ -213,7 +213,7 @@ def _is_ours(file: str) -> bool:
     """Whether a frame belongs to torchguard, or to what runs ``python -m torchguard``."""
     if file.startswith("<frozen ") or file == runpy.__file__:
         return True
-    return Path(file).parent == Path(__file__).parent
+    return Path(file) in {Path(__file__), Path(__file__).parents[1] / "__main__.py"}
 
 
 def _set_first_path(path: str) -> None:

@@ -44,7 +44,6 @@ from torchguard._torch.modes import (
     overriding,
     replace_torch_function_modes,
     torch_function_modes,
-    without_autocast_cache,
     without_dispatch_modes,
     without_torch_function,
 )
@@ -166,7 +165,6 @@ __all__ = [
     "tracing_context",
     "tracing_unseen",
     "version_of",
-    "without_autocast_cache",
     "without_dispatch_modes",
     "without_recompile_limit",
     "without_torch_function",

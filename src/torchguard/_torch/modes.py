@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ __all__ = [
     "overriding",
     "replace_torch_function_modes",
     "torch_function_modes",
-    "without_autocast_cache",
     "without_dispatch_modes",
     "without_torch_function",
 ]
@@ -116,17 +115,6 @@ _innermost_transform: Callable[[], Any] = getattr(
 def inside_transform() -> bool:
     """Whether this runs inside a transform such as ``torch.func.vmap``."""
     return _innermost_transform() is not None
-
-
-@contextlib.contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """Let autocast cast every time: it neither keeps casts nor takes those it has kept."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 autocast_is_on: Callable[[], bool] = getattr(

@@ -1,19 +1,35 @@
-"""Ranks that train one model take the same step of the ladder."""
+"""The one collective of torchguard: every rank of a group learns the largest of each number.
+
+``bucketed`` takes the bucket of the longest rank with it, and stops all ranks at what one of them
+finds wrong; ``verified`` takes the fallback of the rank that needs the slowest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-__all__ = ["lowest_and_highest"]
+__all__ = ["largest_of_all_ranks"]
 
 
-def lowest_and_highest(position: int, group: Any) -> tuple[int, int]:
-    """Return the lowest and the highest position of all ranks; each of them has to ask."""
-    device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
-    both = torch.tensor([-position, position], device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    lowest, highest = both.tolist()
-    return -int(lowest), int(highest)
+def largest_of_all_ranks(group: Any, numbers: Sequence[int]) -> list[int]:
+    """Return the largest of each number over all ranks; every rank has to call it.
+
+    Args:
+        group: of ``torch.distributed``, or True for all ranks.
+        numbers: as many on every rank.
+    """
+    import torch.distributed as dist  # noqa: PLC0415 - not every build of torch has it
+
+    group = None if group is True else group
+    # NCCL and XCCL have no collectives on the CPU, every other group takes a CPU tensor.
+    devices = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    device = "cpu" if "cpu" in devices else devices[0]
+    # Under inference mode an in-place collective would make an inference tensor.
+    with torch.inference_mode(False), torch.no_grad():
+        shared = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
+        largest: list[int] = shared.tolist()
+    return largest

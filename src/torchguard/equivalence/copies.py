@@ -15,14 +15,16 @@ import torch
 from torchguard._torch import base_of, has_own_dispatch
 
 __all__ = [
+    "Cast",
     "Change",
     "Copies",
-    "NotCopied",
     "bytes_of",
     "copy_inputs",
     "tensors_of",
     "why_not_copied",
 ]
+
+Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
 
 Change: TypeAlias = Callable[[torch.Tensor, bool], None]
 """Changes the values of a storage's copy before anybody sees it; the second argument says
@@ -30,10 +32,6 @@ whether a tensor over the original requires a gradient."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = (bool, int, float, complex, type(None))
-
-
-class NotCopied(Exception):  # noqa: N818 - it is an answer, not an error
-    """Raised where an input can't be copied with all that belongs to it; the text says why."""
 
 
 @dataclass
@@ -52,16 +50,35 @@ def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def why_not_copied(values: Sequence[Any]) -> str | None:
-    """Say which input can't be copied and why; None if all can."""
+def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | None:
+    """Say which input can't be copied with all that belongs to it, and why; None if all can.
+
+    Args:
+        values: the inputs of a call.
+        cast: as of :func:`copy_inputs`.
+    """
+    dtypes: dict[object, torch.dtype] = {}
     for position, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            kind = _unusual(value)
-            if kind is not None:
-                return f"input {position} is {kind}"
-        elif not isinstance(value, _NUMBERS):
-            return f"input {position} is a {type(value).__name__}, not a tensor or a number"
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(value, _NUMBERS):
+                return f"input {position} is a {type(value).__name__}, not a tensor or a number"
+            continue
+        kind = _unusual(value)
+        if kind is not None:
+            return f"input {position} is {kind}"
+        base = base_of(value)
+        if value.requires_grad and base is not None and not _is_view_of(value, base):
+            return f"input {position} is a differentiable view of another dtype"
+        if cast is not None:
+            first = dtypes.setdefault(_key(value), value.dtype)
+            if first != value.dtype and (cast(first) != first or cast(value.dtype) != value.dtype):
+                return f"input {position} shares a storage with one of another dtype"
     return None
+
+
+def _is_view_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether the tensor can be built anew as a view of a copy of its base."""
+    return base.dtype == tensor.dtype and _unusual(base) is None
 
 
 def _unusual(tensor: torch.Tensor) -> str | None:
@@ -86,15 +103,15 @@ def bytes_of(values: Sequence[Any]) -> int:
 
 def copy_inputs(
     values: Sequence[Any],
-    cast: Callable[[torch.dtype], torch.dtype] | None = None,
+    cast: Cast | None = None,
     change: Change | None = None,
 ) -> Copies:
-    """Copy the inputs of a call; ``cast`` says which dtype takes the place of which.
+    """Copy the inputs of a call, of which :func:`why_not_copied` has said that they can be.
 
-    Raises:
-        NotCopied: two dtypes look at one storage, which can't be cast then, or a
-            differentiable view can't be built anew.
-
+    Args:
+        values: the inputs.
+        cast: says which dtype takes the place of which.
+        change: changes the values of the copies.
     """
     learning = {_key(tensor) for tensor in tensors_of(values) if tensor.requires_grad}
     copier = _Copier(cast, change, learning)
@@ -117,14 +134,14 @@ def _key(tensor: torch.Tensor) -> object:
 class _Copier:
     def __init__(
         self,
-        cast: Callable[[torch.dtype], torch.dtype] | None,
+        cast: Cast | None,
         change: Change | None,
         learning: set[object],
     ) -> None:
         self._cast = cast or (lambda dtype: dtype)
         self._change = change
         self._learning = learning
-        self._storages: dict[object, tuple[torch.UntypedStorage, torch.dtype]] = {}
+        self._storages: dict[object, torch.UntypedStorage] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -135,14 +152,12 @@ class _Copier:
 
     def _build(self, tensor: torch.Tensor) -> torch.Tensor:
         base = base_of(tensor)
-        if base is not None and base.dtype == tensor.dtype and _unusual(base) is None:
+        if base is not None and _is_view_of(tensor, base):
             # AOTAutograd asks which inputs are views of one base.
             with torch.set_grad_enabled(tensor.requires_grad):
                 return self.copy(base).as_strided(
                     tensor.size(), tensor.stride(), tensor.storage_offset()
                 )
-        if base is not None and tensor.requires_grad:
-            raise NotCopied("an input is a differentiable view of another dtype")
         storage, dtype = self._storage(tensor)
         with torch.inference_mode(tensor.is_inference()):
             copy = torch.empty(0, dtype=dtype, device=tensor.device)
@@ -171,11 +186,8 @@ class _Copier:
             if self._change is not None:
                 values = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
                 self._change(values, key in self._learning)
-            self._storages[key] = (storage, tensor.dtype)
-        storage, first = self._storages[key]
-        if first != tensor.dtype and (self._cast(first) != first or dtype != tensor.dtype):
-            raise NotCopied("inputs of two dtypes share a storage")
-        return storage, dtype
+            self._storages[key] = storage
+        return self._storages[key], dtype
 
 
 class _NotALeaf(torch.autograd.Function):

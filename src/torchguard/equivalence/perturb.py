@@ -1,39 +1,45 @@
-"""Other last digits: a tensor that is off by about as much as rounding makes it.
+"""ULP-scale noise: tensors that are off by about as much as rounding makes them.
 
 Two computations of the same thing agree but for rounding, unless the function jumps: a ReLU
 passes a gradient on or stops it, an argmax names one place or another. Where an input of such a
 step lies within the rounding error of the jump, the two may land on either side, both right and
-far apart. With other last digits they no longer do; what is really wrong still is.
+far apart. With noise in the last digits they no longer do; what is really wrong still is.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+
 import torch
 
-__all__ = ["can_be_nudged", "nudge"]
+from torchguard._torch import set_version, version_of
+from torchguard.equivalence.isolate import without_autocast_cache
+
+__all__ = ["can_be_perturbed", "perturb_", "perturbed"]
 
 _EPSILONS = 32
 """How far a value is off at most, relative to itself, in units of the dtype's ``eps``; 1 for a
 dtype of 16 bits."""
 
 
-def can_be_nudged(values: torch.Tensor) -> bool:
+def can_be_perturbed(values: torch.Tensor) -> bool:
     """Whether it has digits to change: no integers, nor 8-bit types, of which one is a tenth."""
     return (values.is_floating_point() or values.is_complex()) and values.itemsize > 1
 
 
-def nudge(values: torch.Tensor, seed: int) -> None:
+def perturb_(values: torch.Tensor, seed: int) -> None:
     """Multiply each value in place by a random factor close to 1; zero stays zero.
 
     Where autocast is on, it is as far from 1 as the dtype that autocast takes rounds.
     """
-    if not can_be_nudged(values):
+    if not can_be_perturbed(values):
         return
     real = torch.view_as_real(values) if values.is_complex() else values
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(real.shape, generator=generator, device="cpu", dtype=torch.float64) * 2 - 1
-    nudged = (real.to(torch.float64) * (1 + drawn.to(real.device) * _farthest(real))).to(real.dtype)
-    real.copy_(torch.where(nudged.isfinite(), nudged, real))  # the largest number is one too
+    noisy = (real.to(torch.float64) * (1 + drawn.to(real.device) * _farthest(real))).to(real.dtype)
+    real.copy_(torch.where(noisy.isfinite(), noisy, real))  # the largest number is one too
 
 
 def _farthest(values: torch.Tensor) -> float:
@@ -42,3 +48,39 @@ def _farthest(values: torch.Tensor) -> float:
         dtypes.append(torch.get_autocast_dtype(values.device.type))
     details = [torch.finfo(dtype) for dtype in dtypes]
     return max(each.eps * (1 if each.bits == 16 else _EPSILONS) for each in details)  # noqa: PLR2004
+
+
+@contextlib.contextmanager
+def perturbed(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[bool]:
+    """Perturb weights for a while, in place; yields whether any value has changed.
+
+    In place, because other objects may hold them: what another thread writes to them meanwhile
+    is lost. Shared memory is left alone, lest the same happen to another process, and so are
+    tensors whose values can't be written like that: meta, sparse, inference, subclasses.
+    """
+    plain = {
+        id(tensor): tensor
+        for tensor in tensors
+        if type(tensor) in {torch.Tensor, torch.nn.Parameter}
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_inference()
+        and not (tensor.device.type == "cpu" and tensor.is_shared())
+    }
+    # All are copied before the first is changed: some lie in the same memory.
+    before = [(t, t.detach().clone(), version_of(t)) for t in plain.values()]
+    try:
+        with torch.no_grad():
+            for tensor, _, _ in before:
+                with contextlib.suppress(RuntimeError):  # it overlaps itself, or is conjugate
+                    perturb_(tensor.detach(), seed)
+        with without_autocast_cache():  # it holds the weights as they were
+            yield any(not torch.equal(tensor, values) for tensor, values, _ in before)
+    finally:
+        with torch.no_grad():
+            for tensor, values, _ in before:
+                with contextlib.suppress(RuntimeError):  # likewise, and it is as it was
+                    tensor.detach().copy_(values)
+            for tensor, _, version in before:
+                if version is not None:
+                    set_version(tensor, version)

@@ -1,0 +1,493 @@
+"""Compare two runs of one function: what differs, and what may differ by rounding alone.
+
+:func:`judge` compares by a :class:`Policy`: :data:`COMPILING` for a compiled graph beside eager,
+:data:`PADDING` for a padded call beside the same call without padding.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from torchguard.equivalence.copies import tensors_of
+from torchguard.equivalence.run import Outcome
+
+__all__ = [
+    "COMPILING",
+    "PADDING",
+    "Difference",
+    "Policy",
+    "Tolerance",
+    "Verdict",
+    "as_double",
+    "close",
+    "judge",
+    "same_outcome",
+    "same_strides",
+]
+
+
+class Tolerance(NamedTuple):
+    """How far a value may be off: the sum of the three."""
+
+    relative: float = 0.0
+    """As a share of the value."""
+
+    absolute: float = 0.0
+
+    of_largest: float = 0.0
+    """As a share of the largest value of the tensor."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What counts as a difference."""
+
+    tolerances: Mapping[torch.dtype, Tolerance]
+    of_others: Tolerance
+    """Of floating-point dtypes with fewer bits than those."""
+
+    metadata: bool
+    """Whether dtypes, devices, strides and shared memory have to be the same too."""
+
+    gradient_floor: float = 0.0
+    """A gradient that is zero but for rounding is measured by this share of the largest one."""
+
+    def tolerance(self, dtype: torch.dtype) -> Tolerance:
+        """Return the tolerance of a dtype; integers have none."""
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return Tolerance()
+        return self.tolerances.get(dtype, self.of_others)
+
+
+COMPILING = Policy(
+    # Those of torch.testing.assert_close, and one unit in the last place of the 8-bit types.
+    {
+        torch.float16: Tolerance(1e-3, 1e-5),
+        torch.bfloat16: Tolerance(1.6e-2, 1e-5),
+        torch.float32: Tolerance(1.3e-6, 1e-5),
+        torch.float64: Tolerance(1e-7, 1e-7),
+        torch.complex32: Tolerance(1e-3, 1e-5),
+        torch.complex64: Tolerance(1.3e-6, 1e-5),
+        torch.complex128: Tolerance(1e-7, 1e-7),
+    },
+    Tolerance(0.26, 1e-2),
+    metadata=True,
+)
+"""For a compiled graph: the same operations in another order."""
+
+PADDING = Policy(
+    # Sums over a padded length are taken in another order, and what is small may be a
+    # difference of what is large: rounding is measured by the largest value.
+    {
+        torch.float16: Tolerance(of_largest=1e-2),
+        torch.bfloat16: Tolerance(of_largest=4e-2),
+        torch.float32: Tolerance(of_largest=5e-5),
+        torch.float64: Tolerance(of_largest=1e-9),
+        torch.complex64: Tolerance(of_largest=5e-5),
+        torch.complex128: Tolerance(of_largest=1e-9),
+    },
+    Tolerance(of_largest=0.1),
+    metadata=False,
+    gradient_floor=1e-2,
+)
+"""For a padded call: the same operations on longer tensors, whose outputs were cut."""
+
+_MULTIPLE = 4.0
+"""How many times eager's own rounding error a compiled result may be off."""
+
+_TRUSTED = 0.05
+"""A reference further away from eager than this, relative to its size, computed something else."""
+
+Part = Literal[
+    "run", "backward", "structure", "outputs", "inputs", "sharing", "gradients", "buffers"
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that a run does otherwise than the reference."""
+
+    part: Part
+    key: Any
+    """Which output, input, gradient or buffer."""
+
+    what: str
+    kind: Literal["error", "value", "shape", "metadata", "strides", "memory", "numbers"]
+    largest: float = 0.0
+    """Of numbers, the largest absolute difference; it may be infinite or NaN."""
+
+    scale: float = 0.0
+    """Of numbers, the largest finite one of the reference."""
+
+    finite: bool = False
+    """Whether it is one of numbers, and each of them is finite, or not, in both."""
+
+    strides: tuple[int, ...] | None = None
+    """Of an output whose strides alone have been compared so far, those of the reference."""
+
+    @property
+    def where(self) -> str:
+        """``output 0``, ``input 1 after the call``, ``gradient of input 2``."""
+        return _NAMES[self.part].format(self.key)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+_NAMES = {
+    "run": "the run",
+    "backward": "the backward pass",
+    "structure": "the run",
+    "outputs": "output {}",
+    "inputs": "input {} after the call",
+    "sharing": "{}",
+    "gradients": "gradient of input {}",
+    "buffers": "buffer {}",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison has found."""
+
+    differences: tuple[Difference, ...] = ()
+    strain: float = 0.0
+    """The largest difference as a share of what is allowed; 0 means equal to the last bit."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the runs did the same but for rounding."""
+        return not self.differences
+
+
+def judge(
+    reference: Outcome,
+    candidate: Outcome,
+    policy: Policy,
+    exact: Callable[[], Outcome | None] = lambda: None,
+) -> Verdict:
+    """Compare two runs; a verdict is a value, nothing is raised.
+
+    Args:
+        reference: the run that is right by definition: eager, or without padding.
+        candidate: the other one.
+        policy: what counts as a difference.
+        exact: makes the outcome in double precision. It is asked only where values differ by
+            more than the tolerance of their dtype.
+    """
+    if reference.error is not None or candidate.error is not None:
+        return _errors("run", reference.error, candidate.error)
+    if reference.structure != candidate.structure:
+        counts = f"{len(candidate.outputs)} outputs where eager has {len(reference.outputs)}"
+        return Verdict((Difference("structure", None, counts, "shape"),))
+    comparison = _Comparison(policy, functools.cache(exact))
+    comparison.values("outputs", enumerate(zip(reference.outputs, candidate.outputs, strict=True)))
+    comparison.values("inputs", enumerate(zip(reference.inputs, candidate.inputs, strict=True)))
+    if policy.metadata:
+        comparison.sharing(reference, candidate)
+    if not comparison.found and reference.backward_error is None:
+        # Otherwise there are no gradients to compare with, or the outputs are wrong already.
+        if candidate.backward_error is not None:
+            return _errors("backward", None, candidate.backward_error)
+        comparison.gradients(reference, candidate)
+        comparison.buffers(reference, candidate)
+    return Verdict(tuple(comparison.found), comparison.strain)
+
+
+def _errors(part: Part, reference: Exception | None, candidate: Exception | None) -> Verdict:
+    if (reference is None) == (candidate is None):
+        return Verdict()
+    if reference is None:
+        what = f"raises {_shown(candidate)}, eager does not"
+    else:
+        what = f"does not raise, eager raises {_shown(reference)}"
+    return Verdict((Difference(part, None, what, "error"),))
+
+
+def _shown(error: Exception | None) -> str:
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _part_of(outcome: Outcome | None, part: str, key: Any) -> Any:
+    """Return one value of an outcome, None if it has no such value."""
+    if outcome is None or outcome.error is not None or outcome.backward_error is not None:
+        return None
+    if part == "gradients":
+        gradient = outcome.gradients.get(key)
+        return None if gradient is None else gradient.value
+    return getattr(outcome, part)[key]
+
+
+class _Comparison:
+    """What was found so far."""
+
+    def __init__(self, policy: Policy, exact: Callable[[], Outcome | None]) -> None:
+        self.policy = policy
+        self.exact = exact
+        self.found: list[Difference] = []
+        self.strain = 0.0
+
+    def values(self, part: Part, pairs: Any, floor: float = 0.0) -> None:
+        """Compare pairs of values: tensors, and what else a function may return."""
+        for key, (expected, actual) in pairs:
+            difference = self._kinds(part, key, expected, actual)
+            if difference is None and isinstance(expected, torch.Tensor):
+                difference = self._numbers(part, key, expected.detach(), actual.detach(), floor)
+            if difference is not None:
+                self.found.append(difference)
+
+    def sharing(self, reference: Outcome, candidate: Outcome) -> None:
+        """Compare which tensors overlap in memory."""
+        for name, other in sorted(candidate.sharing - reference.sharing):
+            what = f"shares memory with {other}, in eager it does not"
+            self.found.append(Difference("sharing", name, what, "memory"))
+        for name, other in sorted(reference.sharing - candidate.sharing):
+            what = f"does not share memory with {other}, in eager it does"
+            self.found.append(Difference("sharing", name, what, "memory"))
+
+    def gradients(self, reference: Outcome, candidate: Outcome) -> None:
+        """Compare gradients; none, and one of zeros, are the same number."""
+        floor = 0.0
+        if self.policy.gradient_floor:
+            largest = [_largest(g.value) for g in reference.gradients.values() if g.value is not None]
+            floor = self.policy.gradient_floor * max(largest, default=0.0)
+        for key in {**reference.gradients, **candidate.gradients}:
+            one, other = reference.gradients.get(key), candidate.gradients.get(key)
+            there = [each for each in (one, other) if each is not None]
+            if len(there) == 1 and not there[0].known:
+                continue  # a leaf that this run has made: nobody sees its gradient
+            expected = None if one is None else one.value
+            actual = None if other is None else other.value
+            if expected is None and actual is None:
+                continue
+            if expected is None:
+                expected = torch.zeros_like(actual)
+            elif actual is None:
+                actual = torch.zeros_like(expected)
+            self.values("gradients", [(key, (expected, actual))], floor)
+
+    def buffers(self, reference: Outcome, candidate: Outcome) -> None:
+        """Compare what the runs have written to buffers; what one has not is as it was before."""
+        for name in reference.buffers.keys() | candidate.buffers.keys():
+            one, other = reference.buffers.get(name), candidate.buffers.get(name)
+            written = other or one
+            assert written is not None
+            expected = written.before if one is None else one.after
+            actual = written.before if other is None else other.after
+            # A buffer as long as the input, such as a table of positions, is no statistic.
+            if expected.shape == actual.shape:
+                self.values("buffers", [(name, (expected, actual))])
+
+    def _kinds(self, part: Part, key: Any, expected: Any, actual: Any) -> Difference | None:
+        """Compare all but the values of tensors."""
+        if not isinstance(expected, torch.Tensor) or not isinstance(actual, torch.Tensor):
+            if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
+                what = f"a {type(actual).__name__}, eager has a {type(expected).__name__}"
+                return Difference(part, key, what, "value")
+            if not self.policy.metadata and not isinstance(expected, _PLAIN):
+                return None  # an object that may compare by identity
+            right = expected == actual or (expected != expected and actual != actual)  # noqa: PLR0124 - NaN
+            what = f"{actual!r}, eager has {expected!r}"
+            return None if right else Difference(part, key, what, "value")
+        names = ("shape", "dtype", "device", "layout", "requires_grad")
+        for name in names if self.policy.metadata else names[:1]:
+            want, got = getattr(expected, name), getattr(actual, name)
+            if want != got:
+                what = f"{name} {_plain(got)}, eager has {_plain(want)}"
+                kind: Any = "shape" if name == "shape" else "metadata"
+                return Difference(part, key, what, kind)
+        # Autograd gives a leaf's gradient the leaf's own strides.
+        compared = self.policy.metadata and part != "gradients"
+        if compared and not same_strides(expected, actual):
+            what = f"strides {actual.stride()}, eager has {expected.stride()}"
+            strides = expected.stride() if part == "outputs" else None
+            return Difference(part, key, what, "strides", strides=strides)
+        return None
+
+    def _numbers(
+        self, part: Part, key: Any, expected: torch.Tensor, actual: torch.Tensor, floor: float
+    ) -> Difference | None:
+        """Compare the values of two tensors of one shape."""
+        if self.policy.metadata and expected.layout is not torch.strided:
+            return None
+        tolerance = self.policy.tolerance(expected.dtype)
+        off, allowed = _distance(expected, actual, tolerance, floor)
+        if bool((off <= allowed).all()):  # NaN is not
+            strain = torch.where(off > 0, off / allowed, 0.0)
+            self.strain = max(self.strain, float(strain.max()) if strain.numel() else 0.0)
+            return None
+        if self._as_near_as_eager(part, key, expected, actual, tolerance):
+            return None
+        what, finite = _described(expected, actual, off, allowed)
+        largest = float(off.max()) if not finite else float(off.nan_to_num(0, 0, 0).max())
+        scale = _largest(expected)
+        return Difference(part, key, what, "numbers", largest, scale, finite)
+
+    def _as_near_as_eager(
+        self, part: Part, key: Any, expected: Any, actual: Any, tolerance: Tolerance
+    ) -> bool:
+        exact = _part_of(self.exact(), part, key)
+        if not isinstance(exact, torch.Tensor) or exact.shape != expected.shape:
+            return False
+        exact = exact.detach()
+        if expected.is_floating_point() or expected.is_complex():
+            return _as_near(expected, actual, exact, tolerance)
+        return exact.dtype == actual.dtype and torch.equal(exact, actual)
+
+
+_PLAIN = (
+    type(None), int, float, complex, str, bytes, bool, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
+# ---- numbers ----
+
+
+def as_double(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers in double precision, of a complex tensor both parts."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj().to(torch.complex128))
+    return tensor.to(torch.float64)
+
+
+def _distance(
+    expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance, floor: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how far each value is off, and how far it may be.
+
+    Equal values are 0 apart, infinities and NaN too; one that only one of the tensors has is
+    infinitely far from the other.
+    """
+    relative, absolute, of_largest = tolerance
+    if not (expected.is_floating_point() or expected.is_complex()):
+        wrong = expected != actual
+        if expected.dtype == torch.bool or actual.dtype == torch.bool:
+            return wrong.to(torch.float64), torch.zeros((), device=wrong.device)
+        off = (expected.to(torch.float64) - actual.to(torch.float64)).abs()
+        # Two integers beyond 2 ** 53 may be one number in double precision.
+        return off.clamp_(min=wrong.to(torch.float64)), torch.zeros((), device=wrong.device)
+    if of_largest and expected.is_complex():
+        one, other = expected.to(torch.complex128), actual.to(torch.complex128)
+    else:
+        one, other = as_double(expected), as_double(actual)
+    same = (one == other) | (one.isnan() & other.isnan())
+    off = torch.where(same, torch.zeros_like(one), one - other).abs()
+    allowed = absolute + relative * one.abs()
+    if of_largest:
+        allowed = allowed + of_largest * max(_largest(expected), floor)
+    # An infinite one allows nothing: its neighbours are infinitely far off.
+    return off, torch.where(allowed.isfinite(), allowed, 0.0)
+
+
+def close(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Return, for each number, whether a compiled result may be what eager's is."""
+    off, allowed = _distance(expected, actual, COMPILING.tolerance(expected.dtype))
+    return off <= allowed
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest finite absolute value."""
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).abs()
+    finite = wide[wide.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _as_near(
+    expected: torch.Tensor, actual: torch.Tensor, exact: torch.Tensor, tolerance: Tolerance
+) -> bool:
+    """Whether the compiled result is about as near to the exact one as eager's is."""
+    wide, narrow, true = as_double(expected), as_double(actual), as_double(exact)
+    places = torch.isfinite(true)
+    for values in (wide, narrow):
+        if not torch.equal(torch.isfinite(values), places):
+            return False
+        if not torch.equal(values[~places].nan_to_num(), true[~places].nan_to_num()):
+            return False
+    wide, narrow, true = wide[places], narrow[places], true[places]
+    if not true.numel():
+        return True
+    eager_error = (wide - true).abs()
+    if eager_error.square().mean() > (_TRUSTED**2) * true.square().mean():
+        return False  # it is no reference for this graph
+    limit = tolerance.absolute + tolerance.relative * true.abs()
+    allowed = torch.clamp(limit, min=_MULTIPLE * eager_error.max())
+    return bool(((narrow - true).abs() <= allowed).all())
+
+
+def _described(
+    expected: torch.Tensor, actual: torch.Tensor, off: torch.Tensor, allowed: torch.Tensor
+) -> tuple[str, bool]:
+    """Say what differs, and whether all of it is finite numbers."""
+    if expected.is_floating_point() or expected.is_complex():
+        wide, narrow = as_double(expected), as_double(actual)
+        for name, test in (("NaN", torch.isnan), ("infinite", torch.isinf)):
+            wrong = test(wide) != test(narrow)
+            if wrong.any():
+                text = f"{int(wrong.sum())} of {wrong.numel()} elements are {name} in one only"
+                return text, False
+    wrong = ~(off <= allowed)
+    text = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
+    if expected.dtype == torch.bool:
+        return text, True
+    return f"{text}, the largest by {float(off.nan_to_num(0, 0, 0).max()):.3g}", True
+
+
+def same_outcome(one: Outcome, other: Outcome) -> bool:
+    """Whether two runs of eager came to the same."""
+    if (one.error is None) != (other.error is None):
+        return False
+    pairs = zip(_tensors_in(one), _tensors_in(other), strict=False)
+    return all(
+        a.shape == b.shape and bool(close(a.detach(), b.detach()).all()) for a, b in pairs
+    )
+
+
+def _tensors_in(outcome: Outcome) -> list[torch.Tensor]:
+    gradients = [each.value for each in outcome.gradients.values()]
+    return tensors_of([*outcome.outputs, *outcome.inputs, *gradients])
+
+
+# ---- strides ----
+
+
+def same_strides(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    """Whether no program can tell the strides of ``actual`` from those of ``expected``.
+
+    The dims have to come in the same order, from the largest stride to the smallest, and two
+    dims that ``view()`` can merge have to stay so. Dims of size 1 have no say. Where ``expected``
+    has an expanded dim, anything will do: a compiler may write out what eager returns as a view,
+    but not the other way round, for nobody could write into it any more.
+    """
+    order = _order(expected)
+    return order is None or (order == _order(actual) and _merged(expected) <= _merged(actual))
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims from the largest stride to the smallest; None where one is expanded."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [(stride, dim) for dim, (size, stride) in enumerate(sizes) if size > 1]
+    if not tensor.numel() or any(stride == 0 for stride, _ in strides):
+        return None
+    return tuple(dim for _, dim in sorted(strides, key=lambda pair: (-pair[0], pair[1])))
+
+
+def _merged(tensor: torch.Tensor) -> set[int]:
+    """Return the dims that ``view()`` can merge with the next one."""
+    sizes = list(zip(tensor.shape, tensor.stride(), strict=True))
+    dims = [dim for dim, (size, _) in enumerate(sizes) if size > 1]
+    return {
+        dim
+        for dim, after in itertools.pairwise(dims)
+        if sizes[dim][1] == sizes[after][0] * sizes[after][1]
+    }

@@ -18,10 +18,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from torchguard.__main__ import main
+from torchguard.equivalence.compare import COMPILING, judge
+from torchguard.equivalence.run import Outcome, run
 from torchguard.verification import verified_backend
-from torchguard.verification.comparison import differences
 from torchguard.verification.fuzz import Program, attempt, program
-from torchguard.verification.outcome import Outcome, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +115,7 @@ def test_eager_is_not_blamed_for_being_itself() -> None:
         function = program(seed).function()
         eager, again = (run(function, _inputs(seed)) for _ in range(2))
         assert eager.error is None
-        assert differences(eager, again, lambda: None) == [], program(seed).source
+        assert judge(eager, again, COMPILING).equal, program(seed).source
 
 
 def together(programs: list[Program]) -> Callable[..., tuple[Any, ...]]:
@@ -196,8 +196,8 @@ def test_programs_that_compute_in_double_precision_are_not_blamed() -> None:
         compiled = run(rounded, _inputs(seed))
         found = [
             difference
-            for difference in differences(eager, compiled, known(exact))
-            if difference.largest is not None
+            for difference in judge(eager, compiled, COMPILING, known(exact)).differences
+            if difference.finite
         ]
         assert found == [], made.source
 

@@ -1,4 +1,4 @@
-"""nudge: other last digits, and nothing but these."""
+"""perturb_: other last digits, and nothing but these."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.equivalence.perturb import can_be_nudged, nudge
+from torchguard.equivalence.perturb import can_be_perturbed, perturb_
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def nudged(values: torch.Tensor, seed: int = 1) -> torch.Tensor:
     copy = values.clone()
-    nudge(copy, seed)
+    perturb_(copy, seed)
     return copy
 
 
@@ -52,7 +52,7 @@ def test_many_values_move_and_each_seed_moves_them_otherwise(dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn])
 def test_what_has_no_digits_to_change_stays(dtype: torch.dtype) -> None:
     values = torch.ones(8).to(dtype)
-    assert not can_be_nudged(values)
+    assert not can_be_perturbed(values)
     assert torch.equal(nudged(values).float(), values.float())
 
 

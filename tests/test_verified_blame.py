@@ -17,10 +17,10 @@ from torch import nn
 
 from torchguard import MiscompilationWarning, verified, verified_backend
 from torchguard._torch import dynamo_backend
+from torchguard.equivalence.compare import same_strides
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.quiet import quiet
 from torchguard.verification.side_effects import why_not_twice
-from torchguard.verification.strides import same_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

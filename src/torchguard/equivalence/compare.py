@@ -21,6 +21,7 @@ __all__ = [
     "COMPILING",
     "PADDING",
     "Difference",
+    "Part",
     "Policy",
     "Tolerance",
     "Verdict",
@@ -29,6 +30,7 @@ __all__ = [
     "judge",
     "same_outcome",
     "same_strides",
+    "value_of",
 ]
 
 
@@ -215,14 +217,13 @@ def _shown(error: Exception | None) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def _part_of(outcome: Outcome | None, part: str, key: Any) -> Any:
-    """Return one value of an outcome, None if it has no such value."""
-    if outcome is None or outcome.error is not None or outcome.backward_error is not None:
-        return None
+def value_of(outcome: Outcome, part: Part, key: Any) -> Any:
+    """Return what a difference is about in one of the outcomes; None if it has no such value."""
     if part == "gradients":
         gradient = outcome.gradients.get(key)
         return None if gradient is None else gradient.value
-    return getattr(outcome, part)[key]
+    values: list[Any] = getattr(outcome, part)
+    return values[key] if key < len(values) else None
 
 
 class _Comparison:
@@ -256,8 +257,8 @@ class _Comparison:
         """Compare gradients; none, and one of zeros, are the same number."""
         floor = 0.0
         if self.policy.gradient_floor:
-            largest = [_largest(g.value) for g in reference.gradients.values() if g.value is not None]
-            floor = self.policy.gradient_floor * max(largest, default=0.0)
+            values = [gradient.value for gradient in reference.gradients.values()]
+            floor = self.policy.gradient_floor * max(map(_largest, tensors_of(values)), default=0.0)
         for key in {**reference.gradients, **candidate.gradients}:
             one, other = reference.gradients.get(key), candidate.gradients.get(key)
             there = [each for each in (one, other) if each is not None]
@@ -267,9 +268,9 @@ class _Comparison:
             actual = None if other is None else other.value
             if expected is None and actual is None:
                 continue
-            if expected is None:
+            if expected is None and actual is not None:
                 expected = torch.zeros_like(actual)
-            elif actual is None:
+            elif actual is None and expected is not None:
                 actual = torch.zeros_like(expected)
             self.values("gradients", [(key, (expected, actual))], floor)
 
@@ -333,7 +334,10 @@ class _Comparison:
     def _as_near_as_eager(
         self, part: Part, key: Any, expected: Any, actual: Any, tolerance: Tolerance
     ) -> bool:
-        exact = _part_of(self.exact(), part, key)
+        outcome = self.exact()
+        if outcome is None or outcome.error is not None or outcome.backward_error is not None:
+            return False
+        exact = value_of(outcome, part, key)
         if not isinstance(exact, torch.Tensor) or exact.shape != expected.shape:
             return False
         exact = exact.detach()
@@ -372,7 +376,7 @@ def _distance(
     relative, absolute, of_largest = tolerance
     if not (expected.is_floating_point() or expected.is_complex()):
         wrong = expected != actual
-        if expected.dtype == torch.bool or actual.dtype == torch.bool:
+        if torch.bool in {expected.dtype, actual.dtype}:
             return wrong.to(torch.float64), torch.zeros((), device=wrong.device)
         off = (expected.to(torch.float64) - actual.to(torch.float64)).abs()
         # Two integers beyond 2 ** 53 may be one number in double precision.
@@ -448,9 +452,7 @@ def same_outcome(one: Outcome, other: Outcome) -> bool:
     if (one.error is None) != (other.error is None):
         return False
     pairs = zip(_tensors_in(one), _tensors_in(other), strict=False)
-    return all(
-        a.shape == b.shape and bool(close(a.detach(), b.detach()).all()) for a, b in pairs
-    )
+    return all(a.shape == b.shape and bool(close(a.detach(), b.detach()).all()) for a, b in pairs)
 
 
 def _tensors_in(outcome: Outcome) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ called with, and :class:`UndoMutations`, which sees the operators of a function 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import random
 import sys
@@ -80,21 +81,20 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
         np.random.set_state(numpy)  # noqa: NPY002
 
 
-def _generators() -> list[tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]]:
+_Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]
+
+
+def _generators() -> list[_Generator]:
     """Return how to get and set the state of each default generator of torch.
 
     A device that was not used yet is left alone: to ask for its state would start it.
     """
-    found = [(torch.get_rng_state, torch.set_rng_state)]
-    for device in (torch.cuda, torch.xpu):
-        if device.is_initialized():
-            found += [
-                (
-                    lambda device=device, index=index: device.get_rng_state(index),
-                    lambda state, device=device, index=index: device.set_rng_state(state, index),
-                )
-                for index in range(device.device_count())
-            ]
+    found: list[_Generator] = [(torch.get_rng_state, torch.set_rng_state)]
+    devices: tuple[Any, ...] = (torch.cuda, torch.xpu)
+    for device in devices:
+        for index in range(device.device_count()) if device.is_initialized() else ():
+            get_state = functools.partial(device.get_rng_state, index)
+            found.append((get_state, functools.partial(device.set_rng_state, device=index)))
     if torch.backends.mps.is_available():
         found.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchguard.bucketing.decorator.trees import parts
+from torchguard._pytree import children
 
 __all__ = ["all_reachable_modules", "reachable_modules", "reachable_tensors"]
 
@@ -37,7 +37,7 @@ def reachable_tensors(function: Any, arguments: Iterable[Any]) -> list[torch.Ten
 def _candidates(function: Any, arguments: Iterable[Any]) -> list[Any]:
     candidates = [*_around(function), *arguments]
     for candidate in list(candidates):
-        inside = parts(candidate)
+        inside = children(candidate)
         if inside is not None:
             candidates += [part for _, part in inside]
         elif not isinstance(candidate, (type, torch.Tensor, torch.nn.Module, ModuleType)):

@@ -20,7 +20,15 @@ from torchguard._torch import set_version, version_of
 from torchguard.equivalence.copies import Cast, Change, Copies, copy_inputs, tensors_of
 from torchguard.equivalence.isolate import UndoMutations, isolated, storage_address
 
-__all__ = ["Buffer", "Gradient", "Outcome", "Output", "run", "run_undoing_mutations", "send_backward"]
+__all__ = [
+    "Buffer",
+    "Gradient",
+    "Outcome",
+    "Output",
+    "run",
+    "run_undoing_mutations",
+    "send_backward",
+]
 
 
 class Gradient(NamedTuple):
@@ -393,9 +401,7 @@ def send_backward(
     }
 
 
-def _leaves_behind(
-    outputs: Sequence[Any], inputs: Iterable[torch.Tensor]
-) -> list[torch.Tensor]:
+def _leaves_behind(outputs: Sequence[Any], inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Find the leaves that outputs depend on by way of autograd's graph, inputs left out."""
     known = {id(tensor) for tensor in inputs}
     found: dict[int, torch.Tensor] = {}

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard.equivalence.copies import NotCopied, tensors_of
-from torchguard.verification.comparison import Difference, differences, same
+from torchguard.equivalence.compare import COMPILING, Difference, judge, same_outcome
+from torchguard.equivalence.copies import why_not_copied
+from torchguard.equivalence.run import Outcome, run
 from torchguard.verification.graph import in_double, wider
-from torchguard.verification.outcome import Outcome, run
 
-__all__ = ["Case", "exact", "same_outcome"]
+__all__ = ["Case", "exact"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class Case:
         eager = run(self.graph, inputs)
         if eager.error is not None:
             return []
-        found = differences(eager, run(self.compiled, inputs), lambda: exact(self.graph, inputs))
+        compiled = run(self.compiled, inputs)
+        found = list(
+            judge(eager, compiled, COMPILING, lambda: exact(self.graph, inputs)).differences
+        )
         # What eager itself does not do twice, such as reading new memory, shows nothing.
         return found if found and same_outcome(eager, run(self.graph, inputs)) else []
 
@@ -38,21 +41,9 @@ class Case:
 def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
     """Return the outcome in double precision, or None where the graph can't be run so."""
     wide = in_double(graph)
-    if wide is None:
+    if wide is None or why_not_copied(inputs, wider) is not None:
         return None
     try:
         return run(wide, inputs, cast=wider)
-    except (NotCopied, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         return None
-
-
-def same_outcome(one: Outcome, other: Outcome) -> bool:
-    """Whether two runs of eager came to the same."""
-    if (one.error is None) != (other.error is None):
-        return False
-    pairs = zip(
-        tensors_of([*one.outputs, *one.inputs, *(one.gradients or [])]),
-        tensors_of([*other.outputs, *other.inputs, *(other.gradients or [])]),
-        strict=False,
-    )
-    return all(a.shape == b.shape and same(a.detach(), b.detach()) for a, b in pairs)

@@ -12,15 +12,15 @@ import torch
 from torch import fx
 
 from torchguard._torch import has_hooks, shape_guards, tracing_again
-from torchguard.equivalence.collective import lowest_and_highest
-from torchguard.equivalence.copies import NotCopied, bytes_of, why_not_copied
+from torchguard.equivalence.collective import largest_of_all_ranks
+from torchguard.equivalence.compare import COMPILING, Difference, judge, same_outcome
+from torchguard.equivalence.copies import bytes_of, why_not_copied
+from torchguard.equivalence.run import Outcome, run
 from torchguard.errors import MiscompilationError
-from torchguard.verification.case import Case, exact, same_outcome
-from torchguard.verification.comparison import Difference, differences
+from torchguard.verification.case import Case, exact
 from torchguard.verification.fallback import EAGER, OUTSIDE, Step
 from torchguard.verification.graph import copy_graph, is_symbolic, owned_tensors
 from torchguard.verification.options import Options
-from torchguard.verification.outcome import Outcome, run
 from torchguard.verification.quiet import quiet
 from torchguard.verification.reducing import Reduced, reduced
 from torchguard.verification.report import GraphRecord
@@ -181,7 +181,7 @@ class Check:
             if compiled is not None:
                 found, compiled = self._judged(step, compiled, eager, inputs)
                 right = not found
-        except (_Unverified, NotCopied, torch.OutOfMemoryError):
+        except (_Unverified, torch.OutOfMemoryError):
             right = False
         if right:
             assert compiled is not None
@@ -196,7 +196,7 @@ class Check:
     def _check_here(self, inputs: Sequence[Any]) -> None:
         try:
             self._check(inputs)
-        except (_Unverified, NotCopied) as reason:
+        except _Unverified as reason:
             # Ranks that check together do so until all of them have done.
             self.hopeless = isinstance(reason, _NeverVerified) and self.options.group is None
             self._leave(str(reason))
@@ -208,7 +208,10 @@ class Check:
     def _agree(self, inputs: Sequence[Any]) -> None:
         """Go down to where the rank is that is furthest down; that step has to be right here."""
         while True:
-            lowest, highest = lowest_and_highest(self.position, self.options.group)
+            negative, highest = largest_of_all_ranks(
+                self.options.group, [-self.position, self.position]
+            )
+            lowest = -negative
             if lowest == highest:
                 return
             if self.position == highest:
@@ -218,7 +221,7 @@ class Check:
                 self._descend(
                     None if self.record.status == "unverified" else self._eager(inputs), inputs
                 )
-            except (_Unverified, NotCopied, torch.OutOfMemoryError):
+            except (_Unverified, torch.OutOfMemoryError):
                 self._descend(None, inputs)
             self.record.runs = self.steps[self.position].name
 
@@ -234,7 +237,7 @@ class Check:
         if reason is not None:
             raise _Unverified(reason)
         eager = self._eager(inputs)
-        self.writes |= eager.written
+        self.writes |= bool(eager.mutated)
         found, self.trusted = self._judged(self.steps[self.position], self.trusted, eager, inputs)
         if not found:
             if eager.error is not None:
@@ -269,7 +272,7 @@ class Check:
         Where nothing but the strides of outputs is wrong, it is one that gives them eager's.
         """
         found = self._differences(step, function, eager, inputs)
-        strides = dict(each.strides for each in found if each.strides is not None)
+        strides = {each.key: each.strides for each in found if each.strides is not None}
         if not found or len(strides) < len(found):
             return found, function
         relaid = with_strides(function, strides)
@@ -285,7 +288,10 @@ class Check:
         """Return what ``function``, which the step has compiled, does otherwise than eager."""
         compiled = run(function, inputs, self.owned)
         unknown = eager.random or self.owned
-        found = differences(eager, compiled, lambda: None if unknown else exact(self.graph, inputs))
+        verdict = judge(
+            eager, compiled, COMPILING, lambda: None if unknown else exact(self.graph, inputs)
+        )
+        found = list(verdict.differences)
         # Without Dynamo's symbols, what is compiled in double would be another graph.
         if not found or self.owned or any(map(is_symbolic, self.examples)):
             return found
@@ -424,7 +430,7 @@ def _message(
     on_mismatch: str,
     reproducer: str,
 ) -> str:
-    largest = max((d.largest for d in found if d.largest is not None), default=None)
+    largest = max((d.largest for d in found if d.finite), default=None)
     now = {
         "fallback": f"{record.runs} runs instead",
         "warn": 'the wrong graph runs all the same, because of on_mismatch="warn"',

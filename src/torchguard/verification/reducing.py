@@ -11,7 +11,6 @@ is up.
 from __future__ import annotations
 
 import operator
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from torchguard.equivalence.copies import copy_inputs, tensors_of
+from torchguard.equivalence.compare import Difference
+from torchguard.equivalence.copies import copy_inputs
+from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.verification.case import Case
-from torchguard.verification.comparison import Difference
 from torchguard.verification.graph import copy_graph
-from torchguard.verification.outcome import random_state_kept
 
 __all__ = ["Reduced", "reduced"]
 
@@ -82,8 +81,7 @@ class _Reducer:
         found = case.differences(case.inputs)
         # Strides alone are no fault, they are put right: no smaller case may end up with them.
         self._strides_will_do = all(each.strides is not None for each in found)
-        places = (re.fullmatch(r"output (\d+)", each.where) for each in found)
-        self._wrong_results = sorted({int(place[1]) for place in places if place is not None})
+        self._wrong_results = sorted({each.key for each in found if each.part == "outputs"})
 
     def _try(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[Case, list[Difference]]:
         """Compile a graph and return what it does otherwise than eager; nothing if it fails."""
@@ -127,7 +125,7 @@ class _Reducer:
         places = [place for place in places if isinstance(_example(nodes[place]), torch.Tensor)]
         nodes[-1].args = (tuple(nodes[place] for place in places),)
         _, found = self._try(graph, self.case.inputs)
-        wrong = [each.tensor[1] for each in found if each.tensor and each.tensor[0] == "outputs"]
+        wrong = [each.key for each in found if each.finite and each.part == "outputs"]
         return places[min(wrong)] if wrong else None
 
     def _first_wrong_result(self) -> int | None:
@@ -262,7 +260,7 @@ def _values_at(case: Case, place: int, wanted: list[int]) -> list[Any] | None:
 
     run = Run(case.graph, garbage_collect_values=False)
     try:
-        with random_state_kept({tensor.device for tensor in tensors_of(case.inputs)}):
+        with rng_state_restored():
             run.run(*copy_inputs(case.inputs).values)
     except _Reached:
         pass

@@ -14,13 +14,22 @@ import torch
 from torch import fx
 
 from torchguard._torch import tracing_again
-from torchguard.equivalence.copies import NotCopied, copy_inputs, tensors_of
-from torchguard.equivalence.perturb import can_be_nudged, nudge
-from torchguard.verification.case import same_outcome
-from torchguard.verification.comparison import Difference, apart, as_double, differences
+from torchguard.equivalence.compare import (
+    COMPILING,
+    Difference,
+    Part,
+    as_double,
+    close,
+    judge,
+    same_outcome,
+    value_of,
+)
+from torchguard.equivalence.copies import copy_inputs, tensors_of, why_not_copied
+from torchguard.equivalence.isolate import rng_state_restored
+from torchguard.equivalence.perturb import can_be_perturbed, perturb_
+from torchguard.equivalence.run import Outcome, run
 from torchguard.verification.fallback import Compiler
 from torchguard.verification.graph import copy_graph, in_double, wider
-from torchguard.verification.outcome import Outcome, random_state_kept, run
 
 __all__ = ["not_by_rounding", "right_in_double"]
 
@@ -45,7 +54,7 @@ def not_by_rounding(
     chosen = [tensor for tensor in tensors if tensor.requires_grad or not some_learn]
     places = [(each, _Places.of(each, eager, compiled)) for each in found]
     jumps = [place for _, place in places if place is not None]
-    if not jumps or not any(map(can_be_nudged, chosen)):
+    if not jumps or not any(map(can_be_perturbed, chosen)):
         return list(found)
     try:
         if not same_outcome(eager, run(graph, inputs)):
@@ -54,14 +63,14 @@ def not_by_rounding(
 
             def change(values: torch.Tensor, learns: bool, seed: int = seed) -> None:
                 if learns or not some_learn:
-                    nudge(values, seed)
+                    perturb_(values, seed)
 
             other = run(graph, inputs, change=change)
             for jump in jumps:
                 jump.reach(other)
             if not any(jump.left.any() for jump in jumps):
                 break
-    except (NotCopied, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         return list(found)
     return [each for each, place in places if place is None or place.left.any()]
 
@@ -72,16 +81,15 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
     There a jump is a billion times less likely to be within the rounding error.
     """
     wide = in_double(graph)
-    if wide is None:
+    if wide is None or why_not_copied(inputs, wider) is not None:
         return False
     try:
         eager = run(wide, inputs, cast=wider)
         if eager.error is not None or eager.backward_error is not None:
             return False
-        devices = {tensor.device for tensor in tensors_of(inputs)}
-        with tracing_again(None), random_state_kept(devices):
+        with tracing_again(None), rng_state_restored():
             compiled = compiler(copy_graph(wide), copy_inputs(inputs, wider).values)
-        return not differences(eager, run(compiled, inputs, cast=wider), lambda: None)
+        return judge(eager, run(compiled, inputs, cast=wider), COMPILING).equal
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
         return False
 
@@ -90,8 +98,8 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
 class _Places:
     """Where a tensor of the compiled graph is not what eager has."""
 
-    part: str
-    position: int
+    part: Part
+    key: Any
     eager: torch.Tensor
     compiled: torch.Tensor
     left: torch.Tensor
@@ -100,19 +108,18 @@ class _Places:
     @classmethod
     def of(cls, difference: Difference, eager: Outcome, compiled: Outcome) -> _Places | None:
         """Find the places; None where more than values differs."""
-        if difference.tensor is None:
+        if not difference.finite:
             return None
-        part, position = difference.tensor
-        one, other = (getattr(outcome, part)[position] for outcome in (eager, compiled))
+        part, key = difference.part, difference.key
+        one, other = (value_of(outcome, part, key) for outcome in (eager, compiled))
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             return None  # a gradient that only one of them has
         one, other = one.detach(), other.detach()
-        return cls(part, position, one, other, apart(one, other))
+        return cls(part, key, one, other, ~close(one, other))
 
     def reach(self, outcome: Outcome) -> None:
         """Strike out the places to which this run of eager has come."""
-        values = getattr(outcome, self.part)
-        value = values[self.position] if values else None
+        value = value_of(outcome, self.part, self.key)
         if not isinstance(value, torch.Tensor) or value.shape != self.eager.shape:
             return
         if self.eager.is_floating_point() or self.eager.is_complex():

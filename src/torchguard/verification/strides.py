@@ -10,47 +10,14 @@ made so, and ``view()`` of it raises in compiled code only.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["same_strides", "with_strides"]
+__all__ = ["with_strides"]
 
 Strides = tuple[int, ...]
-
-
-def same_strides(expected: torch.Tensor, actual: torch.Tensor) -> bool:
-    """Whether no program can tell the strides of ``actual`` from those of ``expected``.
-
-    The dims have to come in the same order, from the largest stride to the smallest, and two
-    dims that ``view()`` can merge have to stay so. Dims of size 1 have no say. Where ``expected``
-    has an expanded dim, anything will do: a compiler may write out what eager returns as a view,
-    but not the other way round, for nobody could write into it any more.
-    """
-    order = _order(expected)
-    return order is None or (order == _order(actual) and _merged(expected) <= _merged(actual))
-
-
-def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dims from the largest stride to the smallest; None where one is expanded."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    strides = [(stride, dim) for dim, (size, stride) in enumerate(sizes) if size > 1]
-    if not tensor.numel() or any(stride == 0 for stride, _ in strides):
-        return None
-    return tuple(dim for _, dim in sorted(strides, key=lambda pair: (-pair[0], pair[1])))
-
-
-def _merged(tensor: torch.Tensor) -> set[int]:
-    """Return the dims that ``view()`` can merge with the next one."""
-    sizes = list(zip(tensor.shape, tensor.stride(), strict=True))
-    dims = [dim for dim, (size, _) in enumerate(sizes) if size > 1]
-    return {
-        dim
-        for dim, after in itertools.pairwise(dims)
-        if sizes[dim][1] == sizes[after][0] * sizes[after][1]
-    }
 
 
 def with_strides(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torchguard import _torch
-from torchguard.bucketing.decorator import no_compiling, ranks
+from torchguard.bucketing.decorator import no_compiling
 from torchguard.bucketing.decorator.checking import check
 from torchguard.bucketing.decorator.circumstances import Circumstances, Surroundings, differing
 from torchguard.bucketing.decorator.compile import Source, Variant, alone, separated
@@ -26,7 +26,8 @@ from torchguard.bucketing.decorator.proven import Proven
 from torchguard.bucketing.decorator.trees import flattened, replaced
 from torchguard.bucketing.decorator.verification import Arguments, backward
 from torchguard.bucketing.decorator.warning import warn_user
-from torchguard.equivalence.isolate import reachable
+from torchguard.equivalence.collective import largest_of_all_ranks
+from torchguard.equivalence.reachable import reachable_modules
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
 
 __all__ = ["Caller"]
@@ -132,7 +133,7 @@ class Caller:
             form = self._forms[names] = Form(self.planner, len(args), tuple(kwargs))
         surroundings = self._surroundings
         if surroundings is None:
-            surroundings = Surroundings(reachable(self.source.function, owner))
+            surroundings = Surroundings(reachable_modules(self.source.function, owner))
             self._surroundings = surroundings
         key = form.key(surroundings.now(), args, kwargs)
         if self.options.group is not None:
@@ -163,7 +164,7 @@ class Caller:
             problem = error
         own = list(sizes.values())
         said = [*own, *(-size for size in own), int(problem is not None)]
-        *agreed, failed = ranks.agree(self.options.group, said)
+        *agreed, failed = largest_of_all_ranks(self.options.group, said)
         if problem is not None:
             raise problem
         if failed:

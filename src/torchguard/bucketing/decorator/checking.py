@@ -27,10 +27,12 @@ from torchguard.bucketing.decorator.other_inputs import (
 )
 from torchguard.bucketing.decorator.plans import Input, Plan, told
 from torchguard.bucketing.decorator.proven import Proven
-from torchguard.bucketing.decorator.ranks import agree
 from torchguard.bucketing.decorator.trees import Path
 from torchguard.bucketing.decorator.verification import Arguments, Run, ran, with_other_last_digits
-from torchguard.equivalence.isolate import eager, modules_of, other_last_digits
+from torchguard.equivalence.collective import largest_of_all_ranks
+from torchguard.equivalence.isolate import uncompiled
+from torchguard.equivalence.perturb import perturbed
+from torchguard.equivalence.reachable import all_reachable_modules
 from torchguard.errors import PaddingLeakError
 
 __all__ = ["check"]
@@ -98,7 +100,9 @@ def check(
         PaddingLeakError: padding changes something.
         RuntimeError: it does so on another rank only.
     """
-    checker = _Checker(cutter, owner, modules_of(cutter.source.function, (*owner, *given.args)))
+    checker = _Checker(
+        cutter, owner, all_reachable_modules(cutter.source.function, (*owner, *given.args))
+    )
     case = _Case(plan, given)
     neutral = () if anew else proven.neutral(plan)
     open_inputs = [
@@ -157,7 +161,8 @@ class _Checker:
         """Return what any rank has found."""
         if self._group is None:
             return list(found)
-        return [bool(each) for each in agree(self._group, [int(each) for each in found])]
+        numbers = [int(each) for each in found]
+        return [bool(each) for each in largest_of_all_ranks(self._group, numbers)]
 
     def elsewhere(self) -> RuntimeError:
         """Return the error for what another rank has found."""
@@ -299,14 +304,14 @@ class _Checker:
     @contextlib.contextmanager
     def _turn(self, case: _Case, turn: int) -> Iterator[tuple[Any, bool]]:
         """Yield what runs the function, and whether anything is other than in the first turn."""
-        with COMPILING, eager(), contextlib.ExitStack() as scope:
+        with COMPILING, uncompiled(), contextlib.ExitStack() as scope:
             is_new = turn == 0
             if turn > 0:
                 given, is_new = with_other_last_digits(case.given, turn)
                 case = replace(case, given=given)
                 held = (p for module in self._modules for p in module.parameters(recurse=False))
-                weights = [*held, *self._run(case, {}, None).parameters]
-                is_new |= scope.enter_context(other_last_digits(weights, turn))
+                weights = [*held, *self._run(case, {}, None).outcome.parameters]
+                is_new |= scope.enter_context(perturbed(weights, turn))
             yield functools.partial(self._run, case, {}), is_new
 
     def _run(self, case: _Case, cuts: dict[Path, Any], fills: Fills | None) -> Run:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from torchguard.bucketing.decorator.trees import is_leaf, spelled
+from torchguard.bucketing.decorator.trees import spelled
 from torchguard.bucketing.decorator.verification import Run
+from torchguard.equivalence.compare import PADDING, Difference, judge
 from torchguard.errors import PaddingLeakError
 
 __all__ = ["Verdict", "Wording", "compared"]
-
-# Differences that rounding alone makes, as a share of the largest value. Sums over a padded
-# length are taken in another order, so they are not exact.
-_TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.complex128: 1e-9,
-    torch.float32: 5e-5,
-    torch.complex64: 5e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 4e-2,
-}
-_COARSEST = 0.1  # of dtypes with fewer bits
-# A gradient that is zero but for rounding is measured by the largest of all.
-_OF_LARGEST = 1e-2
 
 
 class Verdict(NamedTuple):
@@ -51,122 +39,38 @@ class Wording(NamedTuple):
 
 def compared(expected: Run, got: Run, said: Wording) -> Verdict:
     """Compare two runs."""
-    try:
-        strain = _compared(expected, got, said)
-    except PaddingLeakError as error:
-        return Verdict(error, float("inf"))
-    return Verdict(None, strain)
+    verdict = judge(expected.outcome, got.outcome, PADDING)
+    if verdict.equal:
+        return Verdict(None, verdict.strain)
+    return Verdict(PaddingLeakError(_said(verdict.differences[0], expected, got, said)), math.inf)
 
 
-def _compared(expected: Run, got: Run, said: Wording) -> float:
-    """Return the strain.
-
-    Raises:
-        PaddingLeakError: naming what differs, and by how much.
-    """
+def _said(found: Difference, expected: Run, got: Run, said: Wording) -> str:
+    """Name what differs, and by how much."""
     function, what = said.function, said.what
-    if [path for path, _ in expected.leaves] != [path for path, _ in got.leaves]:
-        raise PaddingLeakError(
-            f"bucketed: {function} returns another structure when its input is padded ({what})"
-        )
-    comparison = _Comparison(f"({what}). {_causes(expected.operators | got.operators, said)}")
-    for (path, wanted), (_, value) in zip(expected.leaves, got.leaves, strict=True):
+    if found.kind == "shape" and found.part == "structure":
+        return f"bucketed: {function} returns another structure when its input is padded ({what})"
+    ending = f"({what}). {_causes(expected.outcome.operators | got.outcome.operators, said)}"
+    if found.part == "outputs":
+        path = expected.outcome.structure[found.key]
         where = f"{spelled('output', path, expected.output)} of {function}"
-        if not isinstance(wanted, torch.Tensor):
-            if is_leaf(wanted) and wanted != value and not (wanted != wanted and value != value):  # noqa: PLR0124
-                raise PaddingLeakError(
-                    f"bucketed: {where} is {value!r} with padding and {wanted!r} without "
-                    f"{comparison.ending}"
-                )
-            continue
-        if wanted.shape != value.shape:
-            raise PaddingLeakError(
+        wanted, value = (run.outcome.outputs[found.key] for run in (expected, got))
+        if found.kind == "value":
+            return f"bucketed: {where} is {value!r} with padding and {wanted!r} without {ending}"
+        if found.kind == "shape":
+            return (
                 f"bucketed: {where} has shape {tuple(value.shape)} cut out of a padded run, and "
                 f"{tuple(wanted.shape)} without padding ({what}): say in outputs= how long it is"
             )
-        comparison.tensors(wanted, value, where)
-    _compare_gradients(expected, got, comparison, function)
-    for name in expected.buffers.keys() | got.buffers.keys():
-        # One that only one of the runs has written is in the other as it was before.
-        before = got.before.get(name, expected.before.get(name))
-        wanted = expected.buffers.get(name, before)
-        value = got.buffers.get(name, before)
-        # A buffer as long as the input, such as a table of positions, is no statistic.
-        if wanted is not None and value is not None and wanted.shape == value.shape:
-            comparison.tensors(wanted, value, f"the buffer {name} that {function} writes")
-    return comparison.strain
-
-
-def _compare_gradients(expected: Run, got: Run, comparison: _Comparison, function: str) -> None:
-    values = [each.value for each in expected.gradients.values() if each.value is not None]
-    scale = _OF_LARGEST * max(map(_largest, values), default=0.0)
-    for key in {**expected.gradients, **got.gradients}:
-        one, other = expected.gradients.get(key), got.gradients.get(key)
-        found = one or other
-        assert found is not None
-        if (one is None or other is None) and not found.known:
-            continue  # a leaf that this run has made: nobody sees its gradient
-        wanted = None if one is None else one.value
-        value = None if other is None else other.value
-        if wanted is None and value is None:
-            continue
-        zero = value if wanted is None else wanted
-        assert zero is not None
-        comparison.tensors(
-            torch.zeros_like(zero) if wanted is None else wanted,
-            torch.zeros_like(zero) if value is None else value,
-            f"the gradient of {found.name} in {function}",
-            scale=scale,
-        )
-
-
-class _Comparison:
-    """Compares tensors and keeps the largest strain.
-
-    Args:
-        ending: of the error.
-    """
-
-    def __init__(self, ending: str) -> None:
-        self.ending = ending
-        self.strain = 0.0
-
-    def tensors(
-        self, wanted: torch.Tensor, value: torch.Tensor, where: str, *, scale: float = 0.0
-    ) -> None:
-        """Compare two tensors of one shape.
-
-        Raises:
-            PaddingLeakError: they differ by more than rounding.
-        """
-        if wanted.dtype.is_floating_point or wanted.dtype.is_complex:
-            tolerance = _TOLERANCES.get(wanted.dtype, _COARSEST)
-            allowed = tolerance * max(_largest(wanted), scale)
-            wide = torch.complex128 if wanted.dtype.is_complex else torch.float64
-            a, b = wanted.to(wide), value.to(wide)
-            # Infinities and NaN have to be in the same places.
-            same = (a == b) | (a.isnan() & b.isnan())
-            difference = torch.where(same, torch.zeros_like(a), a - b).abs()
-        else:
-            allowed = 0.0
-            difference = (wanted != value).to(torch.float64)
-        largest = float(difference.max()) if difference.numel() else 0.0
-        if largest <= allowed:  # NaN is not
-            if largest:
-                self.strain = max(self.strain, largest / allowed)
-            return
-        raise PaddingLeakError(
-            f"bucketed: padding changes {where}: largest difference {largest:.3g}, where the "
-            f"largest value is {_largest(wanted):.3g} {self.ending}"
-        )
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    if tensor.numel() == 0:
-        return 0.0
-    size = tensor.abs() if tensor.dtype != torch.bool else tensor.to(torch.int8)
-    size = size.to(torch.float64)
-    return float(size[size.isfinite()].max()) if bool(size.isfinite().any()) else 0.0
+    elif found.part == "gradients":
+        gradients = {**got.outcome.gradients, **expected.outcome.gradients}
+        where = f"the gradient of {gradients[found.key].name} in {function}"
+    else:
+        where = f"the buffer {found.key} that {function} writes"
+    return (
+        f"bucketed: padding changes {where}: largest difference {found.largest:.3g}, where the "
+        f"largest value is {found.scale:.3g} {ending}"
+    )
 
 
 _BATCH_NORM = "BatchNorm in training mode, whose statistics include the padding"
@@ -191,7 +95,7 @@ _CULPRITS = (
 )
 
 
-def _causes(operators: set[str], said: Wording) -> str:
+def _causes(operators: frozenset[str], said: Wording) -> str:
     """Name the usual culprits, those that have run, and what to write."""
     if said.others:
         fills = ", ".join(f"{label!r}: 0" for label in said.others)

@@ -23,7 +23,13 @@ from torchguard.bucketing.decorator.planner import Planner
 from torchguard.bucketing.decorator.plans import Plan
 from torchguard.bucketing.decorator.trees import Path, flattened, replaced, spelled
 from torchguard.bucketing.decorator.verification import Arguments
-from torchguard.equivalence.isolate import buffers_kept, eager, modules_of, python_state_kept, quiet
+from torchguard.equivalence.isolate import (
+    buffers_restored,
+    module_state_restored,
+    uncompiled,
+    without_fake_tensor_logs,
+)
+from torchguard.equivalence.reachable import all_reachable_modules
 
 __all__ = ["Cutter"]
 
@@ -203,8 +209,14 @@ class Cutter:
                     kwargs[place] = extra
             return self.source.function(*args, **kwargs)
 
-        modules = modules_of(self.source.function, given.args)
-        with COMPILING, eager(), quiet(), python_state_kept(modules), buffers_kept(modules):
+        modules = all_reachable_modules(self.source.function, given.args)
+        with (
+            COMPILING,
+            uncompiled(),
+            without_fake_tensor_logs(),
+            module_state_restored(modules),
+            buffers_restored(modules),
+        ):
             return Formula.of(run, hints)
 
 

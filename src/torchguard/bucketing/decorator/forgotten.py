@@ -17,7 +17,12 @@ from torchguard.bucketing.decorator.cutting import Cutter
 from torchguard.bucketing.decorator.plans import Plan
 from torchguard.bucketing.decorator.trees import Path, flattened, spelled
 from torchguard.bucketing.decorator.verification import Arguments
-from torchguard.equivalence.isolate import eager, modules_of, python_state_kept, quiet
+from torchguard.equivalence.isolate import (
+    module_state_restored,
+    uncompiled,
+    without_fake_tensor_logs,
+)
+from torchguard.equivalence.reachable import all_reachable_modules
 
 __all__ = ["explained"]
 
@@ -55,8 +60,8 @@ def explained(
         return None
     whole = Arguments((*owner, *given.args), given.kwargs)
     suspects = list(_suspects(cutter, plan, given))[:_MOST_TRIED]
-    modules = modules_of(cutter.source.function, whole.args)
-    with COMPILING, eager(), quiet(), python_state_kept(modules):
+    modules = all_reachable_modules(cutter.source.function, whole.args)
+    with COMPILING, uncompiled(), without_fake_tensor_logs(), module_state_restored(modules):
 
         def works(forgotten: Sequence[_Suspect]) -> bool:
             return _works(cutter, plan, whole, forgotten)

@@ -16,11 +16,11 @@ from torchguard.bucketing.decorator.trees import Path, parts, replaced
 from torchguard.bucketing.decorator.warning import warn_user
 from torchguard.bucketing.padding import pad_to_bucket
 from torchguard.equivalence.isolate import (
-    buffers_kept,
-    forked_random_state,
-    modules_of,
-    python_state_kept,
+    buffers_restored,
+    module_state_restored,
+    rng_state_restored,
 )
+from torchguard.equivalence.reachable import all_reachable_modules
 
 __all__ = ["warm_up"]
 
@@ -56,7 +56,7 @@ def warm_up(
         )
     sizes = [ladder.buckets.sizes for ladder in ladders.values() if ladder.buckets is not None]
     combinations = [dict(zip(ladders, each, strict=True)) for each in itertools.product(*sizes)]
-    modules = modules_of(caller.source.function, (*owner, *args))
+    modules = all_reachable_modules(caller.source.function, (*owner, *args))
     shown = sys.stderr.isatty() if progress is None else progress
     with _Bar(sys.stderr, len(combinations), shown=shown) as bar:
         # The longest first: what runs out of memory does so at once.
@@ -72,7 +72,7 @@ def warm_up(
                 new[path] = _sized(tensor, each, buckets, caller.options.side)
             by_place = {p: v for p, v in new.items() if isinstance(p[0], int)}
             by_name = {p: v for p, v in new.items() if isinstance(p[0], str)}
-            with forked_random_state(), python_state_kept(modules), buffers_kept(modules):
+            with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
                 caller.warm(owner, replaced(args, by_place), replaced(kwargs, by_name))
         bar.show(len(combinations), {})
 

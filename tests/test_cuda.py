@@ -320,12 +320,14 @@ def model(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.cuda
 def test_a_cuda_graph_is_recorded_per_bucket_and_not_per_size() -> None:
-    from torchguard.defects.probes import cudagraph_shapes  # noqa: PLC0415
+    from torchguard.defects.catalog import find  # noqa: PLC0415
 
-    if cudagraph_shapes.probe() is None:
+    defect = find("cudagraph-shapes")
+    if defect.probe() is None:
         pytest.skip("this torch records one CUDA graph for all sizes")
     torch.compiler.reset()
-    assert cudagraph_shapes.guarded_probe() is None
+    assert defect.guarded_probe is not None
+    assert defect.guarded_probe() is None
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torchguard.cli.doctor import shown_on
 from torchguard.cli.table import guards_as_code, table
 from torchguard.defects import FAMILIES, BrokenDefect, Defect, all_defects, runner
 from torchguard.defects.catalog import built_in, find
-from torchguard.defects.probes import out_garbage
+from torchguard.defects.probes import failed_writes
 from torchguard.defects.report import DoctorReport
 
 if TYPE_CHECKING:
@@ -57,6 +58,13 @@ def hang():
 def leaves_a_child():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (HERE / "left").write_text(str(child.pid))
+def leaves_a_fork():
+    pid = os.fork()
+    if pid == 0: time.sleep(600)
+    (HERE / "forked").write_text(str(pid))
+def hangs_closed():
+    os.closerange(0, 256)
+    time.sleep(600)
 def not_run(): raise NotRunHere("needs two moons")
 def raises():
     print("on the way to the error")
@@ -92,6 +100,7 @@ DEFECTS = [
     planted("absent", absent), planted("live", live, advice="count again"),
     planted("noisy", noisy), planted("segfault", segfault), planted("abort", abort),
     planted("quits", quits), planted("hang", hang), planted("leaves-a-child", leaves_a_child),
+    planted("leaves-a-fork", leaves_a_fork), planted("hangs-closed", hangs_closed),
     planted("not-run", not_run, guards=CHECK), planted("raises", raises, guards=CHECK),
     planted("exits", exits), planted("true", true), planted("limits", limits),
     planted("switches", switches),
@@ -246,6 +255,10 @@ class TestABareRun:
     def test_leaves_no_process_behind(self, report: DoctorReport, plugin: Path) -> None:
         assert bare(report, "leaves-a-child").status == "absent"
         assert wait_until_gone(int((plugin / "left").read_text()))
+        # A forked child holds every pipe that its parent had: nobody may wait for those.
+        assert bare(report, "leaves-a-fork").status == "absent"
+        assert wait_until_gone(int((plugin / "forked").read_text()))
+        assert bare(report, "hangs-closed").status == "timeout"
 
     def test_that_lacks_something_is_not_run_and_never_closed(self, report: DoctorReport) -> None:
         assert bare(report, "not-run").status == "not run"
@@ -342,13 +355,18 @@ class TestAGuardedRun:
 
 
 class TestTheCatalog:
-    def test_is_ordered_by_family_and_every_file_of_it_is_in(self) -> None:
+    def test_is_ordered_by_family_and_has_every_defect_of_every_file(self) -> None:
         rows = [row for row in built_in() if isinstance(row, Defect)]
         keys = [(FAMILIES.index(row.family), row.id) for row in rows]
         assert keys == sorted(keys)
         folder = Path(torchguard.__file__).parent / "defects" / "probes"
-        files = {path.stem for path in folder.glob("[!_]*.py")}
-        assert {row.id.replace("-", "_") for row in rows} == files
+        written = [
+            name
+            for path in folder.glob("*.py")
+            for name in re.findall(r'Defect\(\s+id="(.*)"', path.read_text(encoding="utf-8"))
+        ]
+        assert sorted(written) == sorted(row.id for row in rows)
+        assert len(written) >= 37
 
     def test_says_for_each_defect_what_goes_wrong_and_where_it_is_discussed(self) -> None:
         for row in built_in():
@@ -367,11 +385,11 @@ class TestTheCatalog:
         assert 'guarded() and install("out") restore shape and storage' in found.limits
         for scope in (torchguard.guarded, lambda: torchguard.install("out")):
             damages = set()
-            for _, dtype, call in out_garbage._CASES:
+            for _, dtype, call in failed_writes._OUT_CASES:
                 for out in (torch.empty(0, dtype=dtype), torch.full((3, 3), 77, dtype=dtype)):
                     version = out._version
                     with scope():
-                        damage = out_garbage._damage(out, call)
+                        damage = failed_writes._damage_of(out, call)
                     damages.add(damage)
                     assert damage is None or out._version > version
             assert damages == {None, "data overwritten"}
@@ -489,6 +507,22 @@ class TestStartingProcesses:
         monkeypatch.setenv("PYTHONPATH", path)
         found = torchguard.doctor(planted(["live"]))
         assert found.rows[0].bare.detail == bare(report, "live").detail
+
+    def test_has_a_row_for_each_defect_even_if_no_server_lives(
+        self, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "sitecustomize.py").write_text(
+            "import os, sys\n"
+            "if 'serve()' in str(sys.orig_argv):\n"
+            "    print('out of luck', file=sys.stderr, flush=True)\n"
+            "    os._exit(9)\n"
+        )
+        path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+        monkeypatch.setenv("PYTHONPATH", path)
+        found = torchguard.doctor(planted(["live", "closed"]))
+        assert {row.bare.status for row in found.rows} == {"broken"}
+        assert "out of luck" in found.rows[0].bare.log
+        assert found.environment.torch.startswith("unknown (broken: ")
 
     @posix_only
     @pytest.mark.usefixtures("interruptible")

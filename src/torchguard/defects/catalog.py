@@ -52,7 +52,7 @@ class Defect:
     """What goes wrong, in one plain sentence that fits a table."""
 
     upstream: tuple[str, ...]
-    """URLs of the upstream issues; empty when nobody has reported it yet."""
+    """URLs of the upstream issues; empty while there is none."""
 
     family: Family
 

@@ -1,0 +1,324 @@
+"""Sizes that vary from call to call: graphs too many, too slow or out of bounds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from torchguard import Buckets, bucketed
+from torchguard.defects.catalog import Defect, NotRunHere
+
+# --- auto-dynamic
+
+_STEP, _BUCKETS = 8, 20
+
+
+def _double(padded: torch.Tensor) -> torch.Tensor:
+    return padded * 2
+
+
+def _is_symbolic(value: object) -> bool:
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _graphs_of_20_buckets(
+    wrap: Callable[[Callable[..., Any]], Callable[[torch.Tensor, int], object]],
+) -> str | None:
+    """Call a wrapped function with 20 lengths, one per bucket; say which graphs are symbolic."""
+    symbolic: list[bool] = []  # one per graph: has it a symbolic dim?
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        symbolic.append(any(_is_symbolic(value) for value in inputs))
+        return graph.forward
+
+    double = wrap(backend)
+    for bucket in range(_STEP, _STEP * _BUCKETS + 1, _STEP):
+        double(torch.ones(bucket - 3), bucket)
+    if len(symbolic) == _BUCKETS and not any(symbolic):
+        return None
+    return f"{_BUCKETS} buckets gave {len(symbolic)} graphs, {sum(symbolic)} with a symbolic dim"
+
+
+def _auto_dynamic() -> str | None:
+    """Pad by hand in front of a plain ``torch.compile``.
+
+    Padding to buckets does not keep dynamic dims out of a plain ``torch.compile``.
+
+    Dynamo compares the sizes of a recompilation with those it saw before and marks every
+    dim that changed as dynamic (``automatic_dynamic_shapes``). It can't know that the sizes
+    are few: the second bucket makes the dim symbolic, and the graph with the symbolic dim
+    then serves all the other buckets.
+    """
+
+    def wrap(backend: Callable[..., Any]) -> Callable[[torch.Tensor, int], object]:
+        double = torch.compile(_double, backend=backend)
+        return lambda x, bucket: double(functional.pad(x, (0, bucket - x.shape[0])))
+
+    return _graphs_of_20_buckets(wrap)
+
+
+def _auto_dynamic_guarded() -> str | None:
+    """Let ``bucketed`` pad."""
+
+    def wrap(backend: Callable[..., Any]) -> Callable[[torch.Tensor, int], object]:
+        double = bucketed(
+            _double,
+            dims={"padded": {0: "t"}},
+            buckets=Buckets.multiples_of(_STEP, _STEP * _BUCKETS),
+            compile={"backend": backend},
+        )
+        return lambda x, _: double(x)
+
+    return _graphs_of_20_buckets(wrap)
+
+
+AUTO_DYNAMIC = Defect(
+    id="auto-dynamic",
+    summary="padding to buckets does not keep a plain torch.compile from a symbolic dim",
+    upstream=("https://github.com/pytorch/pytorch/issues/190631",),
+    family="compile",
+    probe=_auto_dynamic,
+    guards=("bucketed",),
+    guarded_probe=_auto_dynamic_guarded,
+)
+
+
+# --- recompile-limit
+
+_MANY_LENGTHS = range(2, 18)
+
+
+def _twice(values: torch.Tensor) -> torch.Tensor:
+    return values * 2
+
+
+def _is_other_message(record: logging.LogRecord) -> bool:
+    return "torch._dynamo hit config." not in record.getMessage()
+
+
+def _eager_calls_of_16_lengths(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> str | None:
+    """Call a wrapped function with 16 lengths and count those that reach the backend."""
+    compiled_calls = 0
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            nonlocal compiled_calls
+            compiled_calls += 1
+            return graph.forward(*inputs)
+
+        return run
+
+    double = wrap(backend)
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addFilter(_is_other_message)  # the one line torch says about it is expected here
+    try:
+        for length in _MANY_LENGTHS:
+            double(torch.ones(length))
+    finally:
+        logger.removeFilter(_is_other_message)
+    if compiled_calls == len(_MANY_LENGTHS):
+        return None
+    eager_calls = len(_MANY_LENGTHS) - compiled_calls
+    return f"{eager_calls} of {len(_MANY_LENGTHS)} lengths ran eager, with no exception"
+
+
+def _recompile_limit() -> str | None:
+    """Compile one variant per length.
+
+    Past 8 variants of a compiled function every new one runs eager, without an exception.
+
+    Dynamo keeps at most ``recompile_limit`` compiled variants for a code object. When a call
+    fits none of them and the list is full, it logs one warning and runs the original bytecode,
+    unless ``fullgraph=True`` asked for an error.
+    """
+    return _eager_calls_of_16_lengths(
+        lambda backend: torch.compile(_twice, backend=backend, dynamic=False)
+    )
+
+
+def _recompile_limit_guarded() -> str | None:
+    """Give every length a bucket of its own."""
+
+    def wrap(backend: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped: Callable[..., Any] = bucketed(
+            _twice,
+            dims={"values": {0: "t"}},
+            buckets=Buckets(_MANY_LENGTHS),
+            compile={"backend": backend},
+        )
+        return wrapped
+
+    return _eager_calls_of_16_lengths(wrap)
+
+
+RECOMPILE_LIMIT = Defect(
+    id="recompile-limit",
+    summary="past 8 variants of a compiled function every new one runs eager, with one log line",
+    upstream=("https://github.com/pytorch/pytorch/issues/128071",),
+    family="compile",
+    probe=_recompile_limit,
+    guards=("bucketed",),
+    guarded_probe=_recompile_limit_guarded,
+)
+
+
+# --- cudagraph-shapes
+
+_NINE_LENGTHS = range(16, 25)
+
+
+def _model(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) + 1
+
+
+def _recorded() -> int:
+    from torch._dynamo.utils import counters  # noqa: PLC0415  importing it imports the compiler
+
+    # Rises by the number of inputs with every graph that is recorded; nothing public tells.
+    return counters["inductor"]["cudagraph_recorded_non_static_inputs"]
+
+
+def _count_recordings(device: str, run: Callable[[torch.Tensor], object]) -> int:
+    """Call a compiled model with each length; return for how many a CUDA graph was recorded."""
+    recordings = 0
+    for length in _NINE_LENGTHS:
+        x = torch.ones(length, 4, device=device)
+        before = _recorded()
+        for _ in range(2):  # the first call with a new size warms up, the second records
+            torch.compiler.cudagraph_mark_step_begin()
+            run(x)
+        recordings += _recorded() > before
+    return recordings
+
+
+def _recordings(run: Callable[[torch.Tensor], object]) -> str | None:
+    if not torch.cuda.is_available():
+        raise NotRunHere("needs a CUDA GPU")
+    recordings = _count_recordings("cuda", run)
+    if recordings == 0:
+        raise NotRunHere("torch records no CUDA graph here")
+    if recordings < len(_NINE_LENGTHS):
+        return None
+    return f"{len(_NINE_LENGTHS)} input lengths: {recordings} CUDA graphs recorded"
+
+
+def _cudagraph_shapes() -> str | None:
+    """Count the CUDA graphs recorded for one model and nine lengths.
+
+    ``mode="reduce-overhead"`` records a CUDA graph for every input size it meets.
+
+    A CUDA graph replays fixed addresses and sizes, so ``deferred_cudagraphify``
+    (``torch/_inductor/cudagraph_trees.py``) keeps one per combination of symbolic sizes,
+    without a limit. With batches padded to their longest sequence nearly every step is a
+    warm-up or a recording, slower than no CUDA graph at all, and each recording keeps its
+    memory. Torch warns at the ninth size (up to 2.9 at the fifty-first) and goes on.
+    """
+    compiled = torch.compile(_model, mode="reduce-overhead")
+
+    def run(x: torch.Tensor) -> None:
+        torch._dynamo.mark_dynamic(x, 0)
+        compiled(x)
+
+    return _recordings(run)
+
+
+def _cudagraph_shapes_guarded() -> str | None:
+    """Count those for nine lengths in two buckets."""
+    buckets = Buckets([_NINE_LENGTHS[0], _NINE_LENGTHS[-1]])
+    mode = {"mode": "reduce-overhead"}
+    return _recordings(bucketed(_model, dims={"x": {0: "t"}}, buckets=buckets, compile=mode))
+
+
+CUDAGRAPH_SHAPES = Defect(
+    id="cudagraph-shapes",
+    summary='mode="reduce-overhead", GPU: one CUDA graph recorded for every input size',
+    upstream=("https://github.com/pytorch/pytorch/issues/188150",),
+    family="compile",
+    probe=_cudagraph_shapes,
+    guards=("bucketed",),
+    guarded_probe=_cudagraph_shapes_guarded,
+)
+
+
+# --- pad-dynamic
+
+# T time, padded from 3 to 4; F features: 2 in, 1 out. So little that what is written behind
+# the 12 bytes of the last tensor stays in the space that malloc leaves there.
+
+
+def _pad(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad ``x`` (T, F), and a product of it, to an even T."""
+    missing = -x.shape[0] % 2
+    padding = (0, 0, 0, missing)
+    return functional.pad(x, padding), functional.pad(torch.relu(x @ weight), padding)
+
+
+def _compare_padding(run: Callable[[torch.Tensor, torch.Tensor], Any]) -> str | None:
+    """Compare on the CPU, and on a GPU where there is one: inductor writes other code for it."""
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        seen = _compare_padding_on(device, run)
+        if seen is not None:
+            return seen if device == "cpu" else f"on the GPU: {seen}"
+    return None
+
+
+def _compare_padding_on(
+    device: str, run: Callable[[torch.Tensor, torch.Tensor], Any]
+) -> str | None:
+    """Compare the padding with eager, and the result's size with that of its memory."""
+    memory = torch.ones(4, 2, device=device)
+    x, weight = memory[:3], torch.ones(2, 1, device=device)
+    eager, _ = _pad(x, weight)
+    padded, product = run(x, weight)
+    if not torch.equal(padded, eager):
+        return "F.pad(x, (0, 0, 0, -n % 2)) filled in what lies behind x in memory"
+    if product.untyped_storage().nbytes() < product.numel() * product.element_size():
+        return "F.pad(y, (0, 0, 0, -n % 2)) wrote behind the end of the memory of y"
+    return None
+
+
+def _pad_dynamic() -> str | None:
+    """Compile with a dim that is marked dynamic.
+
+    Padding a dynamic dim to a multiple (``-n % 16``) reads and writes out of bounds.
+
+    Torch bounds every symbolic size. Up to 2.9 it bounded Python's ``%`` with C's rule
+    (``torch/utils/_sympy/interp.py``: ``PythonMod: "mod",  # TODO: this is wrong``), so it took
+    ``-n % 16`` to lie in [-15, 0], where it lies in [0, 15], and the padded size to be no more
+    than ``n``. Inductor then leaves out the test for the end of the input, reading whatever
+    lies behind (2.6), or carries out the padding in place, in a buffer that is too small (2.8
+    and 2.9). The report, made on a GPU, has the autotuner fail on a kernel that updates one
+    buffer in place and takes the size: what 2.9 generates for this program, CPU or GPU.
+    """
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        torch._dynamo.mark_dynamic(x, 0)
+        return torch.compile(_pad)(x, weight)
+
+    return _compare_padding(run)
+
+
+def _pad_dynamic_guarded() -> str | None:
+    """Keep the dim static."""
+    # The program pads with zeros too, so what is behind x has to be zeros.
+    zeros = {"x": 0}
+    pad = bucketed(_pad, dims={"x": {0: "t"}}, buckets=Buckets([4, 8]), fill=zeros, compile=True)
+    return _compare_padding(pad)
+
+
+PAD_DYNAMIC = Defect(
+    id="pad-dynamic",
+    summary="compiled: padding a dynamic dim by -n % 16 reads or writes out of bounds",
+    upstream=("https://github.com/pytorch/pytorch/issues/169760",),
+    family="compile",
+    probe=_pad_dynamic,
+    guards=("bucketed",),
+    guarded_probe=_pad_dynamic_guarded,
+)

@@ -1,0 +1,200 @@
+"""Operations that raise when they have written part of their result."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import torchguard
+from torchguard.defects.catalog import Defect
+
+# --- out-garbage
+
+# n is 3: a row number of -9 or 9 is out of range everywhere.
+_ROWS = torch.arange(9.0).reshape(3, 3)
+_BAD_ROW = torch.tensor([0, 1, 9])
+_BAD_ROWS = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, 9]])
+_SINGULAR = torch.zeros(3, 3)
+_ONES = torch.ones(3, 3)
+
+
+def _wrong_dtype() -> Tensor:
+    return torch.empty(0, dtype=torch.int32)
+
+
+def _floor_divide_by_zero(out: Tensor) -> None:
+    divisor = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]])
+    torch.floor_divide(torch.full((3, 3), 6), divisor, out=out)
+
+
+_OutCase = tuple[str, torch.dtype, Callable[[Tensor], object]]
+
+# Name, dtype of out, the call that can't succeed; each result would be (3, 3).
+_OUT_CASES: tuple[_OutCase, ...] = (
+    ("index_select", torch.float32, lambda out: torch.index_select(_ROWS, 0, _BAD_ROW, out=out)),
+    ("gather", torch.float32, lambda out: torch.gather(_ROWS, 0, _BAD_ROWS, out=out)),
+    ("take", torch.float32, lambda out: torch.take(_ROWS, _BAD_ROWS, out=out)),
+    ("scatter", torch.float32, lambda out: torch.scatter(_ROWS, 0, _BAD_ROWS, _ONES, out=out)),
+    ("index_add", torch.float32, lambda out: torch.index_add(_ROWS, 0, _BAD_ROW, _ONES, out=out)),
+    ("linalg.inv", torch.float32, lambda out: torch.linalg.inv(_SINGULAR, out=out)),
+    ("linalg.cholesky", torch.float32, lambda out: torch.linalg.cholesky(_SINGULAR, out=out)),
+    ("linalg.solve", torch.float32, lambda out: torch.linalg.solve(_SINGULAR, _ROWS, out=out)),
+    ("sort", torch.float32, lambda out: torch.sort(_ROWS, out=(out, _wrong_dtype()))),
+    ("max", torch.float32, lambda out: torch.max(_ROWS[None], 0, out=(out, _wrong_dtype()))),
+    ("multinomial", torch.int64, lambda out: torch.multinomial(-_ONES, 3, out=out)),
+    ("floor_divide", torch.int64, _floor_divide_by_zero),
+)
+
+
+def _damage_of(out: Tensor, call: Callable[[Tensor], object]) -> str | None:
+    shape, values = out.shape, out.tolist()
+    try:
+        call(out)
+    except (RuntimeError, IndexError, ValueError):
+        if out.shape != shape:
+            return f"{tuple(shape)} became {tuple(out.shape)}"
+        if out.tolist() != values:
+            return "data overwritten"
+    return None
+
+
+def _out_garbage() -> str | None:
+    """Let each call fail once into an empty ``out`` and once into one that holds data.
+
+    A failing ``out=`` call destroys what ``out`` held.
+
+    The operators resize ``out`` and write into it while they check their input
+    (indices, the dtype of a second output, a zero divisor, a singular matrix), so an
+    exception leaves ``out`` with another shape, or with part of a result or garbage
+    in the place of its data. The tensor needs no special storage for that.
+
+    Not reported upstream.
+    """
+    damaged: dict[str, str] = {}
+    for name, dtype, call in _OUT_CASES:
+        # 77 is no result of any of these calls.
+        for out in (torch.empty(0, dtype=dtype), torch.full((3, 3), 77, dtype=dtype)):
+            damage = _damage_of(out, call)
+            if damage is not None:
+                damaged.setdefault(name, damage)
+    if not damaged:
+        return None
+    name, damage = next(iter(damaged.items()))
+    return f"{len(damaged)} of {len(_OUT_CASES)} failing calls spoiled out; {name}: {damage}"
+
+
+def _out_garbage_guarded() -> str | None:
+    """Run the same calls in the scope that restores what a failing call wrote."""
+    with torchguard.guarded(data=True):
+        return _out_garbage()
+
+
+OUT_GARBAGE = Defect(
+    id="out-garbage",
+    summary="a failing out= call leaves out resized or filled with garbage",
+    upstream=(),
+    family="memory",
+    probe=_out_garbage,
+    guards=("guarded",),
+    limits='elements come back with data=True only; guarded() and install("out") restore shape and '
+    "storage, and leave what was written, with the version counter moved on",
+    guarded_probe=_out_garbage_guarded,
+)
+
+
+# --- index-partial
+
+_BAD = torch.tensor([0, 9])  # row 0 exists, row 9 does not
+_NEW = torch.tensor([50.0, 60.0])
+_EVERYWHERE = torch.ones(4, dtype=torch.bool)  # 4 places for the 2 new values
+
+
+def _set_item(t: Tensor) -> None:
+    t[_BAD] = _NEW
+
+
+_Write = Callable[[Tensor], object]
+
+# Name, the call that can't succeed.
+_WRITES: tuple[tuple[str, _Write], ...] = (
+    ("index_copy_", lambda t: t.index_copy_(0, _BAD, _NEW)),
+    ("index_add_", lambda t: t.index_add_(0, _BAD, _NEW)),
+    ("index_fill_", lambda t: t.index_fill_(0, _BAD, 50.0)),
+    ("index_put_", lambda t: t.index_put_((_BAD,), _NEW)),
+    ("index_put_(accumulate)", lambda t: t.index_put_((_BAD,), _NEW, accumulate=True)),
+    ("setitem", _set_item),
+    ("scatter_", lambda t: t.scatter_(0, _BAD, _NEW)),
+    ("scatter_add_", lambda t: t.scatter_add_(0, _BAD, _NEW)),
+    ("scatter_reduce_", lambda t: t.scatter_reduce_(0, _BAD, _NEW, "sum")),
+    ("index_reduce_", lambda t: t.index_reduce_(0, _BAD, _NEW, "prod")),
+    ("put_", lambda t: t.put_(_BAD, _NEW)),
+    ("masked_scatter_", lambda t: t.masked_scatter_(_EVERYWHERE, _NEW)),
+)
+
+
+def _gradient_error(call: _Write) -> float:
+    """Return how wrong the gradient of w * t is when ``call`` fails before the backward."""
+    t = torch.arange(1.0, 5.0)
+    w = torch.ones(4, requires_grad=True)
+    right = t.clone()  # d(w * t).sum() / dw is t as it was in the forward
+    loss = (w * t).sum()
+    try:
+        call(t)
+    except (RuntimeError, IndexError):
+        pass
+    else:
+        return 0.0
+    try:
+        (gradient,) = torch.autograd.grad(loss, w)
+    except RuntimeError:  # autograd noticed that t was modified
+        return 0.0
+    return (gradient - right).abs().max().item()
+
+
+def _index_partial() -> str | None:
+    """Let each write fail between a forward and its backward and look at the gradient.
+
+    An indexed write that raises has written part of its rows, and autograd does not know.
+
+    The in-place index operators check each index when they come to it: one bad index
+    raises after the good rows were written. The version counter of the tensor is
+    bumped only after a call that succeeded, so a backward that saved the tensor
+    before uses the spoiled data and returns a wrong gradient instead of refusing.
+
+    Not reported upstream.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that index_reduce_ is in beta state
+        errors = {name: _gradient_error(call) for name, call in _WRITES}
+    wrong = [name for name, error in errors.items() if error > 0]
+    if not wrong:
+        return None
+    first = wrong[0]
+    return (
+        f"{len(wrong)} of {len(_WRITES)} failed writes: wrong gradient; "
+        f"{first} by {errors[first]:g}, no message"
+    )
+
+
+def _index_partial_guarded() -> str | None:
+    """Run it in both scopes: the plain one bumps the version, the other restores the data."""
+    for data in (False, True):
+        with torchguard.guarded(data=data):
+            seen = _index_partial()
+        if seen is not None:
+            return f"data={data}: {seen}"
+    return None
+
+
+INDEX_PARTIAL = Defect(
+    id="index-partial",
+    summary="an indexed write that raises has written part of its rows; backward uses them",
+    upstream=(),
+    family="memory",
+    probe=_index_partial,
+    guards=("guarded",),
+    guarded_probe=_index_partial_guarded,
+)

@@ -1,0 +1,228 @@
+"""Compiled code whose gradients are not those of eager."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from torchguard.defects.catalog import Defect
+
+# --- buffer-update
+
+
+class _RunningNorm(torch.nn.Module):
+    """Scales by the variance of the batches so far, then counts this one in."""
+
+    variance: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("variance", torch.ones(2))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        scaled = batch * self.variance.rsqrt() * self.weight
+        self.variance.lerp_(batch.square().mean(0), 0.5)
+        return scaled.sum()
+
+
+def _buffer_update() -> str | None:
+    """Compare the weight's gradient after one step, compiled and eager.
+
+    A module that updates a buffer in forward is trained compiled with wrong gradients.
+
+    AOTAutograd's min-cut partitioner saves the buffer for the backward pass and recomputes
+    there what forward had read from it. Forward writes the buffer within the graph, so the
+    backward pass reads the updated values, and autograd's version check sees nothing.
+    """
+    eager = _RunningNorm()
+    compiled = copy.deepcopy(eager)
+    batch = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    eager(batch).backward()
+    torch.compile(compiled)(batch).backward()
+    want, got = eager.weight.grad, compiled.weight.grad
+    if want is None or got is None:
+        raise RuntimeError("backward left no gradient")
+    if torch.allclose(want, got):
+        return None
+    return f"compiled gradient {_short(got)} where eager gives {_short(want)}"
+
+
+def _short(values: torch.Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]
+
+
+BUFFER_UPDATE = Defect(
+    id="buffer-update",
+    summary="compiled: a module that updates a statistics buffer in forward gets wrong gradients",
+    upstream=("https://github.com/pytorch/pytorch/pull/197039",),
+    family="gradient",
+    probe=_buffer_update,
+    guards=("verify",),
+    advice=(
+        "Replace the buffer instead of writing into it: "
+        "self.variance = self.variance.lerp(new, 0.1), not lerp_."
+    ),
+)
+
+
+# --- scatter-gradient
+
+_OPERATORS = "slice_scatter", "select_scatter", "diagonal_scatter"
+
+
+def _loss(
+    for_slice: torch.Tensor, for_select: torch.Tensor, for_diagonal: torch.Tensor
+) -> torch.Tensor:
+    row = for_slice.new_zeros(3)
+    return (
+        torch.slice_scatter(for_slice, row[None], dim=0, start=1, end=2).sum()
+        + torch.select_scatter(for_select, row, dim=0, index=1).sum()
+        + torch.diagonal_scatter(for_diagonal, row).sum()
+    )
+
+
+def _scatter_gradient() -> str | None:
+    """Compare the gradients of the three operators, compiled in one graph, with eager.
+
+    The compiled gradient of ``slice_scatter`` and functions like it is wrong for the input.
+
+    The gradient for the input is the output's gradient with zeros scattered into it. After
+    ``.sum()`` the output's gradient is one number, expanded (stride 0), and up to 2.11 the
+    shape rules of ``slice_scatter`` and ``select_scatter`` (``torch/_meta_registrations.py``)
+    and the reference of ``diagonal_scatter`` (``torch/_refs``) keep the strides of what they
+    scatter into. Inductor believes them and lets all positions share one element, where
+    eager makes an ordinary copy first. So every position gets the gradient, or none.
+    """
+    wrong = []
+    eager = [torch.ones(3, 3, requires_grad=True) for _ in _OPERATORS]
+    compiled = [torch.ones(3, 3, requires_grad=True) for _ in _OPERATORS]
+    _loss(*eager).backward()
+    torch.compile(_loss)(*compiled).backward()
+    for name, expected, actual in zip(_OPERATORS, eager, compiled, strict=True):
+        if expected.grad is None or actual.grad is None:
+            raise AssertionError(name)
+        if not torch.equal(actual.grad, expected.grad):
+            wrong.append(name)
+    return f"wrong input gradient: {', '.join(wrong)}" if wrong else None
+
+
+SCATTER_GRADIENT = Defect(
+    id="scatter-gradient",
+    summary="compiled: wrong input gradient of slice_scatter, select_scatter, diagonal_scatter",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/180164",
+        "https://github.com/pytorch/pytorch/issues/180771",
+        "https://github.com/pytorch/pytorch/issues/180772",
+        "https://github.com/pytorch/pytorch/issues/183898",
+        "https://github.com/pytorch/pytorch/issues/183602",
+    ),
+    family="gradient",
+    probe=_scatter_gradient,
+    guards=("slice_scatter",),
+    advice="Write out = x.clone(); out[start:end] = source instead of torch.slice_scatter.",
+)
+
+
+# --- requires-grad-lies
+
+
+def _ask_requires_grad(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
+    """Return what ``requires_grad`` says after an indexed assignment and after ``detach_``."""
+    m = torch.zeros(1, 2, 2)
+    m[:, torch.tensor([0]), torch.tensor([1])] = v
+    y = v * 2
+    y.detach_()
+    return m, y, m.requires_grad, y.requires_grad
+
+
+def _requires_grad_lies() -> str | None:
+    """Compare both answers with eager; no kernel is compiled, the tracing alone is wrong.
+
+    While tracing, ``requires_grad`` keeps its old value after an update in place.
+
+    Dynamo notes a tensor's ``requires_grad`` when the tensor is made and answers from the
+    note. Up to 2.8 ``TensorVariable.method___setitem__`` (``torch/_dynamo/variables/tensor.py``)
+    does not refresh it after ``m[:, r, c] = v``, and up to 2.11 nothing refreshes it after
+    ``y.detach_()``. The tensors themselves are right; code that branches on ``requires_grad``
+    (an autograd function that skips its backward, an assertion) takes the wrong path.
+    """
+    v = torch.ones(1, 1, requires_grad=True)
+    *_, assigned, detached = torch.compile(_ask_requires_grad, backend="eager")(v)
+    *_, eager_assigned, eager_detached = _ask_requires_grad(v)
+    seen = []
+    if assigned != eager_assigned:
+        seen.append(f"m[:, r, c] = v (says {assigned})")
+    if detached != eager_detached:
+        seen.append(f"y.detach_() (says {detached})")
+    return f"requires_grad is wrong after {' and '.join(seen)}" if seen else None
+
+
+REQUIRES_GRAD_LIES = Defect(
+    id="requires-grad-lies",
+    summary="compiled: requires_grad is wrong after an indexed assignment or detach_()",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/169179",
+        "https://github.com/pytorch/pytorch/issues/176854",
+    ),
+    family="gradient",
+    probe=_requires_grad_lies,
+    guards=("setitem",),
+    advice="Write m = m.index_put((b, r, c), v) and y = y.detach() where requires_grad is read.",
+)
+
+
+# --- view-requires-grad
+
+
+class _TimesTwo(torch.autograd.Function):
+    """Doubles, and hands on three times the gradient, so that its backward can be told."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 3
+
+
+def _into_view(value: torch.Tensor) -> torch.Tensor:
+    m = torch.zeros(2, 2)
+    m[0][0] = value
+    result: torch.Tensor = _TimesTwo.apply(m)  # type: ignore[no-untyped-call]
+    return result.sum()
+
+
+def _view_requires_grad() -> str | None:
+    """Compare the gradient with eager; no kernel is compiled, the tracing alone is wrong.
+
+    While tracing, a write into a view leaves ``requires_grad`` of what it views as it was.
+
+    Dynamo answers ``m.requires_grad`` from a note of its own. From 2.9 on it makes the note
+    anew for the tensor that was written to, but not for the others that share its memory:
+    after ``m[0][0] = value``, or ``m[0].copy_(value)``, it goes on saying that ``m``
+    requires no gradient. A custom ``torch.autograd.Function`` of ``m`` then is traced
+    without its backward, and the gradient is silently another one.
+    """
+    gradients = []
+    for function in (_into_view, torch.compile(_into_view, backend="eager")):
+        value = torch.ones((), requires_grad=True)
+        gradients.append(torch.autograd.grad(function(value), value)[0].item())
+    eager, compiled = gradients
+    if eager == compiled:
+        return None
+    return f"the gradient after m[0][0] = v is {compiled:g} compiled, {eager:g} in eager"
+
+
+VIEW_REQUIRES_GRAD = Defect(
+    id="view-requires-grad",
+    summary="compiled: after a write into a view, an autograd function's backward is left out",
+    upstream=("https://github.com/pytorch/pytorch/issues/169179",),
+    family="gradient",
+    probe=_view_requires_grad,
+    guards=("setitem",),
+    advice="Write m[0, 0] = v in one step, or m = torchguard.sliced_assign(m, (0, 0), v).",
+)

@@ -1,0 +1,416 @@
+"""Programs that torch.compile gets wrong: what they compute or write differs from eager.
+
+Each runs eager and compiled on inputs of its own; the docstring of a program says which step of
+the compiler goes wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchguard.defects.catalog import Defect, NotRunHere
+
+_Program = Callable[..., Any]
+
+
+def _differs(
+    program: _Program,
+    run: Callable[[_Program], Tensor],
+    sentence: str = "compiled gives {compiled} where eager gives {eager}",
+) -> Callable[[], str | None]:
+    """Make the probe that compares what ``run`` finds of a program, eager and compiled."""
+
+    def probe() -> str | None:
+        eager, compiled = run(program), run(torch.compile(program))
+        if torch.equal(eager, compiled):
+            return None
+        return sentence.format(compiled=compiled.tolist(), eager=eager.tolist())
+
+    return probe
+
+
+def _argument_after_it(make: Callable[[], Tensor]) -> Callable[[_Program], Tensor]:
+    """Call the program on a tensor and return what it has made of it."""
+
+    def run(program: _Program) -> Tensor:
+        values = make()
+        program(values)
+        return values
+
+    return run
+
+
+def _argument_after_an_update_of_the_result(program: _Program) -> Tensor:
+    """Update the result in place; the argument changes with it only if they share memory."""
+    values = torch.zeros(4)
+    program(values).add_(1.0)
+    return values
+
+
+# --- an input that is read and written
+
+
+def _write_then_flip(values: Tensor) -> None:
+    """Write at indices, then add the flipped tensor.
+
+    The update ``x + x.flip(0)`` and its copy into x may run in one loop only if every element
+    is read where it is written. Inductor's scheduler looks for the reads under the name of the
+    input, but after the index write the same memory is read under the name of that write
+    (``Scheduler.fusable_weak_dep``): it finds none and fuses. In-place foreach operators do
+    the same by another way.
+    """
+    values[torch.arange(4)] = values * 2
+    values.add_(values.flip(0))
+
+
+PERMUTED_READ = Defect(
+    id="permuted-read",
+    summary="compiled: an index write into x, then an update that reads x flipped, goes wrong",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/198270",
+        "https://github.com/pytorch/pytorch/issues/198033",
+    ),
+    family="compile",
+    probe=_differs(_write_then_flip, _argument_after_it(lambda: torch.arange(4.0))),
+    guards=("verify",),
+    advice=(
+        "Compute out of place (y = x.index_copy(0, rows, new); return y + y.flip(0)) "
+        "and copy the result into x outside the compiled function."
+    ),
+)
+
+
+def _shift(values: Tensor) -> None:
+    """Shift by one: the assignment becomes a copy over overlapping memory.
+
+    Inductor removes the clone as a no-op while the graph is still functional. The reinplacing
+    pass then turns the assignment into ``x[1:].copy_(x[:-1])`` without a look at whether the
+    source is a view of the memory it writes.
+    """
+    values[1:] = values[:-1].clone()
+
+
+SHIFT_OVERLAP = Defect(
+    id="shift-overlap",
+    summary="compiled: x[1:] = x[:-1].clone() becomes a copy over overlapping memory",
+    upstream=("https://github.com/pytorch/pytorch/issues/197829",),
+    family="compile",
+    probe=_differs(_shift, _argument_after_it(lambda: torch.arange(4.0))),
+    guards=("verify",),
+    advice=(
+        "Return torch.cat((x[:1], x[:-1])) from the compiled function and copy it into x outside."
+    ),
+)
+
+
+def _add_through_dropout(values: Tensor) -> None:
+    """Add 1 through the dropout.
+
+    Eager dropout outside training returns its input itself. The decomposition that
+    AOTAutograd traces returns a clone instead, so the update goes to the clone.
+    """
+    functional.dropout(values, 0.5, training=False).add_(1)
+
+
+MUTATION_DROPPED = Defect(
+    id="mutation-dropped",
+    summary="compiled: an in-place update through F.dropout(x, training=False) is lost",
+    upstream=("https://github.com/pytorch/pytorch/issues/195422",),
+    family="compile",
+    probe=_differs(
+        _add_through_dropout,
+        _argument_after_it(lambda: torch.zeros(2)),
+        "compiled leaves {compiled} where eager leaves {eager}",
+    ),
+    guards=("verify",),
+    advice="Update the input itself, not what F.dropout returned.",
+)
+
+
+def _clone_between_writes(values: Tensor) -> Tensor:
+    """Return a clone taken between two writes: compiled it holds both.
+
+    The clone is removed as a no-op, and the reinplacing pass computes the first write in the
+    input's own memory because a later ``copy_`` writes that input anyway. It does not ask
+    whether that ``copy_`` writes another value while the first one is still returned. A
+    functional ``slice_scatter`` of an input that is written later ends the same way.
+    """
+    values[0] = 1
+    between = values.clone()
+    values[1] = 2
+    return between
+
+
+OVERWRITTEN = Defect(
+    id="overwritten",
+    summary="compiled: a clone taken between two writes to x holds both of them",
+    upstream=("https://github.com/pytorch/pytorch/issues/198094",),
+    family="compile",
+    probe=_differs(_clone_between_writes, lambda program: program(torch.zeros(4))),
+    guards=("verify",),
+    advice=(
+        "Compute out of place (y = x.index_fill(0, row, 1)) "
+        "and copy the result into x outside the compiled function."
+    ),
+)
+
+
+def _read_then_fill(values: Tensor) -> Tensor:
+    """Read through a dtype view, then fill the base: the read comes after the write.
+
+    Where the element sizes differ, inductor makes the view with a call to
+    ``aten.view.dtype``, whose result has a name of its own. Before it writes an input it
+    computes what is pending on the input's name (``GraphLowering.mark_buffer_mutated``), and
+    what is pending on the view's name is left for later, when the memory has changed.
+    """
+    halves = values.view(torch.int16) * 2
+    halves.add_(4)
+    values.fill_(7)
+    return halves.view(torch.int32)
+
+
+DTYPE_VIEW = Defect(
+    id="dtype-view",
+    summary="compiled: a value read through a dtype view is computed after a later write",
+    upstream=("https://github.com/pytorch/pytorch/issues/198101",),
+    family="compile",
+    probe=_differs(
+        _read_then_fill,
+        lambda program: program(torch.zeros(2, dtype=torch.int32)).view(torch.int16),
+    ),
+    guards=("verify",),
+    advice="Write the tensor that was viewed outside the compiled function.",
+)
+
+
+def _swap(first: Tensor, second: Tensor) -> None:
+    """Swap two tensors by way of a clone: both end up the same.
+
+    Inductor's ``remove_noop_ops`` replaces ``saved = a.clone()`` by ``a``, which is right only
+    as long as nothing writes ``a``. The writes to graph inputs come after it in the graph, so
+    ``b.copy_(saved)`` then copies what ``a`` has become.
+    """
+    saved = first.clone()
+    first.copy_(second)
+    second.copy_(saved)
+
+
+def _swapped(program: _Program) -> Tensor:
+    pair = torch.zeros(2), torch.ones(2)
+    program(*pair)
+    return torch.stack(pair)
+
+
+SNAPSHOT_DROPPED = Defect(
+    id="snapshot-dropped",
+    summary="compiled: swapping two tensors by way of a clone leaves both the same",
+    upstream=("https://github.com/pytorch/pytorch/issues/198131",),
+    family="compile",
+    probe=_differs(
+        _swap,
+        _swapped,
+        "swap gives {compiled[0]} and {compiled[1]}, eager {eager[0]} and {eager[1]}",
+    ),
+    guards=("verify",),
+    advice=(
+        "Return the new values from the compiled function and copy them into their tensors outside."
+    ),
+)
+
+
+def _write(row: Tensor, counts: Tensor) -> Tensor:
+    """Return 3 rows of which the first is overwritten; add 1 to the first two ``counts``.
+
+    ``index_put`` makes a copy, then writes. Inductor drops the copy when nothing reads the
+    original afterwards, in two cases too many:
+
+    - Up to 2.13 ``can_inplace`` (``torch/_inductor/fx_passes/reinplace.py``) allows an expanded
+      view, whose rows are one and the same memory: all of them change. ``index_select`` under
+      ``vmap(grad(...))`` has such a write in its gradient.
+    - In ``x[index] += 1`` an index that occurs twice has to read the old value twice. The
+      lowering of ``index_put`` stores what is read in a buffer of its own (2.6 did not: issue
+      138908), but where the graph computes the indices itself, reads and writes have the same
+      index expression, the scheduler makes one loop of them, and the second read sees the first
+      write. That is so up to 2.15.
+    """
+    first = torch.tensor([0])
+    rows = (row * 2).expand(3, 2).index_put((first,), row)
+    twice = torch.arange(4) % 2  # 0, 1, 0, 1
+    counts[twice] += 1
+    return rows
+
+
+def _written_into_copies() -> str | None:
+    row = torch.ones(1, 2)
+    eager_counts, counts = torch.arange(4.0), torch.arange(4.0)
+    eager_rows = _write(row, eager_counts)
+    rows = torch.compile(_write)(row, counts)
+    seen = []
+    if not torch.equal(rows, eager_rows):
+        seen.append("a write to one row of an expanded view hit all")
+    if not torch.equal(counts, eager_counts):
+        seen.append("x[0, 1, 0, 1] += 1 added twice")
+    return "; ".join(seen) or None
+
+
+EXPAND_DUPLICATE = Defect(
+    id="expand-duplicate",
+    summary="compiled: a write into an expanded view, or at an index given twice, is wrong",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/188084",
+        "https://github.com/pytorch/pytorch/issues/183986",
+        "https://github.com/pytorch/pytorch/issues/175791",
+        "https://github.com/pytorch/pytorch/issues/174074",
+        "https://github.com/pytorch/pytorch/issues/138908",
+        "https://github.com/pytorch/pytorch/issues/197582",
+    ),
+    family="compile",
+    probe=_written_into_copies,
+    guards=("verify",),
+    advice=(
+        "Write x = x.index_put((index,), x[index] + 1) for x[index] += 1, and clone() an "
+        "expanded view before writing into it."
+    ),
+)
+
+
+# --- a result that shares memory with the argument
+
+
+def _cool(logits: Tensor) -> Tensor:
+    """Return ``logits / 1.0``, which compiled is ``logits`` itself and no new tensor.
+
+    Inductor's ``remove_no_ops`` (``torch/_inductor/fx_passes/joint_graph.py``) replaces such
+    an operation by its operand. Up to 2.13 it knew only neutral elements that are tensors;
+    since 2.14 it takes Python numbers too, and unlike ``remove_noop_ops`` in ``post_grad.py``
+    it does not ask whether that makes an output an alias of an input. So ``logits /
+    temperature`` is safe to update in place at every temperature but 1.0.
+    """
+    return logits / 1.0
+
+
+NOOP_ALIASES = Defect(
+    id="noop-aliases",
+    summary="compiled: x * 1, x + 0 and x / 1.0 return the input itself",
+    upstream=("https://github.com/pytorch/pytorch/issues/197893",),
+    family="compile",
+    probe=_differs(
+        _cool,
+        _argument_after_an_update_of_the_result,
+        "logits / 1.0 returned logits: updating the result in place changed the input",
+    ),
+    guards=("verify",),
+    advice="Call .clone() on the result outside the compiled function before updating it in place.",
+)
+
+
+def _write_and_copy(x: Tensor) -> Tensor:
+    """Write into the argument and return a copy, which compiled is the argument.
+
+    AOTAutograd writes an in-place update of an input back with a ``copy_`` at the end of
+    the graph. Inductor carries the update out in the input's own memory
+    (``reinplace_inplaceable_ops`` in ``torch/_inductor/fx_passes/reinplace.py``), then
+    replaces the written value by the input everywhere, also where the function returns it;
+    a ``clone()`` in between is gone by then (``remove_noop_ops`` in ``post_grad.py``). The
+    caller gets an alias of its own argument.
+    """
+    x[0] = 1.0
+    return x.clone()
+
+
+RESULT_ALIASES = Defect(
+    id="result-aliases",
+    summary="compiled: the returned copy is the updated input itself, even through .clone()",
+    upstream=("https://github.com/pytorch/pytorch/issues/195451",),
+    family="compile",
+    probe=_differs(
+        _write_and_copy,
+        _argument_after_an_update_of_the_result,
+        "x[0] = 1; return x.clone(): the result shares memory with x",
+    ),
+    guards=("verify",),
+    advice="Call .clone() on the result outside the compiled function before updating it in place.",
+)
+
+
+# --- a kernel that leaves something out
+
+# N images, C channels, P pixels
+_N, _C, _P = 2, 4, 9
+_KEEP = 20  # two channels, and 2 pixels of the third
+
+
+def _crop_after_batch_norm() -> str | None:
+    """Compare a compiled crop (N, C, P) -> (N, KEEP) with the eager one.
+
+    In the flattened loop a per-channel value is read at ``i // pixels``. Inductor's C++
+    backend splits such a loop into ``size // pixels`` blocks of ``pixels`` elements
+    (``CppScheduling.try_loop_split``) and drops the remainder, which a crop within a channel
+    leaves: those elements of the result are never written. Slicing does it as well as the
+    negative pad, and any other per-channel value as well as BatchNorm's.
+    """
+    norm = torch.nn.BatchNorm1d(_C).eval().requires_grad_(requires_grad=False)
+
+    def crop(images: Tensor) -> Tensor:
+        return functional.pad(norm(images).flatten(1), (0, _KEEP - _C * _P))
+
+    images = torch.randn(_N, _C, _P, generator=torch.Generator().manual_seed(0))
+    # Compiled first: no memory that eager has freed can hold the right values by chance.
+    compiled = torch.compile(crop)(images)
+    wrong = ~torch.isclose(compiled, crop(images))
+    if not wrong.any():
+        return None
+    return f"{int(wrong.sum())} of {wrong.numel()} elements are uninitialised memory"
+
+
+BN_CROP = Defect(
+    id="bn-crop",
+    summary="compiled on CPU: BatchNorm, flatten and a cropping F.pad leave memory unwritten",
+    upstream=("https://github.com/pytorch/pytorch/issues/195582",),
+    family="compile",
+    probe=_crop_after_batch_norm,
+    guards=("verify",),
+    advice="Crop outside the compiled function, or to a whole number of channels.",
+)
+
+
+def _sequence_bounds(mask: Tensor) -> Tensor:
+    """Return where each sequence of a batch begins and ends (B + 1) from its mask (B, T).
+
+    A sum over a long dim is split in two kernels. Where the padded result has as many elements
+    as there are partial sums, inductor computes the padding in the second kernel. There the
+    padding reads the sum from a register, but ``TritonOverrides.masked``
+    (``torch/_inductor/codegen/triton.py``) still leaves the fill value to a masked load, which
+    no longer exists: the test for the border is computed and not used. One sequence of 8193
+    to 16384 tokens, a cumulative sum and ``F.pad(..., (1, 0))``, as every user of
+    variable-length flash attention writes it (``cu_seqlens``), is enough. The kernel is wrong
+    from 2.8 to 2.13 and right in 2.15.
+    """
+    ends = mask.sum(dim=-1, dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
+    return functional.pad(ends, (1, 0))
+
+
+def _padded_sum() -> str | None:
+    if not torch.cuda.is_available():
+        raise NotRunHere("needs a CUDA GPU")
+    # Inductor sums 8192 elements to a partial sum: 2 of them, and 2 bounds.
+    mask = torch.ones(1, 16384, dtype=torch.bool, device="cuda")
+    eager = _sequence_bounds(mask).tolist()
+    compiled = torch.compile(_sequence_bounds)(mask).tolist()
+    return None if compiled == eager else f"bounds of one sequence: {compiled}, not {eager}"
+
+
+PAD_REDUCTION = Defect(
+    id="pad-reduction",
+    summary="compiled, GPU: F.pad of a long sum loses its fill value (flash attention cu_seqlens)",
+    upstream=("https://github.com/pytorch/pytorch/issues/189895",),
+    family="compile",
+    probe=_padded_sum,
+    guards=("verify",),
+    advice="Write torch.cat([ends.new_zeros(1), ends]) instead of F.pad(ends, (1, 0)).",
+)

@@ -1,0 +1,261 @@
+"""Steps, optimizers and loads that fail halfway and leave the training in between."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Adam
+
+from torchguard.defects.catalog import Defect
+
+
+class _Adam(Adam):
+    """Adam without the decorators that import torch's compiler, which takes seconds."""
+
+    add_param_group = inspect.unwrap(Adam.add_param_group)
+    state_dict = inspect.unwrap(Adam.state_dict)
+    load_state_dict = inspect.unwrap(Adam.load_state_dict)
+    step = inspect.unwrap(Adam.step)
+
+
+# --- optimizer-partial
+
+
+def _optimizer_partial() -> str | None:
+    """Step over a sound parameter, then one whose rows share memory, which can't be written.
+
+    An optimizer step that raises midway has updated part of the model.
+
+    ``step()`` and the ``torch._foreach_*`` calls under it walk over the parameters
+    and change each in place. When one fails (here it can't be written in place; out
+    of memory does the same), the parameters, moments and step counters before it are
+    already new and nothing takes them back: a caught exception and a retry apply
+    part of the update twice.
+
+    Not reported upstream.
+    """
+    sound = Parameter(torch.zeros(3))
+    unwritable = Parameter(torch.zeros(1).expand(3))
+    parameters = [sound, unwritable]
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer = _Adam(parameters, lr=1.0)
+    try:
+        with torch.no_grad():
+            optimizer.step()
+    except RuntimeError:
+        pass
+    else:
+        return None
+    moved = sum(bool(parameter.detach().any()) for parameter in parameters)
+    counted = sum(float(state.get("step", 0)) > 0 for state in optimizer.state.values())
+    if moved == 0 and counted == 0:
+        return None
+    return f"step() raised: {moved} of 2 parameters moved, {counted} of 2 step counters advanced"
+
+
+OPTIMIZER_PARTIAL = Defect(
+    id="optimizer-partial",
+    summary="an optimizer step that raises midway has updated part of the parameters and moments",
+    upstream=(),
+    family="memory",
+    probe=_optimizer_partial,
+    advice=(
+        "After a caught exception in step(), reload the model and the optimizer from a checkpoint "
+        "instead of stepping again."
+    ),
+)
+
+
+# --- optimizer-state-shape
+
+_OLD, _NEW = 4, 64  # elements of the layer in the checkpoint and now
+
+
+def _optimizer_state_shape() -> str | None:
+    """Resume with moments of the old size, each followed by memory that can be watched.
+
+    Resuming after a layer grew makes the fused optimizer write past the end of its moments.
+
+    ``Optimizer.load_state_dict`` does not compare the shape of a moment with that of
+    its parameter, and neither does the fused CPU kernel: it runs over as many
+    elements as the parameter has and reads and writes the shorter moments beyond
+    their end, into whatever memory follows, or crashes.
+
+    Not reported upstream.
+    """
+    # The moments are the first elements of longer tensors: what the kernel writes beyond
+    # them lands in memory of ours, and nothing crashes.
+    memory = {name: torch.zeros(_NEW) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {name: whole[:_OLD] for name, whole in memory.items()}
+    parameter = Parameter(torch.zeros(_NEW))
+    parameter.grad = torch.ones(_NEW)
+    try:
+        optimizer = _Adam([parameter], fused=True)
+        state = optimizer.state_dict()
+        state["state"] = {0: {"step": torch.tensor(1.0), **moments}}
+        optimizer.load_state_dict(state)
+        with torch.no_grad():
+            optimizer.step()
+    except (RuntimeError, ValueError):
+        pass
+    spoiled = sum(int(torch.count_nonzero(whole[_OLD:])) for whole in memory.values())
+    return f"step() wrote {spoiled} floats past the end of its moments" if spoiled else None
+
+
+OPTIMIZER_STATE_SHAPE = Defect(
+    id="optimizer-state-shape",
+    summary="fused Adam on CPU writes past the end of moments loaded from a smaller layer",
+    upstream=(),
+    family="memory",
+    probe=_optimizer_state_shape,
+    advice=(
+        "After load_state_dict, check that each state tensor but `step` has the shape of its "
+        "parameter, or leave fused off on CPU."
+    ),
+)
+
+
+# --- oom-retry
+
+_BATCH = 4
+
+
+def _run_out_of_memory(_gradient: Tensor) -> None:
+    torch.empty(2**50)  # 4 PiB: no machine has them
+
+
+def _train_with_one_retry() -> tuple[float, int]:
+    """Return the gradient of the last bias and BatchNorm's count after a failure and a retry."""
+    norm, last = nn.BatchNorm1d(2), nn.Linear(2, 1)
+    for memory_runs_out in (True, False):
+        inputs = torch.arange(2.0 * _BATCH).reshape(_BATCH, 2).requires_grad_()
+        if memory_runs_out:
+            # Called at the end of the backward, when `last` and `norm` have their gradients.
+            inputs.register_hook(_run_out_of_memory)
+        try:
+            last(norm(inputs)).sum().backward()
+        except RuntimeError:
+            continue
+    gradient, count = last.bias.grad, norm.num_batches_tracked
+    return (0.0 if gradient is None else gradient.item()), (0 if count is None else int(count))
+
+
+def _scaler_refuses_the_retry() -> bool:
+    weight = nn.Parameter(torch.ones(1))
+    # All that unscale_ reads of an optimizer; a real one would import torch's compiler here.
+    optimizer = cast("torch.optim.Optimizer", SimpleNamespace(param_groups=[{"params": [weight]}]))
+    scaler = torch.amp.GradScaler("cpu")
+    for attempt in range(2):
+        weight.grad = None
+        scaler.scale(weight.sum()).backward()
+        try:
+            scaler.unscale_(optimizer)
+        except RuntimeError:
+            return attempt == 1
+        # Here the first step() runs out of memory, so update() is never reached.
+    return False
+
+
+def _oom_retry() -> str | None:
+    """Let a backward run out of memory once, repeat the step and look at what is different.
+
+    Retrying a step after a caught out-of-memory error trains on the wrong numbers.
+
+    Nothing of a step is undone when it fails: gradients that the backward had
+    accumulated before the failure stay and are added again, BatchNorm counts the
+    batch and updates its running statistics again in the second forward, and
+    GradScaler refuses a second ``unscale_`` because the first never reached
+    ``update``.
+
+    Not reported upstream.
+    """
+    gradient, batches = _train_with_one_retry()
+    seen: list[str] = []
+    if gradient != _BATCH:
+        seen.append(f"gradient {gradient:g}, right is {_BATCH}")
+    if batches != 1:
+        seen.append(f"BatchNorm counted {batches} of 1 batch")
+    if _scaler_refuses_the_retry():
+        seen.append("GradScaler stuck")
+    return f"after a retry: {', '.join(seen)}" if seen else None
+
+
+OOM_RETRY = Defect(
+    id="oom-retry",
+    summary="a step retried after out of memory has doubled gradients and counts its batch twice",
+    upstream=(),
+    family="memory",
+    probe=_oom_retry,
+    advice=(
+        "Before the retry, call optimizer.zero_grad(), restore BatchNorm's buffers from a copy "
+        "and make a new GradScaler from its state_dict()."
+    ),
+)
+
+
+# --- load-partial
+
+
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+
+
+def _refused(model: nn.Module, state: dict[str, Tensor], *, assign: bool) -> bool:
+    try:
+        model.load_state_dict(state, strict=True, assign=assign)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _load_partial() -> str | None:
+    """Load a checkpoint whose last tensor has the wrong shape.
+
+    ``load_state_dict(strict=True)`` that raises has loaded part of the checkpoint.
+
+    ``Module.load_state_dict`` copies tensor by tensor, collects what does not match
+    and raises at the end: by then every tensor that did match is overwritten. With
+    ``assign=True`` the Parameter objects themselves were replaced, so an optimizer
+    made before goes on updating parameters the model no longer has.
+
+    Not reported upstream.
+    """
+    # None of these values is one that the layers start with.
+    state = {"0.weight": torch.full((2, 2), 77.0), "1.weight": torch.full((9, 9), 77.0)}
+    seen: list[str] = []
+
+    model = _two_layers()
+    before = model.get_parameter("0.weight").detach().clone()
+    if _refused(model, state, assign=False):
+        after = model.get_parameter("0.weight").detach()
+        if not torch.equal(before, after):
+            seen.append("overwrote 1 weight")
+
+    model = _two_layers()
+    known_to_an_optimizer = model.get_parameter("0.weight")
+    if _refused(model, state, assign=True):
+        after = model.get_parameter("0.weight")
+        if after is not known_to_an_optimizer:
+            seen.append("with assign=True replaced 1 Parameter")
+
+    return f"load_state_dict raised, yet {', '.join(seen)}" if seen else None
+
+
+LOAD_PARTIAL = Defect(
+    id="load-partial",
+    summary="load_state_dict(strict=True) that raises has overwritten every tensor that matched",
+    upstream=(),
+    family="memory",
+    probe=_load_partial,
+    guards=("load",),
+    advice=(
+        "Compare names and shapes with model.state_dict() before loading, or load into a copy of "
+        "the model."
+    ),
+)

@@ -19,7 +19,7 @@ from ways import outcome_of
 
 import torchguard
 from torchguard import guarded
-from torchguard.rollback import scopes
+from torchguard.rollback import scope_stack as scopes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -1,10 +1,4 @@
-"""While torch imports a module of its own, torch's functions are torch's own.
-
-Many of its modules keep tables of functions: patterns and lowerings of inductor, Dynamo's lists,
-``functorch.dim``, ``torch._numpy``. What reads a table has the original in its hands, because
-Dynamo and FX write originals into their graphs, so a table that was filled while a replacement
-stood in torch would find nothing.
-"""
+"""Imports: do something when a module is imported, and keep torch's own imports undisturbed."""
 
 from __future__ import annotations
 
@@ -15,9 +9,23 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
-__all__ = ["watch"]
+import wrapt
+
+__all__ = ["keep_originals_while_importing", "on_import"]
 
 _PACKAGES = ("torch.", "functorch")
+_registered: set[tuple[str, Callable[[ModuleType], None]]] = set()
+
+
+def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action(module)`` once: now if the module is imported, else when it is.
+
+    A second registration does nothing. While the module is being imported by another thread it
+    counts as imported, so ``action`` looks whether what it needs is there yet.
+    """
+    if (name, action) not in _registered:
+        _registered.add((name, action))
+        wrapt.register_post_import_hook(action, name)
 
 
 class _Finder(MetaPathFinder):
@@ -43,8 +51,16 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def watch(originals_in_place: Callable[[], AbstractContextManager[None]]) -> None:
-    """Execute the modules that torch imports from now on inside ``originals_in_place()``."""
+def keep_originals_while_importing(
+    originals_in_place: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Execute the modules that torch imports from now on inside ``originals_in_place()``.
+
+    Many of torch's modules keep tables of functions: patterns and lowerings of inductor, Dynamo's
+    lists, ``functorch.dim``, ``torch._numpy``. What reads a table has the original in its hands,
+    because Dynamo and FX write originals into their graphs, so a table that was filled while a
+    replacement stood in torch would find nothing.
+    """
     # In front of the finder it asks, and behind those of others (wrapt's hooks after an import).
     finders = sys.meta_path
     place = finders.index(PathFinder) if PathFinder in finders else len(finders)

@@ -1,28 +1,34 @@
 """What stands over torch while a guarded() scope is open, put there and taken away in one go.
 
 Two kinds, because entering a scope has to be quick and compiled functions must not notice.
-Methods are set on their class, which Dynamo does not guard. For functions of a module the class of
-the module is changed to one that computes them when they are read: one assignment, only the scope's
-own context sees another function, and an identity that Dynamo has guarded (``torch.add``) holds.
+Methods are set on their class, which Dynamo does not guard. For functions of torch's modules the
+class of the module is changed to one that computes them when they are read: one assignment, only
+the scope's own context sees another function, and an identity that Dynamo has guarded
+(``torch.add``) holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torchguard._torch import patch
-from torchguard._torch.patch import ABSENT, Make
+from torchguard._torch.patch import ABSENT, Computed, Make
 
-__all__ = ["ClassOverlay", "ModuleOverlay"]
+__all__ = ["AttributeOverlay", "ModuleOverlay"]
 
 
-class ClassOverlay:
-    """Methods in front of those of a class."""
+class AttributeOverlay:
+    """Attributes in front of those of a class, or of a module that no compiled code looks at."""
 
-    def __init__(self, owner: type, makes: Mapping[str, Make]) -> None:
+    def __init__(
+        self, owner: Any, makes: Mapping[str, Make | Computed], *, inert: bool = False
+    ) -> None:
         self.owner = owner
+        self.inert = inert
+        """Whether the replacements do nothing while no scope is open, so that they may stay."""
+
         self._makes = makes
         self._made: dict[str, tuple[Any, Any]] = {}
         """By name: what stood there (or ``ABSENT``), and what is put there."""
@@ -31,12 +37,15 @@ class ClassOverlay:
             self._make(name, vars(owner).get(name, ABSENT))
 
     def _make(self, name: str, before: Any) -> None:
-        replacement = self._makes[name](getattr(self.owner, name))
-        assert isinstance(replacement, FunctionType)
+        make = self._makes[name]
+        if isinstance(make, Computed):
+            replacement: Any = make.property_named(name)
+        else:
+            replacement = make(getattr(self.owner, name))
         self._made[name] = before, replacement
 
     def put_on(self) -> None:
-        """Set every method; made anew where somebody has patched since."""
+        """Set every attribute; made anew where somebody has patched since."""
         now = vars(self.owner).get
         for name, (before, _) in self._made.items():
             if now(name, ABSENT) is not before:
@@ -52,6 +61,8 @@ class ClassOverlay:
 
 class ModuleOverlay:
     """Functions in front of those of a module, for whoever asks from inside a scope."""
+
+    inert = False
 
     def __init__(
         self, module: ModuleType, makes: Mapping[str, Make], in_scope: Callable[[], object]
@@ -101,3 +112,12 @@ def _computed(
         del held[name]
 
     return property(read, write, remove)
+
+
+def overlays_by_owner(replacements: Mapping[str, Make | Computed]) -> list[AttributeOverlay]:
+    """Make an overlay for each class or module that these paths lead to."""
+    makes: dict[int, tuple[Any, dict[str, Make | Computed]]] = {}
+    for path, make in replacements.items():
+        owner, name = patch.resolve(path)
+        makes.setdefault(id(owner), (owner, {}))[1][name] = make
+    return [AttributeOverlay(owner, each) for owner, each in makes.values()]

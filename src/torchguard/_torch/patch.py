@@ -43,6 +43,7 @@ __all__ = [
     "patched",
     "remove_overlay",
     "renew",
+    "resolve",
     "set_all",
     "undo",
 ]
@@ -99,6 +100,10 @@ class Overlay(Protocol):
     def owner(self) -> Any:
         """Whose attributes they are."""
 
+    @property
+    def inert(self) -> bool:
+        """Whether they do nothing while no scope is open, so that they may stay."""
+
     def put_on(self) -> None:
         """Set them."""
 
@@ -150,7 +155,7 @@ def _without_overlays(paths: Iterable[str] | None = None) -> Iterator[None]:
     with lock:
         standing = list(_overlays)
         if standing and paths is not None:
-            owners = [_resolve(path)[0] for path in paths]
+            owners = [resolve(path)[0] for path in paths]
             standing = [each for each in standing if any(each.owner is owner for owner in owners)]
         remove_overlay(standing)
         try:
@@ -247,7 +252,7 @@ def original(path: str) -> Any:
     if patch is not None:
         return patch.original
     with _without_overlays((path,)):
-        owner, name = _resolve(path)
+        owner, name = resolve(path)
         return getattr(owner, name)
 
 
@@ -271,7 +276,7 @@ def _prepare() -> None:
     if _prepared:
         return
     _prepared = True
-    imports.watch(originals_in_place)
+    imports.keep_originals_while_importing(originals_in_place)
     # Not the probes of the catalog: what they show is what Dynamo does with them.
     for module in [
         module
@@ -300,7 +305,7 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def _patch(path: str, make: Make | Computed) -> _Patch:
-    owner, name = _resolve(path)
+    owner, name = resolve(path)
     if isinstance(make, Computed):
         if hasattr(owner, name):
             raise AttributeError(f"{path}: the class has an attribute of its own there")
@@ -345,7 +350,7 @@ def _put_original(patch: _Patch) -> None:
         setattr(patch.owner, patch.name, patch.before)
 
 
-def _resolve(path: str) -> tuple[Any, str]:
+def resolve(path: str) -> tuple[Any, str]:
     """Split ``torch.Tensor.resize_`` into the object ``torch.Tensor`` and ``resize_``."""
     owner_path, _, name = path.rpartition(".")
     parts = owner_path.split(".")

@@ -11,8 +11,8 @@ from types import CodeType
 from typing import Any
 
 import torch
-import wrapt
 
+from torchguard._torch.imports import on_import
 from torchguard._torch.modes import replace_torch_function_modes, torch_function_modes
 
 __all__ = [
@@ -150,7 +150,7 @@ def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
         for function in functions:
             torch.compiler.allow_in_graph(function)
 
-    wrapt.register_post_import_hook(tell, "torch._dynamo")
+    on_import("torch._dynamo", tell)
 
 
 def mark_untraced(function: Callable[..., Any]) -> None:

@@ -1,28 +1,34 @@
-"""A scope covers eager code: where compiled code begins, it steps aside, and comes back after.
+"""What a guarded() scope does about torch.compile: it covers eager code, and repairs tracing.
 
-What the compiler does on its way (running the graph on fake tensors, lowering it) and what it has
-made are not to be guarded. Every compiled function, on torch 2.6 to 2.15, hands its callback to the
-interpreter through ``torch._dynamo.eval_frame._maybe_set_eval_frame``, once on the way in and, from
-the same Python frame, once on the way out.
+Pop the scope while a compiled function runs, and push it back afterwards: neither what the
+compiler does on its way (running the graph on fake tensors, lowering it) nor what it has made is
+to be guarded. On torch 2.6 to 2.15 every compiled function hands its callback to the interpreter
+through ``torch._dynamo.eval_frame._maybe_set_eval_frame``, once on the way in and, from the same
+Python frame, once on the way out
+(https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py).
+
+While at least one scope is open, code that is compiled has the guards "setitem" and
+"slice_scatter" that ``install()`` gives; what was compiled before stays as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import wrapt
-
 from torchguard._torch import patch
-from torchguard.rollback.scopes import Scope, current, hold
+from torchguard._torch.overlays import overlays_by_owner
+from torchguard.assignment import dynamo_scatter, dynamo_setitem
+from torchguard.rollback.scope_stack import Scope, current, hold
 
-__all__ = ["begin", "end"]
+__all__ = ["overlays"]
 
-_DYNAMO = "torch._dynamo.eval_frame"
-_HOOK = f"{_DYNAMO}._maybe_set_eval_frame"
+_HOOK = "torch._dynamo.eval_frame._maybe_set_eval_frame"
 
 
 class _Thread(threading.local):
@@ -35,51 +41,25 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_users = 0
-_hooked = False
-_waiting_for_dynamo = False
 
 
-def begin() -> None:
-    """Put a hook into Dynamo, now or when it is imported."""
-    global _users, _waiting_for_dynamo
-    with patch.lock:
-        _users += 1
-        if _is_imported(_DYNAMO):
-            _put_hook()
-        elif not _waiting_for_dynamo:
-            _waiting_for_dynamo = True
-            wrapt.register_post_import_hook(_dynamo_was_imported, _DYNAMO)
+def overlays() -> tuple[patch.Overlay, ...]:
+    """Return what stands over Dynamo while a scope is open; nothing until Dynamo is imported."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return _overlays() if hasattr(dynamo, "optimize") else ()  # else it is being imported
 
 
-def end() -> None:
-    """Take the hook away."""
-    global _users, _hooked
-    with patch.lock:
-        _users -= 1
-        if _users == 0 and _hooked:
-            # Where somebody has patched on top the hook stays; without a scope it does nothing.
-            patch.undo([_HOOK], leave_conflicts=True)
-            _hooked = False
-
-
-def _is_imported(name: str) -> bool:
-    """Whether a module is there as a whole; one that is being imported is among the modules too."""
-    module = sys.modules.get(name)
-    return module is not None and not getattr(module.__spec__, "_initializing", False)
-
-
-def _dynamo_was_imported(_: Any) -> None:
-    with patch.lock:
-        if _users:
-            _put_hook()
-
-
-def _put_hook() -> None:
-    global _hooked
-    if not _hooked and hasattr(sys.modules[_DYNAMO], "_maybe_set_eval_frame"):
-        patch.apply([(_HOOK, _hook)])
-        _hooked = True
+@functools.cache
+def _overlays() -> tuple[patch.Overlay, ...]:
+    # "setitem" finds out in every single case whether it is needed, so nothing is tried first.
+    replacements: dict[str, patch.Make | patch.Computed] = dict(dynamo_setitem.replacements())
+    if dynamo_scatter.not_needed() is None:
+        replacements.update(dynamo_scatter.replacements())
+    found: list[patch.Overlay] = []
+    for each in ({_HOOK: _hook}, replacements):
+        with contextlib.suppress(AttributeError):  # a Dynamo that is built differently
+            found += overlays_by_owner(each)
+    return tuple(found)
 
 
 def _hook(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -30,7 +30,7 @@ from torchguard._torch import (
     overriding,
     patch,
 )
-from torchguard._torch.overlays import ClassOverlay, ModuleOverlay
+from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
 from torchguard.rollback.mutation import (
     DUNDERS,
     Writes,
@@ -40,7 +40,7 @@ from torchguard.rollback.mutation import (
 )
 from torchguard.rollback.operation import Operation, undo_write
 from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
-from torchguard.rollback.scopes import current, hold, outside
+from torchguard.rollback.scope_stack import current, hold, outside
 from torchguard.rollback.snapshot import capture
 
 __all__ = ["overlays"]
@@ -92,8 +92,11 @@ def overlays() -> tuple[patch.Overlay, ...]:
         ]
         modules.append(ModuleOverlay(torch.jit, {"script": _script_outside}, current))
         classes = [
-            ClassOverlay(torch.Tensor, dict(_methods())),
-            *(ClassOverlay(each, {"__call__": _guard_operators}) for each in OPERATOR_CLASSES),
+            AttributeOverlay(torch.Tensor, dict(_methods()), inert=True),
+            *(
+                AttributeOverlay(each, {"__call__": _guard_operators}, inert=True)
+                for each in OPERATOR_CLASSES
+            ),
         ]
     return (*modules, *classes)
 

@@ -12,9 +12,8 @@ from typing import Any, TypeVar, overload
 import torch
 
 from torchguard._torch import patch
-from torchguard._torch.overlays import ClassOverlay
-from torchguard.rollback import compiled_code, scopes, tracing
-from torchguard.rollback.interception import overlays
+from torchguard._torch.imports import on_import
+from torchguard.rollback import compiled_code, interception, scope_stack
 
 __all__ = ["Guarded", "forget", "guarded"]
 
@@ -39,12 +38,18 @@ def _begin() -> None:
         _users += 1
         if _users == 1:
             _opened += 1
-            compiled_code.begin()
-            tracing.begin()
-            with scopes.outside():
-                new = [each for each in overlays() if each not in _standing]
-                patch.overlay(new)
-                _standing.extend(new)
+            on_import("torch._dynamo", _put_on)
+            _put_on()
+
+
+def _put_on(_: object = None) -> None:
+    """Put over torch what is not there yet; again when Dynamo is imported."""
+    with patch.lock, scope_stack.outside():
+        if _users:
+            wanted = (*interception.overlays(), *compiled_code.overlays())
+            new = [each for each in wanted if each not in _standing]
+            patch.overlay(new)
+            _standing.extend(new)
 
 
 def _end() -> None:
@@ -53,9 +58,7 @@ def _end() -> None:
     with patch.lock:
         _users -= 1
         if _users == 0:
-            _take_off(methods=_opened <= _STAY_AFTER)
-            tracing.end()
-            compiled_code.end()
+            _take_off(inert=_opened <= _STAY_AFTER)
 
 
 def forget() -> None:
@@ -64,12 +67,12 @@ def forget() -> None:
     with patch.lock:
         if _users == 0:
             _opened = 0
-            _take_off(methods=True)
+            _take_off(inert=True)
 
 
-def _take_off(*, methods: bool) -> None:
-    leaving = [each for each in _standing if methods or not isinstance(each, ClassOverlay)]
-    with scopes.outside():
+def _take_off(*, inert: bool) -> None:
+    leaving = [each for each in _standing if inert or not each.inert]
+    with scope_stack.outside():
         patch.remove_overlay(leaving)
     for each in leaving:
         _standing.remove(each)
@@ -80,11 +83,11 @@ class Guarded(contextlib.ContextDecorator):
 
     def __init__(self, *, data: bool) -> None:
         self._data = data
-        self._entered: list[scopes.Scope] = []
+        self._entered: list[scope_stack.Scope] = []
 
     def __enter__(self) -> None:
         _begin()
-        self._entered.append(scopes.enter(data=self._data, owner=self))
+        self._entered.append(scope_stack.enter(data=self._data, owner=self))
 
     def __exit__(
         self,
@@ -93,9 +96,9 @@ class Guarded(contextlib.ContextDecorator):
         traceback: TracebackType | None,
     ) -> None:
         # Elsewhere than where it was entered, if a generator is closed by another task.
-        scope = scopes.innermost_of(self) or self._entered[-1]
+        scope = scope_stack.innermost_of(self) or self._entered[-1]
         self._entered.remove(scope)
-        scopes.leave(scope)
+        scope_stack.leave(scope)
         _end()
 
     def __call__(self, function: _Function) -> _Function:

@@ -190,21 +190,17 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("stream", "patience"), [(Terminal(), 9.0), (io.StringIO(), -1.0)])
-def test_no_bar_for_quick_work_or_without_a_terminal(
-    stream: io.StringIO, patience: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "_PATIENCE", patience)
-    with plan._Bar(stream) as bar:
-        bar.show(1, 2)
+@pytest.mark.parametrize(("stream", "after"), [(Terminal(), 9.0), (io.StringIO(), -1.0)])
+def test_no_bar_for_quick_work_or_without_a_terminal(stream: io.StringIO, after: float) -> None:
+    with plan.progress_bar(stream, after=after) as show:
+        show(1, 2)
     assert not stream.getvalue()
 
 
-def test_a_bar_for_slow_work_that_is_wiped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_PATIENCE", -1.0)
+def test_a_bar_for_slow_work_that_is_wiped_at_the_end() -> None:
     stream = Terminal()
-    with plan._Bar(stream) as bar:
-        bar.show(16, 32)
+    with plan.progress_bar(stream, after=-1.0) as show:
+        show(16, 32)
         assert stream.getvalue().endswith("16 of 32 ladders")
     assert stream.getvalue().endswith(" \r")
 

@@ -32,6 +32,7 @@ _PUBLIC = {
     "checkpoint.saving": ("save",),
     "checkpoint.state_dict": ("load_state_dict",),
     "defects.doctor": ("doctor",),
+    "defects.report": ("DoctorReport",),
     "errors": (
         "DamagedFileError",
         "InconsistentTensorError",

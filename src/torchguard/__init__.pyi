@@ -14,6 +14,7 @@ from torchguard.checkpoint.loading import load
 from torchguard.checkpoint.saving import save
 from torchguard.checkpoint.state_dict import load_state_dict
 from torchguard.defects.doctor import doctor
+from torchguard.defects.report import DoctorReport
 from torchguard.errors import (
     DamagedFileError,
     InconsistentTensorError,
@@ -50,6 +51,7 @@ __all__ = [
     "BucketCollator",
     "Buckets",
     "DamagedFileError",
+    "DoctorReport",
     "InconsistentTensorError",
     "Installation",
     "MiscompilationError",

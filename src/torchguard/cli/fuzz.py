@@ -46,7 +46,7 @@ def _main(options: argparse.Namespace) -> int:
     from torchguard.verification.fuzz import attempt, program  # noqa: PLC0415 - imports torch
 
     if options.backend not in torch.compiler.list_backends(exclude_tags=()):
-        options.parser.error(f"no backend {options.backend!r}; torch.compile knows it not")
+        options.parser.error(f"unknown torch.compile backend {options.backend!r}")
     checked = verified_backend(options.backend)
     backend = options.backend if options.bare else checked
     start, wrong, count = time.monotonic(), 0, 0

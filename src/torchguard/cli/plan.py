@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
-
-from typing_extensions import Self
 
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.fit import costs_of, plans
 from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
 from torchguard.bucketing.lengths import FORMATS, read_sizes
-from torchguard.cli.output import positive_int
+from torchguard.cli.output import interrupted, positive_int
 
 __all__ = ["add_parser"]
 
 _COUNTS = 32
-_PATIENCE = 1.0  # seconds before a bar appears
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -66,8 +65,7 @@ def _main(options: argparse.Namespace) -> int:
     except (OSError, ValueError, TypeError, ImportError) as error:
         options.parser.error(str(error))  # exits with 2
     except KeyboardInterrupt:
-        sys.stderr.write("torchguard plan: interrupted\n")
-        return 130  # what a shell reports for SIGINT
+        return interrupted("plan")
     return 0
 
 
@@ -83,7 +81,7 @@ def _run(options: argparse.Namespace) -> None:
             f"--maximum is {options.maximum}, but {name} has a length of {observed.sizes[-1]}: "
             "leave it out, or give the longest there can be"
         )
-    with _Bar(sys.stderr) as bar:
+    with progress_bar(sys.stderr) as show:
         buckets = Buckets.fit(
             _histogram(observed),
             options.buckets,
@@ -98,7 +96,7 @@ def _run(options: argparse.Namespace) -> None:
             cost=options.cost,
             multiple_of=options.multiple_of,
             top=top,
-            progress=bar.show,
+            progress=show,
         )
     costs = [plan.cost for plan in curve]
     # To standard error, if the buckets themselves go to standard output.
@@ -215,26 +213,23 @@ def _columns(values: list[str], rows: int = 8) -> list[str]:
     return ["".join(numbered[row::rows]) for row in range(min(rows, len(numbered)))]
 
 
-class _Bar:
-    """A progress bar, on a terminal, for work that has taken more than a second."""
+@contextlib.contextmanager
+def progress_bar(stream: TextIO, *, after: float = 1.0) -> Iterator[Callable[[int, int], None]]:
+    """Give a function of (done, total) that draws a bar on a terminal after some seconds."""
+    begun = time.monotonic()
+    drawn = False
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._begun = time.monotonic()
-        self._shown = False
+    def show(done: int, total: int) -> None:
+        nonlocal drawn
+        if time.monotonic() - begun > after and stream.isatty():
+            bar = "#" * (30 * done // total)
+            print(
+                f"\rplanning [{bar:<30}] {done} of {total} ladders", end="", file=stream, flush=True
+            )
+            drawn = True
 
-    def show(self, done: int, total: int) -> None:
-        if time.monotonic() - self._begun > _PATIENCE and self._stream.isatty():
-            filled = 30 * done // total
-            bar = f"\rplanning [{'#' * filled:<30}] {done} of {total} ladders"
-            self._stream.write(bar)
-            self._stream.flush()
-            self._shown = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._stream.write("\r" + " " * 64 + "\r")
-            self._stream.flush()
+    try:
+        yield show
+    finally:
+        if drawn:
+            print("\r" + " " * 64 + "\r", end="", file=stream, flush=True)

@@ -16,7 +16,7 @@ PACKAGE = Path(torchguard.__file__).parent
 FOUNDATION = {"errors", "version", "_pytree"}
 TORCH = {"_torch", *FOUNDATION}
 SHARED = {"equivalence", "assignment", *TORCH}
-ROOMS = {"rollback", "transaction", "checkpoint", "bucketing", "verification", "interop"}
+ROOMS = {"rollback", "transactions", "checkpoint", "bucketing", "verification", "interop"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interop": SHARED,
     # A step and a state dict that fail are put back with what an operation is put back with.
     "checkpoint": {*SHARED, "rollback"},
-    "transaction": {*SHARED, "rollback"},
+    "transactions": {*SHARED, "rollback"},
     "patching": {*SHARED, *ROOMS},
     "front door": {*SHARED, *ROOMS, "patching", "defects"},
     "integrations": {*SHARED, *ROOMS, "patching", "front door"},

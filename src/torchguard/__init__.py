@@ -39,14 +39,17 @@ _PUBLIC = {
         "MiscompilationError",
         "MiscompilationWarning",
         "NonResizableStorageError",
+        "OptimizerStateError",
         "PaddingLeakError",
         "PatchConflictError",
         "ReadOnlyMemoryError",
         "RecompileError",
+        "ReplayMismatchError",
         "SaveError",
         "SharedViewError",
         "TorchGuardError",
         "TornSaveError",
+        "UnrecoverableStepError",
     ),
     "patching.install": (
         "Installation",
@@ -60,13 +63,14 @@ _PUBLIC = {
     "rollback.consistency": ("check_consistent", "is_consistent", "repair_"),
     "rollback.resize": ("safe_resize_", "safe_resize_as_", "safe_set_"),
     "rollback.scope": ("guarded",),
+    "transactions.step": ("TransactionStats", "transaction"),
     "verification.backend": ("verified_backend",),
     "verification.decorator": ("verified",),
     "verification.report": ("VerificationReport", "verification_report"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 _ROOMS = ("assignment", "bucketing", "checkpoint", "defects", "equivalence", "interop", "patching",
-          "rollback", "verification")  # fmt: skip
+          "rollback", "transactions", "verification")  # fmt: skip
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 - they are the strings of _PUBLIC
 

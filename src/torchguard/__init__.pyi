@@ -21,14 +21,17 @@ from torchguard.errors import (
     MiscompilationError,
     MiscompilationWarning,
     NonResizableStorageError,
+    OptimizerStateError,
     PaddingLeakError,
     PatchConflictError,
     ReadOnlyMemoryError,
     RecompileError,
+    ReplayMismatchError,
     SaveError,
     SharedViewError,
     TorchGuardError,
     TornSaveError,
+    UnrecoverableStepError,
 )
 from torchguard.patching.install import (
     Installation,
@@ -42,6 +45,7 @@ from torchguard.rollback.block import rollback_on_error
 from torchguard.rollback.consistency import check_consistent, is_consistent, repair_
 from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.rollback.scope import guarded
+from torchguard.transactions.step import TransactionStats, transaction
 from torchguard.verification.backend import verified_backend
 from torchguard.verification.decorator import verified
 from torchguard.verification.report import VerificationReport, verification_report
@@ -57,16 +61,20 @@ __all__ = [
     "MiscompilationError",
     "MiscompilationWarning",
     "NonResizableStorageError",
+    "OptimizerStateError",
     "Padded",
     "PaddingLeakError",
     "PairBuckets",
     "PatchConflictError",
     "ReadOnlyMemoryError",
     "RecompileError",
+    "ReplayMismatchError",
     "SaveError",
     "SharedViewError",
     "TorchGuardError",
     "TornSaveError",
+    "TransactionStats",
+    "UnrecoverableStepError",
     "VerificationReport",
     "__version__",
     "at",
@@ -96,6 +104,7 @@ __all__ = [
     "save",
     "sliced_assign",
     "sliced_assign_",
+    "transaction",
     "uninstall",
     "unpad",
     "verification_report",

@@ -10,14 +10,17 @@ __all__ = [
     "MiscompilationError",
     "MiscompilationWarning",
     "NonResizableStorageError",
+    "OptimizerStateError",
     "PaddingLeakError",
     "PatchConflictError",
     "ReadOnlyMemoryError",
     "RecompileError",
+    "ReplayMismatchError",
     "SaveError",
     "SharedViewError",
     "TorchGuardError",
     "TornSaveError",
+    "UnrecoverableStepError",
 ]
 
 
@@ -77,3 +80,15 @@ class ReadOnlyMemoryError(TorchGuardError, RuntimeError):
 
 class SharedViewError(TorchGuardError, RuntimeError):
     """Raised when memory that a numpy array looks at would be moved to shared memory."""
+
+
+class OptimizerStateError(TorchGuardError, RuntimeError):
+    """Raised, before anything is written, where a fused optimizer would write other memory."""
+
+
+class UnrecoverableStepError(TorchGuardError, RuntimeError):
+    """Raised from the original exception when a training step failed and can't be undone."""
+
+
+class ReplayMismatchError(TorchGuardError, RuntimeError):
+    """Raised when forward and backward, run twice on one batch, do not give the same bits."""

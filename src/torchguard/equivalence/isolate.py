@@ -31,6 +31,7 @@ __all__ = [
     "buffers_restored",
     "isolated",
     "module_state_restored",
+    "rng_generators",
     "rng_state_restored",
     "storage_address",
     "uncompiled",
@@ -64,7 +65,7 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
     Scopes that follow each other draw the same numbers. Yields a function that says whether
     torch has drawn any.
     """
-    generators = _generators()
+    generators = rng_generators()
     states = [get_state() for get_state, _ in generators]
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one
 
@@ -84,7 +85,7 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
 _Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]
 
 
-def _generators() -> list[_Generator]:
+def rng_generators() -> list[_Generator]:
     """Return how to get and set the state of each default generator of torch.
 
     A device that was not used yet is left alone: to ask for its state would start it.

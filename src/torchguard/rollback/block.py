@@ -29,10 +29,14 @@ class _Leave(partial[None]):
     last_chance: Generator[None, None, None]
 
 
-class _Exit:
-    """``Rollback.__exit__``: a function of the class, and a :class:`_Leave` of an instance."""
+class UndoOnExit:
+    """The ``__exit__`` of a block that can be undone: ask the class for a function.
 
-    def __get__(self, block: Rollback | None, owner: object) -> Callable[..., None]:
+    Ask an instance for a :class:`_Leave`. It has ``saved``, one item for each block that is open,
+    and the methods ``leave`` and ``last_chance``.
+    """
+
+    def __get__(self, block: Any, owner: object) -> Callable[..., None]:
         if block is None:
             return _leave  # contextlib.ExitStack asks the class
         last_chance = block.last_chance(len(block.saved))
@@ -57,7 +61,7 @@ class Rollback:
     def __enter__(self) -> None:
         self.saved.append([capture(t, self._data, autograd=True) for t in self._tensors])
 
-    __exit__ = _Exit()
+    __exit__ = UndoOnExit()
 
     def leave(
         self,

@@ -1,0 +1,218 @@
+"""One call of ``optimizer.step()``: prepared so that it can be undone, or finished."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchguard._torch.optimizers import (
+    call_unseen,
+    fused_progress,
+    init_group,
+    step_without_hooks,
+    subtract,
+)
+from torchguard.errors import OptimizerStateError, UnrecoverableStepError
+from torchguard.transactions.state import Copies, restore_container, state_tensors
+
+__all__ = ["OptimizerStep", "SignalsHeldBack", "Undo", "steps_in_one_call"]
+
+Undo = Literal["auto", "copy", "none"]
+
+
+def steps_in_one_call(optimizer: Optimizer) -> bool:
+    """Whether ``step()`` writes parameters and state by fused kernels of torch and nothing else.
+
+    A fused SGD with dampening is not among them: its first step makes the momentum buffers.
+    """
+    step: Any = type(optimizer).step
+    return step.__module__.startswith("torch.optim.") and all(
+        group.get("fused") and not group.get("differentiable") and not group.get("dampening")
+        for group in optimizer.param_groups
+    )
+
+
+class OptimizerStep:
+    """What is known about one call of ``step()``, from before it until it has gone through.
+
+    A step by fused kernels is prepared: its state is made and checked, and signals are held back,
+    so that what is left to fail is next to nothing; then it is undone if no kernel has run and
+    finished if one has. For any other step parameters and state are copied, with ``copies``.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, copies: bool, in_one_call: bool) -> None:
+        self.optimizer = optimizer
+        self._signals: SignalsHeldBack | None = None
+        self._copies: Copies | None = None
+        self.in_one_call = in_one_call
+        state = optimizer.state
+        self._containers: list[tuple[Any, Any]] = [(state, dict(state))]
+        self._containers += [(e, dict(e)) for e in state.values() if isinstance(e, dict)]
+        if copies:
+            written = [each for group in optimizer.param_groups for each in group["params"]]
+            self._copies = Copies([*written, *state_tensors(optimizer)])
+        if in_one_call:
+            try:
+                call_unseen(_make_state, optimizer)
+                _check(optimizer)
+            except BaseException:
+                self._restore_containers()
+                raise
+            self._signals = SignalsHeldBack()
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the step can be undone even after it went through."""
+        return self._copies is not None
+
+    def succeed(self) -> None:
+        """Let go of what was held for the step. A signal that was held back arrives now."""
+        if self._signals is not None:
+            signals, self._signals = self._signals, None
+            signals.let_go()
+
+    def undo(self) -> None:
+        """Put parameters and state back from their copies."""
+        self._restore_containers()
+        if self._copies is not None:
+            self._copies.restore()
+
+    def fail(self, error: BaseException | None) -> bool:
+        """Undo the step that has raised, or finish it; return whether it counts.
+
+        Raises:
+            UnrecoverableStepError: neither can be done.
+        """
+        try:
+            if self._copies is not None:
+                self.undo()
+                return False
+            if not self.in_one_call:
+                raise UnrecoverableStepError(
+                    f"{_name(self.optimizer)}.step() raised midway and undo='none' keeps no "
+                    "copies: load a checkpoint, or use undo='auto'"
+                ) from error
+            return self._finish(error)
+        finally:
+            self.succeed()
+
+    def _finish(self, error: BaseException | None) -> bool:
+        optimizer = self.optimizer
+        progress = None if error is None else fused_progress(optimizer, error.__traceback__)
+        if progress is None:
+            raise UnrecoverableStepError(
+                f"{_name(optimizer)}.step() raised, and it can't be told how far it got: load a "
+                "checkpoint, or use undo='copy'"
+            ) from error
+        try:
+            call_unseen(subtract, progress.counted, 1)
+            call_unseen(subtract, progress.overcounted, getattr(optimizer, "found_inf", 0))
+            if not progress.stepped:
+                self._restore_containers()
+                return False
+            gradients = [parameter.grad for parameter in progress.stepped]
+            for parameter in progress.stepped:
+                parameter.grad = None
+            try:
+                call_unseen(step_without_hooks(optimizer))
+            finally:
+                for parameter, gradient in zip(progress.stepped, gradients, strict=True):
+                    parameter.grad = gradient
+        except Exception as again:  # noqa: BLE001  whatever it is, the step is torn
+            raise UnrecoverableStepError(
+                f"{_name(optimizer)}.step() raised after some of its kernels had run, and the "
+                f"others raised again ({again}): load a checkpoint"
+            ) from error
+        return True
+
+    def _restore_containers(self) -> None:
+        for container, before in self._containers:
+            restore_container(container, before)
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        init_group(optimizer, group)
+        if group.get("momentum") and "dampening" in group:
+            _make_momentum(optimizer, group["params"])
+
+
+def _make_momentum(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    """Make SGD's momentum buffers; its fused step makes them from memory as it finds it.
+
+    ``_fused_sgd`` calls ``empty_like`` and lets the kernel fill it. Where found_inf is set the
+    kernel does nothing, and the next step uses whatever was there. Minus zero is the start that
+    changes no bit: ``momentum * -0.0 + gradient`` is the gradient, its zeros' signs included.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py#L511
+    """
+    with_gradient = [each for each in parameters if each.grad is not None]
+    states = [optimizer.state[each] for each in with_gradient]
+    if all(state.get("momentum_buffer") is None for state in states):
+        for parameter, state in zip(with_gradient, states, strict=True):
+            state["momentum_buffer"] = torch.full_like(parameter.grad, -0.0)  # type: ignore[arg-type]
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Refuse what a fused kernel would read or write beyond its memory: it does not look."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter.grad is None:
+                continue
+            where = f"param_groups[{number}]['params'][{place}]"
+            for name, tensor in optimizer.state.get(parameter, {}).items():
+                if name != "step" and isinstance(tensor, Tensor):
+                    _check_against(parameter, tensor, f"{_name(optimizer)}: {name} of {where}")
+
+
+def _check_against(parameter: Tensor, tensor: Tensor, what: str) -> None:
+    for kind in ("shape", "dtype", "device"):
+        expected, found = getattr(parameter, kind), getattr(tensor, kind)
+        if expected != found:
+            raise OptimizerStateError(
+                f"{what} has {kind} {found}, its parameter has {expected}: load a state_dict of "
+                "this model, or delete the entry from optimizer.state to start it anew"
+            )
+
+
+class SignalsHeldBack:
+    """Signals that Python code handles wait until :meth:`let_go`; Ctrl-C is one of them."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._arrived: list[int] = []
+        if threading.current_thread() is not threading.main_thread():
+            return  # handlers run in the main thread
+        for number in _HELD_BACK:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self._arrive)
+
+    def _arrive(self, number: int, _: FrameType | None) -> None:
+        self._arrived.append(number)
+
+    def let_go(self) -> None:
+        """Put the handlers back, and call those whose signal has arrived."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        handlers, self._handlers = self._handlers, {}
+        for number in self._arrived:
+            handlers[number](number, None)
+
+
+_HELD_BACK = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)

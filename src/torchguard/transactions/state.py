@@ -1,0 +1,534 @@
+"""What a training step can change: read before the step, put back if it fails."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import operator
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchguard import _pytree
+from torchguard._torch import has_own_dispatch, set_version
+from torchguard._torch.optimizers import (
+    FORWARD_HOOKS,
+    call_unseen,
+    copy_all,
+    hooks_registered,
+    members_of,
+    versions_of,
+)
+from torchguard.equivalence.isolate import rng_generators
+from torchguard.rollback.snapshot import Snapshot, capture
+
+__all__ = ["Containers", "Copies", "TrainingSnapshot", "TrainingState"]
+
+
+class Copies:
+    """Copies of tensors' elements, made in bulk: on their device, or on the host if it is full."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.plain = [tensor for tensor in tensors if _is_plain(tensor)]
+        self.versions = versions_of(self.plain)
+        self.copies = call_unseen(_copied, self.plain)
+        self.others = [capture(each, data=True) for each in _others(tensors, self.plain)]
+
+    def restore(self) -> None:
+        """Write the elements back into the same tensors, version counters included."""
+        call_unseen(copy_all, self.plain, self.copies)
+        restore_versions(self.plain, self.versions)
+        for saved in self.others:
+            saved.restore()
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self.others)
+
+
+def _copied(tensors: list[Tensor]) -> list[Tensor]:
+    try:
+        copies = [torch.empty_like(tensor) for tensor in tensors]
+    except torch.OutOfMemoryError:
+        return [tensor.to("cpu", copy=True) for tensor in tensors]
+    copy_all(copies, tensors)
+    return copies
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether ``empty_like`` and ``copy_`` keep every bit of it, and it may be written in place."""
+    return (
+        tensor.layout is torch.strided
+        and not has_own_dispatch(tensor)
+        and not tensor.is_inference()
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not any(
+            step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+    )
+
+
+def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> None:
+    """Put version counters back, so that autograd hears nothing of writes that were undone."""
+    for tensor, before, now in zip(tensors, versions, versions_of(list(tensors)), strict=True):
+        if before is not None and before != now:
+            set_version(tensor, before)
+
+
+class Containers:
+    """Shallow copies of the dicts and lists that objects hold, and copies of the tensors in them.
+
+    Goes into dicts, lists, tuples and sets, and into what holds state of its own inside a
+    scheduler (another scheduler), but not into modules and optimizers.
+    """
+
+    def __init__(self, roots: Iterable[Any], *, skip: Iterable[Any] = ()) -> None:
+        self.copies: list[tuple[Any, Any]] = []
+        self.tensors: list[Snapshot] = []
+        seen = set(map(id, skip))
+        waiting = deque(roots)
+        while waiting:
+            node = waiting.popleft()
+            if type(node) in _ATOMS or id(node) in seen:
+                continue
+            seen.add(id(node))
+            waiting.extend(self._children(node))
+
+    def _children(self, node: Any) -> Iterable[Any]:
+        if isinstance(node, Tensor):
+            self.tensors.append(capture(node, data=True))
+        elif isinstance(node, dict):
+            self.copies.append((node, dict(node)))
+            return node.values()
+        elif isinstance(node, (list, deque)):
+            self.copies.append((node, list(node)))
+            return node
+        elif isinstance(node, set):
+            self.copies.append((node, set(node)))
+        elif isinstance(node, tuple):
+            return node
+        elif _has_state(node):
+            return (vars(node),)
+        return ()
+
+    def restore(self) -> None:
+        """Put every container and every tensor back; what is unchanged is not touched."""
+        for container, before in self.copies:
+            restore_container(container, before)
+        for saved in self.tensors:
+            saved.restore()
+
+
+_ATOMS = {int, float, bool, str, bytes, type(None), complex}
+
+
+def _has_state(node: Any) -> bool:
+    return (
+        not isinstance(node, (nn.Module, Optimizer, type))
+        and hasattr(node, "state_dict")
+        and hasattr(node, "load_state_dict")
+        and hasattr(node, "__dict__")
+    )
+
+
+def restore_container(container: Any, before: Any) -> None:
+    """Let a dict, list, deque or set hold what it held, in the order in which it held it."""
+    if isinstance(container, dict):
+        if _same(list(container.values()), list(before.values())) and list(container) == list(
+            before
+        ):
+            return
+        container.clear()
+        container.update(before)
+    elif isinstance(container, set):
+        if container != before:
+            container.clear()
+            container.update(before)
+    elif not _same(list(container), before):
+        container.clear()
+        container.extend(before)
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+class RandomState(NamedTuple):
+    """Where the random number generators of torch, Python and numpy stand."""
+
+    torch: list[tuple[Callable[[Tensor], None], Tensor]]
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        """Read the default generators: torch's of each device in use, Python's and numpy's."""
+        states = [(set_state, get_state()) for get_state, set_state in rng_generators()]
+        return cls(states, random.getstate(), _numpy_state())
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        for set_state, state in self.torch:
+            set_state(state)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+_last_numpy_state: tuple[bytes, Any] | None = None
+_MT19937_BYTES = 624 * 4 + 4  # struct mt19937_state: uint32_t key[624]; int pos
+
+
+def _numpy_state() -> Any:
+    """Return ``numpy.random.get_state()``, by a look at its memory where nothing has changed.
+
+    ``get_state`` takes 45 microseconds. Equal words of the Mersenne Twister mean an equal state
+    if there was no normal variate left over: to make one, words are drawn.
+    """
+    global _last_numpy_state
+    numpy = sys.modules.get("numpy")
+    if numpy is None or "numpy.random" not in sys.modules:
+        return None
+    get_bit_generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)  # >= 1.24
+    generator = get_bit_generator()
+    if type(generator).__name__ != "MT19937":
+        return numpy.random.get_state(legacy=False)
+    words = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    if _last_numpy_state is not None and _last_numpy_state[0] == words:
+        return _last_numpy_state[1]
+    state = numpy.random.get_state(legacy=False)
+    _last_numpy_state = None if state["has_gauss"] else (words, state)
+    return state
+
+
+class _Survey:
+    """The modules and tensors of a training; made anew when a module has gained or lost one."""
+
+    def __init__(self, modules: Sequence[nn.Module], optimized: list[Tensor]) -> None:
+        found = {id(each): each for root in modules for each in root.modules()}
+        self.modules = list(found.values())
+        self.structure = [members for each in self.modules for members in members_of(each)]
+        self.members = _members(self.structure)
+        self.member_copies = list(map(dict.copy, self.structure))
+        self.attributes: list[dict[str, Any]] = [each.__dict__ for each in self.modules]
+        self.kinds = [type(each) for each in self.modules]
+        self.hooks = [
+            attributes[name]
+            for attributes in self.attributes
+            for name in FORWARD_HOOKS
+            if name in attributes
+        ]
+        self.optimized = optimized
+        self._sort_tensors()
+
+    def _sort_tensors(self) -> None:
+        """Sort out which tensors are copied in bulk, and which one by one."""
+        own = [each for module in self.modules for each in module.parameters(recurse=False)]
+        parameters = list({id(each): each for each in (*own, *self.optimized)}.values())
+        self.parameters = [each for each in parameters if _is_plain(each)]
+        self.odd_parameters = _others(parameters, self.parameters)
+        held = [each for module in self.modules for each in module.buffers(recurse=False)]
+        buffers = list({id(each): each for each in held}.values())
+        self.buffers = [b for b in buffers if _is_plain(b) and b.is_contiguous() and b.numel()]
+        self.odd_buffers = _others(buffers, self.buffers)
+        self.tensors = [*self.parameters, *self.buffers]
+        self.metadata = [capture(each, autograd=True) for each in self.tensors]
+        self.pointers = _pointers(self.tensors)
+        self.sizes = _sizes(self.buffers)
+        by_kind: dict[Any, list[Tensor]] = {}
+        for buffer in self.buffers:
+            kind = (buffer.device, buffer.dtype)
+            by_kind.setdefault(kind, []).append(buffer.detach().view(-1))
+        self.flat_buffers = list(by_kind.values())
+        self._hook_copies: list[dict[int, Any]] = []
+        self._hook_lengths: list[int] = []
+        self._hooks_registered = -1
+
+    def is_current(self, optimized: list[Tensor]) -> bool:
+        """Whether modules hold the same tensors, and the tensors the same memory."""
+        return (
+            _same(_members(self.structure), self.members)
+            and _same(optimized, self.optimized)
+            and _pointers(self.tensors) == self.pointers
+            and _sizes(self.buffers) == self.sizes
+        )
+
+    def hook_copies(self) -> list[dict[int, Any]]:
+        """Return copies of the dicts of hooks, the last ones if no hook came or went."""
+        lengths, registered = list(map(len, self.hooks)), hooks_registered()
+        if lengths != self._hook_lengths or registered != self._hooks_registered:
+            self._hook_lengths, self._hooks_registered = lengths, registered
+            self._hook_copies = [dict(each) for each in self.hooks]
+        return self._hook_copies
+
+
+def _others(tensors: list[Tensor], some: list[Tensor]) -> list[Tensor]:
+    ids = set(map(id, some))
+    return [each for each in tensors if id(each) not in ids]
+
+
+def _members(structure: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, structure)))
+
+
+def _pointers(tensors: list[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _sizes(tensors: list[Tensor]) -> list[int]:
+    return [tensor.numel() for tensor in tensors]
+
+
+class TrainingState:
+    """Everything a transaction answers for; :meth:`capture` reads it."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        others: Sequence[Any],
+        also: Sequence[Any],
+    ) -> None:
+        self.modules = tuple(modules)
+        self.optimizers = tuple(optimizers)
+        self.others = tuple(others)
+        """Scalers and schedulers."""
+        self.also = tuple(also)
+        self._survey: _Survey | None = None
+        self._kept: list[list[Tensor]] = []
+
+    def survey(self) -> _Survey:
+        """Return the modules and tensors as they are now."""
+        optimized = [
+            parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        if self._survey is None or not self._survey.is_current(optimized):
+            modules = [*self.modules, *(each for each in self.also if isinstance(each, nn.Module))]
+            self._survey = _Survey(modules, optimized)
+            self._kept = []
+        return self._survey
+
+    def capture(self, *, parameters: bool = False) -> TrainingSnapshot:
+        """Read everything; with ``parameters``, those and the optimizers' state are copied too."""
+        return TrainingSnapshot(self, self.survey(), parameters=parameters)
+
+    def borrow(self, flat_buffers: list[list[Tensor]]) -> list[Tensor]:
+        """Return memory for copies of the buffers; a snapshot gives it back at the end."""
+        if self._kept:
+            return self._kept.pop()
+        return [torch.cat(each) for each in flat_buffers]
+
+    def give_back(self, memory: list[Tensor], survey: _Survey) -> None:
+        """Keep memory for the next snapshot, if it is of the size that that one will need."""
+        if survey is self._survey and not self._kept:
+            self._kept.append(memory)
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors in an optimizer's state, also those in lists and dicts of it."""
+    found: dict[int, Tensor] = {}
+    waiting: list[Any] = list(optimizer.state.values())
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Tensor):
+            found[id(node)] = node
+        elif isinstance(node, dict):
+            waiting.extend(node.values())
+        elif isinstance(node, (list, tuple)):
+            waiting.extend(node)
+    return list(found.values())
+
+
+class TrainingSnapshot:
+    """The training as it was when this was made."""
+
+    def __init__(self, training: TrainingState, survey: _Survey, *, parameters: bool) -> None:
+        self._training = training
+        self._survey = survey
+        self._attributes = list(map(dict.copy, survey.attributes))
+        self._hooks = survey.hook_copies()
+        self._optimizers = [_OptimizerSnapshot(each) for each in training.optimizers]
+        self._others = Containers(map(vars, training.others))
+        self._parameters = [*survey.parameters, *survey.odd_parameters]
+        self.versions = versions_of(survey.parameters)
+        self._gradients = [each.grad for each in self._parameters]
+        self._requires_grad = [each.requires_grad for each in self._parameters]
+        present = [each for each in self._gradients if each is not None]
+        self._gradient_copies = Copies(present) if present else None
+        self._buffer_versions = versions_of(survey.buffers)
+        self._buffers = training.borrow(survey.flat_buffers)
+        call_unseen(_concatenate, survey.flat_buffers, self._buffers)
+        self._odd = [capture(each, data=True) for each in survey.odd_buffers]
+        self._odd += [capture(each, data=parameters) for each in survey.odd_parameters]
+        self._also = _also(training.also)
+        self._copies = None
+        if parameters:
+            written = [
+                each for optimizer in training.optimizers for each in state_tensors(optimizer)
+            ]
+            every = {id(each): each for each in (*survey.parameters, *written)}
+            self._copies = Copies(list(every.values()))
+        self._random = RandomState.capture()
+
+    def restore(self) -> None:
+        """Put everything back. May be called again and again."""
+        for undo in self.undos():
+            undo()
+
+    def undos(self) -> Iterator[Callable[[], None]]:
+        """Yield what puts back each kind of state, in the order in which that has to happen."""
+        yield self._restore_modules
+        for optimizer in self._optimizers:
+            yield optimizer.restore
+        yield self._others.restore
+        yield self._restore_metadata
+        yield self._restore_gradients
+        yield self._restore_buffers
+        if self._copies is not None:
+            yield self._copies.restore
+        yield from self._also
+        yield self._restore_flags
+        yield self._restore_versions
+        yield self._random.restore
+        yield torch.clear_autocast_cache
+
+    def restore_scaling(self, optimizer: Optimizer) -> None:
+        """Take away what ``scaler.step()`` hands to a fused optimizer and deletes at its end.
+
+        A scale that stays is multiplied with the next one.
+        """
+        before = next(e.attributes for e in self._optimizers if e.optimizer is optimizer)
+        for name in ("grad_scale", "found_inf"):
+            if name in before:
+                vars(optimizer)[name] = before[name]
+            else:
+                vars(optimizer).pop(name, None)
+
+    def release(self) -> None:
+        """Give the memory of the buffers' copies back for the next step."""
+        self._training.give_back(self._buffers, self._survey)
+
+    def written(self) -> bool:
+        """Whether parameters were written, as far as version counters tell."""
+        return versions_of(self._survey.parameters) != self.versions
+
+    def _restore_modules(self) -> None:
+        survey = self._survey
+        for members, before in zip(survey.structure, survey.member_copies, strict=True):
+            if not _same(list(members.values()), list(before.values())):
+                restore_container(members, before)
+        for module, kind, before in zip(
+            survey.modules, survey.kinds, self._attributes, strict=True
+        ):
+            if type(module) is not kind:
+                module.__class__ = kind
+            restore_container(module.__dict__, before)
+        for hooks, registered in zip(survey.hooks, self._hooks, strict=True):
+            restore_container(hooks, registered)
+
+    def _restore_metadata(self) -> None:
+        survey = self._survey
+        for snapshot, before in zip(
+            survey.metadata, (*self.versions, *self._buffer_versions), strict=True
+        ):
+            snapshot.restore(before)
+
+    def _restore_gradients(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        if self._gradient_copies is not None:
+            self._gradient_copies.restore()
+
+    def _restore_buffers(self) -> None:
+        call_unseen(_split, self._survey.flat_buffers, self._buffers)
+        for saved in self._odd:
+            saved.restore()
+
+    def _restore_flags(self) -> None:
+        for parameter, before in zip(self._parameters, self._requires_grad, strict=True):
+            if parameter.requires_grad != before:
+                parameter.requires_grad_(before)
+
+    def _restore_versions(self) -> None:
+        restore_versions(self._survey.buffers, self._buffer_versions)
+        restore_versions(self._survey.parameters, self.versions)
+
+
+def _concatenate(flat: list[list[Tensor]], memory: list[Tensor]) -> None:
+    for tensors, out in zip(flat, memory, strict=True):
+        torch.cat(tensors, out=out)
+
+
+def _split(flat: list[list[Tensor]], memory: list[Tensor]) -> None:
+    for tensors, source in zip(flat, memory, strict=True):
+        copy_all(tensors, list(source.split([each.numel() for each in tensors])))
+
+
+class _OptimizerSnapshot:
+    """An optimizer's attributes, options and the keys of its state, without the moments."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.attributes = dict(vars(optimizer))
+        groups = optimizer.param_groups
+        options = [v for group in groups for k, v in group.items() if k != "params"]
+        self._options = Containers(options)
+        self._containers = [
+            (each, each.copy())
+            for each in (groups, *groups, *(group["params"] for group in groups))
+        ]
+        state = optimizer.state
+        self._state = (state, dict(state))
+        self._entries = [(each, dict(each)) for each in state.values() if isinstance(each, dict)]
+
+    def restore(self) -> None:
+        """Put them back."""
+        restore_container(vars(self.optimizer), self.attributes)
+        for container, before in (*self._containers, self._state, *self._entries):
+            restore_container(container, before)
+        self._options.restore()
+
+
+def _also(items: Sequence[Any]) -> list[Callable[[], None]]:
+    """Copy what nobody but the user knows, and return what puts each back."""
+    tensors = [each for each in items if isinstance(each, Tensor)]
+    tensors += [p for each in items if isinstance(each, nn.Module) for p in each.parameters()]
+    undos: list[Callable[[], None]] = [Copies(tensors).restore] if tensors else []
+    for each in items:
+        if isinstance(each, torch.Generator):
+            undos.append(_setter(each.set_state, each.get_state()))
+        elif not isinstance(each, (Tensor, nn.Module)):
+            undos.append(
+                _setter(each.load_state_dict, call_unseen(_copied_tree, each.state_dict()))
+            )
+    return undos
+
+
+def _setter(function: Callable[[Any], Any], value: Any) -> Callable[[], None]:
+    def set_back() -> None:
+        function(value)
+
+    return set_back
+
+
+def _copied_tree(tree: Any) -> Any:
+    leaves, _ = _pytree.flatten(tree)
+    copies = [
+        leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+        for leaf in leaves
+    ]
+    return _pytree.unflatten(copies, tree)

@@ -1,0 +1,370 @@
+"""transaction(): a training step that fails leaves the training as it was."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from typing_extensions import Self
+
+from torchguard._torch.optimizers import per_optimizer_states
+from torchguard.errors import UnrecoverableStepError
+from torchguard.rollback.block import UndoOnExit
+from torchguard.rollback.interrupts import finish
+from torchguard.transactions.commit import OptimizerStep, Undo, steps_in_one_call
+from torchguard.transactions.state import Containers, TrainingSnapshot, TrainingState
+
+__all__ = ["Transaction", "TransactionStats", "transaction"]
+
+
+@dataclass(frozen=True)
+class TransactionStats:
+    """What a transaction has done so far."""
+
+    commits: int = 0
+    """Blocks that went through, and blocks that raised after every optimizer had stepped."""
+
+    rollbacks: dict[str, int] = field(default_factory=dict)
+    """Blocks that were undone, by the name of the exception."""
+
+    microseconds: float = 0.0
+    """Time spent in torchguard, of blocks that went through and of others."""
+
+
+class _Block:
+    """One ``with`` statement: the training before it, and what its optimizers have done."""
+
+    def __init__(self, snapshot: TrainingSnapshot) -> None:
+        self.snapshot = snapshot
+        self.stepped: list[OptimizerStep] = []
+        self.pending: OptimizerStep | None = None
+        self.at_commit: list[tuple[Any, Containers]] = []
+        self.foreign: str | None = None
+        self.rolled_back = False
+
+
+class Transaction:
+    """What :func:`transaction` returns: ``with step:`` around a training step."""
+
+    def __init__(self, training: TrainingState, *, undo: Undo) -> None:
+        self.training = training
+        self._undo_option = undo
+        self._commits = 0
+        self._rollbacks: Counter[str] = Counter()
+        self._seconds = 0.0
+        self.committed = False
+        """Whether the last block counts: each optimizer has stepped, whatever came after."""
+        self.saved: list[_Block] = []
+        _watch(self)
+
+    @property
+    def guarantee(self) -> str:
+        """What holds when a block raises, in words; "strong: ..." where all of it holds."""
+        if self._undo_option == "none" and not all(
+            map(steps_in_one_call, self.training.optimizers)
+        ):
+            return (
+                "weak: undo='none' keeps no copies, so an exception inside optimizer.step() leaves "
+                "parameters and state half updated and raises UnrecoverableStepError; whatever "
+                "else raises before it, everything is as it was"
+            )
+        return (
+            "strong: whatever the block raises before every optimizer has stepped, everything is "
+            "as it was; after that the step counts, wholly"
+        )
+
+    def stats(self) -> TransactionStats:
+        """Return how many blocks were committed and rolled back, and the time it took."""
+        return TransactionStats(self._commits, dict(self._rollbacks), self._seconds * 1e6)
+
+    # The with statement. Rollback explains why __exit__ is no plain method.
+
+    def __enter__(self) -> Self:
+        began = time.perf_counter()
+        if self.saved:
+            raise RuntimeError("this transaction is open already: leave its block first")
+        self.committed = False
+        block = _Block(self.training.capture(parameters=self._undo_option == "copy"))
+        _open.append(self)
+        self._seconds += time.perf_counter() - began
+        self.saved.append(block)
+        return self
+
+    __exit__ = UndoOnExit()
+
+    def leave(
+        self,
+        last_chance: Any,
+        _: type[BaseException] | None = None,
+        exception: BaseException | None = None,
+        *__: object,
+    ) -> None:
+        """Commit the block, or undo it."""
+        began = time.perf_counter()
+        block = self.saved[-1]
+        try:
+            if exception is not None:
+                self._failed(block, exception)
+            else:
+                self._went_through(block)
+        finally:
+            self._close(block)
+            not_needed = last_chance()
+            if not_needed is not None:
+                next(not_needed, None)
+            self._seconds += time.perf_counter() - began
+
+    def last_chance(self, depth: int) -> Generator[None, None, None]:
+        """Undo the block if this is dropped before :meth:`leave` has gone through."""
+        try:
+            yield
+        except GeneratorExit:
+            if len(self.saved) > depth:
+                self._failed(self.saved[-1], None)
+                self._close(self.saved[-1])
+
+    def _close(self, block: _Block) -> None:
+        if self in _open:
+            _open.remove(self)
+        block.snapshot.release()
+        self.saved.clear()
+
+    def _went_through(self, block: _Block) -> None:
+        if block.pending is not None:
+            # The block has caught what optimizer.step() raised.
+            pending, block.pending = block.pending, None
+            pending.fail(None)
+        self.committed = self._all_have_stepped(block)
+        self._commits += 1
+
+    def _failed(self, block: _Block, exception: BaseException | None) -> None:
+        if block.pending is not None:
+            pending, block.pending = block.pending, None
+            if pending.fail(exception):
+                block.stepped.append(pending)
+                self._note_commit(block)
+        if self._all_have_stepped(block):
+            self.committed = True
+            self._commits += 1
+            finish(self._finish_step, block, exception)
+            return
+        self.roll_back(exception)
+
+    def roll_back(self, exception: BaseException | None = None) -> None:
+        """Put everything back as it was when the open block began."""
+        block = self.saved[-1]
+        cause = "interrupt" if exception is None else type(exception).__name__
+        self._rollbacks[cause] += 1
+        finish(self._undo, block, exception)
+
+    def _undo(self, block: _Block, exception: BaseException | None) -> None:
+        problems: list[str] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # what persist() says of a failure
+            for step in reversed(block.stepped):
+                _attempt(step.undo, problems)
+            if block.foreign is not None:
+                problems.append(block.foreign)
+            elif self._undo_option == "auto" and block.snapshot.written():
+                problems.append(
+                    "the block wrote parameters outside of optimizer.step(), and undo='auto' "
+                    "copies them only there: use undo='copy'"
+                )
+            for undo in block.snapshot.undos():
+                _attempt(undo, problems)
+        if problems:
+            raise UnrecoverableStepError(
+                f"the training step could not be undone: {'; '.join(problems)}"
+            ) from exception
+
+    # After the commit.
+
+    def _all_have_stepped(self, block: _Block) -> bool:
+        stepped = {id(each.optimizer) for each in block.stepped}
+        return bool(stepped) and stepped >= set(map(id, self.training.optimizers))
+
+    def _note_commit(self, block: _Block) -> None:
+        """Read the schedulers once every optimizer has stepped, for an exception inside them."""
+        if self._all_have_stepped(block):
+            groups = [group for each in self.training.optimizers for group in each.param_groups]
+            parameters = [group["params"] for group in groups]
+            block.at_commit = [
+                (other, Containers([vars(other), *groups], skip=parameters))
+                for other in self.training.others
+                if per_optimizer_states(other) is None
+            ]
+
+    def _finish_step(self, block: _Block, exception: BaseException | None) -> None:
+        notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
+        for optimizer in self.training.optimizers:
+            block.snapshot.restore_scaling(optimizer)
+        notes += [
+            _finish_scaler(other)
+            for other in self.training.others
+            if per_optimizer_states(other) is not None
+        ]
+        for scheduler, at_commit in block.at_commit:
+            if _raised_inside(exception, scheduler):
+                at_commit.restore()
+                notes.append(f"{type(scheduler).__name__} is as it was before its step()")
+        if exception is not None:
+            _add_note(exception, "; ".join(notes))
+
+    # What the hooks of optimizers call.
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Prepare a step, so that it can be undone or finished."""
+        block = self.saved[-1] if self.saved else None
+        if block is None:
+            return
+        if not any(each is optimizer for each in self.training.optimizers):
+            self._note_foreign(block, optimizer)
+            return
+        if block.pending is not None:  # its exception was caught inside the block
+            pending, block.pending = block.pending, None
+            pending.fail(None)
+        began = time.perf_counter()
+        with_closure = len(args) > 1 or bool(kwargs)
+        in_one_call = steps_in_one_call(optimizer) and not with_closure
+        last = {id(each.optimizer) for each in block.stepped} | {id(optimizer)} >= set(
+            map(id, self.training.optimizers)
+        )
+        copies = self._undo_option == "auto" and not (in_one_call and last)
+        block.pending = OptimizerStep(
+            optimizer, copies=copies or self._undo_option == "copy", in_one_call=in_one_call
+        )
+        self._seconds += time.perf_counter() - began
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        block = self.saved[-1] if self.saved else None
+        if block is None or block.pending is None or block.pending.optimizer is not optimizer:
+            return
+        pending = block.pending
+        block.stepped.append(pending)
+        block.pending = None
+        self._note_commit(block)
+        pending.succeed()
+
+    def _note_foreign(self, block: _Block, optimizer: Optimizer) -> None:
+        own = {id(p) for o in self.training.optimizers for g in o.param_groups for p in g["params"]}
+        own |= {id(p) for module in self.training.modules for p in module.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            block.foreign = (
+                f"{type(optimizer).__name__}, which the transaction was not given, has stepped "
+                "over its parameters: pass every optimizer to transaction()"
+            )
+
+
+def _attempt(undo: Any, problems: list[str]) -> None:
+    try:
+        undo()
+    except Exception as error:  # noqa: BLE001  collected: the rest has to go back all the same
+        problems.append(f"{type(error).__name__}: {error}")
+
+
+def _finish_scaler(scaler: Any) -> str:
+    """Do what ``scaler.update()`` has not done, so that the next step finds it ready."""
+    if not per_optimizer_states(scaler):
+        return "the scaler is updated"
+    try:
+        scaler.update()
+    except Exception as error:  # noqa: BLE001  the exception on its way is the one to see
+        per_optimizer_states(scaler).clear()  # type: ignore[union-attr]
+        return f"the scaler keeps its scale ({error})"
+    return "the scaler was updated"
+
+
+def _raised_inside(exception: BaseException | None, owner: Any) -> bool:
+    """Whether an exception went through a method of an object."""
+    traceback = None if exception is None else exception.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_locals.get("self") is owner:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _add_note(exception: BaseException, note: str) -> None:
+    if hasattr(exception, "add_note"):  # since Python 3.11
+        exception.add_note(note)
+    else:
+        exception.__notes__ = [*getattr(exception, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+# Every optimizer of the process calls these; they look whether a transaction is open.
+
+_open: list[Transaction] = []
+_alive: weakref.WeakSet[Transaction] = weakref.WeakSet()
+_handles: list[Any] = []
+
+
+def _watch(step: Transaction) -> None:
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
+    _alive.add(step)
+    weakref.finalize(step, _forget)
+
+
+def _forget() -> None:
+    if not _alive:
+        while _handles:
+            _handles.pop().remove()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for step in tuple(_open):
+        step.before_step(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for step in tuple(_open):
+        step.after_step(optimizer)
+
+
+def transaction(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Optimizer | Iterable[Optimizer],
+    scaler: Any = None,
+    scheduler: Any = None,
+    *,
+    also: Iterable[Any] = (),
+    undo: Undo = "auto",
+) -> Transaction:
+    """Make ``with step:`` blocks that leave the training as it was if they raise."""
+    training = TrainingState(
+        _several(model, nn.Module, "model"),
+        _several(optimizer, Optimizer, "optimizer"),
+        [*_several(scaler), *_several(scheduler)],
+        tuple(also),
+    )
+    return Transaction(training, undo=undo)
+
+
+def _several(value: Any, kind: Any = object, name: str = "") -> list[Any]:
+    if value is None:
+        return []
+    values = list(value) if isinstance(value, (list, tuple, set)) else [value]
+    for each in values:
+        if not isinstance(each, kind):
+            raise TypeError(
+                f"transaction: {name} is a {type(each).__name__}, expected {kind.__name__}"
+            )
+    return values

@@ -536,6 +536,25 @@ class TestFolder:
         assert torch.load(path / "a.pt") in {1, 2}
         assert len(names(tmp_path)) == 2
 
+    def test_another_process_removes_the_new_folder_before_it_is_locked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A folder without a lock looks abandoned, for the moment between mkdir and flock."""
+        taken: list[Any] = []
+        opened = os.open
+
+        def open_(path: Any, *arguments: Any, **options: Any) -> int:
+            if not taken and Path(path).name.startswith("checkpoint.torchguard-"):
+                taken.append(path)
+                Path(path).rmdir()
+            return opened(path, *arguments, **options)
+
+        monkeypatch.setattr(os, "open", open_)
+        with torchguard.checkpoint_folder(tmp_path / "checkpoint") as new:
+            torch.save(1, new / "a.pt")
+        assert torch.load(tmp_path / "checkpoint" / "a.pt") == 1
+        assert taken
+
     def test_refuses_what_it_has_not_made(self, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
         with pytest.raises(torchguard.SaveError, match="has not made"):

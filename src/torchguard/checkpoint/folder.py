@@ -94,8 +94,11 @@ def _new_folder(link: Path) -> tuple[Path, int]:
     while True:
         folder = link.with_name(temporary_name(link.name))
         folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY)
-        # Between these lines another process may take it for an abandoned one.
+        # Until it is locked, another process may take it for an abandoned one and remove it.
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
         if try_lock(lock) and folder.exists():
             return folder, lock
         os.close(lock)

@@ -22,7 +22,7 @@ _PUBLIC = {
     "bucketing.buckets": ("Buckets",),
     "bucketing.collator": ("BucketCollator",),
     "bucketing.decorator.api": ("bucketed",),
-    "bucketing.decorator.no_compiling": ("no_recompile",),
+    "bucketing.decorator.no_recompile": ("no_recompile",),
     "bucketing.histogram": ("batch_maxima",),
     "bucketing.masks": ("attention_mask", "length_mask", "position_ids"),
     "bucketing.padding": ("Padded", "pad_to_bucket", "unpad"),

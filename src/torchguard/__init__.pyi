@@ -4,7 +4,7 @@ from torchguard.assignment.at import at
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
-from torchguard.bucketing.decorator.no_compiling import no_recompile
+from torchguard.bucketing.decorator.no_recompile import no_recompile
 from torchguard.bucketing.histogram import batch_maxima
 from torchguard.bucketing.masks import attention_mask, length_mask, position_ids
 from torchguard.bucketing.padding import Padded, pad_to_bucket, unpad

@@ -19,6 +19,7 @@ __all__ = [
     "call_unrecorded",
     "call_with_grad",
     "has_torch_function_unary",
+    "innermost_transform",
     "inside_transform",
     "is_recorded",
     "overriding",
@@ -107,14 +108,15 @@ def overriding(values: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-_innermost_transform: Callable[[], Any] = getattr(
+innermost_transform: Callable[[], Any] = getattr(
     getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
 )
+"""Returns the transform of ``torch.func`` this runs inside of, None outside of any."""
 
 
 def inside_transform() -> bool:
     """Whether this runs inside a transform such as ``torch.func.vmap``."""
-    return _innermost_transform() is not None
+    return innermost_transform() is not None
 
 
 autocast_is_on: Callable[[], bool] = getattr(

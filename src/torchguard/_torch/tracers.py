@@ -21,7 +21,7 @@ __all__ = [
     "follow_in_dynamo",
     "follow_in_torchscript",
     "forget_in_torchscript",
-    "inside_compiled",
+    "frame_callback",
     "keep_whole_in_graph",
     "know_in_dynamo",
     "mark_untraced",
@@ -185,11 +185,11 @@ def skip_frames(code: CodeType) -> None:
             skip_frames(constant)
 
 
-def inside_compiled() -> bool:
-    """Whether Dynamo is watching the frames of this thread: a compiled function has called us."""
-    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
-    callback = getattr(hooks, "get_eval_frame_callback", None)
-    return callback is not None and callback() not in {None, False}
+frame_callback: Callable[[], Any] = getattr(
+    getattr(torch._C._dynamo, "eval_frame", None), "get_eval_frame_callback", lambda: None
+)
+"""Returns what Dynamo does with the frames of this thread: None or False outside of compiled code,
+something else where a compiled function has called us."""
 
 
 def fake_of(variable: Any) -> torch.Tensor | None:

@@ -120,8 +120,10 @@ def verified(
 
     def wrap(function: Any, /) -> Any:
         # With the first use: `import torchguard` need not wait for it.
-        from torchguard.bucketing.decorator.functions import Bucketed  # noqa: PLC0415
-        from torchguard.bucketing.decorator.modules import BucketedModule  # noqa: PLC0415
+        from torchguard.bucketing.decorator.wrappers import (  # noqa: PLC0415
+            Bucketed,
+            BucketedModule,
+        )
 
         if isinstance(function, (Bucketed, BucketedModule)):
             # Dynamo does not look into it: what compiles is inside, once for each bucket.

@@ -1,30 +1,23 @@
-"""bucketed(): pad to static sizes, run, cut back."""
+"""bucketed(): pad to static sizes, run, slice the output."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec, Unpack
 
 from torchguard import _torch
-from torchguard.bucketing.padding import Side
-
-# What does it is imported with the first use: it is a third of what `import torchguard` would take.
-if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.decorated import Decorator, MaskingDecorator, Wrapped
-    from torchguard.bucketing.decorator.options import (
-        Keywords,
-        MaskingKeywords,
-        Options,
-        Overflow,
-        Verify,
-    )
-    from torchguard.bucketing.decorator.spec import Dims
+from torchguard.bucketing.decorator.spec import (
+    MaskingOptions,
+    Options,
+    checked_options,
+    signature_with_options,
+)
+from torchguard.bucketing.decorator.wrappers import Bucketed, BucketedModule, module_around
 
 __all__ = ["bucketed"]
 
@@ -33,38 +26,47 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 _Result = TypeVar("_Result")
 
 
-# A module is a callable too, and the first that fits is meant.
+if TYPE_CHECKING:
+
+    class Decorator(Protocol):
+        """What ``bucketed(...)`` is before it gets something to wrap."""
+
+        # A module is a callable too, and the first of the two that fits is meant.
+        @overload
+        def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
+        @overload
+        def __call__(
+            self, function: Callable[_Arguments, _Result], /
+        ) -> Bucketed[_Arguments, _Result]: ...
+        def __call__(self, function: Any, /) -> Any: ...
+
+    class MaskingDecorator(Protocol):
+        """Likewise, with ``mask=`` or ``lengths=``: the caller may leave these arguments out."""
+
+        @overload
+        def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
+        @overload
+        def __call__(self, function: Callable[..., _Result], /) -> Bucketed[..., _Result]: ...
+        def __call__(self, function: Any, /) -> Any: ...
+
+
+# The options are listed once, in spec.Options. Type checkers read them through Unpack, people in
+# the docstring, and inspect.signature() in the signature below.
 @overload
-def bucketed(function: _Module, /, **options: Unpack[MaskingKeywords]) -> _Module: ...
+def bucketed(function: _Module, /, **options: Unpack[MaskingOptions]) -> _Module: ...
 @overload
 def bucketed(
-    function: Callable[_Arguments, _Result], /, **options: Unpack[Keywords]
-) -> Wrapped[_Arguments, _Result]: ...
+    function: Callable[_Arguments, _Result], /, **options: Unpack[Options]
+) -> Bucketed[_Arguments, _Result]: ...
 @overload
 def bucketed(
-    function: Callable[..., _Result], /, **options: Unpack[MaskingKeywords]
-) -> Wrapped[..., _Result]: ...
+    function: Callable[..., _Result], /, **options: Unpack[MaskingOptions]
+) -> Bucketed[..., _Result]: ...
 @overload
-def bucketed(function: None = None, /, **options: Unpack[Keywords]) -> Decorator: ...
+def bucketed(function: None = None, /, **options: Unpack[Options]) -> Decorator: ...
 @overload
-def bucketed(function: None = None, /, **options: Unpack[MaskingKeywords]) -> MaskingDecorator: ...
-def bucketed(
-    function: Any = None,
-    /,
-    *,
-    dims: Dims,
-    buckets: Any = None,
-    fill: Mapping[str, Any] | None = None,
-    lengths: Any = None,
-    mask: Any = None,
-    outputs: Any = None,
-    side: Side = "right",
-    overflow: Overflow = "error",
-    verify: Verify = "first",
-    compile: bool | Mapping[str, Any] | None = None,  # noqa: A002 - torch.compile's own word
-    plan: str | os.PathLike[str] | None = None,
-    group: Any = None,
-) -> Any:
+def bucketed(function: None = None, /, **options: Unpack[MaskingOptions]) -> MaskingDecorator: ...
+def bucketed(function: Any = None, /, **options: Any) -> Any:
     """Pad named dims to a few static sizes, run, and cut the outputs back to size.
 
     Equals ``function(*args, **kwargs)`` if padding does not change the answer, which is checked
@@ -96,7 +98,7 @@ def bucketed(
         overflow: above the largest bucket: ``"error"``; ``"eager"``, without compiling;
             ``"grow"``, a new bucket of twice the size; ``"dynamic"``, one compiled function
             with symbolic sizes.
-        verify: ``"first"``: once per bucket (and with gradients on and off, in training and
+        check_padding: ``"first"``: once per bucket (and with gradients on and off, in training and
             not) the function runs four times without compiling: on the real inputs, padded, and
             padded with two other values; more often where these tell something apart, and again
             where padding grows (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
@@ -112,7 +114,7 @@ def bucketed(
         ``verify(*inputs)`` and ``save_plan(path)``.
 
     Raises:
-        TypeError, ValueError: the arguments don't fit the function or each other; when called:
+        TypeError, ValueError: the options don't fit the function or each other; when called:
             a size above the largest bucket, sizes of one axis that disagree, an output whose
             size can't be told.
         PaddingLeakError: when called: padding changes the answer or a gradient.
@@ -128,32 +130,17 @@ def bucketed(
         >>> double.stats().hits
         {(4,): 1}
     """
-    from torchguard.bucketing.decorator.options import Options  # noqa: PLC0415
-
-    options = Options(
-        dims=dims,
-        buckets=buckets,
-        fill=fill,
-        lengths=lengths,
-        mask=mask,
-        outputs=outputs,
-        side=side,
-        overflow=overflow,
-        verify=verify,
-        compile=compile,
-        plan=plan,
-        group=group,
-    )
+    checked = checked_options(options)
     if function is None:
-        return functools.partial(_wrap, options=options)
-    return _wrap(function, options=options)
+        return functools.partial(_wrap, options=checked)
+    return _wrap(function, checked)
 
 
-def _wrap(function: Any, *, options: Options) -> Any:
-    from torchguard.bucketing.decorator.functions import Bucketed  # noqa: PLC0415
-    from torchguard.bucketing.decorator.modules import module_around  # noqa: PLC0415
+bucketed.__signature__ = signature_with_options(bucketed)  # type: ignore[attr-defined]
 
-    if isinstance(function, (Bucketed, staticmethod, classmethod)):
+
+def _wrap(function: Any, options: MaskingOptions) -> Any:
+    if isinstance(function, (Bucketed, BucketedModule, staticmethod, classmethod)):
         raise TypeError(f"bucketed: function is a {type(function).__name__}: wrap what is inside")
     reason = _refused(function)
     if reason is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,9 +41,14 @@ class Ladder:
         self.buckets = None if isinstance(given, str) else given
         self._growing = growing or self.automatic
         self.fitting = self.automatic
+        self._lock = threading.Lock()
 
     def bucket_for(self, size: int) -> int | None:
         """Return the bucket for a size, None if there is none and none may be added."""
+        with self._lock:
+            return self._bucket_for(size)
+
+    def _bucket_for(self, size: int) -> int | None:
         if self.fitting:  # powers of two, as they are needed
             bucket = max(_COARSE_FROM, 1 << (size - 1).bit_length())
             before = () if self.buckets is None else self.buckets.sizes

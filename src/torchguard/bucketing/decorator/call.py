@@ -1,30 +1,44 @@
-"""A call: pad, run, cut. What does not depend on the data is worked out once per shape."""
+"""A call: flatten the arguments, look up the plan, pad, run, slice the output."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from torchguard import _torch
-from torchguard.bucketing.decorator import no_compiling
-from torchguard.bucketing.decorator.checking import check
-from torchguard.bucketing.decorator.circumstances import Circumstances, Surroundings, differing
-from torchguard.bucketing.decorator.compile import Source, Variant, alone, separated
-from torchguard.bucketing.decorator.cutting import Cutter
-from torchguard.bucketing.decorator.forgotten import explained
-from torchguard.bucketing.decorator.forms import Form
-from torchguard.bucketing.decorator.output_shapes import Sizes
-from torchguard.bucketing.decorator.planner import Planner
-from torchguard.bucketing.decorator.plans import BucketCount, Input, Plan, told
-from torchguard.bucketing.decorator.proven import Proven
-from torchguard.bucketing.decorator.trees import flattened, replaced
-from torchguard.bucketing.decorator.verification import Arguments, backward
+from torchguard._pytree import flatten, unflatten
+from torchguard.bucketing.decorator import no_recompile
+from torchguard.bucketing.decorator.compile import CompileCache, compiling
+from torchguard.bucketing.decorator.leak_check import check_padding
+from torchguard.bucketing.decorator.missing_dims import explain_failure
+from torchguard.bucketing.decorator.output_shapes import (
+    UNKNOWN,
+    OutputShapes,
+    flattened_rows,
+    slice_output,
+)
+from torchguard.bucketing.decorator.plan import (
+    PLAIN,
+    BucketCount,
+    Call,
+    Input,
+    Plan,
+    Specialization,
+    differing,
+    find_buckets,
+    find_inputs,
+    fresh_extras,
+    leaf_key,
+    make_extras,
+    sizes_of,
+)
+from torchguard.bucketing.decorator.proofs import Proofs
+from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.decorator.warning import warn_user
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.reachable import reachable_modules
@@ -34,8 +48,6 @@ __all__ = ["Caller"]
 
 # Each distinct shape of the inputs has a plan of some kilobytes.
 _PLANS_KEPT = 8192
-# The first call of a CUDA graph warms up, the second records, the third replays.
-_CUDA_GRAPH_TURNS = 3
 # As often as torch compiles a function anew before it gives up and runs it uncompiled.
 _COMPILED_OFTEN = 8
 
@@ -44,78 +56,103 @@ class Caller:
     """Runs one function through its buckets.
 
     Args:
-        source: what to run.
-        planner: pads its inputs.
+        cache: what runs, and how it is compiled.
+        spec: what was declared of it.
         name: of the function, for messages.
     """
 
-    def __init__(self, source: Source, planner: Planner, name: str) -> None:
-        self.source = source
-        self.planner = planner
-        self.options = planner.options
+    def __init__(self, cache: CompileCache, spec: Spec, name: str) -> None:
+        self.cache = cache
+        self.spec = spec
         self.name = name
         self.lock = threading.Lock()
         self.counts: dict[tuple[int, ...], BucketCount] = {}
-        self.variants: dict[Any, Variant] = {}
+        self.proofs = Proofs(shared=spec.options["group"] is not None, masks=spec.masks)
+        self.output_shapes = OutputShapes(cache.function, spec, name)
         self._seen: dict[tuple[int, ...], list[int]] = {}
-        self._forms: dict[Any, Form] = {}
-        self._surroundings: Surroundings | None = None
-        self.proven = Proven(shared=self.options.group is not None, masks=planner.masks.keys())
+        self._plans: dict[Any, Plan] = {}
+        self._around: Callable[[], tuple[Any, ...]] | None = None
         self._warned = self._warned_of_compiling_around = False
-        self._cutter = Cutter(source, planner, name)
-        self._always = self.options.verify == "always"
-        self._fitting = any(ladder.automatic for ladder in planner.ladders.values())
+        self._always = spec.options["check_padding"] == "always"
+        self._shared = spec.options["group"] is not None
+        self._fitting = any(ladder.automatic for ladder in spec.ladders.values())
 
     @property
     def seen(self) -> dict[tuple[int, ...], int]:
         """How often each combination of sizes was called."""
         return {sizes: cell[0] for sizes, cell in list(self._seen.items()) if cell[0]}
 
-    # ---- the way of every call ----
+    # ---- in every call ----
 
     def __call__(
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the function; ``owner`` comes first in what it is given."""
-        plan = self._plan(owner, args, kwargs)
+        plan, leaves, nested = self._look_up(owner, args, kwargs)
         try:
             if not plan.ready or self._always:
-                return self._run_carefully(plan, owner, args, kwargs)
-            return self._run(plan, plan.variant.run, owner, args, kwargs)
+                return self._run_carefully(plan, Call.of(self.spec, owner, args, kwargs))
+            if nested or plan.extras:
+                call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
+                return self._run(plan, plan.variant.run, call)
+            for index, pad, _, _ in plan.pads:
+                leaves[index] = pad(leaves[index])
+            if kwargs:
+                count = len(args)
+                named = dict(zip(kwargs, leaves[count:], strict=True))
+                output = plan.variant.run(*owner, *leaves[:count], **named)
+            else:
+                output = plan.variant.run(*owner, *leaves)
         except RuntimeError as error:
-            changed = no_compiling.reasons(error) if no_compiling.refused() else None
-            if changed is None:
-                raise
-            because = f", because {changed}" if changed else ""
-            raise RecompileError(
-                f"no_recompile: {self.name} was about to compile {told(plan)} again{because}"
-            ) from error
+            self._raise_recompile_error(plan, error)
+            raise
+        return self._finish(plan, output, owner, args, kwargs)
 
-    def _run(
-        self,
-        plan: Plan,
-        run: Callable[..., Any],
-        owner: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if plan.flat and plan.ready and not plan.extras:  # nearly always
-            given = [*owner, *args]
-            before = len(owner)
-            named = kwargs.copy()
-            for place, _, pad in plan.pads:
-                if type(place) is int:
-                    given[place + before] = pad.quickly(given[place + before])
-                else:
-                    named[place] = pad.quickly(named[place])  # type: ignore[index]
-            output = run(*given, **named)
-        else:
-            given, named = self.planner.padded(plan, args, kwargs)
-            output = run(*owner, *given, **named)
+    def _look_up(
+        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Plan, list[Any], bool]:
+        """Return the plan for a call, its leaves, and whether any is inside of a container."""
+        around = (self._around or self._look_around(owner))()
+        arguments: Iterable[Any] = (*args, *kwargs.values()) if kwargs else args
+        # The key of the plan: all that it, or a compiled graph, depends on.
+        key: list[Any] = [around, len(args), *kwargs]
+        leaves: list[Any] = []
+        nested = False
+        for argument in arguments:
+            kind = type(argument)
+            if kind is torch.Tensor:
+                leaves.append(argument)
+                key += (argument.shape, argument.dtype, argument.device)
+            elif kind in PLAIN:
+                leaves.append(argument)
+                key += (kind, argument)
+            else:
+                inside, treedef = flatten(argument)
+                nested = nested or treedef is not None
+                leaves += inside
+                key.append(treedef)
+                key += [leaf_key(leaf) for leaf in inside]
+        plan = None if self._shared else self._plans.get(tuple(key))
+        if plan is None:
+            plan = self._new_plan(tuple(key), around, Call.of(self.spec, owner, args, kwargs))
+        return plan, leaves, nested
+
+    def _run(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
+        padded = call._replace(leaves=plan.pad(call.leaves))
+        args, kwargs = padded.bind(fresh_extras(self.spec, call, plan))
+        return self._finish(plan, run(*args, **kwargs), call)
+
+    def _finish(self, plan: Plan, output: Any, *given: Any) -> Any:
+        """Slice the output and count the call, given as a :class:`Call` or what makes one."""
         if plan.variant.cuda_graphs:
             output = _cloned(output)
         if plan.pads:
-            output = self._cutter.cut(plan, output, owner, args, kwargs)
+            real = slice_output(plan, output)
+            if real is UNKNOWN:
+                call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
+                self.output_shapes.learn(plan, output, call)
+                real = slice_output(plan, output)
+            output = real
         with self.lock:
             count = plan.count
             count.calls += 1
@@ -126,45 +163,80 @@ class Caller:
                 self._refit()
         return output
 
-    def _plan(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        names = (len(args), *kwargs)
-        form = self._forms.get(names)
-        if form is None:
-            form = self._forms[names] = Form(self.planner, len(args), tuple(kwargs))
-        surroundings = self._surroundings
-        if surroundings is None:
-            surroundings = Surroundings(reachable_modules(self.source.function, owner))
-            self._surroundings = surroundings
-        key = form.key(surroundings.now(), args, kwargs)
-        if self.options.group is not None:
-            return self._shared_plan(form, key, len(owner), Arguments(args, kwargs))
-        plan = form.plans.get(key)
-        if plan is None:
-            inputs, sizes = self.planner.inputs(form.entries, args, kwargs)
-            plan = self._new_plan(
-                inputs,
-                sizes,
-                together=sizes,
-                circumstances=form.circumstances(key, inputs, args, kwargs),
-                owned=len(owner),
-                given=Arguments(args, kwargs),
+    def _look_around(self, owner: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        """Return what says whether gradients, inference mode, autocast and training are on."""
+        # Weak: a function looks its globals up by name, so they may be gone before it is.
+        modules = [weakref.ref(each) for each in reachable_modules(self.cache.function, owner)]
+
+        def around() -> tuple[Any, ...]:
+            settings = (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                _torch.autocast_is_on(),
+                _torch.innermost_transform() is not None,
             )
-            self._keep(form, key, plan)
+            if not modules:
+                return settings
+            return (*settings, *[getattr(module(), "training", None) for module in modules])
+
+        self._around = around
+        return around
+
+    # ---- the plan of a shape ----
+
+    def _new_plan(self, key: Any, around: tuple[Any, ...], call: Call) -> Plan:
+        shortest: Sizes = {}
+        if self._shared:
+            inputs, sizes, together, shortest = self._agreed_sizes(call)
+            key = (key, *together.values(), *shortest.values())
+            if key in self._plans:
+                return self._plans[key]
+        else:
+            inputs, sizes = find_inputs(self.spec, call)
+            together = sizes
+        buckets = find_buckets(self.spec, together, inputs)
+        extras = make_extras(self.spec, call, inputs, sizes, buckets)
+        shapes = buckets and tuple((each.label, each.padded(buckets)) for each in inputs)
+        padded = {each.index for each in inputs}
+        others = tuple(
+            (label, leaf_key(leaf))
+            for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
+            if index not in padded
+        )
+        specialization = Specialization(around, call.signature.treedefs, others)
+        with self.lock:
+            plan = Plan(
+                signature=call.signature,
+                inputs=inputs,
+                sizes=sizes,
+                buckets=buckets or {},
+                side=self.spec.options["side"],
+                variant=self.cache.variant_for(shapes or None, specialization),
+                count=self.counts.setdefault(tuple((buckets or {}).values()), BucketCount()),
+                specialization=specialization,
+                seen=self._seen.setdefault(tuple(together.values()), [0]),
+                extras=extras,
+                # A check may contain collectives, so all ranks make it or none does.
+                shortest=shortest,
+            )
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            self._plans[key] = plan
         return plan
 
-    def _shared_plan(self, form: Form, key: Any, owned: int, given: Arguments) -> Plan:
-        """Agree with the other ranks on the bucket."""
-        axes = self.planner.ladders
+    def _agreed_sizes(self, call: Call) -> tuple[tuple[Input, ...], Sizes, Sizes, Sizes]:
+        """Return this rank's inputs and sizes, and the longest and the shortest of all ranks."""
+        axes = self.spec.ladders
         problem: Exception | None = None
         inputs: tuple[Input, ...] = ()
         sizes = dict.fromkeys(axes, 0)
         try:
-            inputs, sizes = self.planner.inputs(form.entries, given.args, given.kwargs)
+            inputs, sizes = find_inputs(self.spec, call)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting
             problem = error
         own = list(sizes.values())
-        said = [*own, *(-size for size in own), int(problem is not None)]
-        *agreed, failed = largest_of_all_ranks(self.options.group, said)
+        told = [*own, *(-size for size in own), int(problem is not None)]
+        *agreed, failed = largest_of_all_ranks(self.spec.options["group"], told)
         if problem is not None:
             raise problem
         if failed:
@@ -174,219 +246,129 @@ class Caller:
             )
         longest = dict(zip(axes, agreed, strict=False))
         shortest = {axis: -size for axis, size in zip(axes, agreed[len(axes) :], strict=True)}
-        key = (key, *agreed)
-        plan = form.plans.get(key)
-        if plan is None:
-            plan = self._new_plan(
-                inputs,
-                sizes,
-                together=longest,
-                circumstances=form.circumstances(key[0], inputs, given.args, given.kwargs),
-                owned=owned,
-                given=given,
-            )
-            # A check may contain collectives, so all ranks make it or none does.
-            plan.shortest = shortest
-            self._keep(form, key, plan)
-        return plan
-
-    def _new_plan(
-        self,
-        inputs: tuple[Input, ...],
-        sizes: Sizes,
-        *,
-        together: Sizes,
-        circumstances: Circumstances,
-        owned: int,
-        given: Arguments,
-    ) -> Plan:
-        """Make the plan for these sizes; ``together`` decides the bucket."""
-        buckets = self.planner.buckets(together, inputs)
-        extras, places = self.planner.extras(inputs, sizes, buckets, given.args, given.kwargs)
-        shapes = buckets and tuple((each.label, each.padded(buckets)) for each in inputs)
-        with self.lock:
-            return Plan(
-                inputs=inputs,
-                sizes=sizes,
-                buckets=buckets or {},
-                variant=self._variant(shapes, circumstances),
-                count=self.counts.setdefault(tuple((buckets or {}).values()), BucketCount()),
-                extras=extras,
-                extra_places=places,
-                circumstances=circumstances,
-                seen=self._seen.setdefault(tuple(together.values()), [0]),
-                side=self.options.side,
-                owned=owned,
-            )
-
-    def _keep(self, form: Form, key: Any, plan: Plan) -> None:
-        with self.lock:
-            if len(form.plans) >= _PLANS_KEPT:
-                form.plans.clear()
-            form.plans[key] = plan
-
-    def _variant(self, shapes: Any, circumstances: Circumstances) -> Variant:
-        if circumstances.transformed:
-            # torch.compile runs what is inside a transform of torch.func uncompiled.
-            key: Any = "transformed"
-        elif shapes is None:
-            key = None
-        else:
-            # Dynamo compiles anew for each of these anyway. With a function of its own a call
-            # finds one entry in Dynamo's cache: in a list of several, threads walk past theirs.
-            key = (shapes, circumstances.around)
-        found = self.variants.get(key)
-        if found is None:
-            found = self.variants[key] = self._new_variant(key)
-        return found
-
-    def _new_variant(self, key: Any) -> Variant:
-        source = self.source
-        if source.static is None or key == "transformed":
-            return Variant(source.function)
-        if key is None:  # above the largest bucket
-            return Variant(source.dynamic, compiles=self.options.overflow == "dynamic")
-        # Dynamo keeps the sizes it has seen under this name, in a file too.
-        sizes = "_".join("x".join(map(str, shape)) for _, shape in key[0])
-        copied = separated(source.function, f"bucket_{sizes}")
-        compiled = _torch.compiles_inside(source.static(copied), alone)
-        return Variant(
-            compiled,
-            copied.__code__,
-            compiles=True,
-            cuda_graphs=_torch.records_cuda_graphs(compiled),
-        )
+        return inputs, sizes, longest, shortest
 
     # ---- the first call of a shape ----
 
-    def _run_carefully(
-        self, plan: Plan, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_carefully(self, plan: Plan, call: Call) -> Any:
         try:
             if self._to_be_checked(plan):
-                check(self._cutter, plan, owner, Arguments(args, kwargs), self.proven)
-            variant = plan.variant
-            run = variant.run
-            if variant.compiles and plan.circumstances not in variant.compiled_for:
-                run = self._compiled(plan)
-            output = self._run(plan, run, owner, args, kwargs)
+                check_padding(self.output_shapes, self.spec, plan, call, self.proofs)
+            run = plan.variant.run
+            if plan.variant.compiles and plan.specialization not in plan.variant.compiled_for:
+                run = self.compiled(plan)
+            output = self._run(plan, run, call)
         except PaddingLeakError as error:
-            unknown = self.planner.declaration.unknown(list(self.planner.masks))
-            hint = unknown or self._cutter.flattened(plan)
+            hint = self.spec.unread_masks() or flattened_rows(plan)
             error.args = (f"{error}{hint}", *error.args[1:])
             raise
         except TorchGuardError:
             raise
         except Exception as error:
-            forgotten = explained(self._cutter, plan, owner, Arguments(args, kwargs), error)
-            if forgotten is None:
+            missing = explain_failure(self.cache.function, self.spec, plan, call, self.name, error)
+            if missing is None:
                 raise
-            raise forgotten from error
+            raise missing from error
         plan.ready = True
-        self._warn(plan)
+        self._warn_of_recompiles(plan)
         return output
 
     def _to_be_checked(self, plan: Plan) -> bool:
-        if self.options.verify == "never" or not plan.buckets or plan.circumstances.transformed:
+        never = self.spec.options["check_padding"] == "never"
+        if never or not plan.buckets or plan.specialization.transformed:
             return False
-        if self.options.group is None:
-            padded = bool(plan.pads) and all(plan.sizes.values())
-        else:
+        if self._shared:
             padded = plan.shortest != plan.buckets
-        return padded and (self._always or not self.proven.covers(plan))
+        else:
+            padded = bool(plan.pads) and all(plan.sizes.values())
+        return padded and (self._always or not self.proofs.covers(plan))
 
-    def _compiled(self, plan: Plan) -> Callable[..., Any]:
+    def compiled(self, plan: Plan) -> Callable[..., Any]:
         """Return a variant's function, to be called once, that notes what compiling took."""
         variant = plan.variant
-        if no_compiling.refused() and not variant.compiled_for:
+        if no_recompile.refused() and not variant.compiled_for:
             shapes = tuple((each.label, each.padded(plan.buckets)) for each in plan.inputs)
-            compiled = [key for key, each in self.variants.items() if each.compiled_for and key]
-            said = no_compiling.news(plan, shapes, plan.circumstances.around, compiled)
-            raise RecompileError(f"no_recompile: {self.name} was about to compile {said}")
+            compiled, around = self.cache.keys_compiled(), plan.specialization.around
+            news = no_recompile.news(plan, shapes, around, compiled)
+            raise RecompileError(f"no_recompile: {self.name} was about to compile {news}")
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._compiling(plan):
+            with compiling(variant, plan.specialization):
                 return variant.run(*args, **kwargs)
 
         return run
 
-    @contextlib.contextmanager
-    def _compiling(self, plan: Plan) -> Iterator[None]:
-        variant = plan.variant
-        with alone():
-            graphs, begun = _torch.graphs_compiled(), time.perf_counter()
-            yield
-            variant.seconds += time.perf_counter() - begun
-            variant.first_graphs += max(_torch.graphs_compiled() - graphs, 0)
-            if variant.code is not None:
-                variant.first_entries = _torch.compiled_variants(variant.code)
-            variant.compiled_for.add(plan.circumstances)
+    def _raise_recompile_error(self, plan: Plan, error: RuntimeError) -> None:
+        """Raise a RecompileError where Dynamo refused to compile in a ``no_recompile`` scope."""
+        changed = no_recompile.reasons(error) if no_recompile.refused() else None
+        if changed is not None:
+            because = f", because {changed}" if changed else ""
+            raise RecompileError(
+                f"no_recompile: {self.name} was about to compile {sizes_of(plan)} again{because}"
+            ) from error
 
-    def _warn(self, plan: Plan) -> None:
+    def _warn_of_recompiles(self, plan: Plan) -> None:
         """Say once that something else than the size differs from call to call."""
-        if self._warned or len(plan.variant.compiled_for) <= _COMPILED_OFTEN:
+        times = len(plan.variant.compiled_for)
+        if self._warned or times <= _COMPILED_OFTEN:
             return
         self._warned = True
-        names = differing(plan.variant.compiled_for)
+        labels = ", ".join(differing(plan.variant.compiled_for)) or "what is around the call"
         warn_user(
-            f"bucketed: {self.name} was compiled {len(plan.variant.compiled_for)} times for "
-            f"{told(plan)}, because {', '.join(names) or 'what is around the call'} differs from "
-            "call to call: numbers, texts and sizes that dims does not name are compiled in. Pass "
-            "a number as a tensor, name a size in dims"
+            f"bucketed: {self.name} was compiled {times} times for {sizes_of(plan)}, because "
+            f"{labels} differs from call to call: numbers, texts and sizes that dims does not name "
+            "are compiled in. Pass a number as a tensor, name a size in dims"
         )
 
-    def warn_of_compiling_around(self) -> None:
-        """Say once that ``torch.compile`` around this compiles nothing of it."""
-        asked = self.source.static is not None or self.options.compile is not None
-        if asked or self._warned_of_compiling_around:
-            return
-        self._warned_of_compiling_around = True
-        warn_user(
-            f"bucketed: a compiled function calls {self.name}, which runs uncompiled: "
-            "torch.compile stops at a bucketed function, so that what it compiles is padded. Let "
-            "bucketed compile each bucket: bucketed(..., compile=True), or compile={'mode': ...} "
-            "with torch.compile's arguments (in place of torch.compile around it, or of "
-            "TrainingArguments(torch_compile=True)); compile=False keeps it uncompiled"
-        )
+    def called_from_compiled_code(
+        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call where Dynamo is watching; it must not compile what is here."""
+        return torch.compiler.disable(self._warn_and_call)(owner, args, kwargs)
 
-    def verify(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _warn_and_call(self, owner: Any, args: Any, kwargs: Any) -> Any:
+        asked = self.cache.static is not None or self.spec.options["compile"] is not None
+        if not asked and not self._warned_of_compiling_around:
+            self._warned_of_compiling_around = True
+            warn_user(
+                f"bucketed: a compiled function calls {self.name}, which runs uncompiled: "
+                "torch.compile stops at a bucketed function, so that what it compiles is padded. "
+                "Let bucketed compile each bucket: bucketed(..., compile=True), or compile={'mode':"
+                " ...} with torch.compile's arguments (in place of torch.compile around it, or of "
+                "TrainingArguments(torch_compile=True)); compile=False keeps it uncompiled"
+            )
+        return self(owner, args, kwargs)
+
+    # ---- besides calls ----
+
+    def verify(
+        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Check these inputs, whatever was checked before.
 
         Raises:
             PaddingLeakError: padding changes the answer or a gradient.
             ValueError: they are above the largest bucket.
         """
-        plan = self._plan(owner, args, kwargs)
+        plan, call = self.plan_for(owner, args, kwargs)
         if not plan.buckets:
             raise ValueError(
-                f"bucketed: nothing to check: {told(plan)} is above the largest bucket"
+                f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
             )
-        check(self._cutter, plan, owner, Arguments(args, kwargs), self.proven, anew=True)
+        check_padding(self.output_shapes, self.spec, plan, call, self.proofs, anew=True)
 
-    def warm(self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile the variant for inputs that have the sizes of a bucket, backward included."""
-        plan = self._plan(owner, args, kwargs)
-        variant = plan.variant
-        if not variant.compiles or plan.circumstances in variant.warmed_for:
-            return
-        given, named = self.planner.padded(plan, args, kwargs)
-        run = self._compiled(plan)
-        for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs else 1):
-            output = (run if turn == 0 else variant.run)(*owner, *given, **named)
-            begun = time.perf_counter()
-            with alone():
-                backward(output)
-            if turn == 0:
-                variant.seconds += time.perf_counter() - begun
-        variant.warmed_for.add(plan.circumstances)
-
-    # ---- buckets that fit themselves ----
+    def plan_for(
+        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Plan, Call]:
+        """Return the plan for a call that is not made now."""
+        plan, leaves, _ = self._look_up(owner, args, kwargs)
+        return plan, Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
 
     def _refit(self) -> None:
         """Fit automatic ladders once enough calls were seen."""
         changed = False
         seen = self.seen
-        for index, ladder in enumerate(self.planner.ladders.values()):
+        for index, ladder in enumerate(self.spec.ladders.values()):
             if not ladder.fitting:
                 continue
             sizes: Counter[int] = Counter()
@@ -394,15 +376,13 @@ class Caller:
                 sizes[combination[index]] += count
             ran_with = {buckets[index] for buckets in self.counts if buckets}
             changed |= ladder.observe(sizes, ran_with)
-        self._fitting = any(ladder.fitting for ladder in self.planner.ladders.values())
+        self._fitting = any(ladder.fitting for ladder in self.spec.ladders.values())
         if changed:
-            for form in self._forms.values():
-                form.plans.clear()
+            self._plans.clear()
 
 
 def _cloned(output: Any) -> Any:
     """Copy tensors out of the memory of a CUDA graph, which the next call overwrites."""
-    new = {
-        path: value.clone() for path, value in flattened(output) if isinstance(value, torch.Tensor)
-    }
-    return replaced(output, new)
+    leaves, _ = flatten(output)
+    copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return unflatten(copies, output)

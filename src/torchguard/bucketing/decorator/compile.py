@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from torchguard import _torch
 
-__all__ = ["COMPILING", "Compiler", "Source", "Variant", "alone", "compiler_for", "separated"]
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.plan import Specialization
+
+__all__ = ["COMPILING", "CompileCache", "Variant", "alone", "compiler_for", "compiling"]
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""Label and padded shape of each input."""
 
 COMPILING = threading.RLock()
 """Held while something compiles for the first time or is checked: both change settings of
@@ -51,10 +57,10 @@ class Variant:
     compiles: bool = False
     """Whether there is a compiler at all."""
     cuda_graphs: bool = False
-    compiled_for: set[Any] = field(default_factory=set)
-    """Circumstances in which it has run: in others it is compiled anew."""
-    warmed_for: set[Any] = field(default_factory=set)
-    """Those in which its backward has run too."""
+    compiled_for: set[Specialization] = field(default_factory=set)
+    """What it has run for: for anything else it is compiled anew."""
+    warmed_for: set[Specialization] = field(default_factory=set)
+    """What its backward has run for too."""
     seconds: float = 0.0
     """Of the first call in each, and of warming up."""
     first_graphs: int = 0
@@ -69,15 +75,73 @@ class Variant:
         return self.first_graphs + max(later, 0)
 
 
-@dataclass(frozen=True)
-class Source:
-    """What to run, and how to compile it."""
+class CompileCache:
+    """One variant for each combination of padded shapes and of what Dynamo guards on.
 
-    function: Callable[..., Any]
-    """Not compiled."""
-    static: Compiler | None
-    dynamic: Callable[..., Any]
-    """For sizes without a bucket."""
+    Args:
+        function: what runs, not compiled.
+        static: compiles it for static sizes, None if nothing does.
+        dynamic: compiles it for the sizes above the largest bucket, None if nothing does.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], static: Compiler | None, dynamic: Compiler | None
+    ) -> None:
+        self.function = function
+        self.static = static
+        self.variants: dict[Any, Variant] = {}
+        self._above: Callable[..., Any] = function
+        self._compiles_above = dynamic is not None
+        if dynamic is not None:
+            self._above = dynamic(_separated(function, "beyond_buckets"))
+
+    def variant_for(self, shapes: Shapes | None, specialization: Specialization) -> Variant:
+        """Return what runs inputs of these padded shapes; None for sizes above the buckets."""
+        key: Any = None
+        if specialization.transformed:
+            # torch.compile runs what is inside a transform of torch.func uncompiled.
+            key = "transformed"
+        elif shapes is not None:
+            # Dynamo compiles anew for each of these anyway. With a function of its own a call
+            # finds one entry in Dynamo's cache: in a list of several, threads walk past theirs.
+            key = (shapes, specialization.around)
+        found = self.variants.get(key)
+        if found is None:
+            found = self.variants[key] = self._new(key)
+        return found
+
+    def _new(self, key: Any) -> Variant:
+        if self.static is None or key == "transformed":
+            return Variant(self.function)
+        if key is None:
+            return Variant(self._above, compiles=self._compiles_above)
+        # Dynamo keeps the sizes it has seen under this name, in a file too.
+        sizes = "_".join("x".join(map(str, shape)) for _, shape in key[0])
+        copied = _separated(self.function, f"bucket_{sizes}")
+        compiled = _torch.compiles_inside(self.static(copied), alone)
+        return Variant(
+            compiled,
+            copied.__code__,
+            compiles=True,
+            cuda_graphs=_torch.records_cuda_graphs(compiled),
+        )
+
+    def keys_compiled(self) -> list[Any]:
+        """Return (shapes, around) of each variant that was compiled."""
+        return [key for key, each in self.variants.items() if each.compiled_for and key]
+
+
+@contextlib.contextmanager
+def compiling(variant: Variant, specialization: Specialization) -> Iterator[None]:
+    """Note the seconds and graphs that the first call of a variant takes."""
+    with alone():
+        graphs, begun = _torch.graphs_compiled(), time.perf_counter()
+        yield
+        variant.seconds += time.perf_counter() - begun
+        variant.first_graphs += max(_torch.graphs_compiled() - graphs, 0)
+        if variant.code is not None:
+            variant.first_entries = _torch.compiled_variants(variant.code)
+        variant.compiled_for.add(specialization)
 
 
 def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Any, Any]:
@@ -135,7 +199,7 @@ def _compilers(options: bool | Mapping[str, Any]) -> tuple[Compiler, Compiler]:
     return static, dynamic
 
 
-def separated(function: Callable[..., Any], suffix: str) -> FunctionType:
+def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:
     """Return a copy of ``function`` with a code object and a name of its own.
 
     What Dynamo does not trace, such as ``nn.Sequential.forward``, is called by a function that

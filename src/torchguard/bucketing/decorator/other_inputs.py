@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard.bucketing.decorator.output_shapes import Sizes
-from torchguard.bucketing.decorator.planner import Planner
-from torchguard.bucketing.decorator.plans import Input, Place, Plan
-from torchguard.bucketing.decorator.trees import Path
-from torchguard.bucketing.decorator.verification import Arguments
+from torchguard.bucketing.decorator.plan import Call, Input, Plan, make_extras
+from torchguard.bucketing.decorator.spec import Sizes, Spec
 
 __all__ = [
     "OTHER_VALUES",
@@ -26,7 +23,8 @@ __all__ = [
     "shortened",
 ]
 
-Fills = dict[tuple[Place, Path], Any]
+Fills = dict[int, Any]
+"""What padding holds, by index of the leaf."""
 
 _LARGER = 16.0
 _SMALLER = 1 / 64
@@ -35,13 +33,13 @@ _SMALLER = 1 / 64
 # ---- other values in the padding ----
 
 
-def other_fills(inputs: Iterable[Input], given: Arguments, *, largest: bool) -> Fills:
+def other_fills(inputs: Iterable[Input], call: Call, *, largest: bool) -> Fills:
     """Return a value other than 0 for the padding of each input: above all data, or below."""
     fills = {}
     for each in inputs:
-        fill = _other_fill(each.of(*given), largest=largest)
+        fill = _other_fill(call.leaves[each.index], largest=largest)
         if fill is not None:
-            fills[each.place, each.path] = fill
+            fills[each.index] = fill
     return fills
 
 
@@ -84,25 +82,25 @@ class OtherValues(NamedTuple):
     """Whether what is positive stays so, and between 0 and 1 what is."""
 
     def made(
-        self, inputs: Iterable[Input], given: Arguments, *, negative_if_some_are: bool = False
-    ) -> Arguments | None:
+        self, inputs: Iterable[Input], call: Call, *, negative_if_some_are: bool = False
+    ) -> Call | None:
         """Return the call with other data in these inputs; None if nothing changes.
 
         Args:
             inputs: which.
-            given: the call.
+            call: not padded.
             negative_if_some_are: whether data without a negative number is to have none.
         """
-        new: dict[Path, Any] = {}
+        new: dict[int, Any] = {}
         with torch.no_grad(), contextlib.suppress(RuntimeError, NotImplementedError):
             for each in inputs:
-                tensor = each.of(*given)
+                tensor = call.leaves[each.index]
                 if negative_if_some_are and not self.keeps_sign and not bool((tensor < 0).any()):
                     continue
                 other = self._of(tensor.detach())
                 if other is not None and not torch.equal(other, tensor):
-                    new[each.path_in(0)] = other.requires_grad_(tensor.requires_grad)
-        return given.with_parts(new) if new else None
+                    new[each.index] = other.requires_grad_(tensor.requires_grad)
+        return call.with_leaves(new) if new else None
 
     def _of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if tensor.dtype == torch.bool or tensor.dtype.is_complex or not tensor.numel():
@@ -159,14 +157,14 @@ class Real(NamedTuple):
     """(T,) or (B, T)."""
 
 
-def given_masks(planner: Planner, plan: Plan, given: Arguments) -> list[Real]:
+def given_masks(spec: Spec, plan: Plan, call: Call) -> list[Real]:
     """Return what the caller's own masks say; one that masks nothing says nothing."""
     found = []
     for each in plan.inputs:
-        mask = planner.masks.get(each.label)
+        mask = spec.masks.get(each.label)
         if mask is None:
             continue
-        real = mask.real(each.of(*given).detach())
+        real = mask.real(call.leaves[each.index].detach())
         # (B, 1, 1, T), as attention takes it.
         kept = [size for size in real.shape[:-1] if size != 1]
         if len(kept) <= 1 and not bool(real.all()):
@@ -174,62 +172,56 @@ def given_masks(planner: Planner, plan: Plan, given: Arguments) -> list[Real]:
     return found
 
 
-def shortened(planner: Planner, plan: Plan, given: Arguments) -> tuple[Plan, Arguments] | None:
+def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
     """Cut real inputs short, to have more padding; None if they are as short as can be.
 
     To half of what they are, and no shorter than what this bucket can be entered with. The
     shorter they are, the less they are like what the function is made for.
     """
-    masks = given_masks(planner, plan, given)
+    masks = given_masks(spec, plan, call)
     windows: dict[str, tuple[int, int]] = {}
     sizes: Sizes = dict(plan.sizes)
     for axis, size in plan.sizes.items():
-        ladder = planner.ladders[axis].buckets
+        ladder = spec.ladders[axis].buckets
         smaller = [b for b in (ladder.sizes if ladder else ()) if b < plan.buckets[axis]]
         shortest = max((size + 1) // 2, max(smaller, default=0) + 1, 2)
         if shortest >= size:
             continue
-        start = _window([m for m in masks if m.axis == axis], size, shortest, planner.options.side)
+        start = _window([m for m in masks if m.axis == axis], size, shortest, spec.options["side"])
         if start is not None:
             windows[axis] = (start, shortest)
             sizes[axis] = shortest
     if not windows:
         return None
-    new: dict[Path, Any] = {}
+    new: dict[int, Any] = {}
     inputs = []
     for each in plan.inputs:
-        tensor = each.of(*given)
+        tensor = call.leaves[each.index]
         for dim, axis in each.axes:
             if axis in windows:
                 tensor = tensor.narrow(dim, *windows[axis])
         if any(axis in windows for _, axis in each.axes):
-            new[each.path_in(0)] = tensor.detach().requires_grad_(tensor.requires_grad)
+            new[each.index] = tensor.detach().requires_grad_(tensor.requires_grad)
         inputs.append(replace(each, shape=tuple(tensor.shape)))
-    if _may_be_sizes(given, new, min(length for _, length in windows.values())):
+    if _may_be_sizes(call, new, min(length for _, length in windows.values())):
         return None
-    shorter = given.with_parts(new)
-    extras, places = planner.extras(tuple(inputs), sizes, plan.buckets, *shorter)
+    shorter = call.with_leaves(new)
+    extras = make_extras(spec, shorter, inputs, sizes, plan.buckets)
     plan = replace(
-        plan,
-        inputs=tuple(inputs),
-        sizes=sizes,
-        extras=extras,
-        extra_places=places,
-        programs={},
-        ready=False,
+        plan, inputs=tuple(inputs), sizes=sizes, extras=extras, slices={}, ready=False
     )
     return plan, shorter
 
 
-def _may_be_sizes(given: Arguments, cut: Iterable[Path], length: int) -> bool:
+def _may_be_sizes(call: Call, cut: Iterable[int], length: int) -> bool:
     """Whether an index could lie behind the end now: on an accelerator that ends the process."""
     return any(
         isinstance(value, torch.Tensor)
-        and path not in cut
+        and index not in cut
         and not (value.is_floating_point() or value.is_complex())
         and value.device.type not in {"cpu", "meta"}
         and bool((value >= length).any())
-        for path, value in given.leaves()
+        for index, value in enumerate(call.leaves)
     )
 
 

@@ -1,4 +1,4 @@
-"""How long the real part of each output is.
+"""How much of each output is real, and take that part.
 
 The function runs once more on tensors without data whose sizes are symbols. What comes out
 says how sizes of outputs depend on sizes of inputs: L, L - 1, 2 L, (L - 1) // 2. Nothing is
@@ -7,90 +7,91 @@ ever read off a size that happens to equal a bucket.
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
 from torchguard._torch import SymbolicSizes
-from torchguard.bucketing.decorator.trees import Path, flattened, is_leaf, parts, spelled
+from torchguard.bucketing.decorator.compile import COMPILING
+from torchguard.bucketing.decorator.declared_outputs import Fold, Narrow, declared_slices, narrow
+from torchguard.bucketing.decorator.plan import Call, Plan, real_extras
+from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side
+from torchguard.equivalence.isolate import (
+    buffers_restored,
+    module_state_restored,
+    uncompiled,
+    without_fake_tensor_logs,
+)
+from torchguard.equivalence.reachable import all_reachable_modules
 
 __all__ = [
-    "Fold",
-    "Formula",
-    "Leaf",
-    "Program",
-    "as_declared",
-    "as_measured",
-    "as_reasoned",
-    "leaves_of",
+    "UNKNOWN",
+    "Output",
+    "OutputShapes",
+    "flattened_rows",
+    "running_without_data",
+    "slice_output",
 ]
 
-Sizes: TypeAlias = dict[str, int]
-"""Size by axis."""
+UNKNOWN: Any = object()
+"""What :func:`slice_output` returns for an output of a kind that was not seen yet."""
+
+_PLAIN = (int, float, complex, str, bytes, bool, torch.dtype, torch.device)
 
 
-class Leaf(NamedTuple):
-    """A part of an output that is no container."""
+class Slices(NamedTuple):
+    """What to take of an output, by index of its leaves."""
 
-    path: Path
-    value: Any
-
-
-class Fold(NamedTuple):
-    """A dim that is several flattened into one, (B, T) as B * T, and what of them is real."""
-
-    dim: int
-    sizes: tuple[int, ...]
-    """Of those dims, after padding."""
-    cuts: tuple[tuple[int, int, int], ...]
-    """(which of them, start, length)."""
-
-    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take the real part; a copy, where it is not one piece of memory."""
-        tensor = tensor.unflatten(self.dim, self.sizes)
-        for index, start, length in self.cuts:
-            tensor = tensor.narrow(self.dim + index, start, length)
-        return tensor.flatten(self.dim, self.dim + len(self.sizes) - 1)
-
-
-class Program(NamedTuple):
-    """What to do to an output."""
-
-    cuts: tuple[tuple[Path, tuple[tuple[int, int, int], ...]], ...]
-    """For each tensor to cut: (dim, start, length) of its real part."""
-    numbers: tuple[tuple[Path, int], ...]
+    narrows: tuple[tuple[int, tuple[Narrow, ...]], ...] = ()
+    numbers: tuple[tuple[int, int], ...] = ()
     """Integers that say how long something is."""
-    folds: tuple[tuple[Path, tuple[Fold, ...]], ...] = ()
-    """Likewise, for dims that are several flattened into one."""
+    folds: tuple[tuple[int, tuple[Fold, ...]], ...] = ()
 
 
-def leaves_of(output: Any) -> list[Leaf]:
-    """Take an output apart.
+class Output(NamedTuple):
+    """An output taken apart."""
 
-    Raises:
-        TypeError: it has something inside that may hold tensors, but can't be looked into.
-    """
-    leaves = [Leaf(path, value) for path, value in flattened(output)]
-    for path, value in leaves:
-        if isinstance(value, (Iterator, Awaitable)):
-            where = spelled("output", path, output)
-            raise TypeError(
-                f"bucketed: {where} is a {type(value).__name__}: what comes out of it later can't "
-                "be cut to size. Return tensors, tuples, lists, dicts or dataclasses"
-            )
-        if not is_leaf(value) and _holds_tensors(value):
-            where = spelled("output", path, output)
-            raise TypeError(
-                f"bucketed: {where} is a {type(value).__name__}, which holds tensors that can't be "
-                "cut to size: return tensors, tuples, lists, dicts or dataclasses (with Hugging "
-                "Face models: use_cache=False)"
-            )
-    return leaves
+    leaves: list[Any]
+    paths: list[KeyPath]
+    whole: Any
+
+    def label(self, index: int) -> str:
+        """Return how to spell a leaf: ``output.logits``."""
+        return keystr("output", self.paths[index], self.whole)
+
+    @classmethod
+    def of(cls, whole: Any) -> Output:
+        """Take an output apart.
+
+        Raises:
+            TypeError: it has something inside that may hold tensors, but can't be looked into.
+        """
+        leaves, treedef = flatten(whole)
+        output = cls(leaves, key_paths(treedef), whole)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, (Iterator, Awaitable)):
+                raise TypeError(
+                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}: what comes out "
+                    "of it later can't be cut to size. Return tensors, tuples, lists, dicts or "
+                    "dataclasses"
+                )
+            if not is_plain(leaf) and _holds_tensors(leaf):
+                raise TypeError(
+                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}, which holds "
+                    "tensors that can't be cut to size: return tensors, tuples, lists, dicts or "
+                    "dataclasses (with Hugging Face models: use_cache=False)"
+                )
+        return output
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or certainly holds none."""
+    return leaf is None or isinstance(leaf, (torch.Tensor, torch.Size, *_PLAIN))
 
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
@@ -98,90 +99,250 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
         return True
     if depth == 0 or isinstance(value, (type, torch.nn.Module)) or callable(value):
         return False
-    inside = [part for _, part in parts(value) or ()]
+    inside = [child for _, child in children(value) or ()]
     inside += getattr(value, "__dict__", {}).values()
-    return any(_holds_tensors(part, depth - 1) for part in inside)
+    return any(_holds_tensors(child, depth - 1) for child in inside)
+
+
+# ---- in every call ----
+
+
+def slice_output(plan: Plan, whole: Any) -> Any:
+    """Take the real part of an output; ``UNKNOWN`` if it is not known yet what that is."""
+    if type(whole) is torch.Tensor:
+        slices = plan.slices.get(whole.shape)
+        if slices is None:
+            return UNKNOWN
+        for _, narrows in slices.narrows:
+            whole = narrow(whole, narrows)
+        for _, folds in slices.folds:
+            for fold in folds:
+                whole = fold.slice(whole)
+        return whole
+    leaves, key = _flatten(whole)
+    slices = plan.slices.get(key)
+    if slices is None:
+        return UNKNOWN
+    for index, number in slices.numbers:
+        leaves[index] = number
+    for index, narrows in slices.narrows:
+        leaves[index] = narrow(leaves[index], narrows)
+    for index, folds in slices.folds:
+        for fold in folds:
+            leaves[index] = fold.slice(leaves[index])
+    return unflatten(leaves, whole)
+
+
+def _flatten(whole: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of an output, and what tells it from others that are sliced otherwise."""
+    leaves, treedef = flatten(whole)
+    kinds = [leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
+    return leaves, (treedef, *kinds)
+
+
+# ---- once per shape ----
+
+
+_Run: TypeAlias = "Callable[[SymbolicSizes], Any]"
 
 
 @dataclass(frozen=True)
-class Formula:
+class _Formula:
     """How the sizes of every leaf of an output depend on the axes."""
 
     world: SymbolicSizes
     sizes: tuple[Any, ...]
     """For each leaf: expressions for its dims, or for an integer; None for anything else."""
     conditions: tuple[Any, ...]
-    paths: tuple[Path, ...]
+    paths: list[KeyPath]
 
     @classmethod
-    def of(cls, run: Callable[[SymbolicSizes], Any], hints: Sizes) -> Formula:
+    def of(cls, run: _Run, hints: Sizes) -> _Formula:
         """Run a function on symbols; whatever that raises is let through."""
         world = SymbolicSizes(hints)
         with world:
-            leaves = leaves_of(run(world))
+            output = Output.of(run(world))
             sizes: list[Any] = []
-            for _, value in leaves:
-                if isinstance(value, torch.Tensor):
-                    sizes.append(tuple(world.expression(size) for size in value.shape))
-                elif isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-                    sizes.append(world.expression(value))
+            for leaf in output.leaves:
+                if isinstance(leaf, torch.Tensor):
+                    sizes.append(tuple(world.expression(size) for size in leaf.shape))
+                elif isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool):
+                    sizes.append(world.expression(leaf))
                 else:
                     sizes.append(None)
             conditions = tuple(world.conditions())
-        return cls(world, tuple(sizes), conditions, tuple(path for path, _ in leaves))
+        return cls(world, tuple(sizes), conditions, output.paths)
 
     def at(self, sizes: Sizes, *, anyhow: bool = False) -> list[Any] | None:
         """Put sizes in; None where the formula does not hold, unless it is to be used anyhow."""
-        if not anyhow and any(
-            self.world.value(each, sizes) is not True for each in self.conditions
-        ):
+        value = self.world.value
+        if not anyhow and any(value(each, sizes) is not True for each in self.conditions):
             return None
         found: list[Any] = []
         for expressions in self.sizes:
             if isinstance(expressions, tuple):
-                numbers = [self.world.value(each, sizes) for each in expressions]
+                numbers = tuple(value(each, sizes) for each in expressions)
                 if None in numbers:
                     return None
-                found.append(tuple(numbers))
-            elif expressions is None:
-                found.append(None)
+                found.append(numbers)
             else:
-                found.append(self.world.value(expressions, sizes))
+                found.append(None if expressions is None else value(expressions, sizes))
         return found
 
 
-def as_reasoned(
-    formula: Formula,
-    leaves: Sequence[Leaf],
-    sizes: Sizes,
-    buckets: Sizes,
-    side: Side,
-    *,
-    anyhow: bool = False,
-) -> Program | None:
-    """Cut by formula; None where it does not hold or gives other sizes than the padded run."""
-    if formula.paths != tuple(leaf.path for leaf in leaves):
-        return None
-    padded, real = formula.at(buckets, anyhow=anyhow), formula.at(sizes, anyhow=anyhow)
-    if padded is None or real is None:
-        return None
-    for (_, value), expected in zip(leaves, padded, strict=True):
-        if isinstance(value, torch.Tensor) and tuple(value.shape) != expected:
+class OutputShapes:
+    """Finds out how much of an output is real.
+
+    Args:
+        function: what runs, not compiled.
+        spec: what was declared of it.
+        name: of the function, for messages.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: Spec, name: str) -> None:
+        self.function = function
+        self._spec = spec
+        self.name = name
+        self._formulas: dict[Any, _Formula | None] = {}
+
+    def learn(self, plan: Plan, whole: Any, call: Call) -> None:
+        """Find out what of an output like this one is real, for :func:`slice_output`.
+
+        Args:
+            plan: how the call was padded.
+            whole: the output, not sliced.
+            call: not padded.
+
+        Raises:
+            TypeError, ValueError: it can't be found out.
+        """
+        slices = self._slices(plan, Output.of(whole), call)
+        key = whole.shape if type(whole) is torch.Tensor else _flatten(whole)[1]
+        plan.slices[key] = slices
+
+    def narrows(self, plan: Plan, whole: Any) -> dict[int, tuple[Narrow, ...]]:
+        """Return what :func:`slice_output` takes of an output like this, by index of its leaf."""
+        key = whole.shape if type(whole) is torch.Tensor else _flatten(whole)[1]
+        return dict(plan.slices[key].narrows)
+
+    def _slices(self, plan: Plan, output: Output, call: Call) -> Slices:
+        if all(
+            leaf.dim() == 0 if isinstance(leaf, torch.Tensor) else type(leaf) is not int
+            for leaf in output.leaves
+        ):
+            return Slices()
+        side = self._spec.options["side"]
+        declared = self._spec.options["outputs"]
+        if declared is not None:
+            labels = [output.label(index) for index in range(len(output.leaves))]
+            narrows, folds = declared_slices(
+                declared, output.leaves, output.paths, labels, plan.sizes, plan.buckets, side
+            )
+            return Slices(narrows, (), folds)
+        # 0 and 1 are sizes of their own kind: torch's own code asks for them.
+        if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
+            slices = self._derived(plan, output, call)
+            if slices is not None:
+                return slices
+        try:
+            measured = self._run_without_data(plan, call, {})
+        except Exception as error:
+            if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
+                slices = self._derived(plan, output, call, anyhow=True)
+                if slices is not None:
+                    return slices
+            raise self._unknown(output, error) from error
+        try:
+            return _measured(measured, output, side)
+        except ValueError as error:
+            raise self._unknown(output, error) from error
+
+    def _derived(
+        self, plan: Plan, output: Output, call: Call, *, anyhow: bool = False
+    ) -> Slices | None:
+        """Slice by formula; None if there is none, or it gives other sizes than the padded run."""
+        formula = self._formula(plan, output, call)
+        if formula is None or formula.paths != output.paths:
             return None
-        if type(value) is int and value != expected:
+        padded, real = (formula.at(sizes, anyhow=anyhow) for sizes in (plan.buckets, plan.sizes))
+        if padded is None or real is None:
             return None
-    if any(isinstance(found, tuple) and min(found, default=0) < 0 for found in real):
-        return None
-    return _program(leaves, real, side)
+        for leaf, expected in zip(output.leaves, padded, strict=True):
+            if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) != expected:
+                return None
+            if type(leaf) is int and leaf != expected:
+                return None
+        if any(isinstance(found, tuple) and min(found, default=0) < 0 for found in real):
+            return None
+        return _slices_to(output.leaves, real, self._spec.options["side"])
+
+    def _formula(self, plan: Plan, output: Output, call: Call) -> _Formula | None:
+        """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
+        key = (id(plan.variant), plan.specialization, tuple(output.paths))
+        if key not in self._formulas:
+            hints = {
+                axis: size if size > 1 else max(plan.buckets[axis], 2)
+                for axis, size in plan.sizes.items()
+            }
+            try:
+                self._formulas[key] = self._run_without_data(plan, call, hints)
+            except Exception:  # noqa: BLE001 - torch can't always; a run at each size is left
+                self._formulas[key] = None
+        return self._formulas[key]
+
+    def _run_without_data(self, plan: Plan, call: Call, hints: Sizes) -> _Formula:
+        """Run the function on tensors without data, at the real sizes or with symbols."""
+
+        def run(world: SymbolicSizes) -> Any:
+            extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self._spec, plan)
+            for argument, mask in self._spec.masks.items():
+                if hints and argument in extras:
+                    made = extras[argument]
+                    extras[argument] = world.empty((*made.shape[:-1], mask.axis), made)
+            inputs = {
+                each.index: world.empty(each.symbolic(hints), call.leaves[each.index])
+                for each in plan.inputs
+            }
+            args, kwargs = call.with_leaves(inputs).bind(extras)
+            return self.function(*args, **kwargs)
+
+        with running_without_data(self.function, call):
+            return _Formula.of(run, hints)
+
+    def _unknown(self, output: Output, reason: Exception) -> ValueError:
+        """Return the error for an output that can't be sliced."""
+        index, leaf = next(
+            (index, leaf)
+            for index, leaf in enumerate(output.leaves)
+            if not isinstance(leaf, torch.Tensor) or leaf.dim()
+        )
+        shown = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
+        said = str(reason).partition("\n")[0] or type(reason).__name__
+        return ValueError(
+            f"bucketed: how much of {output.label(index)} of {self.name} ({shown} "
+            f"after padding) is real can't be told from the sizes of the inputs: {said}. Say it in "
+            "outputs=, in the structure of what it returns: {dim: axis} with an axis of "
+            f"{', '.join(self._spec.ladders)}, or a function of them for another length"
+        )
 
 
-def as_measured(formula: Formula, leaves: Sequence[Leaf], whole: Any, side: Side) -> Program:
-    """Cut to the sizes of a run at the real sizes, without data.
+@contextlib.contextmanager
+def running_without_data(function: Callable[..., Any], call: Call) -> Iterator[None]:
+    """Let a function run on tensors without data, and leave what it writes as it was."""
+    modules = all_reachable_modules(function, (*call.owner, *call.arguments))
+    with COMPILING, uncompiled(), without_fake_tensor_logs():
+        # It writes to buffers that are real.
+        with module_state_restored(modules), buffers_restored(modules):
+            yield
+
+
+def _measured(formula: _Formula, output: Output, side: Side) -> Slices:
+    """Slice to the sizes of a run at the real sizes, without data.
 
     Raises:
         ValueError: that run has returned something else.
     """
-    if formula.paths != tuple(leaf.path for leaf in leaves):
+    if formula.paths != output.paths:
         raise ValueError(
             "bucketed: the function returns another structure for the real sizes than for the "
             "padded ones"
@@ -189,157 +350,45 @@ def as_measured(formula: Formula, leaves: Sequence[Leaf], whole: Any, side: Side
     real = formula.at({})
     if real is None:
         raise ValueError("a size depends on the data")
-    for leaf, sizes in zip(leaves, real, strict=True):
-        if isinstance(leaf.value, torch.Tensor) and (
+    for index, (leaf, sizes) in enumerate(zip(output.leaves, real, strict=True)):
+        if isinstance(leaf, torch.Tensor) and (
             not isinstance(sizes, tuple)
-            or len(sizes) != leaf.value.dim()
-            or any(a > b for a, b in zip(sizes, leaf.value.shape, strict=True))
+            or len(sizes) != leaf.dim()
+            or any(a > b for a, b in zip(sizes, leaf.shape, strict=True))
         ):
-            where = spelled("output", leaf.path, whole)
             raise ValueError(
-                f"bucketed: {where} is {tuple(leaf.value.shape)} after padding, which has no part "
-                f"of the shape {sizes} it would have without"
+                f"bucketed: {output.label(index)} is {tuple(leaf.shape)} after padding, which has "
+                f"no part of the shape {sizes} it would have without"
             )
-    return _program(leaves, real, side)
+    return _slices_to(output.leaves, real, side)
 
 
-def _program(leaves: Sequence[Leaf], real: Sequence[Any], side: Side) -> Program:
-    cuts, numbers = [], []
-    for (path, value), sizes in zip(leaves, real, strict=True):
-        if isinstance(value, torch.Tensor):
-            shape = value.shape
+def _slices_to(leaves: Sequence[Any], real: Sequence[Any], side: Side) -> Slices:
+    narrows, numbers = [], []
+    for index, (leaf, sizes) in enumerate(zip(leaves, real, strict=True)):
+        if isinstance(leaf, torch.Tensor):
             changed = tuple(
-                _cut(d, n, shape[d], side) for d, n in enumerate(sizes) if n != shape[d]
+                Narrow.of(dim, size, leaf.shape[dim], side)
+                for dim, size in enumerate(sizes)
+                if size != leaf.shape[dim]
             )
             if changed:
-                cuts.append((path, changed))
-        elif type(value) is int and isinstance(sizes, int) and sizes != value:
-            numbers.append((path, sizes))
-    return Program(tuple(cuts), tuple(numbers))
+                narrows.append((index, changed))
+        elif type(leaf) is int and isinstance(sizes, int) and sizes != leaf:
+            numbers.append((index, sizes))
+    return Slices(tuple(narrows), tuple(numbers))
 
 
-def _cut(dim: int, length: int, padded: int, side: Side) -> tuple[int, int, int]:
-    return dim, 0 if side == "right" else padded - length, length
-
-
-def as_declared(
-    outputs: Any, leaves: Sequence[Leaf], sizes: Sizes, buckets: Sizes, *, whole: Any, side: Side
-) -> Program:
-    """Cut as ``outputs=`` says.
-
-    Raises:
-        TypeError, ValueError: it does not fit what the function returned.
-    """
-    cuts, folds = [], []
-    for path, value in leaves:
-        spec = _spec_at(outputs, path) if isinstance(value, torch.Tensor) else None
-        if spec is None:
-            continue
-        where = spelled("output", path, whole)
-        cut, folded = [], []
-        for dim, size in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
-            if size is None:
-                continue
-            if type(dim) is not int or not -value.dim() <= dim < value.dim():
-                raise ValueError(
-                    f"bucketed: outputs names dimension {dim!r} of {where}, which has shape "
-                    f"{tuple(value.shape)}"
+def flattened_rows(plan: Plan) -> str:
+    """Name what was sliced as one piece, but may be a batch and its rows in one dim."""
+    for dim, _, length in (
+        each for slices in plan.slices.values() for _, narrows in slices.narrows for each in narrows
+    ):
+        for axis, size in plan.sizes.items():
+            if length > size > 0 and length % size == 0:
+                return (
+                    f". The output has {length // size} times {axis!r} in dimension {dim}: if "
+                    "these are the rows of a batch flattened into one dim, say so in outputs=: "
+                    f"{{{dim}: (None, {axis!r})}}"
                 )
-            what = _Declared(dim % value.dim(), value.shape[dim], dim, where, sizes, buckets)
-            if isinstance(size, tuple):
-                folded += what.fold(size, side)
-            else:
-                cut += what.cut(size, side)
-        if cut:
-            cuts.append((path, tuple(cut)))
-        if folded:
-            folds.append((path, tuple(folded)))
-    return Program(tuple(cuts), (), tuple(folds))
-
-
-class _Declared(NamedTuple):
-    """A dim of an output that ``outputs=`` names."""
-
-    dim: int
-    size: int
-    given: int
-    """The dim as it was written."""
-    where: str
-    sizes: Sizes
-    buckets: Sizes
-
-    def cut(self, size: Any, side: Side) -> list[tuple[int, int, int]]:
-        padded, length = self._sizes(size)
-        if self.size != padded:
-            raise ValueError(
-                f"bucketed: outputs says that dimension {self.given} of {self.where} is {padded} "
-                f"for {_spelled_sizes(self.buckets)}, but it is {self.size}"
-            )
-        return [] if length == padded else [_cut(self.dim, length, padded, side)]
-
-    def fold(self, parts: tuple[Any, ...], side: Side) -> list[Fold]:
-        """Read ``(None, "t")``: what was flattened into the dim, None for one of any size."""
-        what = f"dimension {self.given} of {self.where}"
-        if parts.count(None) > 1:
-            raise ValueError(
-                f"bucketed: outputs has {parts!r} for {what}, expected None for one part only"
-            )
-        pairs = [
-            (part, part) if part is None or type(part) is int else self._sizes(part)
-            for part in parts
-        ]
-        known = math.prod(padded for padded, _ in pairs if padded is not None)
-        other = self.size // known if known else 0
-        sizes = tuple(other if padded is None else padded for padded, _ in pairs)
-        if math.prod(sizes) != self.size:
-            raise ValueError(
-                f"bucketed: outputs says that {what} is {parts!r} flattened, for "
-                f"{_spelled_sizes(self.buckets)}, but it is {self.size}, which is no multiple of "
-                f"{known}"
-            )
-        cuts = tuple(
-            _cut(index, length, padded, side)
-            for index, (padded, length) in enumerate(pairs)
-            if padded is not None and length is not None and length != padded
-        )
-        return [Fold(self.dim, sizes, cuts)] if cuts else []
-
-    def _sizes(self, size: Any) -> tuple[int, int]:
-        """Return a declared size after padding, and how much of it is real."""
-        padded, length = (_evaluated(size, each, self.where) for each in (self.buckets, self.sizes))
-        if not 0 <= length <= padded:
-            raise ValueError(
-                f"bucketed: outputs gives {length} for dimension {self.given} of {self.where} at "
-                f"{_spelled_sizes(self.sizes)}, expected 0 to {padded}"
-            )
-        return padded, length
-
-
-def _spec_at(outputs: Any, path: Path) -> Any:
-    """Return what is declared for one part of an output, None if nothing is."""
-    for key in path:
-        if isinstance(outputs, Mapping):
-            outputs = outputs.get(key)
-        elif isinstance(outputs, (tuple, list)) and isinstance(key, int) and key < len(outputs):
-            outputs = outputs[key]
-        else:
-            return None
-    return outputs
-
-
-def _evaluated(size: Any, sizes: Sizes, where: str) -> int:
-    if isinstance(size, str) and size in sizes:
-        return sizes[size]
-    if callable(size):
-        wanted = inspect.signature(size).parameters
-        if all(name in sizes for name in wanted):
-            return int(size(**{name: sizes[name] for name in wanted}))
-    raise TypeError(
-        f"bucketed: outputs has {size!r} for {where}, expected one of {', '.join(sizes)}, or a "
-        f"function of them, such as lambda {next(iter(sizes))}: {next(iter(sizes))} // 2, or "
-        f"(None, {next(iter(sizes))!r}) for a batch and its rows flattened into one dim"
-    )
-
-
-def _spelled_sizes(sizes: Sizes) -> str:
-    return ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    return ""

@@ -1,4 +1,4 @@
-"""What the user declares: which dims of which arguments vary, and under which names.
+"""What the user declared, checked once: which dims of which arguments vary, and what pads them.
 
 ``dims`` takes the form of ``dynamic_shapes`` of ``torch.export``:
 https://pytorch.org/docs/stable/export.html#expressing-dynamism
@@ -8,29 +8,175 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, get_args
 
 import torch
+from typing_extensions import Required
 
-from torchguard.bucketing.decorator.trees import Path, parts, spelled
+from torchguard._pytree import KeyPath, children, keystr
+from torchguard.bucketing.decorator.auto import Ladder, ladders_of, read_plan
+from torchguard.bucketing.masks import length_mask
+from torchguard.bucketing.padding import Side
 from torchguard.bucketing.decorator.warning import warn_user
 
-__all__ = ["Declaration", "Dims", "Found", "axis_names"]
+__all__ = ["Dims", "Found", "Mask", "MaskingOptions", "Options", "Sizes", "Spec", "checked_options", "signature_with_options"]
 
-Dims: TypeAlias = Any
+
+class NamedDim(Protocol):
+    """A ``torch.export.Dim``, which has a name."""
+
+    __name__: str
+
+
+AxisName: TypeAlias = "str | NamedDim | None"
+DimsOfArgument: TypeAlias = (
+    "Mapping[int, AxisName] | Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument | AxisName]"
+    " | None"
+)
+Dims: TypeAlias = "Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]"
 """``{argument: {dim: name}}``, or a sequence in the order of the arguments; containers nest."""
 
+Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
+CheckPadding: TypeAlias = Literal["first", "always", "never"]
+MaskKind: TypeAlias = Literal["real", "padding", "additive"]
+"""A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf
+to add to scores."""
+
+Sizes: TypeAlias = dict[str, int]
+"""Size by axis."""
 
 _ALIKE = 0.8
+_MASKED_BELOW = -1000.0
+"""What is added to scores that are not to count is below this."""
+
+
+class Options(TypedDict, total=False):
+    """The options of :func:`bucketed`, which says what they mean."""
+
+    dims: Required[Dims]
+    buckets: Any
+    fill: Mapping[str, Any] | None
+    outputs: Any
+    side: Side
+    overflow: Overflow
+    check_padding: CheckPadding
+    compile: bool | Mapping[str, Any] | None
+    plan: str | os.PathLike[str] | None
+    group: Any
+
+
+class MaskingOptions(Options, total=False):
+    """Likewise, with the arguments that are made where the caller leaves them out."""
+
+    lengths: Any
+    mask: Any
+
+
+_DEFAULTS: Any = {
+    **dict.fromkeys(MaskingOptions.__annotations__),
+    "side": "right",
+    "overflow": "error",
+    "check_padding": "first",
+}
+
+
+def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
+    """Return the options with the defaults filled in.
+
+    Raises:
+        TypeError: one that there is not, or none for ``dims``.
+        ValueError: a word that is not one of those it can be.
+    """
+    unknown = sorted(options.keys() - _DEFAULTS.keys())
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], _DEFAULTS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"bucketed() got an unexpected keyword argument {unknown[0]!r}{hint}")
+    if "dims" not in options:
+        raise TypeError("bucketed() missing 1 required keyword-only argument: 'dims'")
+    checked: MaskingOptions = {**_DEFAULTS, **options}
+    for name, allowed in (
+        ("side", get_args(Side)),
+        ("overflow", get_args(Overflow)),
+        ("check_padding", get_args(CheckPadding)),
+    ):
+        if checked[name] not in allowed:  # type: ignore[literal-required]
+            listed = ", ".join(map(repr, allowed))
+            raise ValueError(
+                f"bucketed: {name} is {checked[name]!r}, expected one of {listed}"  # type: ignore[literal-required]
+            )
+    if checked["fill"] is not None and not isinstance(checked["fill"], Mapping):
+        raise TypeError(
+            f"bucketed: fill is {checked['fill']!r}, expected {{argument: value}}, such as "
+            "{'labels': -100}"
+        )
+    return checked
+
+
+def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function with each option in place of its ``**options``."""
+    signature = inspect.signature(function)
+    first = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if name == "dims" else _DEFAULTS[name],
+            annotation=annotation,
+        )
+        for name, annotation in {**Options.__annotations__, **MaskingOptions.__annotations__}.items()
+    ]
+    return signature.replace(parameters=[*first, *options])
+
+
+@dataclass(frozen=True)
+class Mask:
+    """An argument that masks an axis."""
+
+    argument: str
+    axis: str
+    kind: MaskKind
+
+    @property
+    def fill(self) -> float:
+        """What to extend the caller's own mask with."""
+        return {"real": 0, "padding": 1, "additive": float("-inf")}[self.kind]
+
+    def real(self, given: torch.Tensor) -> torch.Tensor:
+        """Return which positions of a mask that the caller gives are real."""
+        if self.kind == "additive":
+            return given > _MASKED_BELOW  # 0, a bias, or -inf, the smallest number, -10,000
+        return (given != 0) if self.kind == "real" else (given == 0)
+
+    def make(
+        self, shape: tuple[int, ...], length: int, size: int, side: Side, device: torch.device
+    ) -> torch.Tensor:
+        """Make the mask for a caller who gave none: (S,), or (B, S) for a batch.
+
+        Args:
+            shape: of what comes before the axis: () or (B,).
+            length: how much is real.
+            size: S.
+            side: where the padding is.
+            device: of the mask.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            [mask] = length_mask([length], size, side=side, device=device)
+            if self.kind == "padding":
+                mask = ~mask
+            elif self.kind == "additive":
+                mask = torch.zeros(size, device=device).masked_fill_(~mask, float("-inf"))
+            return mask.expand(*shape, size).clone()
 
 
 class Found(NamedTuple):
     """A tensor of a call with dims that vary."""
 
     label: str
-    path: Path
+    path: KeyPath
     tensor: torch.Tensor
     axes: tuple[tuple[int, str], ...]
     """(dim, name of its axis), dims counted from 0."""
@@ -38,8 +184,132 @@ class Found(NamedTuple):
     """As declared; None where nothing is."""
 
 
-def _is_dims(spec: Any) -> bool:
-    return isinstance(spec, Mapping) and bool(spec) and all(type(key) is int for key in spec)
+@dataclass(frozen=True)
+class Spec:
+    """The declared arguments of one function, and the buckets of each axis."""
+
+    options: MaskingOptions
+    dims: Mapping[str, Any]
+    """By argument; those behind ``*args`` by position, ``"*2"``."""
+    fill: Mapping[str, Any]
+    masks: Mapping[str, Mask]
+    """By argument."""
+    lengths: Mapping[str, str]
+    """The argument that takes the size of an axis, by axis."""
+    ladders: dict[str, Ladder]
+    """The buckets of each axis, which may change."""
+    parameters: tuple[str, ...]
+    """Names of what can be given by position."""
+    required: frozenset[str]
+    """Those without a default."""
+    explicit: frozenset[str]
+    """The names in the signature."""
+    others: str | None
+    """The name of ``**kwargs``, if the function has it."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], options: MaskingOptions, *, bound: bool) -> Spec:
+        """Match options with the arguments of a function.
+
+        Args:
+            function: what is called.
+            options: as :func:`checked_options` returned them.
+            bound: leave out the first parameter, ``self``.
+
+        Raises:
+            TypeError: no declaration at all, or a name that the function does not have.
+            ValueError: buckets, masks or lengths that don't fit the axes.
+        """
+        axes = tuple(dict.fromkeys(_axis_names(options["dims"], "dims")))
+        plan = None if options["plan"] is None else read_plan(options["plan"])
+        growing = options["overflow"] == "grow"
+        ladders = ladders_of(axes, options["buckets"], plan, growing=growing)
+        positional, keywords, variadic, others, required = _parameters(function)
+        if bound and positional:
+            positional = positional[1:]
+        dims = _by_name(options["dims"], positional, variadic, _name_of(function))
+        if variadic in dims:
+            for index, inner in enumerate(dims.pop(variadic) or ()):
+                dims[f"*{len(positional) + index}"] = inner
+        if others in dims:
+            dims |= dims.pop(others) or {}
+        masks = _masks_of(options["mask"], axes)
+        spec = cls(
+            options=options,
+            dims={name: each for name, each in dims.items() if each is not None},
+            fill=dict(options["fill"] or {}),
+            masks={mask.argument: mask for mask in masks},
+            lengths=_lengths_of(options["lengths"], axes),
+            ladders=ladders,
+            parameters=tuple(positional),
+            required=required,
+            explicit=frozenset((*positional, *keywords)),
+            others=others,
+        )
+        spec._check_names(dims, _name_of(function))
+        return spec
+
+    def _check_names(self, dims: Mapping[str, Any], function: str) -> None:
+        """Raise unless the function takes all that was named.
+
+        A name that is much like one in the signature, but only ``**kwargs`` takes, warns:
+        ``mask="mask"`` where the argument is called ``attention_mask`` would vanish.
+        """
+        taken = ", ".join(sorted(self.explicit)) or "nothing"
+        named = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
+        for what, name in named:
+            if self.others is None and name not in self.explicit and not name.startswith("*"):
+                raise TypeError(f"bucketed: {what} names {name!r}, but {function} takes {taken}")
+        for name in self.fill:
+            if dims.get(name) is None:
+                raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
+        made = [("mask", name) for name in self.masks]
+        made += [("lengths", name) for name in self.lengths.values()]
+        unused = sorted(self.explicit - {*self.masks, *self.lengths.values(), *self.dims})
+        for what, name in made:
+            if self.others is None and name not in self.explicit:
+                raise TypeError(
+                    f"bucketed: {what} names {name!r}, but the function takes {taken}"
+                )
+            alike = [other for other in unused if _alike(other, name)]
+            if name not in self.explicit and alike:
+                warn_user(
+                    f"bucketed: {what} names {name!r}, which only **{self.others} takes: is it "
+                    f"{alike[0]!r}?"
+                )
+
+    def unread_masks(self) -> str:
+        """Return a hint about masks that nobody but ``**kwargs`` takes; empty where it is none."""
+        found = [name for name in self.masks if name not in self.explicit]
+        if not found or not self.explicit or self.others is None:
+            return ""
+        return (
+            f". mask names {found[0]!r}, which the function takes as one of **{self.others} only: "
+            f"if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
+        )
+
+    def argument_names(self, count: int, keywords: Sequence[str]) -> tuple[str, ...]:
+        """Return the name of each argument of a call; ``"*2"`` for one behind ``*args``."""
+        names = self.parameters
+        return (*(names[i] if i < len(names) else f"*{i}" for i in range(count)), *keywords)
+
+    def find(self, name: str, value: Any) -> Iterator[Found]:
+        """Yield the tensors of one argument that have dims to pad.
+
+        Raises:
+            TypeError, IndexError, KeyError: the argument is not what was declared.
+        """
+        mask = self.masks.get(name)
+        if name in self.dims:
+            label = f"argument {name[1:]}" if name.startswith("*") else name
+            spec, fill = self.dims[name], self.fill.get(name)
+            for each in _find(label, value, spec, fill, path=(), whole=value):
+                extended = mask is not None and each.fill is None
+                yield each._replace(fill=mask.fill) if mask and extended else each
+        elif mask is not None and value is not None:
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                raise TypeError(f"bucketed: {name} is {value!r}, expected a mask, a tensor")
+            yield Found(name, (), value, ((value.dim() - 1, mask.axis),), mask.fill)
 
 
 def _name(axis: Any, where: str) -> str | None:
@@ -52,125 +322,18 @@ def _name(axis: Any, where: str) -> str | None:
     raise TypeError(f"bucketed: {where} is {axis!r}, expected the name of an axis, such as 't'")
 
 
-def axis_names(spec: Dims, where: str = "dims") -> Iterator[str]:
+def _axis_names(spec: Any, where: str) -> Iterator[str]:
     """Yield every name in a declaration, in its order."""
-    if spec is None:
-        return
     if isinstance(spec, Mapping):
         for key, inner in spec.items():
-            yield from axis_names(inner, f"{where}[{key!r}]")
+            yield from _axis_names(inner, f"{where}[{key!r}]")
     elif isinstance(spec, Sequence) and not isinstance(spec, str):
         for index, inner in enumerate(spec):
-            yield from axis_names(inner, f"{where}[{index}]")
+            yield from _axis_names(inner, f"{where}[{index}]")
     else:
         name = _name(spec, where)
         if name is not None:
             yield name
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """The declared arguments of one function."""
-
-    dims: Mapping[str, Dims]
-    """By argument; those behind ``*args`` by position, ``"*2"``."""
-    fill: Mapping[str, Any]
-    parameters: tuple[str, ...]
-    """Names of what can be given by position."""
-    known: frozenset[str] | None
-    """The names of all arguments, None where any name will do."""
-    required: frozenset[str]
-    """Those without a default."""
-    explicit: frozenset[str] = frozenset()
-    """The names in the signature."""
-    others: str | None = None
-    """The name of ``**kwargs``, if the function has it."""
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], dims: Dims, fill: Any, *, bound: bool) -> Declaration:
-        """Match ``dims`` and ``fill`` with the arguments of ``function``.
-
-        Args:
-            function: what is called.
-            dims: as the user wrote them.
-            fill: likewise.
-            bound: leave out the first parameter, ``self``.
-
-        Raises:
-            TypeError: no declaration at all, or a name that the function does not have.
-        """
-        positional, keywords, variadic, others, required = _parameters(function)
-        if bound and positional:
-            positional = positional[1:]
-        named = _by_name(dims, positional, variadic, _called(function))
-        if variadic in named:
-            for index, inner in enumerate(named.pop(variadic) or ()):
-                named[f"*{len(positional) + index}"] = inner
-        if others in named:
-            named |= named.pop(others) or {}
-        fills = dict(fill or {})
-        known = None if others is not None else frozenset((*positional, *keywords))
-        for name, what in (*((n, "dims") for n in named), *((n, "fill") for n in fills)):
-            if known is not None and name not in known and not name.startswith("*"):
-                raise TypeError(
-                    f"bucketed: {what} names {name!r}, but {_called(function)} takes "
-                    f"{', '.join(sorted(known)) or 'nothing'}"
-                )
-        for name in fills:
-            if named.get(name) is None:
-                raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
-        named = {name: spec for name, spec in named.items() if spec is not None}
-        explicit = frozenset((*positional, *keywords))
-        return cls(named, fills, tuple(positional), known, required, explicit, others)
-
-    def check_arguments(self, masks: Sequence[str], lengths: Sequence[str]) -> None:
-        """Raise unless the function takes all of these.
-
-        A name that is much like one in the signature, but only ``**kwargs`` takes, warns:
-        ``mask="mask"`` where the argument is called ``attention_mask`` would vanish.
-        """
-        given = {*masks, *lengths, *self.dims}
-        for what, name in (*(("mask", n) for n in masks), *(("lengths", n) for n in lengths)):
-            if self.known is not None and name not in self.known:
-                raise TypeError(
-                    f"bucketed: {what} names {name!r}, but the function takes "
-                    f"{', '.join(sorted(self.known)) or 'nothing'}"
-                )
-            alike = [n for n in sorted(self.explicit - given) if _alike(n, name)]
-            if name not in self.explicit and alike:
-                warn_user(
-                    f"bucketed: {what} names {name!r}, which only **{self.others} takes: is it "
-                    f"{alike[0]!r}?"
-                )
-
-    def unknown(self, masks: Sequence[str]) -> str:
-        """Say which masks nobody but ``**kwargs`` takes; empty where it is none."""
-        found = [name for name in masks if name not in self.explicit]
-        if not found or not self.explicit or self.others is None:
-            return ""
-        return (
-            f". mask names {found[0]!r}, which the function takes as one of **{self.others} only: "
-            f"if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
-        )
-
-    def locations(self, count: int, keywords: tuple[str, ...]) -> list[tuple[int | str, str]]:
-        """Say where a call of this form has its declared arguments: (place, name)."""
-        names = [self.parameters[i] if i < len(self.parameters) else f"*{i}" for i in range(count)]
-        found: list[tuple[int | str, str]] = [
-            (index, name) for index, name in enumerate(names) if name in self.dims
-        ]
-        found += [(name, name) for name in keywords if name in self.dims]
-        return found
-
-    def find(self, name: str, value: Any) -> Iterator[Found]:
-        """Yield the tensors of one argument that have dims that vary.
-
-        Raises:
-            TypeError, IndexError, KeyError: the argument is not what was declared.
-        """
-        spec, fill = self.dims[name], self.fill.get(name)
-        label = f"argument {name[1:]}" if name.startswith("*") else name
-        yield from _find(label, value, spec, fill, path=(), whole=value)
 
 
 def _alike(name: str, other: str) -> bool:
@@ -180,10 +343,11 @@ def _alike(name: str, other: str) -> bool:
 
 
 def _by_name(
-    dims: Dims, positional: Sequence[str], variadic: str | None, function: str
-) -> dict[str, Dims]:
+    dims: Any, positional: Sequence[str], variadic: str | None, function: str
+) -> dict[str, Any]:
     """Return a declaration by name; those behind ``*args`` are called ``"*2"``."""
-    if isinstance(dims, Mapping) and not _is_dims(dims):
+    of_a_tensor = isinstance(dims, Mapping) and dims and all(type(key) is int for key in dims)
+    if isinstance(dims, Mapping) and not of_a_tensor:
         return dict(dims)
     if not isinstance(dims, Sequence) or isinstance(dims, str):
         raise TypeError(
@@ -200,32 +364,32 @@ def _by_name(
 
 
 def _find(
-    label: str, value: Any, spec: Dims, fill: Any, *, path: Path, whole: Any
+    label: str, value: Any, spec: Any, fill: Any, *, path: KeyPath, whole: Any
 ) -> Iterator[Found]:
     if spec is None or value is None:
         return
-    where = spelled(label, path, whole)
+    where = keystr(label, path, whole)
     if isinstance(value, torch.Tensor):
         axes = _axes_of(value, spec, where)
         if axes:
             yield Found(where, path, value, axes, fill)
         return
-    inside = parts(value)
+    inside = children(value)
     if inside is None:
         raise TypeError(
             f"bucketed: {where} is a {type(value).__name__}, expected a tensor, as dims says"
         )
-    children = dict(inside)
+    parts = dict(inside)
     for key, inner in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
         if inner is None:
             continue
-        if key not in children:
+        if key not in parts:
             raise KeyError(f"bucketed: {where} has no part {key!r}, but dims names it")
-        part = _part(fill, key)
-        yield from _find(label, children[key], inner, part, path=(*path, key), whole=whole)
+        part = _fill_of(fill, key)
+        yield from _find(label, parts[key], inner, part, path=(*path, key), whole=whole)
 
 
-def _axes_of(tensor: torch.Tensor, spec: Dims, where: str) -> tuple[tuple[int, str], ...]:
+def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, str], ...]:
     if not isinstance(spec, (Mapping, list, tuple)):
         raise TypeError(
             f"bucketed: {where} is a tensor, but dims has {spec!r} for it, expected {{dim: name}}"
@@ -244,7 +408,7 @@ def _axes_of(tensor: torch.Tensor, spec: Dims, where: str) -> tuple[tuple[int, s
     return tuple(axes)
 
 
-def _part(fill: Any, key: Any) -> Any:
+def _fill_of(fill: Any, key: Any) -> Any:
     if isinstance(fill, Mapping):
         return fill.get(key)
     if isinstance(fill, (list, tuple)):
@@ -268,5 +432,49 @@ def _parameters(
     return positional, keywords, variadic, others, required
 
 
-def _called(function: Callable[..., Any]) -> str:
+def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__) + "()"
+
+
+def _masks_of(given: Any, axes: Sequence[str]) -> list[Mask]:
+    """Read ``mask=``: an argument's name, or ``{argument: kind or (axis, kind)}``."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        given = {given: "real"}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"bucketed: mask is {given!r}, expected the name of an argument")
+    masks = []
+    for argument, value in given.items():
+        axis, kind = value if isinstance(value, tuple) else (None, value)
+        if kind not in get_args(MaskKind):
+            raise ValueError(
+                f"bucketed: mask of {argument!r} is {value!r}, expected 'real', 'padding' or "
+                "'additive', or an axis and one of these"
+            )
+        masks.append(Mask(argument, _axis(axis, axes, "mask", argument), kind))
+    return masks
+
+
+def _lengths_of(given: Any, axes: Sequence[str]) -> dict[str, str]:
+    """Read ``lengths=``: an argument's name, or ``{axis: argument}``; return the latter."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {_axis(None, axes, "lengths", given): given}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"bucketed: lengths is {given!r}, expected the name of an argument")
+    return {_axis(axis, axes, "lengths", name): name for axis, name in given.items()}
+
+
+def _axis(axis: Any, axes: Sequence[str], what: str, argument: str) -> str:
+    if axis is None:
+        if len(axes) > 1:
+            raise ValueError(
+                f"bucketed: {what} names {argument!r}, but there are axes {', '.join(axes)}: say "
+                "which one it is for"
+            )
+        return axes[0]
+    if axis not in axes:
+        raise ValueError(f"bucketed: {what} names axis {axis!r}, but dims has {', '.join(axes)}")
+    return str(axis)

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.decorator.auto import Ladder
 from torchguard.bucketing.decorator.call import Caller
 
-__all__ = ["AxisReport", "Report", "Statistics", "report_of", "statistics_of"]
+__all__ = ["AxisReport", "BucketedReport", "BucketedStats", "report_of", "stats_of"]
 
 _STEP = 4
 _LOSES_ABOVE = 0.5
 
 
 @dataclass(frozen=True)
-class Statistics:
+class BucketedStats:
     """A picture of one moment."""
 
     name: str
@@ -75,15 +74,15 @@ class Statistics:
         return "\n".join(lines)
 
 
-def statistics_of(caller: Caller, ladders: dict[str, Ladder]) -> Statistics:
+def stats_of(caller: Caller) -> BucketedStats:
     """Gather what a caller has counted."""
     with caller.lock:
         counts = {key: (c.calls, c.real, c.padded) for key, c in caller.counts.items()}
-        variants = list(caller.variants.values())
+        variants = list(caller.cache.variants.values())
     inside = {key: numbers for key, numbers in counts.items() if key}
     real = sum(numbers[1] for numbers in inside.values())
     padded = sum(numbers[2] for numbers in inside.values())
-    return Statistics(
+    return BucketedStats(
         name=caller.name,
         calls=sum(numbers[0] for numbers in counts.values()),
         hits={key: numbers[0] for key, numbers in sorted(inside.items()) if numbers[0]},
@@ -91,9 +90,9 @@ def statistics_of(caller: Caller, ladders: dict[str, Ladder]) -> Statistics:
         waste=padded / real - 1 if real else 0.0,
         compile_seconds=sum(variant.seconds for variant in variants),
         graphs=sum(variant.graphs for variant in variants),
-        axes=tuple(ladders),
-        relies_on_fill_0=caller.proven.relies_on_zero,
-        compiled=caller.source.static is not None,
+        axes=tuple(caller.spec.ladders),
+        relies_on_fill_0=caller.proofs.relies_on_zero,
+        compiled=caller.cache.static is not None,
     )
 
 
@@ -118,10 +117,10 @@ class AxisReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class BucketedReport:
     """What other buckets would change."""
 
-    statistics: Statistics
+    statistics: BucketedStats
     axes: tuple[AxisReport, ...]
 
     def __str__(self) -> str:
@@ -146,9 +145,7 @@ class Report:
         return "\n".join(lines)
 
 
-def report_of(
-    caller: Caller, ladders: dict[str, Ladder], path: str | os.PathLike[str] | None
-) -> Report:
+def report_of(caller: Caller, path: str | os.PathLike[str] | None) -> BucketedReport:
     """Compare the buckets of each axis with the best ones for what was seen.
 
     Raises:
@@ -157,6 +154,7 @@ def report_of(
     """
     with caller.lock:
         seen = caller.seen
+    ladders = caller.spec.ladders
     axes = []
     for index, (axis, ladder) in enumerate(ladders.items()):
         sizes: Counter[int] = Counter()
@@ -181,4 +179,4 @@ def report_of(
             if len(ladders) > 1:
                 target = target.with_name(f"{target.stem}-{axis}{target.suffix}")
             buckets.plot(held, target)
-    return Report(statistics_of(caller, ladders), tuple(axes))
+    return BucketedReport(stats_of(caller), tuple(axes))

@@ -11,7 +11,7 @@ import torch
 __all__ = ["warn_user"]
 
 _NOT_THE_USERS = tuple(
-    str(folder) + "/" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)
+    str(folder) + "/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2])
 )
 
 

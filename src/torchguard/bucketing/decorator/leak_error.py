@@ -1,4 +1,4 @@
-"""Do two runs agree: outputs, gradients, buffers; and what to say where they do not."""
+"""Compare a padded run with one that is not, and say what a user can do about a difference."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from typing import NamedTuple
 
 import torch
 
-from torchguard.bucketing.decorator.trees import spelled
-from torchguard.bucketing.decorator.verification import Run
+from torchguard.bucketing.decorator.output_shapes import Output
 from torchguard.equivalence.compare import PADDING, Difference, judge
+from torchguard.equivalence.run import Outcome
 from torchguard.errors import PaddingLeakError
 
-__all__ = ["Verdict", "Wording", "compared"]
+__all__ = ["Leak", "Run", "compare"]
 
 
-class Verdict(NamedTuple):
+class Run(NamedTuple):
+    """One run of the function."""
+
+    output: Output
+    """The real part of what it returned."""
+    outcome: Outcome
+
+
+class Leak(NamedTuple):
     """What a comparison has found."""
 
     error: PaddingLeakError | None
@@ -24,36 +32,44 @@ class Verdict(NamedTuple):
     """The largest difference as a share of what is allowed; 0 means equal to the last bit."""
 
 
-class Wording(NamedTuple):
-    """What an error says besides what differs."""
+def compare(
+    expected: Run,
+    got: Run,
+    what: str,
+    function: str,
+    modules: Sequence[torch.nn.Module],
+    masks: Sequence[str],
+    others: Sequence[str],
+) -> Leak:
+    """Compare two runs.
 
-    what: str
-    """The sizes, and what is in the padding."""
-    function: str
-    modules: Sequence[torch.nn.Module]
-    masked: tuple[str, ...] = ()
-    """The masks that the call has."""
-    others: tuple[str, ...] = ()
-    """The inputs that have other data than the caller's."""
-
-
-def compared(expected: Run, got: Run, said: Wording) -> Verdict:
-    """Compare two runs."""
+    Args:
+        expected: the run without padding, or with the padding that is declared.
+        got: the other one.
+        what: the sizes, and what is in the padding, for the error.
+        function: its name.
+        modules: those it can reach.
+        masks: the ones that the call has.
+        others: the inputs that have other data than the caller's.
+    """
     verdict = judge(expected.outcome, got.outcome, PADDING)
     if verdict.equal:
-        return Verdict(None, verdict.strain)
-    return Verdict(PaddingLeakError(_said(verdict.differences[0], expected, got, said)), math.inf)
+        return Leak(None, verdict.strain)
+    found = verdict.differences[0]
+    operators = expected.outcome.operators | got.outcome.operators
+    advice = _not_neutral(others) if others else _causes(operators, function, modules, masks)
+    return Leak(PaddingLeakError(_message(found, expected, got, what, function, advice)), math.inf)
 
 
-def _said(found: Difference, expected: Run, got: Run, said: Wording) -> str:
+def _message(
+    found: Difference, expected: Run, got: Run, what: str, function: str, advice: str
+) -> str:
     """Name what differs, and by how much."""
-    function, what = said.function, said.what
     if found.kind == "shape" and found.part == "structure":
         return f"bucketed: {function} returns another structure when its input is padded ({what})"
-    ending = f"({what}). {_causes(expected.outcome.operators | got.outcome.operators, said)}"
+    ending = f"({what}). {advice}"
     if found.part == "outputs":
-        path = expected.outcome.structure[found.key]
-        where = f"{spelled('output', path, expected.output)} of {function}"
+        where = f"{expected.output.label(found.key)} of {function}"
         wanted, value = (run.outcome.outputs[found.key] for run in (expected, got))
         if found.kind == "value":
             return f"bucketed: {where} is {value!r} with padding and {wanted!r} without {ending}"
@@ -95,19 +111,24 @@ _CULPRITS = (
 )
 
 
-def _causes(operators: frozenset[str], said: Wording) -> str:
-    """Name the usual culprits, those that have run, and what to write."""
-    if said.others:
-        fills = ", ".join(f"{label!r}: 0" for label in said.others)
-        return (
-            "So 0 in the padding is not neutral: pass a mask (mask=) or the true sizes (lengths=); "
-            "or write in fill= a value that changes nothing, such as -inf for a maximum and inf "
-            f"for a minimum; fill={{{fills}}} says that such data never comes"
-        )
-    names = [name.removeprefix("aten::") for name in operators]
-    trains = not said.modules or any(
-        isinstance(m, _BATCH_NORMS) and m.training for m in said.modules
+def _not_neutral(others: Sequence[str]) -> str:
+    fills = ", ".join(f"{label!r}: 0" for label in others)
+    return (
+        "So 0 in the padding is not neutral: pass a mask (mask=) or the true sizes (lengths=); "
+        "or write in fill= a value that changes nothing, such as -inf for a maximum and inf "
+        f"for a minimum; fill={{{fills}}} says that such data never comes"
     )
+
+
+def _causes(
+    operators: frozenset[str],
+    function: str,
+    modules: Sequence[torch.nn.Module],
+    masks: Sequence[str],
+) -> str:
+    """Name the usual culprits, those that have run, and what to write."""
+    names = [name.removeprefix("aten::") for name in operators]
+    trains = not modules or any(isinstance(m, _BATCH_NORMS) and m.training for m in modules)
     found = [
         culprit
         for beginnings, culprit in _CULPRITS
@@ -115,9 +136,9 @@ def _causes(operators: frozenset[str], said: Wording) -> str:
     ]
     if not found:
         found = ["a mean, a softmax without a mask, BatchNorm in training mode"]
-    if said.masked:
+    if masks:
         advice = (
-            f"{' and '.join(said.masked)} was given: something in {said.function} does not use it, "
+            f"{' and '.join(masks)} was given: something in {function} does not use it, "
             "or a loss reads positions that it masks (labels there: fill={'labels': -100}). Pass "
             "the true sizes (lengths=)"
         )

@@ -5,34 +5,36 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 import torch
 from typing_extensions import Self
 
-from torchguard.bucketing.decorator.auto import Ladder
 from torchguard.bucketing.decorator.call import Caller
-from torchguard.bucketing.decorator.trees import Path, parts, replaced
+from torchguard.bucketing.decorator.compile import alone
+from torchguard.bucketing.decorator.output_shapes import Output
+from torchguard.bucketing.decorator.plan import Call, Input, find_inputs
+from torchguard.bucketing.decorator.spec import Sizes
 from torchguard.bucketing.decorator.warning import warn_user
-from torchguard.bucketing.padding import pad_to_bucket
-from torchguard.equivalence.isolate import (
-    buffers_restored,
-    module_state_restored,
-    rng_state_restored,
-)
+from torchguard.bucketing.padding import Side, pad_to_bucket
+from torchguard.equivalence.isolate import buffers_restored, isolated
 from torchguard.equivalence.reachable import all_reachable_modules
+from torchguard.equivalence.run import Output as Differentiable
+from torchguard.equivalence.run import send_backward
 
 __all__ = ["warm_up"]
 
 _WIDTH = 30
+# The first call of a CUDA graph warms up, the second records, the third replays.
+_CUDA_GRAPH_TURNS = 3
 
 
 def warm_up(
     caller: Caller,
-    ladders: dict[str, Ladder],
     owner: tuple[Any, ...],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
     *,
     progress: bool | None,
 ) -> None:
@@ -41,43 +43,61 @@ def warm_up(
     Raises:
         ValueError: an automatic ladder has no bucket yet.
     """
-    if caller.source.static is None and caller.options.compile is None:
+    spec = caller.spec
+    if caller.cache.static is None and spec.options["compile"] is None:
         warn_user(
             f"bucketed: warmup() has nothing to compile: {caller.name} runs uncompiled. Pass "
             "compile=True to bucketed"
         )
-    entries = caller.planner.entries(len(args), tuple(kwargs))
-    inputs, _ = caller.planner.inputs(entries, args, kwargs)
-    empty = [name for name, ladder in ladders.items() if ladder.buckets is None]
+    call = Call.of(spec, owner, args, kwargs)
+    inputs, _ = find_inputs(spec, call)
+    empty = [name for name, ladder in spec.ladders.items() if ladder.buckets is None]
     if empty:
         raise ValueError(
             f"bucketed: the buckets of {empty[0]!r} are 'auto' and none is known yet: warm up "
             "after some calls, or pass plan="
         )
-    sizes = [ladder.buckets.sizes for ladder in ladders.values() if ladder.buckets is not None]
-    combinations = [dict(zip(ladders, each, strict=True)) for each in itertools.product(*sizes)]
-    modules = all_reachable_modules(caller.source.function, (*owner, *args))
+    sizes = [each.buckets.sizes for each in spec.ladders.values() if each.buckets is not None]
+    combinations = [dict(zip(spec.ladders, each, strict=True)) for each in itertools.product(*sizes)]
+    modules = all_reachable_modules(caller.cache.function, (*owner, *args))
     shown = sys.stderr.isatty() if progress is None else progress
     with _Bar(sys.stderr, len(combinations), shown=shown) as bar:
         # The longest first: what runs out of memory does so at once.
         for done, buckets in enumerate(reversed(combinations)):
             bar.show(done, buckets)
-            new: dict[Path, Any] = {}
-            for each in inputs:
-                path = (each.place, *each.path)
-                first: Any = (args, kwargs)[isinstance(each.place, str)]
-                tensor = first[each.place]
-                for key in each.path:
-                    tensor = dict(parts(tensor) or ())[key]
-                new[path] = _sized(tensor, each, buckets, caller.options.side)
-            by_place = {p: v for p, v in new.items() if isinstance(p[0], int)}
-            by_name = {p: v for p, v in new.items() if isinstance(p[0], str)}
-            with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
-                caller.warm(owner, replaced(args, by_place), replaced(kwargs, by_name))
+            sized = call.with_leaves(
+                {
+                    each.index: _sized(
+                        call.leaves[each.index], each, buckets, spec.options["side"]
+                    )
+                    for each in inputs
+                }
+            )
+            with isolated(modules), buffers_restored(modules):
+                _compile(caller, sized)
         bar.show(len(combinations), {})
 
 
-def _sized(tensor: torch.Tensor, each: Any, buckets: dict[str, int], side: Any) -> torch.Tensor:
+def _compile(caller: Caller, call: Call) -> None:
+    """Compile the variant for inputs that have the sizes of a bucket, backward included."""
+    args, kwargs = call.bind()
+    plan, call = caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
+    variant = plan.variant
+    if not variant.compiles or plan.specialization in variant.warmed_for:
+        return
+    args, kwargs = call.bind(plan.extras)
+    run = caller.compiled(plan)
+    for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs else 1):
+        output = (run if turn == 0 else variant.run)(*args, **kwargs)
+        begun = time.perf_counter()
+        with alone():
+            send_backward([Differentiable(leaf) for leaf in Output.of(output).leaves], {}, {})
+        if turn == 0:
+            variant.seconds += time.perf_counter() - begun
+    variant.warmed_for.add(plan.specialization)
+
+
+def _sized(tensor: torch.Tensor, each: Input, buckets: Sizes, side: Side) -> torch.Tensor:
     sized = tensor.detach()
     for dim, axis in each.axes:
         size = buckets[axis]

@@ -14,8 +14,8 @@ import torch
 from torchguard import _torch
 from torchguard.errors import RecompileError
 
-if TYPE_CHECKING:  # `import torchguard` does not wait for it
-    from torchguard.bucketing.decorator.plans import Plan
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.plan import Plan
 
 __all__ = ["news", "no_recompile", "reasons", "refused"]
 
@@ -105,10 +105,10 @@ def news(plan: Plan, shapes: Shapes, around: tuple[Any, ...], compiled: Iterable
     Args:
         plan: of the call.
         shapes: of its inputs, padded.
-        around: as :meth:`Surroundings.now` says.
+        around: grad mode and the like, as in ``Specialization.around``.
         compiled: (shapes, around) of what is compiled.
     """
-    from torchguard.bucketing.decorator.plans import told  # noqa: PLC0415 - likewise
+    from torchguard.bucketing.decorator.plan import sizes_of  # noqa: PLC0415 - it is not needed
 
     inputs = dict(shapes)
     others = [(dict(key[0]), key[1]) for key in compiled]
@@ -121,18 +121,18 @@ def news(plan: Plan, shapes: Shapes, around: tuple[Any, ...], compiled: Iterable
         )
     ]
     if not same_bucket:
-        return f"{told(plan)}, a bucket that is not compiled yet: warmup() compiles all"
+        return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
     then = next((then for known, then in same_bucket if known == inputs), None)
     if then is not None:
         index = next(i for i, (a, b) in enumerate(zip(around, then, strict=True)) if a != b)
         what = _AROUND[index] if index < len(_AROUND) else "the training mode of a module"
-        return f"{told(plan)}: {what} is another than where this bucket was compiled"
+        return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"
     changed = [
         f"{label} is {shape} after padding, compiled was {same_bucket[0][0][label]}"
         for label, shape in inputs.items()
         if shape != same_bucket[0][0][label]
     ]
-    return f"{', '.join(changed)} ({told(plan)})"
+    return f"{', '.join(changed)} ({sizes_of(plan)})"
 
 
 def _refuse(graph: str) -> None:

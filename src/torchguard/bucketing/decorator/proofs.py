@@ -1,19 +1,19 @@
-"""What was proven of a function so far: with how much padding, and what relies on 0 in it."""
+"""What the padding check has proven: with how much padding, and what relies on 0 in it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from torchguard.bucketing.decorator.plans import Plan
+from torchguard.bucketing.decorator.plan import Plan
 
-__all__ = ["Proven"]
+__all__ = ["Proofs"]
 
 _GROWS = 2.0
-"""A bucket is proven again where it gets more than so many times the padding it was proven with."""
+"""A bucket is checked again where it gets more than so many times the padding it had then."""
 
 
-class Proven:
+class Proofs:
     """What was proven of a function so far.
 
     Args:
@@ -21,7 +21,7 @@ class Proven:
         masks: arguments that one rank may give and another may not.
     """
 
-    def __init__(self, *, shared: bool, masks: Collection[str] = ()) -> None:
+    def __init__(self, *, shared: bool, masks: Collection[str]) -> None:
         self._shared = shared
         self._masks = masks
         self._shares: dict[Any, tuple[float, ...]] = {}
@@ -72,10 +72,10 @@ class Proven:
     def _situation(self, plan: Plan) -> tuple[Any, ...]:
         # With labels a model computes a loss, so which inputs there are counts as well. Switches
         # may differ between ranks, and all of them have to check at the same time.
-        around, labels = plan.circumstances.around, [each.label for each in plan.inputs]
+        around, labels = plan.specialization.around, [each.label for each in plan.inputs]
         if self._shared:
             return around, *(label for label in labels if label not in self._masks)
-        return around, plan.circumstances.switches, *labels
+        return around, plan.specialization.switches, *labels
 
     def _bucket(self, plan: Plan) -> tuple[Any, ...]:
         return (*plan.buckets.values(), *self._situation(plan))

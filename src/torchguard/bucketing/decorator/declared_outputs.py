@@ -1,0 +1,184 @@
+"""What of an output is real, as ``outputs=`` says.
+
+Shapes: B batch, T the size of an axis.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchguard._pytree import KeyPath
+from torchguard.bucketing.decorator.spec import Sizes
+from torchguard.bucketing.padding import Side
+
+__all__ = ["Fold", "Narrow", "declared_slices", "narrow"]
+
+
+class Narrow(NamedTuple):
+    """The arguments of ``tensor.narrow``: the real part of one dim."""
+
+    dim: int
+    start: int
+    length: int
+
+    @classmethod
+    def of(cls, dim: int, length: int, padded: int, side: Side) -> Narrow:
+        """Return where ``length`` is real of a dim that is ``padded`` long."""
+        return cls(dim, 0 if side == "right" else padded - length, length)
+
+
+def narrow(tensor: torch.Tensor, narrows: Sequence[Narrow]) -> torch.Tensor:
+    """Return a view of the real part of a tensor."""
+    for dim, start, length in narrows:
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+class Fold(NamedTuple):
+    """A dim that is several flattened into one, (B, T) as B * T, and what of them is real."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    """Of those dims, after padding."""
+    narrows: tuple[Narrow, ...]
+    """Their dims are counted from the first of those flattened."""
+
+    def slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the real part; a copy, where it is not one piece of memory."""
+        tensor = tensor.unflatten(self.dim, self.sizes)
+        for index, start, length in self.narrows:
+            tensor = tensor.narrow(self.dim + index, start, length)
+        return tensor.flatten(self.dim, self.dim + len(self.sizes) - 1)
+
+
+def declared_slices(
+    declared: Any,
+    leaves: Sequence[Any],
+    paths: Sequence[KeyPath],
+    labels: Sequence[str],
+    sizes: Sizes,
+    buckets: Sizes,
+    side: Side,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the narrows and the folds of each leaf, by its index.
+
+    Raises:
+        TypeError, ValueError: ``outputs=`` does not fit what the function returned.
+    """
+    narrows, folds = [], []
+    for index, (leaf, path, label) in enumerate(zip(leaves, paths, labels, strict=True)):
+        spec = _declared_at(declared, path) if isinstance(leaf, torch.Tensor) else None
+        if spec is None:
+            continue
+        narrowed: list[Narrow] = []
+        folded: list[Fold] = []
+        for dim, size in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
+            if size is None:
+                continue
+            if type(dim) is not int or not -leaf.dim() <= dim < leaf.dim():
+                raise ValueError(
+                    f"bucketed: outputs names dimension {dim!r} of {label}, which has shape "
+                    f"{tuple(leaf.shape)}"
+                )
+            what = _DeclaredDim(dim % leaf.dim(), leaf.shape[dim], dim, label, sizes, buckets)
+            if isinstance(size, tuple):
+                folded += what.folds(size, side)
+            else:
+                narrowed += what.narrows(size, side)
+        if narrowed:
+            narrows.append((index, tuple(narrowed)))
+        if folded:
+            folds.append((index, tuple(folded)))
+    return tuple(narrows), tuple(folds)
+
+
+class _DeclaredDim(NamedTuple):
+    """A dim of an output that ``outputs=`` names."""
+
+    dim: int
+    size: int
+    given: int
+    """The dim as it was written."""
+    label: str
+    sizes: Sizes
+    buckets: Sizes
+
+    def narrows(self, size: Any, side: Side) -> list[Narrow]:
+        padded, length = self._sizes(size)
+        if self.size != padded:
+            raise ValueError(
+                f"bucketed: outputs says that dimension {self.given} of {self.label} is {padded} "
+                f"for {_listed(self.buckets)}, but it is {self.size}"
+            )
+        return [] if length == padded else [Narrow.of(self.dim, length, padded, side)]
+
+    def folds(self, parts: tuple[Any, ...], side: Side) -> list[Fold]:
+        """Read ``(None, "t")``: what was flattened into the dim, None for one of any size."""
+        what = f"dimension {self.given} of {self.label}"
+        if parts.count(None) > 1:
+            raise ValueError(
+                f"bucketed: outputs has {parts!r} for {what}, expected None for one part only"
+            )
+        pairs = [
+            (part, part) if part is None or type(part) is int else self._sizes(part)
+            for part in parts
+        ]
+        known = math.prod(padded for padded, _ in pairs if padded is not None)
+        other = self.size // known if known else 0
+        sizes = tuple(other if padded is None else padded for padded, _ in pairs)
+        if math.prod(sizes) != self.size:
+            raise ValueError(
+                f"bucketed: outputs says that {what} is {parts!r} flattened, for "
+                f"{_listed(self.buckets)}, but it is {self.size}, which is no multiple of {known}"
+            )
+        narrows = tuple(
+            Narrow.of(index, length, padded, side)
+            for index, (padded, length) in enumerate(pairs)
+            if padded is not None and length is not None and length != padded
+        )
+        return [Fold(self.dim, sizes, narrows)] if narrows else []
+
+    def _sizes(self, size: Any) -> tuple[int, int]:
+        """Return a declared size after padding, and how much of it is real."""
+        padded, length = (_evaluated(size, each, self.label) for each in (self.buckets, self.sizes))
+        if not 0 <= length <= padded:
+            raise ValueError(
+                f"bucketed: outputs gives {length} for dimension {self.given} of {self.label} at "
+                f"{_listed(self.sizes)}, expected 0 to {padded}"
+            )
+        return padded, length
+
+
+def _declared_at(declared: Any, path: KeyPath) -> Any:
+    """Return what is declared for one leaf of an output, None if nothing is."""
+    for key in path:
+        if isinstance(declared, Mapping):
+            declared = declared.get(key)
+        elif isinstance(declared, (tuple, list)) and isinstance(key, int) and key < len(declared):
+            declared = declared[key]
+        else:
+            return None
+    return declared
+
+
+def _evaluated(size: Any, sizes: Sizes, label: str) -> int:
+    if isinstance(size, str) and size in sizes:
+        return sizes[size]
+    if callable(size):
+        wanted = inspect.signature(size).parameters
+        if all(name in sizes for name in wanted):
+            return int(size(**{name: sizes[name] for name in wanted}))
+    raise TypeError(
+        f"bucketed: outputs has {size!r} for {label}, expected one of {', '.join(sizes)}, or a "
+        f"function of them, such as lambda {next(iter(sizes))}: {next(iter(sizes))} // 2, or "
+        f"(None, {next(iter(sizes))!r}) for a batch and its rows flattened into one dim"
+    )
+
+
+def _listed(sizes: Sizes) -> str:
+    return ", ".join(f"{name} = {size}" for name, size in sizes.items())

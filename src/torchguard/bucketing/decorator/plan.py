@@ -1,0 +1,435 @@
+"""How to pad a call, worked out once per shape from the leaves of its arguments.
+
+Arguments, masks and paddings are addressed by the index of a leaf: the arguments given by
+position come first, then those given by name, each flattened.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from typing_extensions import Self
+
+from torchguard import _torch
+from torchguard._pytree import TreeDef, flatten, key_paths, keystr, unflatten
+from torchguard.bucketing.decorator.spec import Sizes, Spec
+from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
+
+__all__ = [
+    "PLAIN",
+    "BucketCount",
+    "Call",
+    "Input",
+    "Plan",
+    "Signature",
+    "Specialization",
+    "differing",
+    "find_buckets",
+    "find_inputs",
+    "fresh_extras",
+    "leaf_key",
+    "make_extras",
+    "real_extras",
+    "sizes_of",
+]
+
+PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+"""Types whose values ``torch.compile`` compiles in: each value is a graph of its own."""
+
+# Below this many elements one operator less is faster; above, pad_to_bucket chooses.
+_SMALL = 1 << 17
+
+
+class TensorKey(NamedTuple):
+    """What a graph depends on of a tensor whose dims are not named."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def leaf_key(leaf: Any) -> Any:
+    """Return what a graph depends on of a leaf: something to hash and compare."""
+    if isinstance(leaf, torch.Tensor):
+        return TensorKey(leaf.shape, leaf.dtype, leaf.device)
+    if type(leaf) in PLAIN or isinstance(leaf, enum.Enum):
+        return leaf
+    return leaf.training if isinstance(leaf, torch.nn.Module) else type(leaf)
+
+
+class Signature(NamedTuple):
+    """How a call gives its arguments: equal for calls that share a plan."""
+
+    names: tuple[str, ...]
+    """Of the arguments; ``"*2"`` for one behind ``*args``."""
+    count: int
+    """How many of them are given by position."""
+    treedefs: tuple[TreeDef, ...]
+    """Of each argument."""
+    starts: tuple[int, ...]
+    """The index of each argument's first leaf, and how many leaves there are."""
+
+
+class Call(NamedTuple):
+    """The arguments of one call, flattened; padding has not happened yet."""
+
+    signature: Signature
+    owner: tuple[Any, ...]
+    """What the function is given before the caller's arguments: ``self``."""
+    arguments: list[Any]
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, spec: Spec, owner: tuple[Any, ...], args: Any, kwargs: Mapping[str, Any]) -> Self:
+        """Flatten the arguments of a call."""
+        arguments = [*args, *kwargs.values()]
+        leaves: list[Any] = []
+        treedefs, starts = [], [0]
+        for argument in arguments:
+            inside, treedef = flatten(argument)
+            leaves += inside
+            treedefs.append(treedef)
+            starts.append(len(leaves))
+        names = spec.argument_names(len(args), tuple(kwargs))
+        signature = Signature(names, len(args), tuple(treedefs), tuple(starts))
+        return cls(signature, owner, arguments, leaves)
+
+    def with_leaves(self, new: Mapping[int, Any]) -> Self:
+        """Return the same call with some leaves replaced."""
+        return self._replace(leaves=[new.get(i, leaf) for i, leaf in enumerate(self.leaves)])
+
+    def labels(self) -> list[str]:
+        """Return how to spell each leaf: ``batch['ids']``."""
+        return [
+            keystr(f"argument {name[1:]}" if name.startswith("*") else name, path, argument)
+            for name, argument, treedef in zip(
+                self.signature.names, self.arguments, self.signature.treedefs, strict=True
+            )
+            for path in key_paths(treedef)
+        ]
+
+    def bind(self, extras: Mapping[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and the keyword arguments, containers built anew.
+
+        Args:
+            extras: arguments that come besides, or in place of those that are given.
+        """
+        names, count, treedefs, starts = self.signature
+        values = [
+            self.leaves[start]
+            if treedef is None
+            else unflatten(self.leaves[start:end], argument)
+            for start, end, treedef, argument in zip(
+                starts, starts[1:], treedefs, self.arguments, strict=False
+            )
+        ]
+        named = dict(zip(names[count:], values[count:], strict=True))
+        for argument, value in (extras or {}).items():
+            if argument in names[:count]:
+                values[names.index(argument)] = value
+            else:
+                named[argument] = value
+        return [*self.owner, *values[:count]], named
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of a call that has a dim to pad."""
+
+    index: int
+    """Of the leaf."""
+    label: str
+    shape: tuple[int, ...]
+    axes: tuple[tuple[int, str], ...]
+    """(dim, name of its axis)."""
+    fill: Fill
+    declared: bool
+    """Whether the fill means something, because somebody has chosen it."""
+    device: torch.device
+
+    def padded(self, buckets: Sizes) -> tuple[int, ...]:
+        """Return its shape after padding."""
+        named = dict(self.axes)
+        return tuple(
+            buckets[named[dim]] if dim in named else size for dim, size in enumerate(self.shape)
+        )
+
+    def symbolic(self, names: Iterable[str]) -> tuple[int | str, ...]:
+        """Return its shape with names in place of these axes' sizes."""
+        named = {dim: axis for dim, axis in self.axes if axis in names}
+        return tuple(named.get(dim, size) for dim, size in enumerate(self.shape))
+
+
+class Specialization(NamedTuple):
+    """What a compiled graph is specialised on besides the sizes that are padded."""
+
+    around: tuple[Any, ...]
+    """Grad mode, inference mode, autocast, a transform of torch.func, ``training`` of modules."""
+    structure: tuple[TreeDef, ...]
+    others: tuple[tuple[str, Any], ...]
+    """Label and key of the leaves that have no dim to pad."""
+
+    @property
+    def transformed(self) -> bool:
+        """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
+        return bool(self.around[3])
+
+    @property
+    def switches(self) -> tuple[Any, ...]:
+        """What may lead the function another way: all but sizes and fractions."""
+        others = [
+            (label, None if isinstance(key, (TensorKey, float)) else key)
+            for label, key in self.others
+        ]
+        return (self.structure, *others)
+
+
+def differing(specializations: Iterable[Specialization]) -> list[str]:
+    """Return the labels of the leaves that are not the same in all of these."""
+    values: dict[str, set[Any]] = {}
+    for each in specializations:
+        for label, key in each.others:
+            values.setdefault(label, set()).add(key)
+    return [label for label, found in values.items() if len(found) > 1]
+
+
+@dataclass
+class BucketCount:
+    """What went through one combination of buckets."""
+
+    calls: int = 0
+    real: int = 0
+    padded: int = 0
+
+
+class Pad(NamedTuple):
+    """How to pad one leaf."""
+
+    index: int
+    quickly: Callable[[torch.Tensor], torch.Tensor]
+    """Once :attr:`carefully` has run for a tensor like this one."""
+    carefully: Callable[[torch.Tensor], torch.Tensor]
+    dims: tuple[tuple[int, int], ...]
+    """(dim, size)."""
+
+
+def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
+    """Return how to pad these dims of an input: (dim, size) each."""
+    shape, fill = each.shape, each.fill
+    if fill == "repeat-last" and 0 in shape:
+        fill = 0  # nothing is there to repeat, and nothing of it will be seen
+    pads = [0] * (2 * len(shape))
+    for dim, size in dims:
+        # constant_pad_nd counts from the last dim, left before right.
+        pads[2 * (len(shape) - 1 - dim) + (side == "right")] = size - shape[dim]
+    number = fill if isinstance(fill, (bool, int, float, complex)) else None
+    pad = torch.constant_pad_nd
+
+    def carefully(x: torch.Tensor) -> torch.Tensor:
+        for dim, size in dims:
+            x = pad_to_bucket(x, dim, size, value=fill, side=side).tensor
+        return x
+
+    def quickly(x: torch.Tensor) -> torch.Tensor:
+        # What pad_to_bucket does in the end; it has checked the first call of this kind.
+        if x.is_cpu and type(x) is torch.Tensor:
+            return pad(x, pads, number)  # type: ignore[arg-type]
+        return carefully(x)
+
+    quick = number is not None and math.prod(shape) < _SMALL
+    return Pad(each.index, quickly if quick else carefully, carefully, dims)
+
+
+@dataclass
+class Plan:
+    """What to do with a call whose inputs have certain shapes."""
+
+    signature: Signature
+    inputs: tuple[Input, ...]
+    sizes: Sizes
+    buckets: Sizes
+    """Empty for a size above the largest bucket that runs without padding."""
+    side: Side
+    variant: Any
+    """The function that runs, as :class:`torchguard.bucketing.decorator.compile.Variant`."""
+    count: BucketCount
+    specialization: Specialization
+    seen: list[int]
+    """How many calls had these sizes, in a list that plans for the same sizes share."""
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Masks and lengths that the caller does not give, by argument."""
+    pads: tuple[Pad, ...] = ()
+    slices: dict[Any, Any] = field(default_factory=dict)
+    """What to take of an output, by its structure and shapes."""
+    ready: bool = False
+    shortest: Sizes = field(default_factory=dict)
+    """The smallest sizes that any rank of a group has."""
+    real: int = 1
+    padded: int = 1
+
+    def __post_init__(self) -> None:
+        pads = []
+        for each in self.inputs if self.buckets else ():
+            dims = tuple(
+                (dim, self.buckets[axis])
+                for dim, axis in each.axes
+                if each.shape[dim] != self.buckets[axis]
+            )
+            if dims:
+                pads.append(_pad(each, dims, self.side))
+        self.pads = tuple(pads)
+        for axis, size in self.sizes.items():
+            self.real *= size
+            self.padded *= self.buckets.get(axis, size)
+
+    def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
+        """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
+        leaves = list(leaves)
+        for index, quickly, carefully, dims in self.pads:
+            tensor = leaves[index]
+            if fills is not None and index in fills:
+                for dim, size in dims:
+                    fill = fills[index]
+                    tensor = pad_to_bucket(tensor, dim, size, value=fill, side=self.side).tensor
+                leaves[index] = tensor
+            else:
+                leaves[index] = quickly(tensor) if self.ready else carefully(tensor)
+        return leaves
+
+
+def sizes_of(plan: Plan) -> str:
+    """Say which sizes a call has: ``t: 37 -> 64 (ids)``."""
+    said = []
+    for axis, size in plan.sizes.items():
+        label = next((e.label for e in plan.inputs for _, name in e.axes if name == axis), "")
+        target = f" -> {plan.buckets[axis]}" if axis in plan.buckets else ""
+        said.append(f"{axis}: {size}{target} in {label}")
+    return ", ".join(said)
+
+
+def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
+    """Look at a call: its tensors that have dims to pad, and the size of each axis.
+
+    Raises:
+        TypeError, IndexError, KeyError: an argument is not what was declared.
+        ValueError: an axis has two sizes, or none.
+    """
+    inputs = []
+    sizes: dict[str, tuple[int, str]] = {}
+    names, _, treedefs, starts = call.signature
+    for name, argument, treedef, start in zip(
+        names, call.arguments, treedefs, starts, strict=False
+    ):
+        if name not in spec.dims and name not in spec.masks:
+            continue
+        paths = key_paths(treedef)
+        for found in spec.find(name, argument):
+            for dim, axis in found.axes:
+                size = found.tensor.shape[dim]
+                before, label = sizes.setdefault(axis, (size, found.label))
+                if before != size:
+                    raise ValueError(
+                        f"bucketed: axis {axis!r} is {before} in {label} and {size} in "
+                        f"{found.label}"
+                    )
+            inputs.append(
+                Input(
+                    index=start + paths.index(found.path),
+                    label=found.label,
+                    shape=tuple(found.tensor.shape),
+                    axes=found.axes,
+                    fill=0 if found.fill is None else found.fill,
+                    declared=found.fill is not None,
+                    device=found.tensor.device,
+                )
+            )
+    for axis in spec.ladders:
+        if axis not in sizes:
+            raise ValueError(
+                f"bucketed: no argument of the call has axis {axis!r}; dims names "
+                f"{', '.join(spec.dims)}"
+            )
+    return tuple(inputs), {axis: sizes[axis][0] for axis in spec.ladders}
+
+
+def find_buckets(spec: Spec, sizes: Sizes, inputs: Iterable[Input]) -> Sizes | None:
+    """Return each axis' bucket; None if a size is above the largest and may run without.
+
+    Raises:
+        ValueError: it may not.
+    """
+    found: Sizes = {}
+    for axis, size in sizes.items():
+        ladder = spec.ladders[axis]
+        bucket = ladder.bucket_for(size)
+        if bucket is None and spec.options["overflow"] == "error":
+            assert ladder.buckets is not None
+            largest = ladder.buckets.sizes[-1]
+            label = next((e.label for e in inputs for _, name in e.axes if name == axis), axis)
+            raise ValueError(
+                f"bucketed: axis {axis!r} is {size} in {label}, but the largest bucket is "
+                f"{largest}: add a larger one, or pass overflow='grow', 'eager' or 'dynamic'"
+            )
+        if bucket is None:
+            return None
+        found[axis] = bucket
+    return found
+
+
+def make_extras(
+    spec: Spec, call: Call, inputs: Sequence[Input], sizes: Sizes, buckets: Sizes | None
+) -> dict[str, torch.Tensor]:
+    """Make the lengths, and the masks that the caller has not given, by argument."""
+    made: dict[str, torch.Tensor] = {}
+    for axis, argument in spec.lengths.items():
+        with torch.inference_mode(False):
+            made[argument] = torch.tensor(sizes[axis], device=_holder(inputs, axis)[0].device)
+    given = dict(zip(call.signature.names, call.arguments, strict=True))
+    for argument, mask in spec.masks.items():
+        # Above the largest bucket nothing is padded, but the function may insist on a mask.
+        wanted = buckets is not None or argument in spec.required
+        if given.get(argument) is None and wanted:
+            holder, dim = _holder(inputs, mask.axis)
+            batch = holder.shape[:1] if dim else ()
+            size = sizes[mask.axis]
+            padded = size if buckets is None else buckets[mask.axis]
+            made[argument] = mask.make(batch, size, padded, spec.options["side"], holder.device)
+    return made
+
+
+def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:
+    """Return the extras of a plan, made anew if the function has written to one."""
+    # Whoever wrote to it would have spoiled it for the next call.
+    if any(_torch.version_of(value) != 0 for value in plan.extras.values()):
+        plan.extras = make_extras(spec, call, plan.inputs, plan.sizes, plan.buckets or None)
+    return plan.extras
+
+
+def real_extras(spec: Spec, plan: Plan, *, with_masks: bool = False) -> dict[str, torch.Tensor]:
+    """Return what a call at the real sizes has to be given besides what the caller gave.
+
+    Args:
+        spec: says what the function can do without.
+        plan: has the sizes.
+        with_masks: whether masks that the function can do without are given, too.
+    """
+    wanted = {}
+    for argument, value in plan.extras.items():
+        mask = spec.masks.get(argument)
+        if mask is None:
+            wanted[argument] = value
+        elif with_masks or argument in spec.required:
+            size = plan.sizes[mask.axis]
+            shape, side = tuple(value.shape[:-1]), spec.options["side"]
+            wanted[argument] = mask.make(shape, size, size, side, value.device)
+    return wanted
+
+
+def _holder(inputs: Iterable[Input], axis: str) -> tuple[Input, int]:
+    """Return the first input that has an axis, and the dim it is."""
+    return next((each, dim) for each in inputs for dim, name in each.axes if name == axis)

@@ -1,0 +1,359 @@
+"""What bucketed() returns around a function, a method and an ``nn.Module``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, Generic, TypeVar, overload
+
+import torch
+from typing_extensions import ParamSpec, Self
+
+from torchguard import _torch
+from torchguard.bucketing.decorator.auto import write_plan
+from torchguard.bucketing.decorator.call import Caller
+from torchguard.bucketing.decorator.compile import CompileCache, compiler_for
+from torchguard.bucketing.decorator.spec import MaskingOptions, Spec
+from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats, report_of, stats_of
+from torchguard.bucketing.decorator.warmup import warm_up
+
+__all__ = ["BoundMethod", "Bucketed", "BucketedModule", "module_around"]
+
+_Arguments = ParamSpec("_Arguments")
+_Result_co = TypeVar("_Result_co", covariant=True)
+_Settings = Callable[[Any, Any], dict[str, Any]]
+
+
+class _Methods:
+    """What a function, a method and a module have besides their call."""
+
+    __slots__ = ()
+
+    def _bucketed_caller(self) -> tuple[Caller, tuple[Any, ...]]:
+        """Return what calls, and what it is given before the caller's arguments."""
+        raise NotImplementedError
+
+    def stats(self) -> BucketedStats:
+        """Return what has run so far: calls, buckets, waste, compile time, graphs."""
+        return stats_of(self._bucketed_caller()[0])
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> BucketedReport:
+        """Return what other buckets would change; with ``path``, draw it (extra ``plot``)."""
+        return report_of(self._bucketed_caller()[0], path)
+
+    def warmup(self, *example: Any, progress: bool | None = None, **keywords: Any) -> None:
+        """Compile every bucket, with the example cut or padded to its size.
+
+        Parameters, buffers, gradients and random state stay as they are. With gradients on,
+        the backward is compiled too.
+
+        Args:
+            example: arguments as in a call.
+            progress: whether to show a bar; by default on a terminal.
+            keywords: likewise.
+        """
+        caller, owner = self._bucketed_caller()
+        warm_up(caller, owner, example, keywords, progress=progress)
+
+    def verify(self, *inputs: Any, **keywords: Any) -> None:
+        """Check these inputs now: raise unless padding leaves answer and gradients as they are.
+
+        Raises:
+            PaddingLeakError: it does not.
+        """
+        caller, owner = self._bucketed_caller()
+        caller.verify(owner, inputs, keywords)
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the buckets, and the sizes seen, to a file for ``plan=``."""
+        caller, _ = self._bucketed_caller()
+        write_plan(path, caller.spec.ladders, caller.seen)
+
+
+# ---- a function ----
+
+
+class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
+    """What :func:`bucketed` returns for a function; in a class, a method."""
+
+    __name__: str
+
+    def __init__(self, function: Callable[_Arguments, _Result_co], options: MaskingOptions) -> None:
+        functools.update_wrapper(self, function)
+        vars(self).pop("stats", None)  # what verified() has put on a function
+        self._given = function
+        self._options = options
+        self._original, self._static, self._dynamic = compiler_for(function, options["compile"])
+        if isinstance(self._original, torch.nn.Module):
+            raise TypeError("bucketed: wrap the module, not its compiled call")
+        self._caller: Caller | None = None
+        self._in_class: Spec | None = None
+        self._of_instances: dict[int, tuple[Any, Caller]] = {}
+        self._lock = threading.RLock()
+        if not _seems_a_method(self._original):
+            self._alone()
+
+    def _alone(self) -> Caller:
+        with self._lock:
+            if self._caller is None:
+                self._caller = self._new_caller(self._new_spec(bound=False))
+            return self._caller
+
+    def _new_spec(self, *, bound: bool) -> Spec:
+        return Spec.of(self._original, self._options, bound=bound)
+
+    def _new_caller(self, spec: Spec) -> Caller:
+        name = getattr(self._original, "__qualname__", type(self._original).__name__) + "()"
+        return _caller_of(self._original, self._static, self._dynamic, spec, name)
+
+    def _bucketed_caller(self) -> tuple[Caller, tuple[Any, ...]]:
+        return self._alone(), ()
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result_co:
+        """Pad, run, slice."""
+        caller = self._caller or self._alone()
+        if _torch.frame_callback() not in _NOT_TRACING:
+            return caller.called_from_compiled_code((), args, kwargs)  # type: ignore[no-any-return]
+        return caller((), args, kwargs)  # type: ignore[no-any-return]
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> BoundMethod[_Result_co]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        return BoundMethod(self, instance, self._for_instance(instance))
+
+    def _for_instance(self, instance: Any) -> Caller:
+        """Every instance has graphs of its own: its attributes are part of them."""
+        key = id(instance)
+        found = self._of_instances.get(key)
+        if found is not None and found[0]() is instance:
+            return found[1]
+        with self._lock:
+            if self._in_class is None:
+                self._in_class = self._new_spec(bound=True)
+            caller = self._new_caller(self._in_class)
+            instances = self._of_instances
+            try:
+                reference: Any = weakref.ref(instance, lambda _: instances.pop(key, None))
+            except TypeError:  # __slots__ without __weakref__: shared by all of the class
+                key, reference = 0, lambda: None
+                if 0 in instances:
+                    return instances[0][1]
+            instances[key] = (reference, caller)
+            return caller
+
+    def compiled(self, settings: _Settings) -> Bucketed[_Arguments, _Result_co]:
+        """Return the same with other settings for ``torch.compile``.
+
+        Args:
+            settings: makes them from what was wrapped and from ``compile=``.
+        """
+        compile_ = settings(self._given, self._options["compile"])
+        return Bucketed(self._original, {**self._options, "compile": compile_})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle finds a decorated function under its name; it is this object itself.
+        name = getattr(self, "__qualname__", "")
+        module = getattr(self, "__module__", None)
+        if module is not None and _lookup(module, name) is self:
+            return name
+        return Bucketed, (self._given, self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # As a function, which is the same after a deepcopy.
+        return self
+
+    def __repr__(self) -> str:
+        return f"<bucketed {getattr(self, '__qualname__', self._original)!s}>"
+
+
+class BoundMethod(_Methods, Generic[_Result_co]):
+    """A bucketed method of one instance."""
+
+    def __init__(self, of: Bucketed[..., _Result_co], instance: Any, caller: Caller) -> None:
+        self.__self__ = instance
+        self.__func__ = of
+        self._caller = caller
+
+    def _bucketed_caller(self) -> tuple[Caller, tuple[Any, ...]]:
+        return self._caller, (self.__self__,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Result_co:
+        """Pad, run, slice."""
+        if _torch.frame_callback() not in _NOT_TRACING:
+            return self._caller.called_from_compiled_code((self.__self__,), args, kwargs)  # type: ignore[no-any-return]
+        return self._caller((self.__self__,), args, kwargs)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        # Name and docstring; not the function itself, whose signature begins with self.
+        if name.startswith("__") and name != "__wrapped__":
+            return getattr(self.__dict__["__func__"], name)
+        raise AttributeError(name)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.__func__.__dict__["__name__"])
+
+
+_NOT_TRACING = frozenset({None, False})
+"""What Dynamo's frame callback is outside of a compiled function."""
+
+
+def _caller_of(function: Any, static: Any, dynamic: Any, spec: Spec, name: str) -> Caller:
+    """Return a caller with statistics and compiled variants of its own."""
+    above = dynamic if spec.options["overflow"] == "dynamic" else None
+    return Caller(CompileCache(function, static, above), spec, name)
+
+
+def _seems_a_method(function: Any) -> bool:
+    """Whether it was defined in a class body, so its first parameter may be ``self``."""
+    if not isinstance(function, FunctionType):
+        return False
+    outer, _, _ = function.__qualname__.rpartition(".")
+    return bool(outer) and not outer.endswith("<locals>")
+
+
+def _lookup(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+# ---- a module ----
+
+
+class BucketedModule(_Methods):
+    """What a bucketed module adds to its own class.
+
+    It shares the ``__dict__`` of the module it was made from, so parameters, buffers, hooks,
+    ``training`` and every attribute are the same for both. Hooks see real inputs and outputs.
+    """
+
+    __slots__ = ()
+
+    _bucketed: tuple[torch.nn.Module, MaskingOptions, Any, Caller]
+    """The module, the options, what was given (compiled or not), and what calls."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Pad, run the module's own forward, slice."""
+        module, _, _, caller = self._bucketed
+        if _torch.frame_callback() not in _NOT_TRACING:
+            return caller.called_from_compiled_code((module,), args, kwargs)
+        return caller((module,), args, kwargs)
+
+    def _bucketed_caller(self) -> tuple[Caller, tuple[Any, ...]]:
+        return self._bucketed[3], (self._bucketed[0],)
+
+    def compiled(self, settings: _Settings) -> Any:
+        """Return this module itself, from now on with other settings for ``torch.compile``.
+
+        Args:
+            settings: makes them from what was wrapped and from ``compile=``.
+        """
+        module, options, given, _ = self._bucketed
+        compile_ = settings(given, options["compile"])
+        changed: Any = {**options, "compile": compile_}
+        object.__setattr__(self, "_bucketed", _parts(module, changed))
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        module, options, given, _ = self._bucketed
+        if given is not module:
+            raise TypeError(
+                "bucketed: a module that was compiled before can't be pickled: wrap the module "
+                "itself and pass compile={...}"
+            )
+        return module_around, (module, options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module, options, given, _ = self._bucketed
+        copied = copy.deepcopy(module, memo)
+        if given is module:
+            return module_around(copied, options)
+        settings = _torch.compiler_of(given)
+        assert settings is not None
+        return module_around(settings[1](copied), options)
+
+
+def module_around(given: torch.nn.Module, options: MaskingOptions) -> torch.nn.Module:
+    """Return a bucketed module that shares everything with the one given.
+
+    Raises:
+        TypeError: a scripted module, or a bucketed one.
+        ValueError: it is compiled already, and ``compile=`` is given.
+    """
+    parts = _parts(given, options)
+    module = parts[0]
+    made: torch.nn.Module = object.__new__(_class_around(type(module)))
+    object.__setattr__(made, "__dict__", module.__dict__)
+    object.__setattr__(made, "_bucketed", parts)
+    object.__setattr__(made, "_compiled_call_impl", None)
+    return made
+
+
+def _parts(
+    given: torch.nn.Module, options: MaskingOptions
+) -> tuple[torch.nn.Module, MaskingOptions, Any, Caller]:
+    in_place = getattr(given, "_compiled_call_impl", None)
+    found = _torch.compiler_of(in_place)
+    if found is None:
+        module, static, dynamic = compiler_for(given, options["compile"])
+    else:
+        module, (_, static, dynamic) = given, compiler_for(in_place, options["compile"])
+    if isinstance(module, (BucketedModule, torch.jit.ScriptModule)):
+        raise TypeError(f"bucketed: function is a {type(module).__name__}: wrap the module inside")
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"bucketed: {type(given).__name__} is no module inside")
+    own = type(module)
+    name = f"{own.__qualname__}.forward()"
+    if "forward" in module.__dict__:
+        raise TypeError(
+            f"bucketed: this {own.__name__} has a forward of its own, set on the object: wrap that "
+            "function"
+        )
+    spec = Spec.of(own.forward, options, bound=True)
+    return module, options, given, _caller_of(own.forward, static, dynamic, spec, name)
+
+
+_classes: dict[type, type[Any]] = {}
+
+
+def _class_around(own: type[Any]) -> type[Any]:
+    found = _classes.get(own)
+    if found is None:
+        names = {
+            # Slots win over the __dict__ that is shared: what module.compile() has put there
+            # would be called instead of us.
+            "__slots__": ("_bucketed", "_compiled_call_impl"),
+            "__module__": own.__module__,
+            "__qualname__": own.__qualname__,
+            "__doc__": own.__doc__,
+            "forward": _forward_like(own.forward),
+            # Likewise, over what verified() has put there.
+            "stats": property(lambda self: functools.partial(BucketedModule.stats, self)),
+        }
+        metaclass: Any = type(own)
+        found = _classes[own] = metaclass(own.__name__, (BucketedModule, own), names)
+    return found
+
+
+def _forward_like(forward: Any) -> Any:
+    """Return our forward with the signature of another: Hugging Face's Trainer reads it."""
+    ours = BucketedModule.forward
+    copied = FunctionType(ours.__code__, ours.__globals__, "forward", None, ours.__closure__)
+    functools.update_wrapper(copied, forward, assigned=("__doc__", "__annotations__"), updated=())
+    _torch.mark_untraced(copied)
+    return copied
+
+
+for _function in (Bucketed.__call__, BoundMethod.__call__):
+    _torch.mark_untraced(_function)

@@ -302,7 +302,7 @@ def overhead(count: int, rounds: int) -> dict[str, Any]:
         dims={"x": {1: "t"}, "y": {1: "t"}},
         buckets=Buckets(sizes),
         compile={"backend": "eager"},
-        verify="never",
+        check_padding="never",
     )
     for size in sizes:
         for length in (size, size - 1):

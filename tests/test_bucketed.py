@@ -332,7 +332,9 @@ class TestOutputs:
             assert torch.equal(wrapped(x), x[dropped:])
 
     def test_of_size_1_that_lose_a_dim_are_no_guess(self) -> None:
-        wrapped = bucketed(lambda x: x.squeeze(0), dims=({0: "t"},), buckets=LADDER, verify="never")
+        wrapped = bucketed(
+            lambda x: x.squeeze(0), dims=({0: "t"},), buckets=LADDER, check_padding="never"
+        )
         assert wrapped(torch.ones(2, 3)).shape == (2, 3)
         with pytest.raises(ValueError, match="which has no part of the shape"):
             wrapped(torch.ones(1, 3))
@@ -341,7 +343,9 @@ class TestOutputs:
         def capped(x: torch.Tensor) -> torch.Tensor:
             return x[:3] if x.shape[0] > 6 else x
 
-        wrapped = bucketed(capped, dims={"x": {0: "t"}}, buckets=Buckets([16]), verify="never")
+        wrapped = bucketed(
+            capped, dims={"x": {0: "t"}}, buckets=Buckets([16]), check_padding="never"
+        )
         assert wrapped(torch.arange(7)).shape == wrapped(torch.arange(9)).shape == (3,)
         with pytest.raises(ValueError, match="which has no part of the shape"):
             wrapped(torch.arange(5))  # 5 of 3
@@ -458,7 +462,7 @@ class TestInputs:
             ({"buckets": 8}, "buckets of 't' is 8, expected Buckets, a list of sizes"),
             ({"side": "up"}, "side is 'up'"),
             ({"overflow": "ignore"}, "overflow is 'ignore'"),
-            ({"verify": "often"}, "verify is 'often'"),
+            ({"check_padding": "often"}, "check_padding is 'often'"),
             ({"mask": "m"}, "mask names 'm'"),
             ({"lengths": {"u": "x"}}, "names axis 'u'"),
             ({"compile": "inductor"}, "compile is 'inductor'"),
@@ -485,7 +489,7 @@ class TestInputs:
             dims={name: {0: "t"} for name in "abcd"},
             buckets=LADDER,
             fill={"a": -100, "b": "repeat-last", "c": "arange", "d": lambda x, n: n},
-            verify="never",
+            check_padding="never",
         )
         wrapped(*[torch.tensor([0, 1, 5])] * 4)
         last = {name: int(value[3]) for name, value in seen.items()}
@@ -534,7 +538,9 @@ class TestInputs:
         def count(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
             return n.add_(1).clone()
 
-        wrapped = bucketed(count, dims={"x": {0: "t"}}, buckets=LADDER, lengths="n", verify="never")
+        wrapped = bucketed(
+            count, dims={"x": {0: "t"}}, buckets=LADDER, lengths="n", check_padding="never"
+        )
         assert [int(wrapped(torch.ones(3))) for _ in range(3)] == [4, 4, 4]
 
     def test_a_mask_is_made_or_extended(self) -> None:
@@ -564,7 +570,7 @@ class TestInputs:
             seen.append(m.tolist())
 
         wrapped = bucketed(
-            keep, dims={"x": {1: "t"}}, buckets=LADDER, mask={"m": kind}, verify="never"
+            keep, dims={"x": {1: "t"}}, buckets=LADDER, mask={"m": kind}, check_padding="never"
         )
         wrapped(torch.ones(2, 3))
         assert seen == [[expected, expected]]
@@ -973,8 +979,8 @@ class TestVerification:
         module.weight.detach().share_memory_()
         with pytest.raises(PaddingLeakError, match="gradient of weight"):
             padded(module).verify(x)
-        checking = importlib.import_module("torchguard.bucketing.decorator.checking")
-        monkeypatch.setattr(checking, "_TURNS", 1)
+        leak_check = importlib.import_module("torchguard.bucketing.decorator.leak_check")
+        monkeypatch.setattr(leak_check, "_TURNS", 1)
         for function, call in ways[1:]:
             with pytest.raises(PaddingLeakError):
                 padded(function).verify(*call)
@@ -1081,7 +1087,7 @@ class TestVerification:
             return x.mean()
 
         x = torch.ones(3)
-        never = bucketed(mean, dims={"x": {0: "t"}}, buckets=LADDER, verify="never")
+        never = bucketed(mean, dims={"x": {0: "t"}}, buckets=LADDER, check_padding="never")
         assert float(never(x)) == 0.75
         with pytest.raises(PaddingLeakError):
             never.verify(x)
@@ -1090,7 +1096,11 @@ class TestVerification:
             return x * 1 if float(x[0]) > 0 else x - x.mean()
 
         always = bucketed(
-            sometimes, dims={"x": {0: "t"}}, buckets=LADDER, verify="always", outputs={0: "t"}
+            sometimes,
+            dims={"x": {0: "t"}},
+            buckets=LADDER,
+            check_padding="always",
+            outputs={0: "t"},
         )
         always(torch.tensor([1.0, 2.0, 3.0]))
         with pytest.raises(PaddingLeakError):
@@ -1246,13 +1256,13 @@ class TestWays:
             memory.copy_,
             dims=({0: "t"},),
             buckets=LADDER,
-            verify="never",
+            check_padding="never",
             outputs={0: "t"},
         )
         first = wrapped(torch.ones(3))
         wrapped(torch.zeros(3))
         assert first.tolist() == [0, 0, 0]  # so the memory is shared indeed
-        next(iter(wrapped._unbound[1].variants.values())).cuda_graphs = True
+        next(iter(wrapped._caller.cache.variants.values())).cuda_graphs = True
         first = wrapped(torch.ones(3))
         wrapped(torch.zeros(3))
         assert first.tolist() == [1, 1, 1]

@@ -87,12 +87,12 @@ class TestWhatCannotBeWrapped:
             wrap(function)
 
     def test_a_generator_that_a_function_returns(self) -> None:
-        wrapped = wrap(lambda x: (row for row in x), verify="never")
+        wrapped = wrap(lambda x: (row for row in x), check_padding="never")
         with pytest.raises(TypeError, match="output is a generator: what comes out of it later"):
             wrapped(torch.ones(5))
 
     def test_a_coroutine_that_a_function_returns(self) -> None:
-        wrapped = wrap(lambda x: later(x), verify="never")  # noqa: PLW0108 - no async function
+        wrapped = wrap(lambda x: later(x), check_padding="never")  # noqa: PLW0108 - no async function
         with (
             warnings.catch_warnings(),
             pytest.raises(TypeError, match="output is a coroutine: what comes out of it later"),
@@ -272,10 +272,12 @@ class TestANameThatOnlyKwargsTakes:
 
 
 class TestAnArgumentThatDimsForgot:
-    @pytest.mark.parametrize("verify", ["first", "never"])
+    @pytest.mark.parametrize("check_padding", ["first", "never"])
     @pytest.mark.parametrize("batch", [2, 5])
-    def test_is_named(self, batch: int, verify: Any) -> None:
-        wrapped = bucketed(Tagger(), dims={"ids": {1: "t"}}, buckets=LADDER, verify=verify)
+    def test_is_named(self, batch: int, check_padding: Any) -> None:
+        wrapped = bucketed(
+            Tagger(), dims={"ids": {1: "t"}}, buckets=LADDER, check_padding=check_padding
+        )
         ids = ids_of(batch, 5)
         with pytest.raises(
             ValueError, match=rf"not types of shape \({batch}, 5\), .* in dims: "

@@ -18,15 +18,15 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("verify", ["first", "never"])
+@pytest.mark.parametrize("check_padding", ["first", "never"])
 @pytest.mark.parametrize("length", [5, 8, 9])
-def test_rows_of_a_batch(length: int, verify: Any, side: Any) -> None:
+def test_rows_of_a_batch(length: int, check_padding: Any, side: Any) -> None:
     wrapped = bucketed(
         flat,
         dims={"x": {1: "t"}},
         buckets=LADDER,
         outputs={0: (None, "t")},
-        verify=verify,
+        check_padding=check_padding,
         side=side,
     )
     x = torch.randn(3, length, 2, requires_grad=True)

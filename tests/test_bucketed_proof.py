@@ -434,7 +434,7 @@ class TestWhatIsCompared:
                 self.positions = torch.arange(x.shape[1], dtype=x.dtype)
                 return x + self.positions
 
-        ways: tuple[dict[str, Any], ...] = ({}, {"verify": "never"})
+        ways: tuple[dict[str, Any], ...] = ({}, {"check_padding": "never"})
         for options in ways:
             module = Counting()
             wrapped = bucketed(module, dims={"x": {1: "t"}}, buckets=LADDER, **options)
@@ -465,7 +465,7 @@ class TestWhatIsCompared:
                 self.seen: list[torch.Tensor] = []
                 return self.linear(x), tuple(self.seen)
 
-        ways: tuple[dict[str, Any], ...] = ({}, {"verify": "never"})
+        ways: tuple[dict[str, Any], ...] = ({}, {"check_padding": "never"})
         for options in ways:
             module = Recording()
             before = list(module.linear._forward_hooks)

@@ -23,6 +23,7 @@ _PUBLIC = {
     "bucketing.collator": ("BucketCollator",),
     "bucketing.decorator.api": ("bucketed",),
     "bucketing.decorator.no_recompile": ("no_recompile",),
+    "bucketing.decorator.stats": ("BucketedReport", "BucketedStats"),
     "bucketing.histogram": ("batch_maxima",),
     "bucketing.masks": ("attention_mask", "length_mask", "position_ids"),
     "bucketing.padding": ("Padded", "pad_to_bucket", "unpad"),

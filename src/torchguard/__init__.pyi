@@ -5,6 +5,7 @@ from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
 from torchguard.bucketing.decorator.no_recompile import no_recompile
+from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats
 from torchguard.bucketing.histogram import batch_maxima
 from torchguard.bucketing.masks import attention_mask, length_mask, position_ids
 from torchguard.bucketing.padding import Padded, pad_to_bucket, unpad
@@ -53,6 +54,8 @@ from torchguard.version import __version__
 
 __all__ = [
     "BucketCollator",
+    "BucketedReport",
+    "BucketedStats",
     "Buckets",
     "DamagedFileError",
     "DoctorReport",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -50,11 +50,24 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
 
 
 def _flatten(node: Any, leaves: list[Any]) -> TreeDef:
-    inside = children(node)
-    if inside is None:
-        leaves.append(node)
-        return None
-    return (type(node), *[(key, _flatten(child, leaves)) for key, child in inside])
+    # The usual containers first: asking whether something is a Mapping takes longer than the rest.
+    if type(node) is dict:
+        inside: Any = node.items()
+    elif type(node) is list or type(node) is tuple:
+        inside = enumerate(node)
+    else:
+        inside = children(node)
+        if inside is None:
+            leaves.append(node)
+            return None
+    treedef: list[Any] = [type(node)]
+    for key, child in inside:
+        if type(child) is torch.Tensor:
+            leaves.append(child)
+            treedef.append((key, None))
+        else:
+            treedef.append((key, _flatten(child, leaves)))
+    return tuple(treedef)
 
 
 def unflatten(leaves: Sequence[Any], like: Any) -> Any:
@@ -74,19 +87,26 @@ def unflatten(leaves: Sequence[Any], like: Any) -> Any:
     return tree
 
 
-def _unflatten(node: Any, remaining: Any) -> Any:
-    inside = children(node)
-    if inside is None:
-        return next(remaining)
+def _unflatten(node: Any, remaining: Iterator[Any]) -> Any:
+    if type(node) is dict:
+        inside: Any = node.items()
+    elif type(node) is list or type(node) is tuple:
+        inside = enumerate(node)
+    else:
+        inside = children(node)
+        if inside is None:
+            return next(remaining)
     new = {}
     for key, child in inside:
-        made = _unflatten(child, remaining)
+        made = next(remaining) if type(child) is torch.Tensor else _unflatten(child, remaining)
         if made is not child:
             new[key] = made
     return _with_children(node, new) if new else node
 
 
 def _with_children(node: Any, new: Mapping[Any, Any]) -> Any:
+    if type(node) is dict:
+        return {**node, **new}
     if isinstance(node, tuple):
         items = [new.get(index, child) for index, child in enumerate(node)]
         if type(node) is tuple:

@@ -18,6 +18,7 @@ from typing_extensions import assert_type
 import torchguard
 from torchguard import (
     BucketCollator,
+    BucketedStats,
     Buckets,
     DamagedFileError,
     InconsistentTensorError,
@@ -37,7 +38,6 @@ from torchguard import (
     TornSaveError,
     VerificationReport,
 )
-from torchguard.bucketing.decorator.stats import Statistics
 from torchguard.verification import VerifiedBackend
 
 
@@ -123,12 +123,12 @@ def bucketed() -> None:
         return wrapped(x)
 
     assert_type(warm(torch.ones(2, 5)), torch.Tensor)
-    assert_type(wrapped.stats(), Statistics)
+    assert_type(wrapped.stats(), BucketedStats)
     assert_type(wrapped.stats().compiled, bool)
     wrapped.warmup(torch.ones(2, 16))
     wrapped.verify(torch.ones(2, 5))
 
-    @torchguard.bucketed(dims={"x": {1: "t"}}, buckets="auto", verify="never")
+    @torchguard.bucketed(dims={"x": {1: "t"}}, buckets="auto", check_padding="never")
     def decorated(x: torch.Tensor, times: int = 1) -> torch.Tensor:
         return x + times
 
@@ -149,7 +149,7 @@ def bucketed() -> None:
             return x + 1
 
     assert_type(Adder().add(torch.ones(5)), torch.Tensor)
-    assert_type(Adder().add.stats(), Statistics)
+    assert_type(Adder().add.stats(), BucketedStats)
     layer = torchguard.bucketed(torch.nn.Linear(2, 2), dims=({0: "t"},), buckets=[8], compile=False)
     assert_type(layer, torch.nn.Linear)
     assert_type(layer.out_features, int)

@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 # The options are listed once, in spec.Options. Type checkers read them through Unpack, people in
 # the docstring, and inspect.signature() in the signature below.
 @overload
-def bucketed(function: _Module, /, **options: Unpack[MaskingOptions]) -> _Module: ...
+def bucketed(  # type: ignore[overload-overlap]  # a module is callable, and the first that fits
+    function: _Module, /, **options: Unpack[MaskingOptions]
+) -> _Module: ...
 @overload
 def bucketed(
     function: Callable[_Arguments, _Result], /, **options: Unpack[Options]
@@ -66,7 +68,7 @@ def bucketed(
 def bucketed(function: None = None, /, **options: Unpack[Options]) -> Decorator: ...
 @overload
 def bucketed(function: None = None, /, **options: Unpack[MaskingOptions]) -> MaskingDecorator: ...
-def bucketed(function: Any = None, /, **options: Any) -> Any:
+def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - each is described
     """Pad named dims to a few static sizes, run, and cut the outputs back to size.
 
     Equals ``function(*args, **kwargs)`` if padding does not change the answer, which is checked

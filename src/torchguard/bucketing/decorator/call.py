@@ -91,7 +91,8 @@ class Caller:
         plan, leaves, nested = self._look_up(owner, args, kwargs)
         try:
             if not plan.ready or self._always:
-                return self._run_carefully(plan, Call.of(self.spec, owner, args, kwargs))
+                call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
+                return self._run_carefully(plan, call)
             if nested or plan.extras:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
                 return self._run(plan, plan.variant.run, call)
@@ -131,15 +132,19 @@ class Caller:
                 nested = nested or treedef is not None
                 leaves += inside
                 key.append(treedef)
-                key += [leaf_key(leaf) for leaf in inside]
+                for leaf in inside:
+                    if type(leaf) is torch.Tensor:
+                        key += (leaf.shape, leaf.dtype, leaf.device)
+                    else:
+                        key.append(leaf_key(leaf))
         plan = None if self._shared else self._plans.get(tuple(key))
         if plan is None:
             plan = self._new_plan(tuple(key), around, Call.of(self.spec, owner, args, kwargs))
         return plan, leaves, nested
 
     def _run(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
-        padded = call._replace(leaves=plan.pad(call.leaves))
-        args, kwargs = padded.bind(fresh_extras(self.spec, call, plan))
+        extras = fresh_extras(self.spec, call, plan) if plan.extras else None
+        args, kwargs = call.bind(extras, plan.pad(call.leaves))
         return self._finish(plan, run(*args, **kwargs), call)
 
     def _finish(self, plan: Plan, output: Any, *given: Any) -> Any:
@@ -253,7 +258,7 @@ class Caller:
     def _run_carefully(self, plan: Plan, call: Call) -> Any:
         try:
             if self._to_be_checked(plan):
-                check_padding(self.output_shapes, self.spec, plan, call, self.proofs)
+                check_padding(self.output_shapes, plan, call, self.proofs)
             run = plan.variant.run
             if plan.variant.compiles and plan.specialization not in plan.variant.compiled_for:
                 run = self.compiled(plan)
@@ -265,7 +270,7 @@ class Caller:
         except TorchGuardError:
             raise
         except Exception as error:
-            missing = explain_failure(self.cache.function, self.spec, plan, call, self.name, error)
+            missing = explain_failure(self.output_shapes, plan, call, error)
             if missing is None:
                 raise
             raise missing from error
@@ -355,7 +360,7 @@ class Caller:
             raise ValueError(
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
             )
-        check_padding(self.output_shapes, self.spec, plan, call, self.proofs, anew=True)
+        check_padding(self.output_shapes, plan, call, self.proofs, anew=True)
 
     def plan_for(
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -7,7 +7,7 @@ how much padding there is, nor on what it holds; or they rely on 0 in it, and 0 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 
 from torchguard._pytree import flatten, key_paths, keystr, unflatten
 from torchguard.bucketing.decorator.compile import COMPILING
-from torchguard.bucketing.decorator.leak_error import Leak, Run, compare
+from torchguard.bucketing.decorator.leak_error import Context, Leak, Run, compare
 from torchguard.bucketing.decorator.other_inputs import (
     OTHER_VALUES,
     Fills,
@@ -24,10 +24,10 @@ from torchguard.bucketing.decorator.other_inputs import (
     other_fills,
     shortened,
 )
-from torchguard.bucketing.decorator.output_shapes import UNKNOWN, Output, OutputShapes, slice_output
+from torchguard.bucketing.decorator.output_shapes import UNKNOWN, OutputShapes, slice_output
+from torchguard.bucketing.decorator.outputs import Output
 from torchguard.bucketing.decorator.plan import Call, Input, Plan, real_extras, sizes_of
 from torchguard.bucketing.decorator.proofs import Proofs
-from torchguard.bucketing.decorator.spec import Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.isolate import uncompiled
 from torchguard.equivalence.perturb import perturb_, perturbed
@@ -46,6 +46,7 @@ _ROUNDING = 1 / 16
 
 _SIGNS = 2
 """So many of OTHER_VALUES are tried on every function, the others on those that rely on 0."""
+
 
 @dataclass(frozen=True)
 class _Case:
@@ -72,15 +73,14 @@ class _First(NamedTuple):
 
 
 def check_padding(
-    shapes: OutputShapes, spec: Spec, plan: Plan, call: Call, proofs: Proofs, *, anew: bool = False
+    shapes: OutputShapes, plan: Plan, call: Call, proofs: Proofs, *, anew: bool = False
 ) -> None:
     """Raise unless padding leaves the answer, the gradients and the buffers as they are.
 
     All ranks of a group make the same runs: what decides about the next ones is agreed on.
 
     Args:
-        shapes: knows what runs, and how much of an output is real.
-        spec: what was declared of the function.
+        shapes: knows what runs, what was declared of it, and how much of an output is real.
         plan: how the call is padded.
         call: not padded.
         proofs: what was proven before; what is proven now is added to it.
@@ -90,15 +90,14 @@ def check_padding(
         PaddingLeakError: padding changes something.
         RuntimeError: it does so on another rank only.
     """
-    checker = _Checker(shapes, spec, call)
+    checker = _Checker(shapes, call)
     case = _Case(plan, call)
     neutral = () if anew else proofs.neutral(plan)
+    padded = {pad.leaf for pad in plan.pads}
     undeclared = [
         each
         for each in plan.inputs
-        if not each.declared
-        and each.shape != each.padded(plan.buckets)
-        and each.label not in neutral
+        if not each.declared and each.index in padded and each.label not in neutral
     ]
     first, failure = _First(None, None, suspicious=False), None
     try:
@@ -130,13 +129,15 @@ def check_padding(
 class _Checker:
     """Makes the runs of one check."""
 
-    def __init__(self, shapes: OutputShapes, spec: Spec, call: Call) -> None:
+    def __init__(self, shapes: OutputShapes, call: Call) -> None:
         self._shapes = shapes
-        self._spec = spec
-        self._group = spec.options["group"]
-        arguments = (*call.owner, *call.arguments)
-        self._modules = all_reachable_modules(shapes.function, arguments)
-        self._held = lambda: reachable_tensors(shapes.function, arguments)
+        self._spec = shapes.spec
+        self._group = shapes.spec.options["group"]
+        self._modules = all_reachable_modules(shapes.function, (*call.owner, *call.arguments))
+        # ``self`` may be a dataclass of tensors.
+        owned = key_paths(flatten(call.owner)[1]) if call.owner else []
+        labels = [*call.labels(), *(keystr("self", path[1:], call.owner[0]) for path in owned)]
+        self._names = dict(enumerate(labels))
 
     def agreed(self, *found: bool) -> list[bool]:
         """Return what any rank has found."""
@@ -268,7 +269,7 @@ class _Checker:
     @contextlib.contextmanager
     def _turn(self, case: _Case, turn: int) -> Iterator[tuple[_Runs, bool]]:
         """Yield what runs the function, and whether any number is other than in the first turn."""
-        runs = _Runs(self._shapes, self._spec, case, self._modules, self._held)
+        runs = _Runs(self._shapes, case, self._modules, self._names)
         with COMPILING, uncompiled(), contextlib.ExitStack() as scope:
             is_new = turn == 0
             if turn > 0:
@@ -279,9 +280,7 @@ class _Checker:
                 is_new |= scope.enter_context(perturbed(weights, turn))
             yield runs, is_new
 
-    def _compare(
-        self, case: _Case, expected: Run, got: Run, *, fills: Fills | None = None
-    ) -> Leak:
+    def _compare(self, case: _Case, expected: Run, got: Run, *, fills: Fills | None = None) -> Leak:
         plan = case.plan
         what = sizes_of(plan)
         if fills is not None:
@@ -292,9 +291,8 @@ class _Checker:
             what += f"; with other data, where {' and '.join(case.others)} {case.said}"
         labels = {*plan.extras, *(each.label for each in plan.inputs)}
         masked = [name for name in self._spec.masks if name in labels]
-        return compare(
-            expected, got, what, self._shapes.name, self._modules, masked, case.others
-        )
+        context = Context(what, self._shapes.name, self._modules, masked, case.others)
+        return compare(expected, got, context)
 
     def _other(self, case: _Case, runs: _Runs, padded: Run, fills: Fills) -> Leak:
         """Compare a padded run with one that has other values in the padding."""
@@ -314,25 +312,23 @@ class _Runs:
 
     Args:
         shapes: as of :class:`_Checker`.
-        spec: likewise.
         case: what to run.
         modules: those the function may change.
-        held: returns the tensors that the function can reach.
+        names: what to call the leaves of the call, and then those of ``self``.
     """
 
     def __init__(
         self,
         shapes: OutputShapes,
-        spec: Spec,
         case: _Case,
         modules: Sequence[torch.nn.Module],
-        held: Callable[[], Iterable[torch.Tensor]],
+        names: Mapping[int, str],
     ) -> None:
         self.case = case
         self._shapes = shapes
-        self._spec = spec
+        self._spec = shapes.spec
         self._modules = modules
-        self._held = held
+        self._names = names
         self._narrows: Mapping[int, Any] = {}
 
     def both(self) -> tuple[Run, Run]:
@@ -353,7 +349,7 @@ class _Runs:
         extras = plan.extras
         if fills is None:
             extras = real_extras(self._spec, plan, with_masks=bool(self.case.others))
-        owned, treedef = flatten(call.owner)  # ``self`` may be a dataclass of tensors
+        owned = flatten(call.owner)[0] if call.owner else []
         found: list[Output] = []
 
         def prepare(leaves: list[Any]) -> list[Any]:
@@ -361,8 +357,9 @@ class _Runs:
             return [*given, *leaves[count:]]
 
         def function(leaves: list[Any]) -> Any:
-            owner = unflatten(leaves[count:], call.owner)
-            args, kwargs = call._replace(owner=owner, leaves=leaves[:count]).bind(extras)
+            args, kwargs = call.bind(extras, leaves[:count])
+            if owned:
+                args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
             return self._shapes.function(*args, **kwargs)
 
         def read(whole: Any) -> tuple[Any, list[Compared]]:
@@ -370,19 +367,16 @@ class _Runs:
             found.append(output)
             return output.paths, self._counted(output.leaves)
 
-        paths = key_paths(treedef)
-        names = [*call.labels(), *(keystr("self", path[1:], call.owner[0]) for path in paths)]
-        names_of_inputs = {each.index: each.label for each in plan.inputs}
         outcome = run_undoing_mutations(
             function,
             [*call.leaves, *owned],
             prepare=prepare,
             read=read,
-            names={**dict(enumerate(names)), **names_of_inputs},
+            names=self._names,
             modules=self._modules,
-            held=self._held,
+            held=lambda: reachable_tensors(self._shapes.function, (*call.owner, *call.arguments)),
         )
-        lost = [label for index, label in names_of_inputs.items() if index in outcome.mutated]
+        lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
         if lost:
             raise ValueError(
                 f"bucketed: the function writes to its input {lost[0]}; what it gets is a padded "

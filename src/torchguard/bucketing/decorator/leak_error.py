@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from torchguard.bucketing.decorator.output_shapes import Output
+from torchguard.bucketing.decorator.outputs import Output
 from torchguard.equivalence.compare import PADDING, Difference, judge
 from torchguard.equivalence.run import Outcome
 from torchguard.errors import PaddingLeakError
 
-__all__ = ["Leak", "Run", "compare"]
+__all__ = ["Context", "Leak", "Run", "compare"]
 
 
 class Run(NamedTuple):
@@ -32,41 +32,37 @@ class Leak(NamedTuple):
     """The largest difference as a share of what is allowed; 0 means equal to the last bit."""
 
 
-def compare(
-    expected: Run,
-    got: Run,
-    what: str,
-    function: str,
-    modules: Sequence[torch.nn.Module],
-    masks: Sequence[str],
-    others: Sequence[str],
-) -> Leak:
-    """Compare two runs.
+class Context(NamedTuple):
+    """What an error says besides what differs."""
 
-    Args:
-        expected: the run without padding, or with the padding that is declared.
-        got: the other one.
-        what: the sizes, and what is in the padding, for the error.
-        function: its name.
-        modules: those it can reach.
-        masks: the ones that the call has.
-        others: the inputs that have other data than the caller's.
-    """
+    what: str
+    """The sizes, and what is in the padding."""
+    function: str
+    """Its name."""
+    modules: Sequence[torch.nn.Module]
+    """Those it can reach."""
+    masks: Sequence[str]
+    """The ones that the call has."""
+    others: Sequence[str]
+    """The inputs that have other data than the caller's."""
+
+
+def compare(expected: Run, got: Run, context: Context) -> Leak:
+    """Compare a run without padding, or with the padding that is declared, with another one."""
     verdict = judge(expected.outcome, got.outcome, PADDING)
     if verdict.equal:
         return Leak(None, verdict.strain)
     found = verdict.differences[0]
-    operators = expected.outcome.operators | got.outcome.operators
-    advice = _not_neutral(others) if others else _causes(operators, function, modules, masks)
-    return Leak(PaddingLeakError(_message(found, expected, got, what, function, advice)), math.inf)
+    return Leak(PaddingLeakError(_message(found, expected, got, context)), math.inf)
 
 
-def _message(
-    found: Difference, expected: Run, got: Run, what: str, function: str, advice: str
-) -> str:
+def _message(found: Difference, expected: Run, got: Run, context: Context) -> str:
     """Name what differs, and by how much."""
+    what, function = context.what, context.function
     if found.kind == "shape" and found.part == "structure":
         return f"bucketed: {function} returns another structure when its input is padded ({what})"
+    operators = expected.outcome.operators | got.outcome.operators
+    advice = _not_neutral(context.others) if context.others else _causes(operators, context)
     ending = f"({what}). {advice}"
     if found.part == "outputs":
         where = f"{expected.output.label(found.key)} of {function}"
@@ -120,13 +116,9 @@ def _not_neutral(others: Sequence[str]) -> str:
     )
 
 
-def _causes(
-    operators: frozenset[str],
-    function: str,
-    modules: Sequence[torch.nn.Module],
-    masks: Sequence[str],
-) -> str:
+def _causes(operators: frozenset[str], context: Context) -> str:
     """Name the usual culprits, those that have run, and what to write."""
+    _, function, modules, masks, _ = context
     names = [name.removeprefix("aten::") for name in operators]
     trains = not modules or any(isinstance(m, _BATCH_NORMS) and m.training for m in modules)
     found = [

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from torchguard._torch import SymbolicSizes
-from torchguard.bucketing.decorator.output_shapes import running_without_data
+from torchguard.bucketing.decorator.output_shapes import OutputShapes, running_without_data
 from torchguard.bucketing.decorator.plan import Call, Plan
-from torchguard.bucketing.decorator.spec import Spec
 
 __all__ = ["explain_failure"]
 
 _MOST_TRIED = 16
 
 
-class _Suspect(NamedTuple):
+@dataclass(frozen=True)
+class _Suspect:
     """A dim of a tensor that was not padded, and is as long as an axis that was."""
 
     index: int
@@ -30,7 +31,7 @@ class _Suspect(NamedTuple):
 
 
 def explain_failure(
-    function: Callable[..., Any], spec: Spec, plan: Plan, call: Call, name: str, error: Exception
+    shapes: OutputShapes, plan: Plan, call: Call, error: Exception
 ) -> ValueError | None:
     """Return an error that names the arguments that ``dims`` lacks, None if none does.
 
@@ -38,21 +39,19 @@ def explain_failure(
     not once some others are padded too, those are the ones.
 
     Args:
-        function: what runs.
-        spec: what was declared of it.
+        shapes: knows what runs, and what was declared of it.
         plan: how the call was padded.
         call: not padded.
-        name: of the function.
         error: what the call ended in.
     """
     memory = isinstance(error, torch.OutOfMemoryError)
-    if memory or not plan.pads or spec.options["group"] is not None:
+    if memory or not plan.pads or shapes.spec.options["group"] is not None:
         return None
     suspects = list(itertools.islice(_suspects(plan, call), _MOST_TRIED))
-    with running_without_data(function, call):
+    with running_without_data(shapes.function, call):
 
         def works(padded: Sequence[_Suspect]) -> bool:
-            return _works(function, plan, call, padded)
+            return _works(shapes.function, plan, call, padded)
 
         if not suspects or works(()):
             return None
@@ -68,7 +67,7 @@ def explain_failure(
             fewer = [other for other in found if other is not each]
             if fewer and works(fewer):
                 found = fewer
-    return ValueError(_message(name, plan, found))
+    return ValueError(_message(shapes.name, plan, found))
 
 
 def _suspects(plan: Plan, call: Call) -> Iterator[_Suspect]:

@@ -207,9 +207,7 @@ def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
         return None
     shorter = call.with_leaves(new)
     extras = make_extras(spec, shorter, inputs, sizes, plan.buckets)
-    plan = replace(
-        plan, inputs=tuple(inputs), sizes=sizes, extras=extras, slices={}, ready=False
-    )
+    plan = replace(plan, inputs=tuple(inputs), sizes=sizes, extras=extras, slices={}, ready=False)
     return plan, shorter
 
 

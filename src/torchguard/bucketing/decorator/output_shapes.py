@@ -8,16 +8,16 @@ ever read off a size that happens to equal a bucket.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
+from torchguard._pytree import KeyPath, flatten, unflatten
 from torchguard._torch import SymbolicSizes
 from torchguard.bucketing.decorator.compile import COMPILING
-from torchguard.bucketing.decorator.declared_outputs import Fold, Narrow, declared_slices, narrow
+from torchguard.bucketing.decorator.outputs import Narrow, Output, Steps, declared_steps
 from torchguard.bucketing.decorator.plan import Call, Plan, real_extras
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side
@@ -31,7 +31,6 @@ from torchguard.equivalence.reachable import all_reachable_modules
 
 __all__ = [
     "UNKNOWN",
-    "Output",
     "OutputShapes",
     "flattened_rows",
     "running_without_data",
@@ -41,67 +40,13 @@ __all__ = [
 UNKNOWN: Any = object()
 """What :func:`slice_output` returns for an output of a kind that was not seen yet."""
 
-_PLAIN = (int, float, complex, str, bytes, bool, torch.dtype, torch.device)
-
 
 class Slices(NamedTuple):
     """What to take of an output, by index of its leaves."""
 
-    narrows: tuple[tuple[int, tuple[Narrow, ...]], ...] = ()
+    steps: tuple[tuple[int, Steps], ...] = ()
     numbers: tuple[tuple[int, int], ...] = ()
     """Integers that say how long something is."""
-    folds: tuple[tuple[int, tuple[Fold, ...]], ...] = ()
-
-
-class Output(NamedTuple):
-    """An output taken apart."""
-
-    leaves: list[Any]
-    paths: list[KeyPath]
-    whole: Any
-
-    def label(self, index: int) -> str:
-        """Return how to spell a leaf: ``output.logits``."""
-        return keystr("output", self.paths[index], self.whole)
-
-    @classmethod
-    def of(cls, whole: Any) -> Output:
-        """Take an output apart.
-
-        Raises:
-            TypeError: it has something inside that may hold tensors, but can't be looked into.
-        """
-        leaves, treedef = flatten(whole)
-        output = cls(leaves, key_paths(treedef), whole)
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, (Iterator, Awaitable)):
-                raise TypeError(
-                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}: what comes out "
-                    "of it later can't be cut to size. Return tensors, tuples, lists, dicts or "
-                    "dataclasses"
-                )
-            if not is_plain(leaf) and _holds_tensors(leaf):
-                raise TypeError(
-                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}, which holds "
-                    "tensors that can't be cut to size: return tensors, tuples, lists, dicts or "
-                    "dataclasses (with Hugging Face models: use_cache=False)"
-                )
-        return output
-
-
-def is_plain(leaf: Any) -> bool:
-    """Whether a leaf is a tensor or certainly holds none."""
-    return leaf is None or isinstance(leaf, (torch.Tensor, torch.Size, *_PLAIN))
-
-
-def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth == 0 or isinstance(value, (type, torch.nn.Module)) or callable(value):
-        return False
-    inside = [child for _, child in children(value) or ()]
-    inside += getattr(value, "__dict__", {}).values()
-    return any(_holds_tensors(child, depth - 1) for child in inside)
 
 
 # ---- in every call ----
@@ -113,24 +58,22 @@ def slice_output(plan: Plan, whole: Any) -> Any:
         slices = plan.slices.get(whole.shape)
         if slices is None:
             return UNKNOWN
-        for _, narrows in slices.narrows:
-            whole = narrow(whole, narrows)
-        for _, folds in slices.folds:
-            for fold in folds:
-                whole = fold.slice(whole)
-        return whole
+        return _slice(whole, slices.steps[0][1]) if slices.steps else whole
     leaves, key = _flatten(whole)
     slices = plan.slices.get(key)
     if slices is None:
         return UNKNOWN
     for index, number in slices.numbers:
         leaves[index] = number
-    for index, narrows in slices.narrows:
-        leaves[index] = narrow(leaves[index], narrows)
-    for index, folds in slices.folds:
-        for fold in folds:
-            leaves[index] = fold.slice(leaves[index])
+    for index, steps in slices.steps:
+        leaves[index] = _slice(leaves[index], steps)
     return unflatten(leaves, whole)
+
+
+def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
+    for step in steps:
+        tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
+    return tensor
 
 
 def _flatten(whole: Any) -> tuple[list[Any], Any]:
@@ -201,7 +144,7 @@ class OutputShapes:
 
     def __init__(self, function: Callable[..., Any], spec: Spec, name: str) -> None:
         self.function = function
-        self._spec = spec
+        self.spec = spec
         self.name = name
         self._formulas: dict[Any, _Formula | None] = {}
 
@@ -220,10 +163,14 @@ class OutputShapes:
         key = whole.shape if type(whole) is torch.Tensor else _flatten(whole)[1]
         plan.slices[key] = slices
 
-    def narrows(self, plan: Plan, whole: Any) -> dict[int, tuple[Narrow, ...]]:
+    def narrows(self, plan: Plan, whole: Any) -> dict[int, list[Narrow]]:
         """Return what :func:`slice_output` takes of an output like this, by index of its leaf."""
         key = whole.shape if type(whole) is torch.Tensor else _flatten(whole)[1]
-        return dict(plan.slices[key].narrows)
+        slices: Slices = plan.slices[key]
+        found = {
+            index: [s for s in steps if isinstance(s, Narrow)] for index, steps in slices.steps
+        }
+        return {index: narrows for index, narrows in found.items() if narrows}
 
     def _slices(self, plan: Plan, output: Output, call: Call) -> Slices:
         if all(
@@ -231,14 +178,10 @@ class OutputShapes:
             for leaf in output.leaves
         ):
             return Slices()
-        side = self._spec.options["side"]
-        declared = self._spec.options["outputs"]
+        side = self.spec.options["side"]
+        declared = self.spec.options["outputs"]
         if declared is not None:
-            labels = [output.label(index) for index in range(len(output.leaves))]
-            narrows, folds = declared_slices(
-                declared, output.leaves, output.paths, labels, plan.sizes, plan.buckets, side
-            )
-            return Slices(narrows, (), folds)
+            return Slices(declared_steps(declared, output, plan.sizes, plan.buckets, side))
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
         if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
             slices = self._derived(plan, output, call)
@@ -274,7 +217,7 @@ class OutputShapes:
                 return None
         if any(isinstance(found, tuple) and min(found, default=0) < 0 for found in real):
             return None
-        return _slices_to(output.leaves, real, self._spec.options["side"])
+        return _slices_to(output.leaves, real, self.spec.options["side"])
 
     def _formula(self, plan: Plan, output: Output, call: Call) -> _Formula | None:
         """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
@@ -294,8 +237,8 @@ class OutputShapes:
         """Run the function on tensors without data, at the real sizes or with symbols."""
 
         def run(world: SymbolicSizes) -> Any:
-            extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self._spec, plan)
-            for argument, mask in self._spec.masks.items():
+            extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
+            for argument, mask in self.spec.masks.items():
                 if hints and argument in extras:
                     made = extras[argument]
                     extras[argument] = world.empty((*made.shape[:-1], mask.axis), made)
@@ -322,7 +265,7 @@ class OutputShapes:
             f"bucketed: how much of {output.label(index)} of {self.name} ({shown} "
             f"after padding) is real can't be told from the sizes of the inputs: {said}. Say it in "
             "outputs=, in the structure of what it returns: {dim: axis} with an axis of "
-            f"{', '.join(self._spec.ladders)}, or a function of them for another length"
+            f"{', '.join(self.spec.ladders)}, or a function of them for another length"
         )
 
 
@@ -330,10 +273,14 @@ class OutputShapes:
 def running_without_data(function: Callable[..., Any], call: Call) -> Iterator[None]:
     """Let a function run on tensors without data, and leave what it writes as it was."""
     modules = all_reachable_modules(function, (*call.owner, *call.arguments))
-    with COMPILING, uncompiled(), without_fake_tensor_logs():
-        # It writes to buffers that are real.
-        with module_state_restored(modules), buffers_restored(modules):
-            yield
+    with (
+        COMPILING,
+        uncompiled(),
+        without_fake_tensor_logs(),
+        module_state_restored(modules),
+        buffers_restored(modules),  # they are real, and written
+    ):
+        yield
 
 
 def _measured(formula: _Formula, output: Output, side: Side) -> Slices:
@@ -364,7 +311,7 @@ def _measured(formula: _Formula, output: Output, side: Side) -> Slices:
 
 
 def _slices_to(leaves: Sequence[Any], real: Sequence[Any], side: Side) -> Slices:
-    narrows, numbers = [], []
+    steps, numbers = [], []
     for index, (leaf, sizes) in enumerate(zip(leaves, real, strict=True)):
         if isinstance(leaf, torch.Tensor):
             changed = tuple(
@@ -373,17 +320,22 @@ def _slices_to(leaves: Sequence[Any], real: Sequence[Any], side: Side) -> Slices
                 if size != leaf.shape[dim]
             )
             if changed:
-                narrows.append((index, changed))
+                steps.append((index, changed))
         elif type(leaf) is int and isinstance(sizes, int) and sizes != leaf:
             numbers.append((index, sizes))
-    return Slices(tuple(narrows), tuple(numbers))
+    return Slices(tuple(steps), tuple(numbers))
 
 
 def flattened_rows(plan: Plan) -> str:
     """Name what was sliced as one piece, but may be a batch and its rows in one dim."""
-    for dim, _, length in (
-        each for slices in plan.slices.values() for _, narrows in slices.narrows for each in narrows
-    ):
+    steps = [
+        step
+        for slices in plan.slices.values()
+        for _, steps in slices.steps
+        for step in steps
+        if isinstance(step, Narrow)
+    ]
+    for dim, _, length in steps:
         for axis, size in plan.sizes.items():
             if length > size > 0 and length % size == 0:
                 return (

@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "Signature",
     "Specialization",
+    "TensorKey",
     "differing",
     "find_buckets",
     "find_inputs",
@@ -55,9 +56,11 @@ class TensorKey(NamedTuple):
 
 def leaf_key(leaf: Any) -> Any:
     """Return what a graph depends on of a leaf: something to hash and compare."""
+    if type(leaf) in PLAIN:
+        return leaf
     if isinstance(leaf, torch.Tensor):
         return TensorKey(leaf.shape, leaf.dtype, leaf.device)
-    if type(leaf) in PLAIN or isinstance(leaf, enum.Enum):
+    if isinstance(leaf, enum.Enum):
         return leaf
     return leaf.training if isinstance(leaf, torch.nn.Module) else type(leaf)
 
@@ -67,7 +70,7 @@ class Signature(NamedTuple):
 
     names: tuple[str, ...]
     """Of the arguments; ``"*2"`` for one behind ``*args``."""
-    count: int
+    positional: int
     """How many of them are given by position."""
     treedefs: tuple[TreeDef, ...]
     """Of each argument."""
@@ -113,28 +116,34 @@ class Call(NamedTuple):
             for path in key_paths(treedef)
         ]
 
-    def bind(self, extras: Mapping[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+    def bind(
+        self, extras: Mapping[str, Any] | None = None, leaves: list[Any] | None = None
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and the keyword arguments, containers built anew.
 
         Args:
             extras: arguments that come besides, or in place of those that are given.
+            leaves: in place of those of the call.
         """
-        names, count, treedefs, starts = self.signature
-        values = [
-            self.leaves[start]
-            if treedef is None
-            else unflatten(self.leaves[start:end], argument)
-            for start, end, treedef, argument in zip(
-                starts, starts[1:], treedefs, self.arguments, strict=False
-            )
-        ]
-        named = dict(zip(names[count:], values[count:], strict=True))
-        for argument, value in (extras or {}).items():
-            if argument in names[:count]:
-                values[names.index(argument)] = value
-            else:
-                named[argument] = value
-        return [*self.owner, *values[:count]], named
+        names, positional, treedefs, starts = self.signature
+        values = self.leaves if leaves is None else leaves
+        if len(values) != len(names) or any(treedefs):
+            values = [
+                values[start] if treedef is None else unflatten(values[start:end], argument)
+                for start, end, treedef, argument in zip(
+                    starts, starts[1:], treedefs, self.arguments, strict=False
+                )
+            ]
+        args = [*self.owner, *values[:positional]]
+        named = dict(zip(names[positional:], values[positional:], strict=True))
+        if extras:
+            for argument, value in extras.items():
+                place = names.index(argument) if argument in names else positional
+                if place < positional:
+                    args[len(self.owner) + place] = value
+                else:
+                    named[argument] = value
+        return args, named
 
 
 @dataclass(frozen=True)
@@ -179,15 +188,6 @@ class Specialization(NamedTuple):
         """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
         return bool(self.around[3])
 
-    @property
-    def switches(self) -> tuple[Any, ...]:
-        """What may lead the function another way: all but sizes and fractions."""
-        others = [
-            (label, None if isinstance(key, (TensorKey, float)) else key)
-            for label, key in self.others
-        ]
-        return (self.structure, *others)
-
 
 def differing(specializations: Iterable[Specialization]) -> list[str]:
     """Return the labels of the leaves that are not the same in all of these."""
@@ -210,7 +210,8 @@ class BucketCount:
 class Pad(NamedTuple):
     """How to pad one leaf."""
 
-    index: int
+    leaf: int
+    """Its index."""
     quickly: Callable[[torch.Tensor], torch.Tensor]
     """Once :attr:`carefully` has run for a tensor like this one."""
     carefully: Callable[[torch.Tensor], torch.Tensor]
@@ -404,9 +405,11 @@ def make_extras(
 
 def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:
     """Return the extras of a plan, made anew if the function has written to one."""
-    # Whoever wrote to it would have spoiled it for the next call.
-    if any(_torch.version_of(value) != 0 for value in plan.extras.values()):
-        plan.extras = make_extras(spec, call, plan.inputs, plan.sizes, plan.buckets or None)
+    for value in plan.extras.values():
+        if _torch.version_of(value) != 0:
+            # Whoever wrote to it would have spoiled it for the next call.
+            plan.extras = make_extras(spec, call, plan.inputs, plan.sizes, plan.buckets or None)
+            break
     return plan.extras
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from torchguard.bucketing.decorator.plan import Plan
+from torchguard.bucketing.decorator.plan import Plan, TensorKey
 
 __all__ = ["Proofs"]
 
@@ -75,7 +75,12 @@ class Proofs:
         around, labels = plan.specialization.around, [each.label for each in plan.inputs]
         if self._shared:
             return around, *(label for label in labels if label not in self._masks)
-        return around, plan.specialization.switches, *labels
+        _, structure, others = plan.specialization
+        # Switches may lead the function another way; sizes and fractions do not.
+        switches = [
+            (label, None if isinstance(key, (TensorKey, float)) else key) for label, key in others
+        ]
+        return around, structure, *switches, *labels
 
     def _bucket(self, plan: Plan) -> tuple[Any, ...]:
         return (*plan.buckets.values(), *self._situation(plan))

@@ -18,11 +18,21 @@ from typing_extensions import Required
 
 from torchguard._pytree import KeyPath, children, keystr
 from torchguard.bucketing.decorator.auto import Ladder, ladders_of, read_plan
+from torchguard.bucketing.decorator.warning import warn_user
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Side
-from torchguard.bucketing.decorator.warning import warn_user
 
-__all__ = ["Dims", "Found", "Mask", "MaskingOptions", "Options", "Sizes", "Spec", "checked_options", "signature_with_options"]
+__all__ = [
+    "Dims",
+    "Found",
+    "Mask",
+    "MaskingOptions",
+    "Options",
+    "Sizes",
+    "Spec",
+    "checked_options",
+    "signature_with_options",
+]
 
 
 class NamedDim(Protocol):
@@ -97,23 +107,21 @@ def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
         raise TypeError(f"bucketed() got an unexpected keyword argument {unknown[0]!r}{hint}")
     if "dims" not in options:
         raise TypeError("bucketed() missing 1 required keyword-only argument: 'dims'")
-    checked: MaskingOptions = {**_DEFAULTS, **options}
+    checked: Any = {**_DEFAULTS, **options}
     for name, allowed in (
         ("side", get_args(Side)),
         ("overflow", get_args(Overflow)),
         ("check_padding", get_args(CheckPadding)),
     ):
-        if checked[name] not in allowed:  # type: ignore[literal-required]
+        if checked[name] not in allowed:
             listed = ", ".join(map(repr, allowed))
-            raise ValueError(
-                f"bucketed: {name} is {checked[name]!r}, expected one of {listed}"  # type: ignore[literal-required]
-            )
+            raise ValueError(f"bucketed: {name} is {checked[name]!r}, expected one of {listed}")
     if checked["fill"] is not None and not isinstance(checked["fill"], Mapping):
         raise TypeError(
             f"bucketed: fill is {checked['fill']!r}, expected {{argument: value}}, such as "
             "{'labels': -100}"
         )
-    return checked
+    return checked  # type: ignore[no-any-return]
 
 
 def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
@@ -127,7 +135,10 @@ def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
             default=inspect.Parameter.empty if name == "dims" else _DEFAULTS[name],
             annotation=annotation,
         )
-        for name, annotation in {**Options.__annotations__, **MaskingOptions.__annotations__}.items()
+        for name, annotation in {
+            **Options.__annotations__,
+            **MaskingOptions.__annotations__,
+        }.items()
     ]
     return signature.replace(parameters=[*first, *options])
 
@@ -164,6 +175,7 @@ class Mask:
             device: of the mask.
         """
         with torch.inference_mode(False), torch.no_grad():
+            mask: torch.Tensor
             [mask] = length_mask([length], size, side=side, device=device)
             if self.kind == "padding":
                 mask = ~mask
@@ -268,9 +280,7 @@ class Spec:
         unused = sorted(self.explicit - {*self.masks, *self.lengths.values(), *self.dims})
         for what, name in made:
             if self.others is None and name not in self.explicit:
-                raise TypeError(
-                    f"bucketed: {what} names {name!r}, but the function takes {taken}"
-                )
+                raise TypeError(f"bucketed: {what} names {name!r}, but the function takes {taken}")
             alike = [other for other in unused if _alike(other, name)]
             if name not in self.explicit and alike:
                 warn_user(

@@ -13,12 +13,16 @@ from typing_extensions import Self
 
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import alone
-from torchguard.bucketing.decorator.output_shapes import Output
+from torchguard.bucketing.decorator.outputs import Output
 from torchguard.bucketing.decorator.plan import Call, Input, find_inputs
 from torchguard.bucketing.decorator.spec import Sizes
 from torchguard.bucketing.decorator.warning import warn_user
 from torchguard.bucketing.padding import Side, pad_to_bucket
-from torchguard.equivalence.isolate import buffers_restored, isolated
+from torchguard.equivalence.isolate import (
+    buffers_restored,
+    module_state_restored,
+    rng_state_restored,
+)
 from torchguard.equivalence.reachable import all_reachable_modules
 from torchguard.equivalence.run import Output as Differentiable
 from torchguard.equivalence.run import send_backward
@@ -58,7 +62,9 @@ def warm_up(
             "after some calls, or pass plan="
         )
     sizes = [each.buckets.sizes for each in spec.ladders.values() if each.buckets is not None]
-    combinations = [dict(zip(spec.ladders, each, strict=True)) for each in itertools.product(*sizes)]
+    combinations = [
+        dict(zip(spec.ladders, each, strict=True)) for each in itertools.product(*sizes)
+    ]
     modules = all_reachable_modules(caller.cache.function, (*owner, *args))
     shown = sys.stderr.isatty() if progress is None else progress
     with _Bar(sys.stderr, len(combinations), shown=shown) as bar:
@@ -67,13 +73,12 @@ def warm_up(
             bar.show(done, buckets)
             sized = call.with_leaves(
                 {
-                    each.index: _sized(
-                        call.leaves[each.index], each, buckets, spec.options["side"]
-                    )
+                    each.index: _sized(call.leaves[each.index], each, buckets, spec.options["side"])
                     for each in inputs
                 }
             )
-            with isolated(modules), buffers_restored(modules):
+            # Not isolated(): Dynamo guards on whether autocast's cache is on.
+            with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
                 _compile(caller, sized)
         bar.show(len(combinations), {})
 

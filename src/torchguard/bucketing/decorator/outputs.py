@@ -1,4 +1,4 @@
-"""What of an output is real, as ``outputs=`` says.
+"""Outputs taken apart, and what of them is real as ``outputs=`` says.
 
 Shapes: B batch, T the size of an axis.
 """
@@ -7,16 +7,72 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchguard._pytree import KeyPath
+from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr
 from torchguard.bucketing.decorator.spec import Sizes
 from torchguard.bucketing.padding import Side
 
-__all__ = ["Fold", "Narrow", "declared_slices", "narrow"]
+__all__ = ["Fold", "Narrow", "Output", "Steps", "declared_steps"]
+
+
+_PLAIN = (int, float, complex, str, bytes, bool, torch.dtype, torch.device)
+
+
+class Output(NamedTuple):
+    """An output taken apart."""
+
+    leaves: list[Any]
+    paths: list[KeyPath]
+    whole: Any
+
+    def label(self, index: int) -> str:
+        """Return how to spell a leaf: ``output.logits``."""
+        return keystr("output", self.paths[index], self.whole)
+
+    @classmethod
+    def of(cls, whole: Any) -> Output:
+        """Take an output apart.
+
+        Raises:
+            TypeError: it has something inside that may hold tensors, but can't be looked into.
+        """
+        if type(whole) is torch.Tensor:
+            return cls([whole], [()], whole)
+        leaves, treedef = flatten(whole)
+        output = cls(leaves, key_paths(treedef), whole)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, (Iterator, Awaitable)):
+                raise TypeError(
+                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}: what comes out "
+                    "of it later can't be cut to size. Return tensors, tuples, lists, dicts or "
+                    "dataclasses"
+                )
+            if not _is_plain(leaf) and _holds_tensors(leaf):
+                raise TypeError(
+                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}, which holds "
+                    "tensors that can't be cut to size: return tensors, tuples, lists, dicts or "
+                    "dataclasses (with Hugging Face models: use_cache=False)"
+                )
+        return output
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or certainly holds none."""
+    return leaf is None or isinstance(leaf, (torch.Tensor, torch.Size, *_PLAIN))
+
+
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, (type, torch.nn.Module)) or callable(value):
+        return False
+    inside = [child for _, child in children(value) or ()]
+    inside += getattr(value, "__dict__", {}).values()
+    return any(_holds_tensors(child, depth - 1) for child in inside)
 
 
 class Narrow(NamedTuple):
@@ -30,13 +86,6 @@ class Narrow(NamedTuple):
     def of(cls, dim: int, length: int, padded: int, side: Side) -> Narrow:
         """Return where ``length`` is real of a dim that is ``padded`` long."""
         return cls(dim, 0 if side == "right" else padded - length, length)
-
-
-def narrow(tensor: torch.Tensor, narrows: Sequence[Narrow]) -> torch.Tensor:
-    """Return a view of the real part of a tensor."""
-    for dim, start, length in narrows:
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
 
 
 class Fold(NamedTuple):
@@ -56,27 +105,26 @@ class Fold(NamedTuple):
         return tensor.flatten(self.dim, self.dim + len(self.sizes) - 1)
 
 
-def declared_slices(
-    declared: Any,
-    leaves: Sequence[Any],
-    paths: Sequence[KeyPath],
-    labels: Sequence[str],
-    sizes: Sizes,
-    buckets: Sizes,
-    side: Side,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the narrows and the folds of each leaf, by its index.
+Steps: TypeAlias = "tuple[Narrow | Fold, ...]"
+"""How to slice a tensor, in order."""
+
+
+def declared_steps(
+    declared: Any, output: Output, sizes: Sizes, buckets: Sizes, side: Side
+) -> tuple[tuple[int, Steps], ...]:
+    """Return how ``outputs=`` says to slice each leaf, by its index.
 
     Raises:
-        TypeError, ValueError: ``outputs=`` does not fit what the function returned.
+        TypeError, ValueError: it does not fit what the function returned.
     """
-    narrows, folds = [], []
-    for index, (leaf, path, label) in enumerate(zip(leaves, paths, labels, strict=True)):
+    found: list[tuple[int, Steps]] = []
+    for index, (leaf, path) in enumerate(zip(output.leaves, output.paths, strict=True)):
         spec = _declared_at(declared, path) if isinstance(leaf, torch.Tensor) else None
         if spec is None:
             continue
-        narrowed: list[Narrow] = []
-        folded: list[Fold] = []
+        label = output.label(index)
+        narrows: list[Narrow] = []
+        folds: list[Fold] = []
         for dim, size in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
             if size is None:
                 continue
@@ -87,14 +135,12 @@ def declared_slices(
                 )
             what = _DeclaredDim(dim % leaf.dim(), leaf.shape[dim], dim, label, sizes, buckets)
             if isinstance(size, tuple):
-                folded += what.folds(size, side)
+                folds += what.folds(size, side)
             else:
-                narrowed += what.narrows(size, side)
-        if narrowed:
-            narrows.append((index, tuple(narrowed)))
-        if folded:
-            folds.append((index, tuple(folded)))
-    return tuple(narrows), tuple(folds)
+                narrows += what.narrows(size, side)
+        if narrows or folds:
+            found.append((index, (*narrows, *folds)))
+    return tuple(found)
 
 
 class _DeclaredDim(NamedTuple):

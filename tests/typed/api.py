@@ -125,6 +125,7 @@ def bucketed() -> None:
     assert_type(warm(torch.ones(2, 5)), torch.Tensor)
     assert_type(wrapped.stats(), BucketedStats)
     assert_type(wrapped.stats().compiled, bool)
+    assert_type(wrapped.report(), BucketedReport)
     wrapped.warmup(torch.ones(2, 16))
     wrapped.verify(torch.ones(2, 5))
 

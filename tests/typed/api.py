@@ -18,6 +18,7 @@ from typing_extensions import assert_type
 import torchguard
 from torchguard import (
     BucketCollator,
+    BucketedReport,
     BucketedStats,
     Buckets,
     DamagedFileError,

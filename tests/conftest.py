@@ -34,6 +34,8 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 # Before anything here imports torchguard.
 RESIDUE = Residue()
 
+from support.planted import planted_folder, plugin, report  # noqa: E402, F401 - fixtures
+
 hypothesis.settings.register_profile(
     "ci",
     derandomize=True,

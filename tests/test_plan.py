@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.terminal import Terminal
 
 from torchguard import BucketCollator, bucketed
 from torchguard.bucketing.buckets import Buckets
@@ -183,11 +184,6 @@ def test_the_ladder_alone_on_standard_output(
     shown = capsys.readouterr()
     assert json.loads(shown.out)["sizes"] == [10, 20]
     assert "2 buckets: 10 20" in shown.err
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(("stream", "after"), [(Terminal(), 9.0), (io.StringIO(), -1.0)])

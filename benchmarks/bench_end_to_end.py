@@ -40,7 +40,7 @@ from benchmarks.spread import Interval, Spread
 from torchguard._torch import graphs_compiled
 
 NOTHING, CONTROL = "nothing", "nothing, once more"
-EVERY_GUARD = ("resize", "out", "setitem", "slice_scatter", "verify")
+EVERY_GUARD = ("resize", "out", "setitem", "slice_scatter", "verified")
 
 
 def _installed(*names: str) -> Scope:

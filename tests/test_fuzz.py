@@ -37,7 +37,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("TORCHGUARD_REPRODUCERS", str(tmp_path / "reproducers"))
     # Making reproducers smaller has tests of its own, and takes its time.
     monkeypatch.setattr(
-        importlib.import_module("torchguard.verification.check"), "_SECONDS_TO_REDUCE", 0.0
+        importlib.import_module("torchguard.verification.reproduce"), "SECONDS_TO_MINIFY", 0.0
     )
     torch._dynamo.reset()
     yield

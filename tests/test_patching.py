@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def everything_installed() -> Iterator[None]:
-    with install("resize", "out", "verify", "save", "load", "numpy"):
+    with install("resize", "out", "verified", "save", "load", "numpy"):
         yield
 
 

@@ -34,9 +34,8 @@ from torchguard import (
 from torchguard.equivalence.compare import COMPILING, judge
 from torchguard.equivalence.copies import copy_inputs
 from torchguard.equivalence.run import Outcome, run
-from torchguard.verification.case import Case
 from torchguard.verification.graph import copy_graph
-from torchguard.verification.reducing import reduced
+from torchguard.verification.minify import Case, minified
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -565,7 +564,7 @@ def test_a_step_that_adds_a_guard_which_nobody_watches_is_passed_over(
 ) -> None:
     count = itertools.count()
     monkeypatch.setattr(
-        importlib.import_module("torchguard.verification.check"),
+        importlib.import_module("torchguard.verification.fallback"),
         "shape_guards",
         lambda _: next(count),
     )
@@ -653,19 +652,19 @@ def test_what_stays_after_reducing_shows_the_fault_and_time_is_kept() -> None:
         return spoiled.forward
 
     case = Case(graphs[0], exp_is_wrong(graphs[0], []), given)
-    small, ended_early = reduced(case, exp_is_wrong, seconds=60, first=0)
+    small, ended_early = minified(case, exp_is_wrong, seconds=60, first=0)
     assert not ended_early
     statements = [node.target for node in small.graph.graph.nodes if node.op.startswith("call_")]
     assert statements == ["exp"]
     assert len(small.inputs) == 1
     assert small.differences(small.inputs)
     # The whole graph would take ten seconds once more, the end of it does not.
-    small, ended_early = reduced(case, exp_is_wrong, seconds=5, first=10)
+    small, ended_early = minified(case, exp_is_wrong, seconds=5, first=10)
     assert [node.target for node in small.graph.graph.nodes if node.op.startswith("call_")] == [
         "exp"
     ]
     tried.clear()
-    assert reduced(case, exp_is_wrong, seconds=1, first=100) == (case, True)
+    assert minified(case, exp_is_wrong, seconds=1, first=100) == (case, True)
     assert tried == []
 
 
@@ -746,7 +745,7 @@ def test_hooks_on_saved_tensors_see_one_run() -> None:
 
 
 def test_what_communicates_is_left_alone() -> None:
-    from torchguard.verification.side_effects import why_not_twice  # noqa: PLC0415
+    from torchguard.verification.graph import why_not_twice  # noqa: PLC0415
 
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
@@ -815,16 +814,16 @@ def test_nothing_is_kept_alive() -> None:
     del x, state, outputs
     gc.collect()
     assert [ref() for ref in alive] == [None] * len(alive)
-    from torchguard.verification.check import Check  # noqa: PLC0415
+    from torchguard.verification.check import GraphCheck  # noqa: PLC0415
 
-    assert [value for value in gc.get_objects() if isinstance(value, Check)] == []
+    assert [value for value in gc.get_objects() if isinstance(value, GraphCheck)] == []
 
 
 # --- which calls are checked
 
 
 def test_every_shape_is_checked_once_when_asked() -> None:
-    backend = verified_backend("aot_eager", every="shape")
+    backend = verified_backend("aot_eager", check_each="shape")
     compiled = torch.compile(lambda x: x.sin() + 1, backend=backend, dynamic=True)
     for size in (3, 4, 4, 5, 3):
         compiled(torch.ones(size))
@@ -832,7 +831,7 @@ def test_every_shape_is_checked_once_when_asked() -> None:
 
 
 def test_a_graph_with_dynamic_shapes_is_checked_once_when_asked() -> None:
-    backend = verified_backend("aot_eager", every="graph")
+    backend = verified_backend("aot_eager", check_each="graph")
     compiled = torch.compile(lambda x, n: x.sin() * n, backend=backend, dynamic=True)
     for size in (3, 4, 5):
         torch.testing.assert_close(compiled(torch.ones(size), size), torch.ones(size).sin() * size)
@@ -1038,11 +1037,11 @@ def test_inference_mode() -> None:
 def test_every_mode_reaches_inductor_whichever_way_it_is_given(mode: str) -> None:
     expected = torch._inductor.list_mode_options(mode)
     assert expected
-    given = verified_backend(mode=mode)._steps({})[0]
-    by_torch_compile = verified_backend()._steps({"mode": mode})[0]
-    for ladder in (given, by_torch_compile):
+    given = verified_backend(mode=mode)._fallbacks({})
+    by_torch_compile = verified_backend()._fallbacks({"mode": mode})
+    for fallbacks in (given, by_torch_compile):
         for name, value in expected.items():
-            assert f"{name!r}: {value!r}" in str(ladder[0].source)
+            assert f"{name!r}: {value!r}" in str(fallbacks[0].source)
 
 
 @pytest.mark.cuda
@@ -1119,7 +1118,7 @@ def test_the_report_is_a_table() -> None:
     [
         ({"calls": 0}, "calls is 0, expected a number of 1 or more"),
         ({"on_mismatch": "panic"}, "expected 'fallback' or 'raise' or 'warn'"),
-        ({"every": "call"}, "expected 'auto' or 'graph' or 'shape'"),
+        ({"check_each": "call"}, "expected 'auto' or 'graph' or 'shape'"),
         ({"max_bytes": -1}, "max_bytes is -1"),
     ],
 )
@@ -1133,16 +1132,16 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 def test_options_that_inductor_does_not_know_are_refused_at_once() -> None:
     with pytest.raises(RuntimeError, match="Unexpected optimization option"):
         verified_backend(options={"no_such_option": 1})
-    with install("verify"), pytest.raises(RuntimeError, match="Unexpected optimization option"):
+    with install("verified"), pytest.raises(RuntimeError, match="Unexpected optimization option"):
         torch.compile(lambda x: x, options={"no_such_option": 1})
 
 
 def test_install_leaves_other_backends_alone() -> None:
     before = len(verification_report().graphs)
-    with install("verify"):
+    with install("verified"):
         assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
     assert len(verification_report().graphs) == before
-    assert not torchguard.is_installed("verify")
+    assert not torchguard.is_installed("verified")
 
 
 # --- with inductor: the three everyday lines
@@ -1206,7 +1205,7 @@ def by_backend(function: Any) -> Any:
 
 
 def by_install(function: Any) -> Any:
-    with install("verify"):
+    with install("verified"):
         return torch.compile(function)
 
 

@@ -18,9 +18,8 @@ from torch import nn
 from torchguard import MiscompilationWarning, verified, verified_backend
 from torchguard._torch import dynamo_backend
 from torchguard.equivalence.compare import same_strides
-from torchguard.verification.graph import copy_graph
+from torchguard.verification.graph import copy_graph, why_not_twice
 from torchguard.verification.quiet import quiet
-from torchguard.verification.side_effects import why_not_twice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -362,12 +361,12 @@ def test_the_reproducer_of_a_large_graph_is_small(erf_is_wrong: str, tmp_path: P
     assert len(text) < 4000
 
 
-def test_what_reducing_has_no_time_for_is_said(
+def test_what_minifying_has_no_time_for_is_said(
     erf_is_wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = importlib.import_module("torchguard.verification.check")
-    monkeypatch.setattr(check, "_MOST_SECONDS_TO_REDUCE", 0.0)
-    with pytest.warns(MiscompilationWarning, match=r"Deep\.py \(reducing it ended early"):
+    reproduce = importlib.import_module("torchguard.verification.reproduce")
+    monkeypatch.setattr(reproduce, "MOST_SECONDS_TO_MINIFY", 0.0)
+    with pytest.warns(MiscompilationWarning, match=r"Deep\.py \(minifying it ended early"):
         verified(backend=erf_is_wrong)(Deep())(torch.randn(3, 4))
 
 

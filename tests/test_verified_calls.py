@@ -13,8 +13,8 @@ from child_process import output_of
 from test_verified import spoiling
 
 from torchguard import MiscompilationWarning, verified_backend
-from torchguard.verification.calls import Sizes
 from torchguard.verification.options import Options
+from torchguard.verification.sizes import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,8 +102,8 @@ def test_a_graph_that_writes_its_inputs_is_not_trusted_with_more_sizes_than_were
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Then inductor keeps the writes out of the graph; here a stand-in says that it does."""
-    ladder = importlib.import_module("torchguard.verification.fallback")
-    monkeypatch.setattr(ladder, "_AOT_EAGER", ladder._AOT_EAGER._replace(name=ladder.OUTSIDE))
+    fallback = importlib.import_module("torchguard.verification.fallback")
+    monkeypatch.setattr(fallback, "_AOT_EAGER", fallback._AOT_EAGER._replace(name=fallback.OUTSIDE))
     monkeypatch.setattr(Sizes, "EACH_WRITING", 10)
     for writes in (False, True):
         torch._dynamo.reset()
@@ -113,7 +113,7 @@ def test_a_graph_that_writes_its_inputs_is_not_trusted_with_more_sizes_than_were
             assert compiled(torch.ones(size)).tolist() == [4] * size
         _, dynamic = backend.stats().graphs
         assert dynamic.status == "verified"
-        assert (dynamic.runs == ladder.OUTSIDE) is writes
+        assert (dynamic.runs == fallback.OUTSIDE) is writes
 
 
 def test_other_sizes_are_checked_again_after_a_step_was_taken(
@@ -128,10 +128,14 @@ def test_other_sizes_are_checked_again_after_a_step_was_taken(
         return spoil
 
     first, second = spoiling(wrong_at(9)), spoiling(wrong_at(5))
-    ladder = importlib.import_module("torchguard.verification.fallback")
-    steps = (ladder.Step("first", first), ladder.Step("second", second), ladder.EAGER)
+    fallback = importlib.import_module("torchguard.verification.fallback")
+    fallbacks = (
+        fallback.Fallback("first", first),
+        fallback.Fallback("second", second),
+        fallback.EAGER,
+    )
     backend = verified_backend(first)
-    monkeypatch.setattr(backend, "_steps", lambda _: (steps, True))
+    monkeypatch.setattr(backend, "_fallbacks", lambda _: fallbacks)
     compiled = torch.compile(lambda x: (x * 2,), backend=backend)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -219,8 +223,8 @@ def test_a_graph_known_to_be_wrong_does_not_stay_when_the_next_step_fails(
 
         return run
 
-    ladder = importlib.import_module("torchguard.verification.fallback")
-    monkeypatch.setattr(ladder, "_AOT_EAGER", ladder.Step("fails", compile_))
+    fallback = importlib.import_module("torchguard.verification.fallback")
+    monkeypatch.setattr(fallback, "_AOT_EAGER", fallback.Fallback("fails", compile_))
     backend = verified_backend(spoiling(_off_by_one))
     compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=dynamic)
     with pytest.warns(MiscompilationWarning, match="eager runs instead"):
@@ -239,8 +243,8 @@ def test_a_check_that_is_interrupted_is_done_again(
             raise interrupts.pop()
         return graph.forward
 
-    ladder = importlib.import_module("torchguard.verification.fallback")
-    monkeypatch.setattr(ladder, "_AOT_EAGER", ladder.Step("second", compile_))
+    fallback = importlib.import_module("torchguard.verification.fallback")
+    monkeypatch.setattr(fallback, "_AOT_EAGER", fallback.Fallback("second", compile_))
     backend = verified_backend(spoiling(_off_by_one))
     compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=dynamic)
     with pytest.raises(KeyboardInterrupt):

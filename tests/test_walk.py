@@ -14,7 +14,7 @@ counted = functools.lru_cache(walks)
 AT_MOST = {
     "bucketed, first call": (23, 175),
     "bucketed, warm call": (4, 4),
-    "verified, first call": (15, 63),
+    "verified, first call": (9, 35),
 }
 
 

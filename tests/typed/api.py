@@ -186,7 +186,7 @@ def verification() -> None:
     assert_type(tripled.stats(), VerificationReport)
     layer = torchguard.verified(backend="aot_eager")(torch.nn.Linear(2, 2))
     assert_type(layer, torch.nn.Linear)
-    backend = torchguard.verified_backend("aot_eager", every="shape", max_bytes=1 << 20)
+    backend = torchguard.verified_backend("aot_eager", check_each="shape", max_bytes=1 << 20)
     assert_type(backend, VerifiedBackend)
     assert_type(torchguard.verification_report(), VerificationReport)
     assert_type(torchguard.verification_report().seconds, float)

@@ -94,6 +94,7 @@ from torchguard._torch.tracers import (
     skip_frames,
     tracing_unseen,
 )
+from torchguard._torch.user_warning import warn_at_compiled_call, warn_user
 
 __all__ = [
     "C_NAMESPACE",
@@ -167,6 +168,8 @@ __all__ = [
     "tracing_context",
     "tracing_unseen",
     "version_of",
+    "warn_at_compiled_call",
+    "warn_user",
     "without_dispatch_modes",
     "without_recompile_limit",
     "without_torch_function",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,9 +51,8 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor of which autograd tracks this one as a view, or None."""
-    return tensor._base
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""Return the tensor of which autograd tracks this one as a view, or None."""
 
 
 def refuses_writes(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from torchguard._torch import set_version, version_of
-from torchguard.equivalence.copies import Cast, Change, Copies, copy_inputs, tensors_of
+from torchguard.equivalence.copies import Cast, Change, Copies, copy_inputs
 from torchguard.equivalence.isolate import UndoMutations, isolated, storage_address
 
 __all__ = [
@@ -155,7 +155,13 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
     # Called as a module, a graph that raises prints a traceback of its own.
     called = function.forward if isinstance(function, fx.GraphModule) else function
     with isolated() as has_drawn:
-        before = [_state_of(value) for value in copies.values]
+        tensors = {
+            place: value
+            for place, value in enumerate(copies.values)
+            if isinstance(value, torch.Tensor)
+        }
+        versions = {place: version_of(tensor) for place, tensor in tensors.items()}
+        functions = {place: tensor.grad_fn for place, tensor in tensors.items()}
         try:
             returned = called(*given)
         except torch.OutOfMemoryError:
@@ -166,17 +172,18 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
         outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
         outcome.structure = len(outcome.outputs)
         outcome.random = has_drawn()
-        after = [_state_of(value) for value in copies.values]
-        changes = list(enumerate(zip(before, after, strict=True)))
         # None: inference tensors count no writes.
         outcome.mutated = frozenset(
-            place for place, ((old, _), (new, _)) in changes if old is None or old != new
+            place
+            for place, version in versions.items()
+            if version is None or version != version_of(tensors[place])
         )
         outcome.sharing = _sharing(outcome.outputs, copies.values)
+        # An input that was written to has a history now, and a gradient to send back through it.
         results = [
-            copies.values[place]
-            for place, ((_, old), (_, new)) in changes
-            if place >= owned and old is not new
+            tensor
+            for place, tensor in tensors.items()
+            if place >= owned and tensor.grad_fn is not functions[place]
         ]
         try:
             outcome.gradients = _gradients([*outcome.outputs, *results], copies.sources)
@@ -187,17 +194,12 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
     return outcome
 
 
-def _state_of(value: Any) -> tuple[int | None, Any]:
-    """Return a tensor's version counter, and the function of autograd that has written it."""
-    return (version_of(value), value.grad_fn) if isinstance(value, torch.Tensor) else (0, None)
-
-
 def _gradients(results: list[Any], sources: list[Any]) -> dict[Hashable, Gradient]:
     """Send a fixed random gradient backward through every differentiable result."""
     ends = [
-        tensor
-        for tensor in tensors_of(results)
-        if tensor.requires_grad and tensor.grad_fn is not None
+        value
+        for value in results
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.grad_fn is not None
     ]
     wanted = {place: source for place, source in enumerate(sources) if source is not None}
     if not ends or not wanted:

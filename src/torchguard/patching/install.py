@@ -29,7 +29,7 @@ from torchguard.interop import numpy_memory
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
 from torchguard.rollback.scope import forget
-from torchguard.verification.process_wide import guard_compile
+from torchguard.verification.decorator import guard_compile
 
 __all__ = [
     "GUARDS",
@@ -149,7 +149,7 @@ def _out_not_needed() -> str | None:
     return "an out= call that fails leaves its output as it was on this torch"
 
 
-def _verify_not_needed() -> str | None:
+def _verified_not_needed() -> str | None:
     return None  # every torch so far compiles something wrong, and to compile takes seconds
 
 
@@ -167,7 +167,7 @@ GUARDS: dict[str, Guard] = {
             dynamo_scatter.not_needed,
             patches_dynamo=True,
         ),
-        Guard("verify", lambda: {"torch.compile": guard_compile}, _verify_not_needed),
+        Guard("verified", lambda: {"torch.compile": guard_compile}, _verified_not_needed),
         Guard(
             "save",
             checkpoint.save_replacements,
@@ -263,7 +263,7 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
         its memory, and a custom autograd function that reads it has its backward.
         ``"slice_scatter"``: in code compiled from then on, ``torch.slice_scatter``,
         ``select_scatter`` and ``diagonal_scatter`` have the gradient they have in eager.
-        ``"verify"``: ``torch.compile`` checks every graph that inductor compiles against
+        ``"verified"``: ``torch.compile`` checks every graph that inductor compiles against
         eager before it is trusted, as ``verified()`` does.
         ``"save"``: ``torch.save``, safetensors' ``save_file`` and ``save_model``, and what writes
         through fsspec, as Lightning does, replace a file whole or not at all, as ``save()`` does.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import fx
 
 from torchguard._torch import (
-    dynamo_backend,
     fake_inputs,
     has_own_dispatch,
     inductor_backend,
@@ -18,11 +18,23 @@ from torchguard._torch import (
     symbols_of,
     tracing_context,
 )
-from torchguard.verification.fallback import Compiler, Step, inductor_steps, steps_of
-from torchguard.verification.graph import copy_graph, is_symbolic, place_of
-from torchguard.verification.options import Every, OnMismatch, Options
-from torchguard.verification.report import Records, VerificationReport, new_record
-from torchguard.verification.side_effects import why_not_twice
+from torchguard.verification.fallback import (
+    UNCOMPILED,
+    Compiler,
+    Fallback,
+    TracedGraph,
+    fallbacks_of,
+)
+from torchguard.verification.graph import (
+    SYMBOLIC,
+    copy_graph,
+    owned_tensors,
+    place_of,
+    sizes_of,
+    why_not_twice,
+)
+from torchguard.verification.options import CheckEach, OnMismatch, Options
+from torchguard.verification.report import ALL_GRAPHS, GraphRecord, VerificationReport
 
 __all__ = ["VerifiedBackend", "backend", "verified_backend"]
 
@@ -51,79 +63,78 @@ class VerifiedBackend:
             if value is not None
         }
         self._dynamic = dynamic
-        self._records = Records()
+        self._graphs: list[GraphRecord] = []
         if self._settings:
-            self._steps({})  # raises for what inductor does not know
+            _ = self._own_fallbacks  # raises for what inductor does not know
+
+    @functools.cached_property
+    def _own_fallbacks(self) -> tuple[Fallback, ...]:
+        return fallbacks_of(self._inner, self._settings, self._dynamic)
+
+    def look_up(self) -> VerifiedBackend:
+        """Look the backend up by its name now, as ``torch.compile`` does, and return this."""
+        _ = self._own_fallbacks
+        return self
+
+    def _fallbacks(self, settings: dict[str, Any]) -> tuple[Fallback, ...]:
+        if not settings:
+            return self._own_fallbacks
+        return fallbacks_of(self._inner, {**self._settings, **settings}, self._dynamic)
 
     def __call__(
         self, graph: fx.GraphModule, example_inputs: list[Any], **settings: Any
     ) -> Callable[..., Any]:
         """Compile a graph; its first calls are checked."""
-        steps, random_like_eager = self._steps(settings)
+        fallbacks = self._fallbacks(settings)
+        first = fallbacks[0]
         operations = sum(node.op.startswith("call_") for node in graph.graph.nodes)
         reason = why_not_twice(graph, self._options.run_twice)
+        # Copied before it is compiled: compilers rewrite the graph they are given.
         traced = graph if reason is not None else copy_graph(graph)
+        function, place = place_of(traced)
+        record = GraphRecord(self._function or function, place, operations, runs=first.name)
+        # Asked while Dynamo compiles: afterwards 2.13 has forgotten it.
         context = tracing_context()
         symbols = [symbols_of(context, value) for value in example_inputs]
-        dynamic = any(map(is_symbolic, example_inputs))
+        dynamic = any(isinstance(value, SYMBOLIC) for value in example_inputs)
         fakes = fake_inputs(context, example_inputs, symbols) if dynamic else None
         start = time.monotonic()
-        compiled = steps[0].compile(graph, example_inputs)
+        compiled = first.compile(graph, example_inputs)
         compile_seconds = time.monotonic() - start
-        function, place = place_of(traced)
-        record = new_record(self._records, self._function or function, place, operations)
-        record.runs = steps[0].name
+        self._graphs.append(record)
+        ALL_GRAPHS.append(record)
         if reason is not None:
             record.status, record.reason = "unverified", reason
             return compiled
-        # Here and not above: it is the larger part of the folder, and `import torchguard` is quick.
-        from torchguard.verification.calls import checked_calls, sizes_of  # noqa: PLC0415
-        from torchguard.verification.check import Check  # noqa: PLC0415
+        # Here and not above: it is the larger part of the room, and `import torchguard` is quick.
+        from torchguard.verification.check import GraphCheck, checked_calls  # noqa: PLC0415
 
-        # Real tensors are kept alive by nobody between compiling and the first call.
-        examples = [None if _has_values(value) else value for value in example_inputs]
-        placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        inputs = [node.meta.get("example_value") for node in placeholders]
-        check = Check(
-            traced,
-            steps,
+        # Tensors with values are let go, so that they live no longer than their holders want.
+        examples = [
+            None if isinstance(value, torch.Tensor) and not has_own_dispatch(value) else value
+            for value in example_inputs
+        ]
+        check = GraphCheck(
+            TracedGraph(traced, owned_tensors(traced), examples, fakes, context, symbols),
+            fallbacks,
             self._options,
             record,
-            random_like_eager,
             compiled,
-            examples,
-            fakes,
-            context,
-            symbols,
-            compile_seconds,
+            draws_like_eager=first.name in UNCOMPILED
+            or (first.name == "inductor" and inductor_draws_like_eager(first.compile)),
+            compile_seconds=compile_seconds,
         )
-        return checked_calls(check, self._options, sizes_of(examples, inputs))
+        placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        sizes = sizes_of(examples, [node.meta.get("example_value") for node in placeholders])
+        if sizes is None or self._options.check_each == "graph":
+            return checked_calls(check, self._options.calls)
+        from torchguard.verification.sizes import checked_calls_of_new_sizes  # noqa: PLC0415
 
-    def _steps(self, settings: dict[str, Any]) -> tuple[tuple[Step, ...], bool]:
-        """Return the ladder, and whether its first step draws random numbers as eager does."""
-        settings = {**self._settings, **settings}
-        inner = self._inner
-        if inner == "inductor":
-            mode, options = settings.get("mode"), settings.get("options")
-            inner = inductor_backend(mode, options, self._dynamic)
-            return inductor_steps(inner), inductor_draws_like_eager(inner)
-        if isinstance(inner, str):
-            name, compiler = inner, dynamo_backend(inner)
-        elif getattr(inner, "compiler_name", None) == "inductor":
-            return inductor_steps(inner), inductor_draws_like_eager(inner)
-        else:
-            name, compiler = getattr(inner, "__name__", type(inner).__name__), inner
-
-        def compile_with_settings(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-            return compiler(graph, inputs, **settings)
-
-        source = name if isinstance(inner, str) else None
-        like_eager = name in {"eager", "aot_eager"}
-        return steps_of(name, compile_with_settings, source), like_eager
+        return checked_calls_of_new_sizes(check, self._options, sizes)
 
     def stats(self) -> VerificationReport:
         """Return what has become of the graphs this backend has compiled."""
-        return self._records.stats()
+        return VerificationReport(tuple(self._graphs))
 
     def reset(self) -> None:
         """Pass ``torch._dynamo.reset()`` on to the backend that compiles."""
@@ -153,7 +164,7 @@ def verified_backend(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
-    every: Every = "auto",
+    check_each: CheckEach = "auto",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     group: Any = None,
@@ -164,7 +175,7 @@ def verified_backend(
     ``torch.compile(f, backend=verified_backend())`` equals ``torch.compile(f)`` where
     inductor is right. Each graph is run on copies of its first real inputs, once as Dynamo
     traced it and once compiled: values, gradients, strides and sharing of memory have to
-    be the same. Where they are not, one warning says so and the next step runs, if that is
+    be the same. Where they are not, one warning says so and the first fallback runs that is
     right: inductor with inputs written outside the graph, AOTAutograd alone, eager. A graph
     with dynamic shapes is checked again when it is called with sizes that are new to it. While
     one thread checks a graph, others that call it run it eagerly.
@@ -176,12 +187,12 @@ def verified_backend(
         on_mismatch: ``"fallback"``: run what is right. ``"warn"``: run the wrong graph all
             the same. ``"raise"``: raise a ``MiscompilationError`` when it is called.
         max_bytes: leave a graph unverified where its inputs' storages have more bytes.
-        every: which sizes of a graph with dynamic shapes are checked. ``"auto"``: the first 64
+        check_each: which sizes of a graph with dynamic shapes are checked. ``"auto"``: the first 64
             combinations, and from then on those that compiled code may tell from all of them.
             ``"shape"``: every combination. ``"graph"``: the first one.
         mode: as for ``torch.compile``.
         options: as for ``torch.compile``.
-        group: a process group whose ranks take the same step; all of them have to compile
+        group: a process group whose ranks take the same fallback; all of them have to compile
             the same graphs in the same order, as they do under DDP. They wait for each other
             in the first ``calls`` calls of a graph; sizes that come later, each rank checks alone.
         run_twice: custom operators, as ``"namespace::name"``, that have no effect but on their
@@ -195,12 +206,8 @@ def verified_backend(
     Upstream: https://github.com/pytorch/pytorch/issues/197829 and others; the doctor
     lists them.
     """
-    checks = Options(calls, on_mismatch, max_bytes, every, group, run_twice)
+    checks = Options(calls, on_mismatch, max_bytes, check_each, group, run_twice)
     return VerifiedBackend(inner, checks, mode=mode, inner_options=options)
-
-
-def _has_values(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not has_own_dispatch(value)
 
 
 backend = verified_backend()

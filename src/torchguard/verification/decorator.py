@@ -1,23 +1,78 @@
-"""``@verified()``: around a function, a module, or what ``torch.compile`` has made of one."""
+"""``verified()``, around a function or a module; ``install("verified")``, for the process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
-from typing_extensions import ParamSpec
+from typing_extensions import ParamSpec, Self
 
-from torchguard._torch import compile_in_place, settings_of_compiled
+from torchguard._torch import (
+    compile_in_place,
+    default_backend,
+    inductor_backend,
+    settings_of_compiled,
+)
 from torchguard.verification.backend import VerifiedBackend
-from torchguard.verification.decorated import Checked, Decorator
-from torchguard.verification.options import Every, OnMismatch, Options
+from torchguard.verification.options import CheckEach, OnMismatch, Options
+from torchguard.verification.report import VerificationReport
 
-__all__ = ["verified"]
+__all__ = ["Checked", "CompilesInside", "Decorator", "guard_compile", "verified"]
 
 _Arguments = ParamSpec("_Arguments")
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 _Result = TypeVar("_Result")
+_Result_co = TypeVar("_Result_co", covariant=True)
+
+Settings = Callable[[Any, "bool | Mapping[str, Any] | None"], dict[str, Any]]
+"""Makes arguments for ``torch.compile`` from a function and those it was compiled with."""
+
+
+@runtime_checkable
+class CompilesInside(Protocol):
+    """What compiles functions of its own, such as what is bucketed, once for each bucket.
+
+    Dynamo does not look into it, so ``verified`` hands it what to compile them with.
+    """
+
+    def __torchguard_compile__(self, settings: Settings) -> Any:
+        """Return the same with other settings for ``torch.compile``."""
+        ...
+
+
+class Checked(Protocol[_Arguments, _Result_co]):
+    """A function or a method as it was, and what was found when it was checked."""
+
+    __name__: str
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result_co:
+        """Call it."""
+        ...
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., _Result_co]: ...
+
+    def stats(self) -> VerificationReport:
+        """Return what was checked so far."""
+        ...
+
+
+class Decorator(Protocol):
+    """What ``verified(...)`` is before it gets something to check."""
+
+    # A module is a callable too, and the first of the two that fits is meant.
+    @overload
+    def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
+    @overload
+    def __call__(
+        self, function: Callable[_Arguments, _Result], /
+    ) -> Checked[_Arguments, _Result]: ...
+    def __call__(self, function: Any, /) -> Any:
+        """Compile and check it."""
+        ...
 
 
 # A module is a callable too, and the first that fits is meant.
@@ -35,7 +90,7 @@ def verified(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
-    every: Every = "auto",
+    check_each: CheckEach = "auto",
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -50,7 +105,7 @@ def verified(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
-    every: Every = "auto",
+    check_each: CheckEach = "auto",
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -74,11 +129,11 @@ def verified(
         calls: see :func:`verified_backend`, like the next three.
         on_mismatch: what happens to a wrong graph.
         max_bytes: the largest inputs that are copied.
-        every: ``"auto"``, ``"shape"`` or ``"graph"``.
+        check_each: ``"auto"``, ``"shape"`` or ``"graph"``.
         backend: what compiles, by name or itself.
         mode: as for ``torch.compile``.
         options: as for ``torch.compile``.
-        group: a process group whose ranks take the same step, see :func:`verified_backend`.
+        group: a process group whose ranks take the same fallback, see :func:`verified_backend`.
         run_twice: custom operators without side effects, see :func:`verified_backend`.
         **compile_options: further arguments of ``torch.compile``: ``fullgraph``, ``dynamic``.
 
@@ -88,7 +143,7 @@ def verified(
 
     Upstream: https://github.com/pytorch/pytorch/issues/197829
     """
-    checks = Options(calls, on_mismatch, max_bytes, every, group, run_twice)
+    checks = Options(calls, on_mismatch, max_bytes, check_each, group, run_twice)
 
     def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
         """Return arguments for ``torch.compile``; those of what is compiled already are kept."""
@@ -115,19 +170,12 @@ def verified(
             inner_options=asked.pop("options", options),
             dynamic=asked.get("dynamic"),
             function=_name_of(given),
-        )
+        ).look_up()
         return {**asked, "backend": checked}
 
     def wrap(function: Any, /) -> Any:
-        # With the first use: `import torchguard` need not wait for it.
-        from torchguard.bucketing.decorator.wrappers import (  # noqa: PLC0415
-            Bucketed,
-            BucketedModule,
-        )
-
-        if isinstance(function, (Bucketed, BucketedModule)):
-            # Dynamo does not look into it: what compiles is inside, once for each bucket.
-            return function.compiled(settings_for)
+        if isinstance(function, CompilesInside):
+            return function.__torchguard_compile__(settings_for)
         settings = settings_for(function, None)
         made: Any = function
         if _is_compiled(function):
@@ -162,3 +210,31 @@ def _settings_of(compiled: Any) -> dict[str, Any]:
             "it; pass what was compiled: verified(backend=...)(function)"
         )
     return settings
+
+
+# ---- install("verified") ----
+
+# Options that torch.compile keeps for itself.
+_NOT_INDUCTORS = {"guard_filter_fn", "use_aoti"}
+
+
+def guard_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a ``torch.compile`` that checks what inductor compiles; other backends stay as they are.
+
+    https://github.com/pytorch/pytorch/issues/197829
+    """
+
+    def compile(model: Any = None, **settings: Any) -> Any:  # noqa: A001 - torch's name
+        options = settings.get("options") or {}
+        backend = settings.get("backend") or default_backend()
+        if backend != "inductor" or options.get("use_aoti"):
+            return original(model, **settings)
+        mode, dynamic = settings.get("mode"), settings.get("dynamic")
+        if mode is None or settings.get("options") is None:
+            # What inductor does not know it refuses now, as torch.compile does.
+            known = {name: value for name, value in options.items() if name not in _NOT_INDUCTORS}
+            inductor_backend(mode, known or None, dynamic)
+        checked = VerifiedBackend("inductor", Options(), dynamic=dynamic)
+        return original(model, **{**settings, "backend": checked})
+
+    return compile

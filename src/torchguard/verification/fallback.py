@@ -1,21 +1,41 @@
-"""The ways to compile a graph, from the fastest to the one that is right by definition."""
+"""What a graph is compiled with: the backend first, then its fallbacks down to eager."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
-from torchguard._torch import dynamo_backend, inductor_options, mutation_switches, patch
+from torchguard._torch import (
+    dynamo_backend,
+    inductor_backend,
+    inductor_options,
+    mutation_switches,
+    patch,
+    shape_guards,
+    tracing_again,
+)
+from torchguard.verification.graph import SYMBOLIC, copy_graph
 
-__all__ = ["EAGER", "OUTSIDE", "Compiler", "Step", "inductor_steps", "steps_of"]
+__all__ = [
+    "EAGER",
+    "OUTSIDE",
+    "UNCOMPILED",
+    "Compiler",
+    "Fallback",
+    "TracedGraph",
+    "fallbacks_of",
+    "with_strides",
+]
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
-class Step(NamedTuple):
+class Fallback(NamedTuple):
     """One way to compile a graph."""
 
     name: str
@@ -25,12 +45,15 @@ class Step(NamedTuple):
     """The arguments for ``torch.compile`` that stand for it in a script; None if there are none."""
 
 
-def _as_it_is(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+def _uncompiled(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
     run: Callable[..., Any] = graph.forward
     return run
 
 
-EAGER = Step("eager", _as_it_is)
+EAGER = Fallback("eager", _uncompiled)
+UNCOMPILED = {"eager", "aot_eager"}
+"""The backends that run torch's own operators, and so draw random numbers as eager does."""
+
 OUTSIDE = "inductor, inputs written outside the graph"
 
 
@@ -39,20 +62,37 @@ def _by_aot_autograd(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., 
     return compiled
 
 
-_AOT_EAGER = Step("aot_eager", _by_aot_autograd)
+_AOT_EAGER = Fallback("aot_eager", _by_aot_autograd)
 
 
-def steps_of(name: str, compiler: Compiler, source: str | None) -> tuple[Step, ...]:
-    """Return the ladder below a backend: AOTAutograd without a compiler, then eager."""
-    first = Step(name, compiler, None if source is None else f"backend={source!r}")
-    if name in {"eager", "aot_eager"}:
-        return (first, EAGER)
-    return (first, _AOT_EAGER, EAGER)
+def fallbacks_of(
+    inner: str | Compiler, settings: Mapping[str, Any], dynamic: bool | None
+) -> tuple[Fallback, ...]:
+    """Return a backend and what comes after it: AOTAutograd without a compiler, then eager.
+
+    Args:
+        inner: the backend, by name or itself.
+        settings: what ``torch.compile`` passes on to it, ``mode`` and ``options``.
+        dynamic: as of ``torch.compile``.
+    """
+    if inner == "inductor":
+        backend = inductor_backend(settings.get("mode"), settings.get("options"), dynamic)
+        return _inductor_and_fallbacks(backend)
+    if isinstance(inner, str):
+        name, compiler, source = inner, dynamo_backend(inner), f"backend={inner!r}"
+    elif getattr(inner, "compiler_name", None) == "inductor":
+        return _inductor_and_fallbacks(inner)
+    else:
+        name, compiler, source = getattr(inner, "__name__", type(inner).__name__), inner, None
+
+    def compile_with_settings(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compiler(graph, inputs, **settings)
+
+    first = Fallback(name, compile_with_settings if settings else compiler, source)
+    return (first, EAGER) if name in UNCOMPILED else (first, _AOT_EAGER, EAGER)
 
 
-def inductor_steps(compiler: Compiler) -> tuple[Step, ...]:
-    """Return the ladder below inductor with some mode and options."""
-
+def _inductor_and_fallbacks(compiler: Compiler) -> tuple[Fallback, ...]:
     def with_inputs_written_outside(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         paths = mutation_switches()
         patch.apply((path, _without_input_mutations) for path in paths)
@@ -61,10 +101,10 @@ def inductor_steps(compiler: Compiler) -> tuple[Step, ...]:
         finally:
             patch.undo(paths)
 
-    outside = Step(OUTSIDE, with_inputs_written_outside)
     options = inductor_options(compiler)
     source = f"options={options!r}" if options else ""
-    return (Step("inductor", compiler, source), outside, _AOT_EAGER, EAGER)
+    first = Fallback("inductor", compiler, source)
+    return (first, Fallback(OUTSIDE, with_inputs_written_outside), _AOT_EAGER, EAGER)
 
 
 def _without_input_mutations(aot_autograd: Callable[..., Any]) -> FunctionType:
@@ -81,3 +121,100 @@ def _without_input_mutations(aot_autograd: Callable[..., Any]) -> FunctionType:
 
     assert isinstance(replacement, FunctionType)
     return replacement
+
+
+@dataclass
+class TracedGraph:
+    """A graph as Dynamo traced it, which is eager, and what it takes to compile it again."""
+
+    graph: fx.GraphModule
+    owned: list[torch.Tensor]
+    """The tensors that the graph has as attributes, such as an optimizer's parameters."""
+
+    examples: list[Any]
+    """What Dynamo gave to compile with, None in place of tensors that hold values."""
+
+    fakes: list[Any] | None
+    """The inputs of a graph with dynamic shapes without their values."""
+
+    context: Any
+    """What Dynamo knew when it traced the graph."""
+
+    symbols: list[Any]
+    """What it had decided about the sizes of each input."""
+
+    _guards: int | None = None
+    """How many guards on sizes there were when Dynamo wrote its own."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the graph has dynamic shapes."""
+        return any(isinstance(example, SYMBOLIC) for example in self.examples)
+
+    def eager(self, *inputs: Any) -> Any:
+        """Run the graph as Dynamo traced it."""
+        return self.graph.forward(*inputs)
+
+    def compile(self, fallback: Fallback, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        """Compile with a fallback; None if it can't, or only under guards nobody evaluates.
+
+        What Dynamo evaluates before each call was written when the graph was compiled first: a
+        guard on a size that compiling adds now would hold for this call and never be asked again.
+        """
+        if self._guards is None:
+            self._guards = shape_guards(self.context)
+        examples = self.fakes
+        if examples is None:
+            if self.is_dynamic:
+                return None  # the sizes of this call are not those of every call
+            pairs = zip(self.examples, inputs, strict=True)
+            examples = [given if example is None else example for example, given in pairs]
+        try:
+            with tracing_again(self.context, zip(inputs, self.symbols, strict=True)):
+                compiled = fallback.compile(copy_graph(self.graph), examples)
+        except Exception:  # noqa: BLE001 - then the next one has to do
+            return None
+        return compiled if shape_guards(self.context) == self._guards else None
+
+
+def with_strides(
+    function: Callable[..., Any], outputs: Mapping[int, tuple[int, ...]]
+) -> Callable[..., Any]:
+    """Return ``function`` with some of its outputs copied into memory with other strides.
+
+    Inductor keeps the strides of a graph's outputs as AOTAutograd hands them over, and says why:
+    "user-land view() will not throw because inductor output different strides than eager"
+    (https://github.com/pytorch/pytorch/blob/main/torch/_inductor/graph.py). By then decompositions
+    have run, and some do not keep them: ``cat([empty, x])`` has become ``x.clone()``, which has the
+    strides of ``x``, where eager's result is contiguous. The first key-value cache of a decoder is
+    made so, and ``view()`` of it raises in compiled code only.
+
+    Args:
+        function: returns a list or a tuple.
+        outputs: by position, the strides of a tensor whose order of dims the output shall have.
+    """
+    orders = {
+        position: tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))
+        for position, strides in outputs.items()
+    }
+
+    def run(*inputs: Any) -> Any:
+        returned = list(function(*inputs))
+        for position, order in orders.items():
+            returned[position] = _copied(returned[position], order)
+        return returned
+
+    return run
+
+
+def _copied(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    strides, size = [0] * tensor.dim(), 1
+    for dim in reversed(order):
+        strides[dim] = size
+        size *= max(tensor.size(dim), 1)
+    sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    if all(length == 1 or has == wanted for length, has, wanted in sizes):
+        return tensor
+    # Not permute().contiguous(): the result would be a view, and eager's is not.
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)

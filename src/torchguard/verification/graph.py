@@ -1,34 +1,35 @@
-"""Copies of a graph: compilers rewrite the one they are given."""
+"""A graph of Dynamo's: copies of it, its tensors, its place, its sizes, its side effects."""
 
 from __future__ import annotations
 
 import copy
+import operator
 import re
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Sequence
+from types import BuiltinFunctionType
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-__all__ = ["copy_graph", "in_double", "is_symbolic", "owned_tensors", "place_of", "wider"]
+from torchguard._torch import has_only_results, operator_name, symbols_in
 
-_WIDER = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-}
-_CASTS = {"half": "double", "bfloat16": "double", "float": "double"}
+__all__ = [
+    "SYMBOLIC",
+    "SizesOf",
+    "copy_graph",
+    "owned_tensors",
+    "place_of",
+    "sizes_of",
+    "why_not_twice",
+]
+
+SizesOf: TypeAlias = Callable[[Sequence[Any]], Hashable]
+"""Reads the sizes from the inputs of a call."""
 
 
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that stands for this one in double precision."""
-    return _WIDER.get(dtype, dtype)
-
-
-def is_symbolic(value: object) -> bool:
-    """Whether it is a size, or a number, that differs from call to call."""
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""The types of a size, or a number, that differs from call to call."""
 
 
 def copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
@@ -49,43 +50,21 @@ def copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def in_double(graph: fx.GraphModule) -> fx.GraphModule | None:
-    """Copy the graph with every dtype it names made double; None if it reads bits.
-
-    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/utils.py has the same idea
-    for its accuracy minifier.
-    """
-    copied = copy_graph(graph)
-    for part in copied.modules():
-        if not isinstance(part, fx.GraphModule):
-            continue
-        for node in part.graph.nodes:
-            if node.op == "call_method" and node.target == "view":
-                if any(isinstance(value, torch.dtype) for value in node.args):
-                    return None
-            elif node.op == "call_method" and node.target in _CASTS:
-                node.target = _CASTS[str(node.target)]
-            node.args = tuple(_doubled(value) for value in node.args)
-            node.kwargs = {name: _doubled(value) for name, value in node.kwargs.items()}
-        part.recompile()
-    return copied
-
-
-def _doubled(value: object) -> object:
-    return wider(value) if isinstance(value, torch.dtype) else value
+def _graphs_in(graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return the graph and those that its higher-order operators hold."""
+    return [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
 
 
 def owned_tensors(graph: fx.GraphModule) -> list[torch.Tensor]:
     """Return the tensors that the graph holds itself: the parameters of an optimizer."""
     found: dict[int, torch.Tensor] = {}
-    for part in graph.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in part.graph.nodes:
-                value: Any = part
-                for name in str(node.target).split(".") if node.op == "get_attr" else ():
-                    value = getattr(value, name, None)
-                if isinstance(value, torch.Tensor):
-                    found[id(value)] = value
+    for part in _graphs_in(graph):
+        for node in part.graph.nodes:
+            value: Any = part
+            for name in str(node.target).split(".") if node.op == "get_attr" else ():
+                value = getattr(value, name, None)
+            if isinstance(value, torch.Tensor):
+                found[id(value)] = value
     return list(found.values())
 
 
@@ -105,3 +84,117 @@ def place_of(graph: fx.GraphModule) -> tuple[str, str]:
         for _, kind in (node.meta.get("nn_module_stack") or {}).values():
             return getattr(kind, "__name__", str(kind)), "torch.nn"
     return "graph", "no line known"
+
+
+# ---- the sizes of a call ----
+
+
+def sizes_of(examples: Sequence[Any], traced: Sequence[Any]) -> SizesOf | None:
+    """Return what reads the sizes from the inputs of a call; None for a graph with static shapes.
+
+    Dynamo gives a graph every symbol of its inputs as an integer of its own.
+
+    Args:
+        examples: what the backend was given; symbolic integers in place of those integers.
+        traced: the fake inputs with which Dynamo traced the graph, where it says so.
+    """
+    places = [place for place, value in enumerate(examples) if isinstance(value, torch.SymInt)]
+    given = symbols_in([examples[place] for place in places])
+    if symbols_in(traced) - given:
+        return _shapes
+    return operator.itemgetter(*places) if places else None
+
+
+def _shapes(inputs: Sequence[Any]) -> Hashable:
+    return tuple(
+        (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else value
+        for value in inputs
+        if isinstance(value, (torch.Tensor, int))
+    )
+
+
+# ---- side effects ----
+
+# Operators of torch's own namespaces have effects on their tensors only.
+_OPERATORS = {"aten", "prims", "inductor", "quantized", "quantized_decomposed", "torchvision"}
+
+# Higher-order operators that do what the graphs they hold do.
+_HIGHER_ORDER = {
+    "associative_scan", "autograd_function_apply", "checkpoint", "cond", "dynamo_bypassing_wrapper",
+    "flex_attention", "flex_attention_backward", "hints_wrapper", "inductor_compiled_code",
+    "invoke_subgraph", "map", "map_impl", "scan", "tag_activation_checkpoint",
+    "trampoline_autograd_apply", "triton_kernel_wrapper_functional",
+    "triton_kernel_wrapper_mutation", "while_loop", "wrap", "wrap_activation_checkpoint",
+    "wrap_with_autocast", "wrap_with_set_grad_enabled",
+}  # fmt: skip
+
+# Modules of functions that compute. einops tells Dynamo not to look into its functions.
+_MODULES = {"torch", "_operator", "math", "cmath", "builtins", "einops"}
+
+
+def why_not_twice(graph: fx.GraphModule, run_twice: Collection[str] = ()) -> str | None:
+    """Name the operation because of which the graph must not be run again, or None.
+
+    Args:
+        graph: as Dynamo traced it.
+        run_twice: names of custom operators of which the user knows that they may be.
+    """
+    for part in _graphs_in(graph):
+        for node in part.graph.nodes:
+            reason = _reason(part, node, run_twice)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _reason(graph: fx.GraphModule, node: fx.Node, run_twice: Collection[str]) -> str | None:
+    if node.op == "call_module":
+        module = graph.get_submodule(str(node.target))
+        if isinstance(module, fx.GraphModule):
+            return None
+        # torch._dynamo.config.inline_inbuilt_nn_modules is off.
+        return f"a {type(module).__name__} is called as a whole, with state of its own"
+    return _reason_of(node.target, run_twice) if node.op == "call_function" else None
+
+
+def _reason_of(function: Any, run_twice: Collection[str]) -> str | None:
+    # Most are torch.add or operator.mul: neither of torch.ops nor written in Python.
+    name = None if isinstance(function, BuiltinFunctionType) else operator_name(function)
+    if name is None:
+        return _reason_of_python(function)
+    namespace, _, short = name.partition("::")
+    if "c10d" in namespace:
+        return f"{name} communicates with other processes"
+    if namespace == "higher_order":
+        return None if short in _HIGHER_ORDER else f"the operator {short} may have other effects"
+    if namespace in _OPERATORS or name in run_twice:
+        return None
+    return _reason_of_custom(function, name)
+
+
+def _reason_of_custom(function: Any, name: str) -> str | None:
+    if not has_only_results(function):
+        reason = "whose schema or effect token says that it does more than return something"
+    elif _has_peers():
+        reason = "which may communicate with other ranks"
+    else:
+        return None
+    return f"{name} is a custom operator {reason}; where it may run twice: run_twice=[{name!r}]"
+
+
+def _has_peers() -> bool:
+    """Whether an operator could wait for another process, which its schema does not say."""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
+def _reason_of_python(function: Any) -> str | None:
+    module = getattr(function, "__module__", None)
+    if module is None:  # written in C++: torch.add, torch.Tensor.add_
+        return None
+    if module.startswith("torch.distributed"):
+        return f"{module}.{function.__name__} communicates with other processes"
+    if module.partition(".")[0] in _MODULES:
+        return None
+    name = getattr(function, "__qualname__", repr(function))
+    return f"{module}.{name} is a function that Dynamo did not look into"

@@ -1,4 +1,4 @@
-"""What a user can choose about the check, and that it makes sense."""
+"""What a user can choose about the check, validated once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-__all__ = ["Every", "OnMismatch", "Options"]
+__all__ = ["CheckEach", "OnMismatch", "Options"]
 
 OnMismatch = Literal["fallback", "raise", "warn"]
-Every = Literal["auto", "graph", "shape"]
+CheckEach = Literal["auto", "graph", "shape"]
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Options:
     calls: int = 1
     on_mismatch: OnMismatch = "fallback"
     max_bytes: int | None = None
-    every: Every = "auto"
+    check_each: CheckEach = "auto"
     group: Any = None
-    """The ranks that take the same step."""
+    """The ranks that take the same fallback."""
 
     run_twice: Collection[str] = ()
     """Custom operators that have no effect but on their tensors."""
@@ -30,7 +30,7 @@ class Options:
         if type(self.calls) is not int or self.calls < 1:
             raise ValueError(f"verified: calls is {self.calls!r}, expected a number of 1 or more")
         _one_of("on_mismatch", self.on_mismatch, get_args(OnMismatch))
-        _one_of("every", self.every, get_args(Every))
+        _one_of("check_each", self.check_each, get_args(CheckEach))
         if self.max_bytes is not None and (type(self.max_bytes) is not int or self.max_bytes < 0):
             raise ValueError(
                 f"verified: max_bytes is {self.max_bytes!r}, expected a number of bytes or None"

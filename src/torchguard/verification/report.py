@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-__all__ = ["GraphRecord", "Records", "VerificationReport", "new_record", "verification_report"]
+import torch
+
+if TYPE_CHECKING:
+    from torchguard.equivalence.compare import Difference
+    from torchguard.verification.fallback import Fallback
+
+__all__ = [
+    "ALL_GRAPHS",
+    "GraphRecord",
+    "VerificationReport",
+    "first_of",
+    "message_of",
+    "verification_report",
+]
 
 Status = Literal["compiled", "verified", "mismatched", "unverified"]
 
@@ -28,19 +41,19 @@ class GraphRecord:
     """``compiled``: not called yet. ``mismatched``: it did not do what eager does."""
 
     runs: str = ""
-    """What runs now: a step of the ladder, such as ``inductor`` or ``eager``."""
+    """What runs now: the backend, or a fallback such as ``aot_eager`` or ``eager``."""
 
     reason: str = ""
     """Why it is unverified, or what differs in a verified one because rounding decides there."""
 
     differences: tuple[str, ...] = ()
-    """What the first step did otherwise than eager."""
+    """What the backend's graph did otherwise than eager."""
 
     checks: int = 0
     """How many calls were checked."""
 
     seconds: float = 0.0
-    """What checking took, compiling further steps of the ladder included."""
+    """What checking took, compiling fallbacks included."""
 
     reproducer: str | None = None
     """The script that shows the difference, where one was written."""
@@ -98,28 +111,8 @@ class VerificationReport:
         )
 
 
-class Records:
-    """The graphs of one backend."""
-
-    def __init__(self) -> None:
-        self.graphs: list[GraphRecord] = []
-
-    def stats(self) -> VerificationReport:
-        """Return what has become of the graphs compiled so far."""
-        return VerificationReport(tuple(self.graphs))
-
-
-_lock = threading.Lock()
-_all: list[GraphRecord] = []
-
-
-def new_record(records: Records, function: str, place: str, nodes: int) -> GraphRecord:
-    """Enter a graph in a backend's list and in that of the process."""
-    record = GraphRecord(function, place, nodes)
-    with _lock:
-        records.graphs.append(record)
-        _all.append(record)
-    return record
+ALL_GRAPHS: list[GraphRecord] = []
+"""Of every backend of this process. Appending to a list is one step, so it needs no lock."""
 
 
 def verification_report() -> VerificationReport:
@@ -127,5 +120,50 @@ def verification_report() -> VerificationReport:
 
     Print it for a table. It holds numbers and texts only, no tensor and no graph.
     """
-    with _lock:
-        return VerificationReport(tuple(_all))
+    return VerificationReport(tuple(ALL_GRAPHS))
+
+
+def message_of(
+    record: GraphRecord,
+    backend: Fallback,
+    found: Sequence[Difference],
+    on_mismatch: str,
+    reproducer: str,
+) -> str:
+    """Return the text of the warning, or of the error, for a graph that was compiled wrong.
+
+    Args:
+        record: what is known of the graph.
+        backend: what has compiled it; one that somebody has written is not torch's.
+        found: what it does otherwise than eager.
+        on_mismatch: what the user has chosen.
+        reproducer: where the script is, or why there is none.
+    """
+    source = backend.source
+    if source is None:
+        blamed = f"the backend {backend.name}"
+    else:
+        blamed = f"torch.compile{f' with {source}' if source.startswith('backend=') else ''}"
+    largest = max((each.largest for each in found if each.finite), default=None)
+    now = {
+        "fallback": f"{record.runs} runs instead",
+        "warn": 'the wrong graph runs all the same, because of on_mismatch="warn"',
+        "raise": "it is not run",
+    }[on_mismatch]
+    lines = [
+        f"{blamed} (torch {torch.__version__}) compiled {record.function} wrong:",
+        *(f"  {line}" for line in first_of(found)),
+        f"  last statement: {record.place}",
+        *([] if largest is None else [f"  largest difference: {largest:.3g}"]),
+        f"  now: {now}",
+        f"  reproducer: {reproducer}",
+    ]
+    return "\n".join(lines)
+
+
+def first_of(found: Sequence[Difference]) -> list[str]:
+    """Return the first differences as text, and how many there are besides."""
+    shown = [str(difference) for difference in found[:3]]
+    if len(found) > len(shown):
+        shown.append(f"and {len(found) - len(shown)} more differences")
+    return shown

@@ -29,9 +29,9 @@ from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.perturb import can_be_perturbed, perturb_
 from torchguard.equivalence.run import Outcome, run
 from torchguard.verification.fallback import Compiler
-from torchguard.verification.graph import copy_graph, in_double, wider
+from torchguard.verification.graph import copy_graph
 
-__all__ = ["not_by_rounding", "right_in_double"]
+__all__ = ["exact", "not_by_rounding", "right_in_double"]
 
 _RUNS = 16
 """With how many different last digits eager runs at most."""
@@ -80,18 +80,29 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
 
     There a jump is a billion times less likely to be within the rounding error.
     """
-    wide = in_double(graph)
-    if wide is None or why_not_copied(inputs, wider) is not None:
+    wide = _in_double(graph)
+    if wide is None or why_not_copied(inputs, _wider) is not None:
         return False
     try:
-        eager = run(wide, inputs, cast=wider)
+        eager = run(wide, inputs, cast=_wider)
         if eager.error is not None or eager.backward_error is not None:
             return False
         with tracing_again(None), rng_state_restored():
-            compiled = compiler(copy_graph(wide), copy_inputs(inputs, wider).values)
-        return judge(eager, run(compiled, inputs, cast=wider), COMPILING).equal
+            compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
+        return judge(eager, run(compiled, inputs, cast=_wider), COMPILING).equal
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
         return False
+
+
+def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
+    """Return the outcome in double precision, or None where the graph can't be run so."""
+    wide = _in_double(graph)
+    if wide is None or why_not_copied(inputs, _wider) is not None:
+        return None
+    try:
+        return run(wide, inputs, cast=_wider)
+    except torch.OutOfMemoryError:
+        return None
 
 
 @dataclass
@@ -129,3 +140,46 @@ class _Places:
             self.left &= ~(away.isfinite() & (_MULTIPLE * away >= off))
         else:
             self.left &= value.detach() != self.compiled
+
+
+# ---- graphs in double precision ----
+
+_WIDER = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+_CASTS = {"half": "double", "bfloat16": "double", "float": "double"}
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that stands for this one in double precision."""
+    return _WIDER.get(dtype, dtype)
+
+
+def _in_double(graph: fx.GraphModule) -> fx.GraphModule | None:
+    """Copy the graph with every dtype it names made double; None if it reads bits.
+
+    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/utils.py has the same idea
+    for its accuracy minifier.
+    """
+    copied = copy_graph(graph)
+    for part in copied.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            if node.op == "call_method" and node.target == "view":
+                if any(isinstance(value, torch.dtype) for value in node.args):
+                    return None
+            elif node.op == "call_method" and node.target in _CASTS:
+                node.target = _CASTS[str(node.target)]
+            node.args = tuple(_doubled(value) for value in node.args)
+            node.kwargs = {name: _doubled(value) for name, value in node.kwargs.items()}
+        part.recompile()
+    return copied
+
+
+def _doubled(value: object) -> object:
+    return _wider(value) if isinstance(value, torch.dtype) else value

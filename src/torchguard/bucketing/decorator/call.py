@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchguard._torch import warn_user
 from torchguard import _torch
 from torchguard._pytree import flatten, unflatten
 from torchguard.bucketing.decorator import no_recompile
@@ -39,7 +40,6 @@ from torchguard.bucketing.decorator.plan import (
 )
 from torchguard.bucketing.decorator.proofs import Proofs
 from torchguard.bucketing.decorator.spec import Sizes, Spec
-from torchguard.bucketing.decorator.warning import warn_user
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.reachable import reachable_modules
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError

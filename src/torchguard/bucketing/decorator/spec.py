@@ -18,7 +18,6 @@ from typing_extensions import Required
 
 from torchguard._pytree import KeyPath, children, keystr
 from torchguard.bucketing.decorator.auto import Ladder, ladders_of, read_plan
-from torchguard.bucketing.decorator.warning import warn_user
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Side
 

@@ -16,7 +16,6 @@ from torchguard.bucketing.decorator.compile import alone
 from torchguard.bucketing.decorator.outputs import Output
 from torchguard.bucketing.decorator.plan import Call, Input, find_inputs
 from torchguard.bucketing.decorator.spec import Sizes
-from torchguard.bucketing.decorator.warning import warn_user
 from torchguard.bucketing.padding import Side, pad_to_bucket
 from torchguard.equivalence.isolate import (
     buffers_restored,

@@ -151,7 +151,7 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
             instances[key] = (reference, caller)
             return caller
 
-    def compiled(self, settings: _Settings) -> Bucketed[_Arguments, _Result_co]:
+    def __torchguard_compile__(self, settings: _Settings) -> Bucketed[_Arguments, _Result_co]:
         """Return the same with other settings for ``torch.compile``.
 
         Args:
@@ -253,7 +253,7 @@ class BucketedModule(_Methods):
     def _bucketed_caller(self) -> tuple[Caller, tuple[Any, ...]]:
         return self._bucketed[3], (self._bucketed[0],)
 
-    def compiled(self, settings: _Settings) -> Any:
+    def __torchguard_compile__(self, settings: _Settings) -> Any:
         """Return this module itself, from now on with other settings for ``torch.compile``.
 
         Args:

@@ -8,17 +8,20 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchguard.verification.case import Case
+from torchguard._torch import tracing_again
+from torchguard.verification.fallback import Fallback, TracedGraph
+from torchguard.verification.minify import Case, Minified, minified
+from torchguard.verification.quiet import quiet
 from torchguard.verification.report import GraphRecord
 
-__all__ = ["FOLDER_VARIABLE", "NotWritten", "write_reproducer"]
+__all__ = ["FOLDER_VARIABLE", "reproducer_of"]
 
 FOLDER_VARIABLE = "TORCHGUARD_REPRODUCERS"
 """Names the folder for the scripts; without it they go to a temporary one."""
@@ -83,11 +86,67 @@ raise SystemExit(bool(wrong))
 '''
 
 
-class NotWritten(Exception):  # noqa: N818 - it is an answer, not an error
+SECONDS_TO_MINIFY, MOST_SECONDS_TO_MINIFY = 10.0, 60.0
+"""How long the graph of a script may be made smaller: the caller is waiting.
+
+Where compiling took long, twice as long as that, so that there is time for some tries.
+"""
+
+
+class _NoScriptError(Exception):
     """The graph can't be written as a script; the text says why."""
 
 
-def write_reproducer(case: Case, arguments: str, record: GraphRecord) -> str:
+def reproducer_of(
+    traced: TracedGraph,
+    wrong: Callable[..., Any],
+    inputs: Sequence[Any],
+    backend: Fallback,
+    *,
+    record: GraphRecord,
+    compile_seconds: float,
+) -> str:
+    """Write a script that shows the difference; return where it is, or why there is none.
+
+    Args:
+        traced: the graph.
+        wrong: the same graph compiled.
+        inputs: of the call that has shown a difference.
+        backend: what has compiled it.
+        record: names the graph, and keeps the script's path.
+        compile_seconds: how long compiling took.
+    """
+    if backend.source is None:
+        return f"none: {backend.name} is a callable, which a script can't name"
+    if traced.owned:
+        return "none: the graph holds tensors of its own, such as an optimizer's parameters"
+    with quiet():
+        small = _smaller(traced, Case(traced.graph, wrong, list(inputs)), backend, compile_seconds)
+        try:
+            path = _write(small.case, backend.source, record)
+        except _NoScriptError as reason:
+            return f"none: {reason}"
+    record.reproducer = path
+    if not small.ended_early:
+        return path
+    return f"{path} (minifying it ended early: its time was up)"
+
+
+def _smaller(
+    traced: TracedGraph, case: Case, backend: Fallback, compile_seconds: float
+) -> Minified:
+    if traced.is_dynamic:
+        # Without Dynamo's symbols it would be another graph.
+        return Minified(case, ended_early=False)
+    seconds = min(max(SECONDS_TO_MINIFY, 2 * compile_seconds), MOST_SECONDS_TO_MINIFY)
+    try:
+        with tracing_again(None):
+            return minified(case, backend.compile, seconds, compile_seconds)
+    except Exception:  # noqa: BLE001 - the large one is there
+        return Minified(case, ended_early=False)
+
+
+def _write(case: Case, arguments: str, record: GraphRecord) -> str:
     """Write the script and return its path.
 
     Inputs are random, of the shapes, strides and sharing they had. Where random ones do not
@@ -99,7 +158,7 @@ def write_reproducer(case: Case, arguments: str, record: GraphRecord) -> str:
         record: names the graph.
 
     Raises:
-        NotWritten: the graph can't be written as a script, or the script not to its folder.
+        _NoScriptError: the graph can't be written as a script, or the script not to its folder.
 
     """
     try:
@@ -110,10 +169,10 @@ def write_reproducer(case: Case, arguments: str, record: GraphRecord) -> str:
             number += 1
             path = path.with_name(f"{path.stem.rpartition('-')[0] or path.stem}-{number}.py")
         path.write_text(text, encoding="utf-8")
-    except NotWritten:
+    except _NoScriptError:
         raise
     except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
-        raise NotWritten(f"writing it raised {type(error).__name__}: {error}") from None
+        raise _NoScriptError(f"writing it raised {type(error).__name__}: {error}") from None
     return str(path)
 
 
@@ -155,7 +214,7 @@ def _class_of(graph: fx.GraphModule, name: str, imports: dict[str, str], classes
     children = []
     for child, module in graph.named_children():
         if not isinstance(module, fx.GraphModule):
-            raise NotWritten(f"the graph calls a {type(module).__name__} as a whole")
+            raise _NoScriptError(f"the graph calls a {type(module).__name__} as a whole")
         made = _class_of(module, f"{name}_{child}", imports, classes)
         children.append(f"        self.{child} = {made}()")
     code = graph.graph.python_code("self")
@@ -185,7 +244,7 @@ def _import_of(name: str, value: Any) -> str:
         and getattr(sys.modules.get(module), qualified, None) is value
     ):
         return f"from {module} import {qualified} as {name}"
-    raise NotWritten(f"the graph has {value!r}, which a script can't import")
+    raise _NoScriptError(f"the graph has {value!r}, which a script can't import")
 
 
 def _inputs_that_show(case: Case) -> str:

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from torchguard.equivalence.compare import Difference
+from torchguard.equivalence.compare import COMPILING, Difference, judge, same_outcome
 from torchguard.equivalence.copies import copy_inputs
 from torchguard.equivalence.isolate import rng_state_restored
-from torchguard.verification.case import Case
+from torchguard.equivalence.run import run
 from torchguard.verification.graph import copy_graph
+from torchguard.verification.rounding import exact
 
-__all__ = ["Reduced", "reduced"]
+__all__ = ["Case", "Minified", "minified"]
 
 _WRITING_OPERATORS = {
     operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift,
@@ -35,7 +37,28 @@ _WRITING_OPERATORS = {
 _Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
-class Reduced(NamedTuple):
+@dataclass(frozen=True)
+class Case:
+    """A graph that owns no tensors, the same graph compiled, and inputs for both."""
+
+    graph: fx.GraphModule
+    compiled: Callable[..., Any]
+    inputs: list[Any]
+
+    def differences(self, inputs: Sequence[Any]) -> list[Difference]:
+        """Return what the compiled graph does otherwise with these inputs."""
+        eager = run(self.graph, inputs)
+        if eager.error is not None:
+            return []
+        compiled = run(self.compiled, inputs)
+        found = list(
+            judge(eager, compiled, COMPILING, lambda: exact(self.graph, inputs)).differences
+        )
+        # What eager itself does not do twice, such as reading new memory, shows nothing.
+        return found if found and same_outcome(eager, run(self.graph, inputs)) else []
+
+
+class Minified(NamedTuple):
     """What is left of a case."""
 
     case: Case
@@ -43,7 +66,7 @@ class Reduced(NamedTuple):
     """Whether the time was up before all had been tried."""
 
 
-def reduced(case: Case, compile_: _Compile, seconds: float, first: float) -> Reduced:
+def minified(case: Case, compile_: _Compile, seconds: float, first: float) -> Minified:
     """Return a case with fewer results, statements and inputs that still shows a difference.
 
     Args:
@@ -53,23 +76,23 @@ def reduced(case: Case, compile_: _Compile, seconds: float, first: float) -> Red
         first: how long compiling the whole graph took: a smaller one is expected to take as
             much less as it has fewer statements, and is not tried where that is too long.
     """
-    reducer = _Reducer(case, compile_, time.monotonic() + seconds, first)
+    minifier = _Minifier(case, compile_, time.monotonic() + seconds, first)
     try:
-        if not reducer.end_at_wrong_value():
-            reducer.keep_wrong_results()
-            reducer.cut_the_end()
-            reducer.cut_the_beginning()
-        reducer.leave_out_parts()
+        if not minifier.end_at_wrong_value():
+            minifier.keep_wrong_results()
+            minifier.cut_the_end()
+            minifier.cut_the_beginning()
+        minifier.leave_out_parts()
     except _TimeIsUp:
-        return Reduced(reducer.case, ended_early=True)
-    return Reduced(reducer.case, ended_early=False)
+        return Minified(minifier.case, ended_early=True)
+    return Minified(minifier.case, ended_early=False)
 
 
 class _TimeIsUp(Exception):  # noqa: N818 - it is an answer, not an error
     """The next try would take too long."""
 
 
-class _Reducer:
+class _Minifier:
     """Holds the smallest case so far."""
 
     def __init__(self, case: Case, compile_: _Compile, end: float, first: float) -> None:

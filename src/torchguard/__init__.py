@@ -67,7 +67,7 @@ _PUBLIC = {
     "transactions.step": ("TransactionStats", "transaction"),
     "verification.backend": ("verified_backend",),
     "verification.decorator": ("verified",),
-    "verification.report": ("VerificationReport", "verification_report"),
+    "verification.report": ("GraphRecord", "VerificationReport", "verification_report"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 _ROOMS = ("assignment", "bucketing", "checkpoint", "defects", "equivalence", "interop", "patching",

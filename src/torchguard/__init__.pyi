@@ -49,7 +49,7 @@ from torchguard.rollback.scope import guarded
 from torchguard.transactions.step import TransactionStats, transaction
 from torchguard.verification.backend import verified_backend
 from torchguard.verification.decorator import verified
-from torchguard.verification.report import VerificationReport, verification_report
+from torchguard.verification.report import GraphRecord, VerificationReport, verification_report
 from torchguard.version import __version__
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "Buckets",
     "DamagedFileError",
     "DoctorReport",
+    "GraphRecord",
     "InconsistentTensorError",
     "Installation",
     "MiscompilationError",

@@ -1,7 +1,7 @@
 """Whether rounding alone makes a compiled graph differ from eager: where the graph jumps.
 
-Two questions tell that from a wrong graph. Does eager, with inputs that are off by their last
-digits, come as far away from itself? And is the same graph, compiled in double precision, right?
+Two questions tell that from a wrong graph. Does eager, with ULP-scale noise on its inputs, come as
+far away from itself? And is the same graph, compiled in double precision, right?
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchguard.verification.graph import copy_graph
 __all__ = ["exact", "not_by_rounding", "right_in_double"]
 
 _RUNS = 16
-"""With how many different last digits eager runs at most."""
+"""With how many different perturbations of its inputs eager runs at most."""
 
 _MULTIPLE = 2.0
 """How many times further than eager from itself the compiled result may be from eager."""
@@ -47,7 +47,7 @@ def not_by_rounding(
     compiled: Outcome,
     found: Sequence[Difference],
 ) -> list[Difference]:
-    """Return the differences to which eager does not come once its last digits are others."""
+    """Return the differences to which eager does not come once its inputs are perturbed."""
     tensors = tensors_of(inputs)
     # Data may be compared with a constant (a mask of ones), what learns is not.
     some_learn = any(tensor.requires_grad for tensor in tensors)

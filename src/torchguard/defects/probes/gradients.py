@@ -60,7 +60,7 @@ BUFFER_UPDATE = Defect(
     upstream=("https://github.com/pytorch/pytorch/pull/197039",),
     family="gradient",
     probe=_buffer_update,
-    guards=("verify",),
+    guards=("verified",),
     advice=(
         "Replace the buffer instead of writing into it: "
         "self.variance = self.variance.lerp(new, 0.1), not lerp_."

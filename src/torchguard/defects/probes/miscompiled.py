@@ -77,7 +77,7 @@ PERMUTED_READ = Defect(
     ),
     family="compile",
     probe=_differs(_write_then_flip, _argument_after_it(lambda: torch.arange(4.0))),
-    guards=("verify",),
+    guards=("verified",),
     advice=(
         "Compute out of place (y = x.index_copy(0, rows, new); return y + y.flip(0)) "
         "and copy the result into x outside the compiled function."
@@ -101,7 +101,7 @@ SHIFT_OVERLAP = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/197829",),
     family="compile",
     probe=_differs(_shift, _argument_after_it(lambda: torch.arange(4.0))),
-    guards=("verify",),
+    guards=("verified",),
     advice=(
         "Return torch.cat((x[:1], x[:-1])) from the compiled function and copy it into x outside."
     ),
@@ -127,7 +127,7 @@ MUTATION_DROPPED = Defect(
         _argument_after_it(lambda: torch.zeros(2)),
         "compiled leaves {compiled} where eager leaves {eager}",
     ),
-    guards=("verify",),
+    guards=("verified",),
     advice="Update the input itself, not what F.dropout returned.",
 )
 
@@ -152,7 +152,7 @@ OVERWRITTEN = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/198094",),
     family="compile",
     probe=_differs(_clone_between_writes, lambda program: program(torch.zeros(4))),
-    guards=("verify",),
+    guards=("verified",),
     advice=(
         "Compute out of place (y = x.index_fill(0, row, 1)) "
         "and copy the result into x outside the compiled function."
@@ -183,7 +183,7 @@ DTYPE_VIEW = Defect(
         _read_then_fill,
         lambda program: program(torch.zeros(2, dtype=torch.int32)).view(torch.int16),
     ),
-    guards=("verify",),
+    guards=("verified",),
     advice="Write the tensor that was viewed outside the compiled function.",
 )
 
@@ -216,7 +216,7 @@ SNAPSHOT_DROPPED = Defect(
         _swapped,
         "swap gives {compiled[0]} and {compiled[1]}, eager {eager[0]} and {eager[1]}",
     ),
-    guards=("verify",),
+    guards=("verified",),
     advice=(
         "Return the new values from the compiled function and copy them into their tensors outside."
     ),
@@ -271,7 +271,7 @@ EXPAND_DUPLICATE = Defect(
     ),
     family="compile",
     probe=_written_into_copies,
-    guards=("verify",),
+    guards=("verified",),
     advice=(
         "Write x = x.index_put((index,), x[index] + 1) for x[index] += 1, and clone() an "
         "expanded view before writing into it."
@@ -304,7 +304,7 @@ NOOP_ALIASES = Defect(
         _argument_after_an_update_of_the_result,
         "logits / 1.0 returned logits: updating the result in place changed the input",
     ),
-    guards=("verify",),
+    guards=("verified",),
     advice="Call .clone() on the result outside the compiled function before updating it in place.",
 )
 
@@ -333,7 +333,7 @@ RESULT_ALIASES = Defect(
         _argument_after_an_update_of_the_result,
         "x[0] = 1; return x.clone(): the result shares memory with x",
     ),
-    guards=("verify",),
+    guards=("verified",),
     advice="Call .clone() on the result outside the compiled function before updating it in place.",
 )
 
@@ -374,7 +374,7 @@ BN_CROP = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/195582",),
     family="compile",
     probe=_crop_after_batch_norm,
-    guards=("verify",),
+    guards=("verified",),
     advice="Crop outside the compiled function, or to a whole number of channels.",
 )
 
@@ -411,6 +411,6 @@ PAD_REDUCTION = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/189895",),
     family="compile",
     probe=_padded_sum,
-    guards=("verify",),
+    guards=("verified",),
     advice="Write torch.cat([ends.new_zeros(1), ends]) instead of F.pad(ends, (1, 0)).",
 )

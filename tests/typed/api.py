@@ -22,6 +22,7 @@ from torchguard import (
     BucketedStats,
     Buckets,
     DamagedFileError,
+    GraphRecord,
     InconsistentTensorError,
     Installation,
     MiscompilationError,
@@ -190,6 +191,7 @@ def verification() -> None:
     assert_type(backend, VerifiedBackend)
     assert_type(torchguard.verification_report(), VerificationReport)
     assert_type(torchguard.verification_report().seconds, float)
+    assert_type(torchguard.verification_report().graphs[0], GraphRecord)
 
 
 def patching() -> None:

@@ -66,6 +66,7 @@ from torchguard._torch.operators import (
 )
 from torchguard._torch.symbols import (
     SymbolicSizes,
+    without_fake_tensor_logs,
 )
 from torchguard._torch.tensors import (
     base_of,
@@ -171,6 +172,7 @@ __all__ = [
     "warn_at_compiled_call",
     "warn_user",
     "without_dispatch_modes",
+    "without_fake_tensor_logs",
     "without_recompile_limit",
     "without_torch_function",
 ]

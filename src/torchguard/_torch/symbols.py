@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from typing_extensions import Self
 
-__all__ = [
-    "SymbolicSizes",
-]
+__all__ = ["SymbolicSizes", "without_fake_tensor_logs"]
 
 
 class SymbolicSizes:
@@ -72,3 +73,15 @@ class SymbolicSizes:
         if result.free_symbols:
             return None
         return bool(result) if result.is_Boolean else int(result)
+
+
+@contextlib.contextmanager
+def without_fake_tensor_logs() -> Iterator[None]:
+    """Keep torch from logging pages about an operation that fails on tensors without data."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from torchguard.equivalence.copies import tensors_of
 from torchguard.equivalence.run import Outcome
 
 __all__ = [
@@ -258,7 +257,8 @@ class _Comparison:
         floor = 0.0
         if self.policy.gradient_floor:
             values = [gradient.value for gradient in reference.gradients.values()]
-            floor = self.policy.gradient_floor * max(map(_largest, tensors_of(values)), default=0.0)
+            largest = max((_largest(each) for each in values if each is not None), default=0.0)
+            floor = self.policy.gradient_floor * largest
         for key in {**reference.gradients, **candidate.gradients}:
             one, other = reference.gradients.get(key), candidate.gradients.get(key)
             there = [each for each in (one, other) if each is not None]
@@ -457,7 +457,8 @@ def same_outcome(one: Outcome, other: Outcome) -> bool:
 
 def _tensors_in(outcome: Outcome) -> list[torch.Tensor]:
     gradients = [each.value for each in outcome.gradients.values()]
-    return tensors_of([*outcome.outputs, *outcome.inputs, *gradients])
+    values = [*outcome.outputs, *outcome.inputs, *gradients]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 # ---- strides ----

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 
 from torchguard._torch import (
     TorchDispatchMode,
+    dynamo_is_imported,
     has_saved_tensors_hooks,
     schemas_of,
     set_version,
@@ -36,7 +35,6 @@ __all__ = [
     "storage_address",
     "uncompiled",
     "without_autocast_cache",
-    "without_fake_tensor_logs",
 ]
 
 
@@ -115,23 +113,11 @@ def without_autocast_cache() -> Iterator[None]:
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Run compiled functions inside eagerly; the stance is that of the whole process."""
-    if "torch._dynamo" not in sys.modules:
+    if not dynamo_is_imported():
         yield
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextlib.contextmanager
-def without_fake_tensor_logs() -> Iterator[None]:
-    """Keep torch from logging pages about an operation that fails on tensors without data."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 # ---- modules ----

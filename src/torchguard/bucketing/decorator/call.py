@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from torchguard._torch import warn_user
 from torchguard import _torch
 from torchguard._pytree import flatten, unflatten
+from torchguard._torch import warn_user
 from torchguard.bucketing.decorator import no_recompile
 from torchguard.bucketing.decorator.compile import CompileCache, compiling
 from torchguard.bucketing.decorator.leak_check import check_padding

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from torchguard._pytree import KeyPath, flatten, unflatten
-from torchguard._torch import SymbolicSizes
+from torchguard._torch import SymbolicSizes, without_fake_tensor_logs
 from torchguard.bucketing.decorator.compile import COMPILING
 from torchguard.bucketing.decorator.outputs import Narrow, Output, Steps, declared_steps
 from torchguard.bucketing.decorator.plan import Call, Plan, real_extras
@@ -25,7 +25,6 @@ from torchguard.equivalence.isolate import (
     buffers_restored,
     module_state_restored,
     uncompiled,
-    without_fake_tensor_logs,
 )
 from torchguard.equivalence.reachable import all_reachable_modules
 

@@ -17,6 +17,7 @@ import torch
 from typing_extensions import Required
 
 from torchguard._pytree import KeyPath, children, keystr
+from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.auto import Ladder, ladders_of, read_plan
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Side

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import torch
 from typing_extensions import Self
 
+from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import alone
 from torchguard.bucketing.decorator.outputs import Output

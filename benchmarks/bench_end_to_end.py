@@ -43,7 +43,7 @@ NOTHING, CONTROL = "nothing", "nothing, once more"
 EVERY_GUARD = ("resize", "out", "setitem", "slice_scatter", "verified")
 
 
-def _installed(*names: str) -> Scope:
+def _installed(*names: Any) -> Scope:
     return partial(torchguard.install, *names, only_if_needed=False)
 
 

@@ -55,7 +55,7 @@ class Case:
     patched: bool
     """Whether ``install()`` patches that name."""
 
-    guards: tuple[str, ...] = ("out",)
+    guards: tuple[Any, ...] = ("out",)
 
 
 @dataclass(frozen=True)

@@ -323,7 +323,7 @@ def test_dynamic_sizes_stay_dynamic(name: str, guard: str) -> None:
         return len(counting.graphs)
 
     bare = graphs()
-    with install(guard):
+    with install(guard):  # type: ignore[arg-type]
         assert graphs() == bare
 
 
@@ -391,7 +391,7 @@ def dynamo(): import torch._dynamo
 
 for step in sys.argv[1].split(", "):
     globals()[step]()
-installed = torchguard.is_installed()
+installed = torchguard.installed()
 
 from torch._dynamo.utils import counters
 
@@ -487,7 +487,7 @@ def graphs_of(function: Any, *inputs: Any, **options: Any) -> tuple[int, Any]:
 @pytest.mark.parametrize("name", ["add", "matmul", "nn.functional.linear", "nn.functional.gelu"])
 def test_a_function_of_torchs_that_is_compiled_by_itself_is_one_graph(name: str) -> None:
     inputs = square() * (1 if name.endswith("gelu") else 2)
-    expected = torchguard.original(f"torch.{name}")(*inputs)
+    expected = torchguard.get_original(f"torch.{name}")(*inputs)
     with install("out"):
         function = operator.attrgetter(name)(torch)
         for options in ({}, {"fullgraph": True}):
@@ -524,7 +524,7 @@ def test_functions_of_torchs_are_looked_up_in_compiled_code_as_in_eager() -> Non
     (x,) = square()
     with install("out"):
         ours: dict[Any, int] = {torch.add: 1, torch.mul: 2}
-        torchs: dict[Any, int] = {torch.add: 1, torchguard.original("torch.mul"): 2}
+        torchs: dict[Any, int] = {torch.add: 1, torchguard.get_original("torch.mul"): 2}
         for table in (ours, torchs):  # a table that was made before it was installed holds torch's
             count, result = graphs_of(known, x, table, list(table), fullgraph=True)
             assert count == 1

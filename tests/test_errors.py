@@ -136,12 +136,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
         ("tensor", "values()", "torch.sparse_csr", "torchguard.repair_()"),
     ),
     "install of an unknown guard": (
-        lambda: torchguard.install("rezise"),
+        lambda: torchguard.install("rezise"),  # type: ignore[arg-type]
         ValueError,
         ("install", "'rezise'", "did you mean 'resize'", "out, resize"),
     ),
     "original of a path elsewhere": (
-        lambda: torchguard.original("numpy.add"),
+        lambda: torchguard.get_original("numpy.add"),
         ValueError,
         ("original", "'numpy.add'", "torch.Tensor.resize_"),
     ),

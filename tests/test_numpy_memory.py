@@ -185,7 +185,7 @@ def test_frombuffer_of_read_only_memory(installed: None) -> None:
 @pytest.mark.parametrize("wrong", [3, "text", None, [1]])
 def test_frombuffer_of_no_buffer(wrong: Any, installed: None) -> None:
     with pytest.raises(Exception) as torchs:  # noqa: PT011
-        torchguard.original("torch.frombuffer")(wrong, dtype=torch.uint8)
+        torchguard.get_original("torch.frombuffer")(wrong, dtype=torch.uint8)
     with pytest.raises(type(torchs.value)) as ours:
         torch.frombuffer(wrong, dtype=torch.uint8)
     assert str(ours.value) == str(torchs.value)

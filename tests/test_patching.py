@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchguard
 from torchguard import install
-from torchguard.patching.install import GUARDS
+from torchguard.patching.guards import GUARDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +89,7 @@ def test_without_installing_most_signatures_can_not_be_read() -> None:
     ],
 )
 def test_signatures_are_torchs(path: str, signature: str | None) -> None:
-    expected = signature or str(inspect.signature(torchguard.original(path)))
+    expected = signature or str(inspect.signature(torchguard.get_original(path)))
     assert str(inspect.signature(live(path))) == expected
 
 
@@ -142,7 +142,7 @@ def test_a_signature_refuses_no_call_that_torch_takes(
 @pytest.mark.usefixtures("everything_installed")
 def test_names_and_docstrings_are_torchs_and_lead_back_to_the_function() -> None:
     for path in paths():
-        function, bare = live(path), torchguard.original(path)
+        function, bare = live(path), torchguard.get_original(path)
         owner, _, name = path.rpartition(".")
         place = name
         if isinstance(live(owner), type):
@@ -183,7 +183,7 @@ def test_a_pickled_patched_function_is_torchs_own_where_nothing_is_installed() -
         pickled = pickle.dumps({path: live(path) for path in paths()})
     loaded = pickle.loads(pickled)  # noqa: S301
     for path, function in loaded.items():
-        assert function is torchguard.original(path)
+        assert function is torchguard.get_original(path)
         assert live(path) is function
 
 
@@ -282,7 +282,7 @@ class Squares(Dataset):
         row = torch.full((3,), float(index))
         out = torch.empty(0)
         torch.mul(row, row, out=out)
-        return {"square": out.resize_(3), "index": index, "pair": (row, torchguard.is_installed())}
+        return {"square": out.resize_(3), "index": index, "pair": (row, torchguard.installed())}
 
 def install_in_worker(_):
     torchguard.install("resize", "out")
@@ -428,7 +428,7 @@ def test_symbolic_trace_has_torchs_own_functions_as_targets() -> None:
 def test_a_pass_over_a_graph_finds_the_original_of_torch_add_while_installed() -> None:
     def found() -> int:
         module = torch.fx.symbolic_trace(lambda x: torch.add(x, 1) + torch.nn.functional.gelu(x))
-        wanted = set(map(torchguard.original, ("torch.add", "torch.nn.functional.gelu")))
+        wanted = set(map(torchguard.get_original, ("torch.add", "torch.nn.functional.gelu")))
         return sum(node.target in wanted for node in module.graph.nodes)
 
     assert found() == 2
@@ -564,7 +564,7 @@ def dispatch_table() -> dict[Any, str]:
 def table_of_originals() -> dict[Any, str]:
     """What docs/patching.md tells those to write who look functions up by identity."""
     return {
-        torchguard.original(path): name.removeprefix("Tensor.").removeprefix("nn.functional.")
+        torchguard.get_original(path): name.removeprefix("Tensor.").removeprefix("nn.functional.")
         for name in (
             "add",
             "norm",
@@ -573,7 +573,7 @@ def table_of_originals() -> dict[Any, str]:
             "nn.functional.normalize",
         )
         for path in (f"torch.{name}",)
-    } | {torchguard.original("torch.resize_as_"): "torch.resize_as_"}
+    } | {torchguard.get_original("torch.resize_as_"): "torch.resize_as_"}
 
 
 def dispatched() -> list[Any]:
@@ -693,10 +693,10 @@ def facts():
         for owner, functions in torch.overrides.get_overridable_functions().items()
         for function in functions if hasattr(function, "__name__")
     )
-    some = [torchguard.original("torch." + n) for n in ("add", "norm", "Tensor.resize_", "cat")]
+    some = [torchguard.get_original("torch." + n) for n in ("add", "norm", "Tensor.resize_", "cat")]
     yield "names", [torch.overrides.resolve_name(function) for function in some]
     yield "methods", torch.overrides.is_tensor_method_or_property(some[2])
-    zeros = torchguard.original("torch.zeros")
+    zeros = torchguard.get_original("torch.zeros")
     yield "ignored", zeros in torch.overrides.get_ignored_functions()
     yield "dummies", [f in torch.overrides.get_testing_overrides() for f in some[:2]]
     with torch.device("meta"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchguard.patching.install import GUARDS
+from torchguard.patching.guards import GUARDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -308,7 +308,7 @@ class TestTheGuards:
         program = """
             import torchguard
             for name in ("resize", "out"):
-                print(name if torchguard.is_installed(name) else "")
+                print(name if name in torchguard.installed() else "")
         """
         write(tmp_path / "asks.py", program)
         done = execute(*RUN, *switches, "asks.py", folder=tmp_path)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import torchguard
 from torchguard import at, guarded, install, sliced_assign
 from torchguard.assignment import dynamo_setitem
-from torchguard.patching.install import GUARDS, Guard
+from torchguard.patching.guards import GUARDS, Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -399,17 +399,17 @@ ORDERS = {
     "before Dynamo is imported": """
 installation = torchguard.install("setitem")
 assert "torch._dynamo" not in sys.modules
-print(torchguard.is_installed("setitem"), torchguard.installed())
+print("setitem" in torchguard.installed(), torchguard.installed())
 print(is_right(), torchguard.installed())
 installation.uninstall()
-print(is_right(), torchguard.is_installed("setitem"))
+print(is_right(), "setitem" in torchguard.installed())
 """,
     "after Dynamo is imported": """
 import torch._dynamo
 with torchguard.install("setitem"):
-    print(torchguard.is_installed("setitem"), torchguard.installed())
+    print("setitem" in torchguard.installed(), torchguard.installed())
     print(is_right(), torchguard.installed())
-print(is_right(), torchguard.is_installed("setitem"))
+print(is_right(), "setitem" in torchguard.installed())
 """,
     "uninstalled while it waits": """
 torchguard.install("setitem").uninstall()
@@ -417,7 +417,7 @@ print(True, ("setitem",))
 import torch._dynamo
 with torchguard.install("setitem"):
     print(is_right(), torchguard.installed())
-print(is_right(), torchguard.is_installed("setitem"))
+print(is_right(), "setitem" in torchguard.installed())
 """,
 }
 
@@ -431,7 +431,7 @@ def test_installing_works_in_every_order(order: str) -> None:
 LATE = """
 import torch, torchguard
 from dataclasses import replace
-from torchguard.patching.install import GUARDS
+from torchguard.patching.guards import GUARDS
 GUARDS["setitem"] = replace(
     GUARDS["setitem"], not_needed=lambda: "why" if "torch._dynamo" in sys.modules else None
 )

@@ -50,8 +50,11 @@ def test_pyright_likes_the_program_and_finds_a_wrong_one(tmp_path: Path) -> None
     assert found["summary"]["filesAnalyzed"] == 1
     assert found["generalDiagnostics"] == []
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("import torchguard\ntorchguard.safe_resize_([1], 2)\ntorchguard.install(1)\n")
+    wrong.write_text(
+        "import torchguard\ntorchguard.safe_resize_([1], 2)\ntorchguard.install(1)\n"
+        "torchguard.install('rezise')\ntorchguard.uninstall('rezise')\n"
+    )
     config = {"include": ["wrong.py"], "extraPaths": [str(ROOT / "src")]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
     lines = [each["range"]["start"]["line"] for each in pyright(tmp_path)["generalDiagnostics"]]
-    assert {1, 2} <= set(lines)
+    assert {1, 2, 3, 4} <= set(lines)

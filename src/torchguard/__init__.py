@@ -54,10 +54,9 @@ _PUBLIC = {
     ),
     "patching.install": (
         "Installation",
+        "get_original",
         "install",
         "installed",
-        "is_installed",
-        "original",
         "uninstall",
     ),
     "rollback.block": ("rollback_on_error",),

@@ -36,10 +36,9 @@ from torchguard.errors import (
 )
 from torchguard.patching.install import (
     Installation,
+    get_original,
     install,
     installed,
-    is_installed,
-    original,
     uninstall,
 )
 from torchguard.rollback.block import rollback_on_error
@@ -88,16 +87,15 @@ __all__ = [
     "check_consistent",
     "checkpoint_folder",
     "doctor",
+    "get_original",
     "guarded",
     "install",
     "installed",
     "is_consistent",
-    "is_installed",
     "length_mask",
     "load",
     "load_state_dict",
     "no_recompile",
-    "original",
     "pad_to_bucket",
     "position_ids",
     "repair_",

@@ -82,6 +82,10 @@ from torchguard._torch.tensors import (
     version_of,
 )
 from torchguard._torch.tracers import (
+    CALL_USER_COMPILER,
+    DYNAMO,
+    EVAL_FRAME_HOOK,
+    TENSOR_VARIABLE,
     dynamo_is_imported,
     fake_of,
     follow_in_dynamo,
@@ -98,9 +102,13 @@ from torchguard._torch.tracers import (
 from torchguard._torch.user_warning import warn_at_compiled_call, warn_user
 
 __all__ = [
+    "CALL_USER_COMPILER",
     "C_NAMESPACE",
+    "DYNAMO",
+    "EVAL_FRAME_HOOK",
     "OPERATOR_CLASSES",
     "PYTHON_NAMESPACE",
+    "TENSOR_VARIABLE",
     "SymbolicSizes",
     "TorchDispatchMode",
     "autocast_is_on",

@@ -36,6 +36,7 @@ __all__ = [
     "Make",
     "Overlay",
     "apply",
+    "exists",
     "lock",
     "original",
     "originals_in_place",
@@ -254,6 +255,15 @@ def original(path: str) -> Any:
     with _without_overlays((path,)):
         owner, name = resolve(path)
         return getattr(owner, name)
+
+
+def exists(path: str) -> bool:
+    """Whether there is something at the path to patch, or patched."""
+    try:
+        original(path)
+    except AttributeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -16,6 +16,10 @@ from torchguard._torch.imports import on_import
 from torchguard._torch.modes import replace_torch_function_modes, torch_function_modes
 
 __all__ = [
+    "CALL_USER_COMPILER",
+    "DYNAMO",
+    "EVAL_FRAME_HOOK",
+    "TENSOR_VARIABLE",
     "dynamo_is_imported",
     "fake_of",
     "follow_in_dynamo",
@@ -29,6 +33,23 @@ __all__ = [
     "skip_frames",
     "tracing_unseen",
 ]
+
+
+DYNAMO = "torch._dynamo"
+
+# What is patched there. Each path is that of torch 2.6 to 2.15; where one is missing, the guard
+# that needs it is left out.
+# https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
+EVAL_FRAME_HOOK = "torch._dynamo.eval_frame._maybe_set_eval_frame"
+"""Every compiled function calls it on the way in and on the way out, from the same frame."""
+
+# https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/tensor.py
+TENSOR_VARIABLE = "torch._dynamo.variables.tensor.TensorVariable"
+"""What stands for a tensor while Dynamo traces."""
+
+# https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/output_graph.py
+CALL_USER_COMPILER = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
+"""It hands Dynamo's graph to the backend."""
 
 
 def dynamo_is_imported() -> bool:

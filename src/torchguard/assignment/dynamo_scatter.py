@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._torch import patch
+from torchguard._torch import CALL_USER_COMPILER, DYNAMO, patch
 
 __all__ = ["not_needed", "replacements"]
 
@@ -32,12 +32,12 @@ _NAMES = ("slice_scatter", "select_scatter", "diagonal_scatter")
 
 def replacements() -> Mapping[str, patch.Make]:
     """Return what to put where; Dynamo has to be imported."""
-    return {"torch._dynamo.output_graph.OutputGraph.call_user_compiler": _rewrite_first}
+    return {CALL_USER_COMPILER: _rewrite_first}
 
 
 def not_needed() -> str | None:
     """Say why the guard is not needed; None if it is, and while nothing has imported Dynamo."""
-    return _tried() if "torch._dynamo" in sys.modules else None
+    return _tried() if DYNAMO in sys.modules else None
 
 
 @functools.cache

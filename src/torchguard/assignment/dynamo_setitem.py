@@ -27,19 +27,24 @@ from typing import Any
 
 import torch
 
-from torchguard._torch import fake_of, patch, tracing_unseen, without_torch_function
+from torchguard._torch import (
+    DYNAMO,
+    TENSOR_VARIABLE,
+    fake_of,
+    patch,
+    tracing_unseen,
+    without_torch_function,
+)
 
 __all__ = ["not_needed", "replacements"]
-
-_VARIABLE = "torch._dynamo.variables.tensor.TensorVariable"
 
 
 def replacements() -> Mapping[str, patch.Make | patch.Computed]:
     """Return what to put where; Dynamo has to be imported."""
     return {
-        f"{_VARIABLE}.method___setitem__": _carry_out,
-        f"{_VARIABLE}.requires_grad": patch.Computed(_requires_grad),
-        f"{_VARIABLE}.has_grad_fn": patch.Computed(_has_grad_fn),
+        f"{TENSOR_VARIABLE}.method___setitem__": _carry_out,
+        f"{TENSOR_VARIABLE}.requires_grad": patch.Computed(_requires_grad),
+        f"{TENSOR_VARIABLE}.has_grad_fn": patch.Computed(_has_grad_fn),
     }
 
 
@@ -84,7 +89,7 @@ def _trace(value: torch.Tensor) -> tuple[torch.Tensor, bool, torch.Tensor, bool]
 
 def not_needed() -> str | None:
     """Say why the guard is not needed; None if it is, and while nothing has imported Dynamo."""
-    return _tried() if "torch._dynamo" in sys.modules else None
+    return _tried() if DYNAMO in sys.modules else None
 
 
 @functools.cache

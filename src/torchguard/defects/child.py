@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torchguard.defects.catalog import CALLED_GUARDS, Defect, NotRunHere, error_text, find
 from torchguard.defects.report import Status, Verdict
@@ -79,7 +79,7 @@ def _guards_on(defect: Defect) -> Iterator[None]:
     import torchguard  # noqa: PLC0415 - imports torch
 
     with contextlib.ExitStack() as stack:
-        names = [name for name in defect.guards if name not in CALLED_GUARDS]
+        names: list[Any] = [name for name in defect.guards if name not in CALLED_GUARDS]
         if names:
             stack.enter_context(torchguard.install(*names))
         if "guarded" in defect.guards and defect.guarded_probe is None:

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from torchguard.integrations.session import HasStatistics, Session
+from torchguard.patching.guards import GuardName
 
 __all__ = ["GuardCallback"]
 
@@ -29,7 +30,7 @@ class GuardCallback(Callback):
 
     def __init__(
         self,
-        guards: str | Iterable[str] = "resize",
+        guards: GuardName | Iterable[GuardName] = "resize",
         *,
         buckets: Mapping[str, HasStatistics] | None = None,
     ) -> None:

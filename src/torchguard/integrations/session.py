@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torchguard
+from torchguard.patching.guards import GuardName
 from torchguard.patching.install import Installation
 
 __all__ = ["HasStatistics", "Session"]
@@ -31,7 +32,7 @@ class Session:
 
     def __init__(
         self,
-        guards: str | Iterable[str] = "resize",
+        guards: GuardName | Iterable[GuardName] = "resize",
         buckets: Mapping[str, HasStatistics] | None = None,
     ) -> None:
         self.guards = (guards,) if isinstance(guards, str) else tuple(guards)

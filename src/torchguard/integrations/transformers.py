@@ -9,6 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from typing_extensions import Self
 
 from torchguard.integrations.session import HasStatistics, Session
+from torchguard.patching.guards import GuardName
 
 __all__ = ["GuardCallback"]
 
@@ -33,7 +34,7 @@ class GuardCallback(TrainerCallback):
 
     def __init__(
         self,
-        guards: str | Iterable[str] = "resize",
+        guards: GuardName | Iterable[GuardName] = "resize",
         *,
         buckets: Mapping[str, HasStatistics] | None = None,
     ) -> None:

@@ -3,187 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from types import BuiltinFunctionType, TracebackType
+from collections.abc import Iterable
+from types import ModuleType, TracebackType
 from typing import Any
 
-import numpy as np
-import torch
-import wrapt
 from typing_extensions import Self
 
-from torchguard._torch import (
-    dynamo_is_imported,
-    fill_tables,
-    has_python_out,
-    is_builtin_somebody_wrapped,
-    patch,
-    paths_behind_python,
-    rebuild_dynamo_tables,
-)
-from torchguard.assignment import dynamo_scatter, dynamo_setitem
-from torchguard.checkpoint import guards as checkpoint
-from torchguard.interop import numpy_memory
-from torchguard.rollback.operation import guard_out
-from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
+from torchguard._torch import DYNAMO, dynamo_is_imported, fill_tables, patch, rebuild_dynamo_tables
+from torchguard._torch.imports import on_import
+from torchguard.patching.guards import GUARDS, GuardName
 from torchguard.rollback.scope import forget
-from torchguard.verification.decorator import guard_compile
 
-__all__ = [
-    "GUARDS",
-    "Guard",
-    "Installation",
-    "install",
-    "installed",
-    "is_installed",
-    "original",
-    "uninstall",
-]
+__all__ = ["Installation", "get_original", "install", "installed", "uninstall"]
 
-
-@dataclass(frozen=True)
-class Guard:
-    """What ``install(name)`` does."""
-
-    name: str
-    replacements: Callable[[], Mapping[str, patch.Make | patch.Computed]]
-    """Paths to patch, each with what makes the replacement from the original."""
-
-    not_needed: Callable[[], str | None]
-    """Tries the defect on this torch: why the guard is not needed, or None if it is."""
-
-    patches_dynamo: bool = False
-    """Whether it has to wait until something imports Dynamo; it is tried again then."""
-
-    in_packages: Mapping[str, Mapping[str, patch.Make]] = field(default_factory=dict)
-    """By module of another package, paths to patch as soon as that module is imported."""
-
-    changed: Callable[[], None] = lambda: None
-    """Called after the guard's paths were patched or put back."""
-
-    def paths(self) -> Mapping[str, patch.Make | patch.Computed]:
-        """Return what to patch now: in torch, and in what is imported of other packages."""
-        found = dict(self.replacements())
-        for module, replacements in self.in_packages.items():
-            found.update(replacements if module in sys.modules else {})
-        return found
-
-
-def _resize_replacements() -> Mapping[str, patch.Make]:
-    return {
-        "torch.Tensor.resize_": guard_resize_,
-        "torch.Tensor.resize_as_": guard_resize_as_,
-        "torch.Tensor.set_": guard_set_,
-        "torch.resize_as_": guard_resize_as_,
-    }
-
-
-def _resize_not_needed() -> str | None:
-    tensor = torch.from_numpy(np.zeros(1))  # on the CPU, whatever the default device is
-    resize_ = patch.original("torch.Tensor.resize_")
-    for size in ((5,), (-1,)):
-        try:
-            resize_(tensor, size)
-        except RuntimeError:
-            if tuple(tensor.shape) != (1,):
-                return None
-    if torch.zeros(1, device="cpu").share_memory_().untyped_storage().resizable():
-        return None  # growing it would end the process, so it is not tried
-    return "a resize_ that fails leaves the tensor as it was on this torch"
-
-
-_OUT_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
-
-# What torch.norm, torch.tensordot and torch.chain_matmul, written in Python, hand
-# their out to. (torch.nn.functional.normalize hands it to torch.div.)
-_OUT_BEHIND_PYTHON = ("norm", "frobenius_norm", "nuclear_norm", "tensordot", "chain_matmul")
-
-
-def _out_replacements() -> Mapping[str, patch.Make]:
-    paths = [
-        f"{namespace.__name__}.{name}"
-        for namespace in _OUT_NAMESPACES
-        for name, function in sorted(vars(namespace).items())
-        if not name.startswith("_")
-        and (
-            has_python_out(function)
-            if isinstance(function, BuiltinFunctionType)
-            else is_builtin_somebody_wrapped(namespace, name)
-        )
-    ]
-    paths += paths_behind_python(*_OUT_BEHIND_PYTHON)
-    return {**dict.fromkeys(paths, guard_out), **_quantization_replacements()}
-
-
-_QUANTIZATION = "torch.ao.quantization.quantize_fx"
-
-
-def _quantization_replacements() -> Mapping[str, patch.Make]:
-    """Let FX quantization run with torch's own functions.
-
-    It makes its tables of patterns when it is called, and compares them with a traced
-    graph, which holds the originals. It calls no operator with an output.
-    """
-    module = sys.modules.get(_QUANTIZATION)
-    names = ("_prepare_fx", "_convert_fx", "_fuse_fx")
-    return {f"{_QUANTIZATION}.{name}": _with_originals for name in names if hasattr(module, name)}
-
-
-def _with_originals(original: Callable[..., Any]) -> Callable[..., Any]:
-    def with_originals(*args: Any, **kwargs: Any) -> Any:
-        with patch.originals_in_place():
-            return original(*args, **kwargs)
-
-    return with_originals
-
-
-def _out_not_needed() -> str | None:
-    out = torch.from_numpy(np.empty(0))
-    try:
-        patch.original("torch.add")(torch.from_numpy(np.zeros(5)), 1, out=out)
-    except RuntimeError:
-        if tuple(out.shape) != (0,):
-            return None
-    return "an out= call that fails leaves its output as it was on this torch"
-
-
-def _verified_not_needed() -> str | None:
-    return None  # every torch so far compiles something wrong, and to compile takes seconds
-
-
-GUARDS: dict[str, Guard] = {
-    guard.name: guard
-    for guard in (
-        Guard("resize", _resize_replacements, _resize_not_needed),
-        Guard("out", _out_replacements, _out_not_needed),
-        Guard(
-            "setitem", dynamo_setitem.replacements, dynamo_setitem.not_needed, patches_dynamo=True
-        ),
-        Guard(
-            "slice_scatter",
-            dynamo_scatter.replacements,
-            dynamo_scatter.not_needed,
-            patches_dynamo=True,
-        ),
-        Guard("verified", lambda: {"torch.compile": guard_compile}, _verified_not_needed),
-        Guard(
-            "save",
-            checkpoint.save_replacements,
-            checkpoint.save_not_needed,
-            in_packages=checkpoint.SAVE_IN_PACKAGES,
-        ),
-        Guard("load", checkpoint.load_replacements, checkpoint.load_not_needed),
-        Guard(
-            "numpy",
-            numpy_memory.replacements,
-            numpy_memory.not_needed,
-            changed=numpy_memory.changed,
-        ),
-    )
-}
-"""Every guard that ``install()`` knows, by name."""
 
 _DEFAULT = ("resize",)
 
@@ -191,8 +23,6 @@ _DEFAULT = ("resize",)
 _holders: dict[str, set[Installation]] = {}
 _paths: dict[str, list[str]] = {}
 _waiting: list[str] = []  # guards of Dynamo that is not imported yet
-_watching_dynamo = False
-_watched: set[str] = set()  # modules of other packages
 
 
 class Installation:
@@ -244,7 +74,7 @@ class Installation:
         return f"Installation(names={self.names!r}, skipped={self.skipped!r})"
 
 
-def install(*names: str, only_if_needed: bool = True) -> Installation:
+def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     """Switch guards on for the whole process: for applications, not for libraries.
 
     Equals plain torch wherever nothing fails: same results, same tensors, same
@@ -308,10 +138,10 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
             if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
         ]
         new = {name: GUARDS[name].paths() for name in now}
-        _prepare_dynamo()
+        on_import(DYNAMO, _dynamo_was_imported)
         fill_tables()
         for name in chosen:
-            if _paths.get(name) and not is_installed(name):
+            if _paths.get(name) and not _is_in_force(name):
                 patch.renew(GUARDS[name].paths().items())
         patch.apply(pair for pairs in new.values() for pair in pairs.items())
         _paths.update({name: list(replacements) for name, replacements in new.items()})
@@ -322,11 +152,13 @@ def install(*names: str, only_if_needed: bool = True) -> Installation:
             if name not in _holders and name not in now:
                 _waiting.append(name)
             _holders.setdefault(name, set()).add(installation)
-        _watch_packages(chosen)
+        for name in chosen:
+            for module in GUARDS[name].in_modules:
+                on_import(module, _module_was_imported)
     return installation
 
 
-def uninstall(*names: str) -> None:
+def uninstall(*names: GuardName) -> None:
     """Undo guards, however often they were installed; without names all of them.
 
     Every attribute of torch is then the very object it was before, or absent
@@ -343,30 +175,17 @@ def uninstall(*names: str) -> None:
             forget()
 
 
-def is_installed(name: str | None = None) -> bool:
-    """Whether a guard is in force, judged by what stands in torch now, not by a flag.
-
-    A guard of Dynamo that waits until Dynamo is imported is. Without a name: whether any is.
-
-    Raises:
-        ValueError: there is no guard of that name.
-    """
-    if name is None:
-        return any(is_installed(each) for each in list(_holders))
-    if name not in _paths:
-        _known((name,), "is_installed")
-    if name in _waiting:
-        return True
-    paths = _paths.get(name, [])
-    return bool(paths) and all(patch.patched(path) for path in paths)
-
-
 def installed() -> tuple[str, ...]:
-    """Return the names of the guards in force, in the order they were installed."""
-    return tuple(name for name in list(_holders) if is_installed(name))
+    """Return the names of the guards in force, in the order they were installed.
+
+    It compares what stands in torch now, not a flag: a guard that somebody has patched over, or
+    whose function somebody has put back, is not in force. A guard of Dynamo that waits until
+    Dynamo is imported is. ``if "out" in torchguard.installed():``
+    """
+    return tuple(name for name in list(_holders) if _is_in_force(name))
 
 
-def original(path: str) -> Any:
+def get_original(path: str) -> Any:
     """Return what torch itself has at a path such as ``"torch.Tensor.resize_"``, patched or not.
 
     Raises:
@@ -374,8 +193,15 @@ def original(path: str) -> Any:
         ValueError: the path does not begin with ``torch.``.
     """
     if not path.startswith("torch."):
-        raise ValueError(f"original: path is {path!r}, expected one like 'torch.Tensor.resize_'")
+        raise ValueError(
+            f"get_original: path is {path!r}, expected one like 'torch.Tensor.resize_'"
+        )
     return patch.original(path)
+
+
+def _is_in_force(name: str) -> bool:
+    paths = _paths.get(name, [])
+    return name in _waiting or (bool(paths) and all(patch.patched(path) for path in paths))
 
 
 def _undo(names: list[str]) -> None:
@@ -388,48 +214,19 @@ def _undo(names: list[str]) -> None:
         GUARDS[name].changed()
 
 
-def _watch_packages(names: Iterable[str]) -> None:
-    """Patch modules of other packages when they are imported later."""
-    for module in {module for name in names for module in GUARDS[name].in_packages}:
-        if module not in _watched:
-            _watched.add(module)
-            wrapt.register_post_import_hook(_package_was_imported, module)
-
-
-def _package_was_imported(module: Any) -> None:
+def _module_was_imported(module: ModuleType) -> None:
+    """Patch a module that a guard waits for."""
     with patch.lock:
         for name in _holders:
-            replacements = GUARDS[name].in_packages.get(module.__name__, {})
-            new = {path: make for path, make in replacements.items() if path not in _paths[name]}
-            try:
+            found = GUARDS[name].paths_in(module.__name__)
+            new = {path: make for path, make in found.items() if path not in _paths[name]}
+            if new:
                 patch.apply(new.items())
-            except AttributeError:  # built differently: importing it must not fail for that
-                continue
-            _paths[name] += new
+                _paths[name] += new
 
 
-def _prepare_dynamo() -> None:
-    """Let Dynamo's tables know torch's own functions, whenever Dynamo is imported."""
-    global _watching_dynamo
-    if not _watching_dynamo:
-        _watching_dynamo = True
-        wrapt.register_post_import_hook(_dynamo_was_imported, "torch._dynamo")
-        wrapt.register_post_import_hook(_quantization_was_imported, _QUANTIZATION)
-
-
-def _quantization_was_imported(_: Any) -> None:
-    with patch.lock:
-        if "out" in _paths:
-            new = {
-                path: make
-                for path, make in _quantization_replacements().items()
-                if path not in _paths["out"]
-            }
-            patch.apply(new.items())
-            _paths["out"] += new
-
-
-def _dynamo_was_imported(_: Any) -> None:
+def _dynamo_was_imported(_: ModuleType) -> None:
+    """Let Dynamo's tables know torch's own functions, and patch it for those that wait."""
     with patch.lock:
         with patch.originals_in_place():
             rebuild_dynamo_tables()

@@ -20,9 +20,10 @@ import types
 from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from torchguard.patching.install import GUARDS, install
+from torchguard.patching.guards import GUARDS, GuardName
+from torchguard.patching.install import install
 
 if TYPE_CHECKING:
     import argparse
@@ -69,7 +70,7 @@ def _main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _guards(options: argparse.Namespace) -> tuple[str, ...]:
+def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
     if options.guards is None:
         return ()
     guards = tuple(name.strip() for name in options.guards.split(","))
@@ -77,7 +78,7 @@ def _guards(options: argparse.Namespace) -> tuple[str, ...]:
     if unknown:
         names = ", ".join(map(repr, unknown))
         options.parser.error(f"no guard called {names}; the guards are {', '.join(GUARDS)}")
-    return guards
+    return cast("tuple[GuardName, ...]", guards)
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -228,7 +229,7 @@ def _end(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _install(guards: tuple[str, ...]) -> None:
+def _install(guards: tuple[GuardName, ...]) -> None:
     """Install the guards here, and in every process that multiprocessing spawns from here.
 
     A spawned process imports the program's main module under another name, past anything
@@ -247,7 +248,7 @@ def _install(guards: tuple[str, ...]) -> None:
 class _InWorker:
     """Unpickling it installs the guards."""
 
-    def __init__(self, guards: tuple[str, ...]) -> None:
+    def __init__(self, guards: tuple[GuardName, ...]) -> None:
         self._guards = guards
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -21,14 +21,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from torchguard._torch import patch
+from torchguard._torch import DYNAMO, EVAL_FRAME_HOOK, patch
 from torchguard._torch.overlays import overlays_by_owner
 from torchguard.assignment import dynamo_scatter, dynamo_setitem
 from torchguard.rollback.scope_stack import Scope, current, hold
 
 __all__ = ["overlays"]
-
-_HOOK = "torch._dynamo.eval_frame._maybe_set_eval_frame"
 
 
 class _Thread(threading.local):
@@ -45,7 +43,7 @@ _thread = _Thread()
 
 def overlays() -> tuple[patch.Overlay, ...]:
     """Return what stands over Dynamo while a scope is open; nothing until Dynamo is imported."""
-    dynamo = sys.modules.get("torch._dynamo")
+    dynamo = sys.modules.get(DYNAMO)
     return _overlays() if hasattr(dynamo, "optimize") else ()  # else it is being imported
 
 
@@ -56,7 +54,7 @@ def _overlays() -> tuple[patch.Overlay, ...]:
     if dynamo_scatter.not_needed() is None:
         replacements.update(dynamo_scatter.replacements())
     found: list[patch.Overlay] = []
-    for each in ({_HOOK: _hook}, replacements):
+    for each in ({EVAL_FRAME_HOOK: _hook}, replacements):
         with contextlib.suppress(AttributeError):  # a Dynamo that is built differently
             found += overlays_by_owner(each)
     return tuple(found)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from torchguard._torch import patch
+from torchguard._torch import DYNAMO, patch
 from torchguard._torch.imports import on_import
 from torchguard.rollback import compiled_code, interception, scope_stack
 
@@ -38,7 +38,7 @@ def _begin() -> None:
         _users += 1
         if _users == 1:
             _opened += 1
-            on_import("torch._dynamo", _put_on)
+            on_import(DYNAMO, _put_on)
             _put_on()
 
 

@@ -39,7 +39,7 @@ class Scope:
         return found
 
 
-_innermost: ContextVar[Scope | None] = ContextVar("torchguard.guarded", default=None)
+_innermost: ContextVar[Scope | None] = ContextVar("torchguard.rollback", default=None)
 
 current = _innermost.get
 """The innermost scope, which may be closed already, or None; costs 20 ns."""

@@ -1,0 +1,189 @@
+"""The table of guards that ``install()`` knows: what each patches, and when it is needed.
+
+A guard is a row. What makes a replacement from torch's own function, and what tries the defect,
+stands in the room of the guard.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from torchguard._torch import (
+    has_python_out,
+    is_builtin_somebody_wrapped,
+    patch,
+    paths_behind_python,
+)
+from torchguard.assignment import dynamo_scatter, dynamo_setitem
+from torchguard.checkpoint import guards as checkpoint
+from torchguard.interop import numpy_memory
+from torchguard.rollback.operation import guard_out
+from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
+from torchguard.verification.decorator import guard_compile
+
+__all__ = ["GUARDS", "Guard", "GuardName"]
+
+GuardName = Literal[
+    "load", "numpy", "out", "resize", "save", "setitem", "slice_scatter", "verified"
+]
+"""The names that ``install()`` takes: the keys of :data:`GUARDS`, for type checkers."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What ``install(name)`` does."""
+
+    name: str
+    replacements: Callable[[], Mapping[str, patch.Make | patch.Computed]]
+    """Paths to patch, each with what makes the replacement from the original."""
+
+    not_needed: Callable[[], str | None]
+    """Tries the defect on this torch: why the guard is not needed, or None if it is."""
+
+    patches_dynamo: bool = False
+    """Whether it has to wait until something imports Dynamo; it is tried again then."""
+
+    in_modules: Mapping[str, Mapping[str, patch.Make]] = field(default_factory=dict)
+    """By module that may be imported later, paths to patch as soon as it is."""
+
+    changed: Callable[[], None] = lambda: None
+    """Called after the guard's paths were patched or put back."""
+
+    def paths(self) -> Mapping[str, patch.Make | patch.Computed]:
+        """Return what to patch now: in torch, and in the modules that are imported."""
+        found = dict(self.replacements())
+        for name in self.in_modules:
+            found.update(self.paths_in(name))
+        return found
+
+    def paths_in(self, module: str) -> Mapping[str, patch.Make]:
+        """Return what to patch in a module; what this release of it does not have is left out."""
+        imported = sys.modules.get(module)
+        return {
+            path: make
+            for path, make in self.in_modules.get(module, {}).items()
+            if imported is not None and patch.exists(path)
+        }
+
+
+def _resize_replacements() -> Mapping[str, patch.Make]:
+    return {
+        "torch.Tensor.resize_": guard_resize_,
+        "torch.Tensor.resize_as_": guard_resize_as_,
+        "torch.Tensor.set_": guard_set_,
+        "torch.resize_as_": guard_resize_as_,
+    }
+
+
+def _resize_not_needed() -> str | None:
+    tensor = torch.from_numpy(np.zeros(1))  # on the CPU, whatever the default device is
+    resize_ = patch.original("torch.Tensor.resize_")
+    for size in ((5,), (-1,)):
+        try:
+            resize_(tensor, size)
+        except RuntimeError:
+            if tuple(tensor.shape) != (1,):
+                return None
+    if torch.zeros(1, device="cpu").share_memory_().untyped_storage().resizable():
+        return None  # growing it would end the process, so it is not tried
+    return "a resize_ that fails leaves the tensor as it was on this torch"
+
+
+_OUT_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
+
+# What torch.norm, torch.tensordot and torch.chain_matmul, written in Python, hand
+# their out to. (torch.nn.functional.normalize hands it to torch.div.)
+_OUT_BEHIND_PYTHON = ("norm", "frobenius_norm", "nuclear_norm", "tensordot", "chain_matmul")
+
+
+def _out_replacements() -> Mapping[str, patch.Make]:
+    paths = [
+        f"{namespace.__name__}.{name}"
+        for namespace in _OUT_NAMESPACES
+        for name, function in sorted(vars(namespace).items())
+        if not name.startswith("_")
+        and (
+            has_python_out(function)
+            if isinstance(function, BuiltinFunctionType)
+            else is_builtin_somebody_wrapped(namespace, name)
+        )
+    ]
+    paths += paths_behind_python(*_OUT_BEHIND_PYTHON)
+    return dict.fromkeys(paths, guard_out)
+
+
+def _with_originals(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let FX quantization run with torch's own functions.
+
+    It makes its tables of patterns when it is called, and compares them with a traced
+    graph, which holds the originals. It calls no operator with an output.
+    """
+
+    def with_originals(*args: Any, **kwargs: Any) -> Any:
+        with patch.originals_in_place():
+            return original(*args, **kwargs)
+
+    return with_originals
+
+
+def _out_not_needed() -> str | None:
+    out = torch.from_numpy(np.empty(0))
+    try:
+        patch.original("torch.add")(torch.from_numpy(np.zeros(5)), 1, out=out)
+    except RuntimeError:
+        if tuple(out.shape) != (0,):
+            return None
+    return "an out= call that fails leaves its output as it was on this torch"
+
+
+_QUANTIZATION = "torch.ao.quantization.quantize_fx"
+_IN_QUANTIZATION = {
+    f"{_QUANTIZATION}.{name}": _with_originals
+    for name in ("_prepare_fx", "_convert_fx", "_fuse_fx")
+}
+
+
+def _verified_not_needed() -> str | None:
+    return None  # every torch so far compiles something wrong, and to compile takes seconds
+
+
+GUARDS: dict[str, Guard] = {
+    guard.name: guard
+    for guard in (
+        Guard("resize", _resize_replacements, _resize_not_needed),
+        Guard(
+            "out", _out_replacements, _out_not_needed, in_modules={_QUANTIZATION: _IN_QUANTIZATION}
+        ),
+        Guard(
+            "setitem", dynamo_setitem.replacements, dynamo_setitem.not_needed, patches_dynamo=True
+        ),
+        Guard(
+            "slice_scatter",
+            dynamo_scatter.replacements,
+            dynamo_scatter.not_needed,
+            patches_dynamo=True,
+        ),
+        Guard("verified", lambda: {"torch.compile": guard_compile}, _verified_not_needed),
+        Guard(
+            "save",
+            checkpoint.save_replacements,
+            checkpoint.save_not_needed,
+            in_modules=checkpoint.SAVE_IN_PACKAGES,
+        ),
+        Guard("load", checkpoint.load_replacements, checkpoint.load_not_needed),
+        Guard(
+            "numpy",
+            numpy_memory.replacements,
+            numpy_memory.not_needed,
+            changed=numpy_memory.changed,
+        ),
+    )
+}
+"""Every guard that ``install()`` knows, by name."""

@@ -26,6 +26,7 @@ from torchguard.patching.install import Installation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 RESIZE = (
     "torch.Tensor.resize_",
@@ -1284,3 +1285,31 @@ def test_a_module_of_torch_that_is_imported_late_runs_the_hooks_of_others() -> N
     """
     name = "torch._lazy.tensor_factory_functions"
     assert output_of(program) == f"hook {name}\n{name} True\n"
+
+
+LATER = """
+import pathlib, sys, torch, torchguard
+from torch._dynamo.testing import CompileCounter
+
+path = pathlib.Path(sys.argv[1], "y.pt")
+
+def frames():
+    def function(x):
+        y = x + 1
+        torch.save(y, path)  # a graph break
+        return y * 2
+
+    counter = CompileCounter()
+    torch.compile(function, backend=counter)(torch.ones(3))
+    return counter.frame_count
+
+bare = frames()
+with torchguard.guarded():
+    assert "torchguard.checkpoint.saving" not in sys.modules
+with torchguard.install("save", only_if_needed=False):
+    print(bare, frames())
+"""
+
+
+def test_rooms_imported_after_the_first_patch_are_no_frames_of_dynamos(tmp_path: Path) -> None:
+    assert output_of(LATER, str(tmp_path)).split() == ["2", "2"]

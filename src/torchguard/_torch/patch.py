@@ -117,6 +117,7 @@ _overlays: list[Overlay] = []
 # Originals with the replacements made for them, to be used again: guarded() comes and goes.
 _made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _prepared = False
+_skipped: set[str] = set()  # modules of ours whose frames Dynamo leaves alone
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
@@ -173,6 +174,7 @@ def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
     wanted = list(replacements)
     with _without_overlays(path for path, _ in wanted):
         _prepare()
+        _skip_own_frames()  # a room is imported when it is first used
         done: list[str] = []
         try:
             for path, make in wanted:
@@ -287,19 +289,28 @@ def _prepare() -> None:
         return
     _prepared = True
     imports.keep_originals_while_importing(originals_in_place)
-    # Not the probes of the catalog: what they show is what Dynamo does with them.
-    for module in [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith(_PACKAGE) and not name.startswith(_PACKAGE + "defects.")
-    ]:
-        for function in _functions(module):
-            skip_frames(function.__code__)
+    _skip_own_frames()
     if hasattr(os, "register_at_fork"):
         # A child has no thread that could release the lock for it.
         os.register_at_fork(
             before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
         )
+
+
+def _skip_own_frames() -> None:
+    """Keep Dynamo from the functions of every room that has been imported since the last time."""
+    # Not the probes of the catalog: what they show is what Dynamo does with them.
+    new = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.startswith(_PACKAGE)
+        and not name.startswith(_PACKAGE + "defects.")
+        and name not in _skipped
+    }
+    _skipped.update(new)
+    for module in new.values():
+        for function in _functions(module):
+            skip_frames(function.__code__)
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:

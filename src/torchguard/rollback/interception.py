@@ -38,9 +38,10 @@ from torchguard.rollback.mutation import (
     writes_statistics,
     written_tensors,
 )
-from torchguard.rollback.operation import Operation, undo_write
+from torchguard.rollback.operation import Operation, undo_out, undo_write
 from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
 from torchguard.rollback.scope_stack import current, hold, outside
+from torchguard.rollback.shared_memory import lacks_allocator
 from torchguard.rollback.snapshot import capture
 
 __all__ = ["overlays"]
@@ -281,6 +282,18 @@ def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         if out is None:
             return original(*args, **kwargs)
         scope = current()
+        if scope is not None and scope.plain and type(out) is torch.Tensor:
+            saved = capture(out)
+            if saved.storage is not None and not lacks_allocator(saved.storage):
+                try:
+                    try:
+                        return original(*args, out=out, **kwargs)
+                    except BaseException as error:
+                        undo_out(saved, error)
+                        raise
+                except BaseException as error:  # an interrupt in the clause above
+                    undo_out(saved, error)
+                    raise
         data = None if scope is None else scope.copies()
         if data is None:
             return original(*args, out=out, **kwargs)

@@ -46,6 +46,9 @@ _COMPRESSED = {
 _POINTERS = (".crow_indices()", ".ccol_indices()")
 
 
+_new = tuple.__new__
+
+
 class Snapshot(NamedTuple):
     """A tensor as it was when :func:`capture` read it."""
 
@@ -173,16 +176,15 @@ def _capture(tensor: torch.Tensor, data: bool, autograd: bool) -> Snapshot:
     parts = () if type(tensor) is torch.Tensor else _capture_parts(inner_tensors(tensor))
     try:
         storage = tensor.untyped_storage()
-        saved = Snapshot(
-            tensor,
-            version_of(tensor),
+        metadata = (
             tensor.shape,
             tensor.stride(),
-            tensor.storage_offset(),  # type: ignore[arg-type]  # symbolic in a compiler
+            tensor.storage_offset(),
             storage,
             storage.nbytes(),
-            parts,
         )
+        # Equals Snapshot(...), whose __new__ is written in Python: this is every call's way.
+        saved = _new(Snapshot, (tensor, version_of(tensor), *metadata, parts, None, None, None))
     except RuntimeError:  # NotImplementedError included: no storage, or no strides
         saved = Snapshot(tensor, version_of(tensor), parts=parts)
         if not (parts or tensor.is_meta or has_own_dispatch(tensor)):

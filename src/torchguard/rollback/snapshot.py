@@ -176,15 +176,10 @@ def _capture(tensor: torch.Tensor, data: bool, autograd: bool) -> Snapshot:
     parts = () if type(tensor) is torch.Tensor else _capture_parts(inner_tensors(tensor))
     try:
         storage = tensor.untyped_storage()
-        metadata = (
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-            storage,
-            storage.nbytes(),
-        )
-        # Equals Snapshot(...), whose __new__ is written in Python: this is every call's way.
-        saved = _new(Snapshot, (tensor, version_of(tensor), *metadata, parts, None, None, None))
+        version, size, stride = version_of(tensor), tensor.shape, tensor.stride()
+        offset, nbytes = tensor.storage_offset(), storage.nbytes()
+        fields = (tensor, version, size, stride, offset, storage, nbytes, parts, None, None, None)
+        saved = _new(Snapshot, fields)  # Snapshot(...) would call a __new__ written in Python
     except RuntimeError:  # NotImplementedError included: no storage, or no strides
         saved = Snapshot(tensor, version_of(tensor), parts=parts)
         if not (parts or tensor.is_meta or has_own_dispatch(tensor)):

@@ -44,8 +44,9 @@ from benchmarks.counting import recordings
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.stream import Stream
-from torchguard import Buckets, batch_maxima, bucketed
+from torchguard import Buckets, bucketed
 from torchguard._torch import graphs_compiled
+from torchguard.bucketing.histogram import batch_maxima
 
 BATCH, FEATURES, LAYERS, HEADS, WORDS = 8, 64, 1, 4, 500
 LONGEST = 256
@@ -104,7 +105,7 @@ def lengths_of_stream(batches: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 def fitted(count: int) -> Buckets:
     """Fit a ladder to another sample of the same lengths."""
     sample = np.random.default_rng(1).lognormal(MEAN, DEVIATION, 4096).clip(4, LONGEST)
-    sizes = batch_maxima(sample.astype(np.int64).tolist(), BATCH)
+    sizes = batch_maxima(sample.astype(np.int64).tolist(), BATCH, "bench_buckets")
     return Buckets.fit(sizes, count, multiple_of=8, maximum=LONGEST)
 
 

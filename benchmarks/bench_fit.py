@@ -152,7 +152,8 @@ def compare(kinds: dict[str, Lengths], splits: int) -> list[dict[str, Any]]:
         for split in range(splits):
             shuffled = np.random.default_rng(split).permutation(lengths)
             middle = len(shuffled) // 2
-            halves.append([batch_maxima(part, BATCH) for part in np.split(shuffled, [middle])])
+            parts = np.split(shuffled, [middle])
+            halves.append([batch_maxima(part, BATCH, "bench_fit") for part in parts])
         for cost in COSTS:
             for count in COUNTS:
                 waste: dict[str, list[float]] = {rule: [] for rule in RULES}
@@ -190,7 +191,7 @@ def small_samples(kinds: dict[str, Lengths], draws: int) -> list[dict[str, Any]]
     rows = []
     for kind, lengths in kinds.items():
         top, random = int(lengths.max()), np.random.default_rng(7)
-        held_out = batch_maxima(lengths, BATCH)
+        held_out = batch_maxima(lengths, BATCH, "bench_fit")
         powers = _powers_of_two(observe(lengths, kind), top, 8, None).waste(held_out)
         for number in (4, 8, 16, 32, 128):
             samples = [random.choice(lengths, (number, BATCH)).max(axis=1) for _ in range(draws)]
@@ -229,7 +230,7 @@ def planning_times(repeats: int) -> list[dict[str, Any]]:
         "the same, quadratic": lambda: Buckets.fit(sizes, 16, cost="quadratic"),
         "the same, a function": lambda: Buckets.fit(sizes, 16, cost=lambda size: size**1.5),
         "the same, from a list": lambda: Buckets.fit(listed, 16),
-        "the same, maxima of batches of 16": lambda: Buckets.fit(batch_maxima(sizes, 16), 16),
+        "the same, maxima of batches of 16": lambda: Buckets.fit(sizes, 16, batch_size=16),
         "the same, count chosen too": lambda: Buckets.fit(sizes, None, compile_cost=1e6),
         "1,000,000 sizes, all distinct, 16 buckets": lambda: Buckets.fit(spread, 16),
     }

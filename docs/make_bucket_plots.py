@@ -51,7 +51,7 @@ def rules(record: dict[str, Any], cost: str, path: Path) -> None:
 def main() -> None:
     """Draw both."""
     (DOCS / "img").mkdir(exist_ok=True)
-    seen = batch_maxima(docstring_lengths(), 16)
+    seen = batch_maxima(docstring_lengths(), 16, "make_bucket_plots")
     Buckets.fit(seen, 8, multiple_of=8).plot(seen, DOCS / "img" / "buckets-docstrings.png")
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     rules(record, "linear", DOCS / "img" / "buckets-rules.png")

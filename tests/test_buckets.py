@@ -116,7 +116,7 @@ def test_compile_cost_finds_the_least_sum_of_running_and_compiling(
         None,
         compile_cost=compile_cost,
         step_cost=2,
-        free=free,
+        already_compiled=free,
         multiple_of=step,
         maximum=maximum,
         prior=0,
@@ -226,16 +226,21 @@ def test_batch_maxima_equal_the_average_over_all_batches(batch: int) -> None:
     counted = Counter(max(each) for each in batches)
     scale = len(sizes) / batch / len(batches)
     expected = {size: times * scale for size, times in counted.items()}
-    assert batch_maxima(sizes, batch) == pytest.approx(expected)
+    assert batch_maxima(sizes, batch, "test") == pytest.approx(expected)
 
 
 def test_planning_on_single_sequences_wastes_more_than_on_batch_maxima() -> None:
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(5.5, 0.8, 40_000), 1, 4096).astype(int)
     arriving = random.permutation(lengths[:20_000]).reshape(-1, 16).max(axis=1)
-    on_batches = Buckets.fit(batch_maxima(lengths[20_000:], 16), 8, maximum=4096)
+    on_batches = Buckets.fit(lengths[20_000:], 8, maximum=4096, batch_size=16)
     on_singles = Buckets.fit(lengths[20_000:], 8, maximum=4096)
     assert on_singles.waste(arriving) > 1.5 * on_batches.waste(arriving)
+    # Over all orders of the data, what this one order shows.
+    expected = on_batches.waste(lengths[:20_000], batch_size=16)
+    assert on_batches.waste(arriving) == pytest.approx(expected, abs=0.01)
+    with pytest.raises(ValueError, match=r"Buckets.waste: batch_size is 3, expected at most 2"):
+        on_batches.waste([1, 2], batch_size=3)
 
 
 def test_waste_is_the_share_that_padding_adds() -> None:
@@ -375,10 +380,14 @@ def test_bad_sizes_are_named(sizes: Any, error: type[Exception], message: str) -
         ({"cost": lambda size: 0}, ValueError, r"cost\(10\) is 0"),
         ({"prior": -1}, ValueError, "prior is -1"),
         ({"compile_cost": 1}, ValueError, "pass count=None with them"),
-        ({"free": [10]}, ValueError, "pass count=None with them"),
+        ({"already_compiled": [10]}, ValueError, "pass count=None with them"),
         ({"count": None}, ValueError, "compile_cost is None, expected seconds"),
         ({"count": None, "compile_cost": -1}, ValueError, "compile_cost is -1"),
-        ({"count": None, "compile_cost": 1, "free": [0]}, ValueError, "a size in free is 0"),
+        (
+            {"count": None, "compile_cost": 1, "already_compiled": [0]},
+            ValueError,
+            "a size in already_compiled is 0",
+        ),
     ],
 )
 def test_bad_arguments_are_named(

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 from torchguard.bucketing import padding
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
-from torchguard.bucketing.masks import attention_mask, length_mask, position_ids
+from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Padded, pad_to_bucket, unpad
 
 BUCKETS = Buckets([4, 8, 16])
@@ -401,17 +401,14 @@ def test_length_masks() -> None:
         assert left.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [1] * 4]
 
 
-def test_positions() -> None:
-    assert position_ids([2, 4], 4).tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert position_ids([2, 4], 4, side="left").tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_attention_over_a_padded_batch_is_that_over_each_sequence(causal: bool, side: Any) -> None:
     lengths, size = [0, 3, 8], 8
     q, k, v = torch.randn(3, 3, 2, size, 16, dtype=torch.float64, requires_grad=True).unbind()
-    mask = attention_mask(lengths, size, causal=causal, side=side)
+    itself = torch.eye(size, dtype=torch.bool)
+    keys = length_mask(lengths, size, side=side)[:, None, None, :]
+    mask = (keys & torch.ones_like(itself).tril() if causal else keys) | itself  # as in the docs
     result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     assert result.isfinite().all()
     for row, length in enumerate(lengths):
@@ -426,9 +423,8 @@ def test_attention_over_a_padded_batch_is_that_over_each_sequence(causal: bool, 
      (torch.tensor([1.5]), TypeError), (torch.tensor([[1]]), ValueError)],
 )  # fmt: skip
 def test_bad_lengths_are_refused(lengths: Any, error: type[Exception]) -> None:
-    for function in (length_mask, attention_mask, position_ids):
-        with pytest.raises(error, match="lengths"):
-            function(lengths, 4)
+    with pytest.raises(error, match="lengths"):
+        length_mask(lengths, 4)
 
 
 # Collating.

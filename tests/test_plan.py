@@ -54,7 +54,7 @@ def test_plans_a_real_text_and_draws_it(
     options = ("--buckets", "6", "--batch", "4", "--multiple-of", "8", "--cost", "quadratic")
     assert run(str(lengths), *options, "--plot", str(picture), "--json", str(ladder)) == 0
     shown = capsys.readouterr().out
-    seen = batch_maxima(docstrings, 4)
+    seen = batch_maxima(docstrings, 4, "test")
     buckets = Buckets.fit(seen, 6, cost="quadratic", multiple_of=8)
     assert Buckets.from_json(ladder.read_text()) == buckets
     assert f"{len(docstrings):,} lengths" in shown
@@ -156,7 +156,7 @@ def test_says_what_is_wrong_with_a_file(
         ((), "", "sizes is empty"),
         ((), "1 0", "sizes[1] is 0"),
         (("--maximum", "5"), "10", "--maximum is 5, but standard input has a length of 10"),
-        (("--batch", "3"), "1 2", "batch is 3, expected at most 2"),
+        (("--batch", "3"), "1 2", "batch_size is 3, expected at most 2"),
         (("--buckets", "0"), "1", "argument --buckets"),
         (("--cost", "cubic"), "1", "argument --cost"),
         (("missing.txt",), "", "No such file"),

@@ -6,8 +6,7 @@ from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
 from torchguard.bucketing.decorator.no_recompile import no_recompile
 from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats
-from torchguard.bucketing.histogram import batch_maxima
-from torchguard.bucketing.masks import attention_mask, length_mask, position_ids
+from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Padded, pad_to_bucket, unpad
 from torchguard.bucketing.pairs import PairBuckets
 from torchguard.checkpoint.folder import checkpoint_folder
@@ -81,8 +80,6 @@ __all__ = [
     "VerificationReport",
     "__version__",
     "at",
-    "attention_mask",
-    "batch_maxima",
     "bucketed",
     "check_consistent",
     "checkpoint_folder",
@@ -97,7 +94,6 @@ __all__ = [
     "load_state_dict",
     "no_recompile",
     "pad_to_bucket",
-    "position_ids",
     "repair_",
     "rollback_on_error",
     "safe_resize_",

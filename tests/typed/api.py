@@ -82,14 +82,14 @@ def buckets() -> None:
     assert_type(Buckets.multiples_of(8, 64), Buckets)
     assert_type(Buckets.geometric(8, 64, 4, multiple_of=8), Buckets)
     assert_type(Buckets.fit(lengths, 2, cost="quadratic", maximum=64), Buckets)
-    assert_type(Buckets.fit([3, 9], count=None, compile_cost=10.0, free=(16,)), Buckets)
+    assert_type(Buckets.fit([3, 9], count=None, compile_cost=10.0, already_compiled=(16,)), Buckets)
     Buckets.fit({3: 1.0, 9: 2.0}, 2, cost=lambda size: size**1.5)
     assert_type(ladder.bucket_for(5), int)
     assert_type(ladder.waste(lengths, "linear"), float)
     assert_type(ladder.sizes, tuple[int, ...])
     assert_type(len(ladder), int)
     assert_type(Buckets.from_json(ladder.to_json()), Buckets)
-    assert_type(torchguard.batch_maxima(lengths, 2), dict[int, float])
+    assert_type(Buckets.fit(lengths, batch_size=2), Buckets)
     pairs = PairBuckets([(16, 16), (64, 64)])
     assert_type(pairs.bucket_for(3, 20), tuple[int, int])
 
@@ -101,8 +101,6 @@ def buckets() -> None:
     tensor, length = padded
     assert_type(torchguard.unpad(tensor, 1, length, side="left"), torch.Tensor)
     assert_type(torchguard.length_mask([2, 5], 16), torch.Tensor)
-    assert_type(torchguard.attention_mask(torch.tensor([2, 5]), 16), torch.Tensor)
-    assert_type(torchguard.position_ids(torch.tensor([2, 5]), 16), torch.Tensor)
     collate = BucketCollator(ladder, dims={"ids": {1: "t"}})
     assert_type(collate, BucketCollator)
 

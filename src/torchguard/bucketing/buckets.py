@@ -20,7 +20,14 @@ from typing_extensions import Self
 
 from torchguard.bucketing import fit
 from torchguard.bucketing.fit import Cost, costs_of
-from torchguard.bucketing.histogram import Observed, Sizes, observe, positive_integer, with_prior
+from torchguard.bucketing.histogram import (
+    Observed,
+    Sizes,
+    batch_maxima,
+    observe,
+    positive_integer,
+    with_prior,
+)
 from torchguard.bucketing.pairs import fit_pairs
 
 __all__ = ["Buckets"]
@@ -100,12 +107,13 @@ class Buckets:
         prior: float | None = None,
         compile_cost: float | None = None,
         step_cost: float = 1.0,
-        free: Iterable[int] = (),
+        already_compiled: Iterable[int] = (),
+        batch_size: int = 1,
     ) -> Self:
         """Return the ladder that wastes least on the sizes observed: the optimum, not a search.
 
-        Fit what arrives at the model. Where that is a padded batch, it is the batches'
-        longest sequences (:func:`torchguard.batch_maxima`), not single sequences.
+        Fit what arrives at the model. Where that is a padded batch, it is the longest sequence
+        of each batch, not single sequences: ``batch_size`` makes the one of the other.
 
         Args:
             sizes: one integer per observation (a list, an integer array or tensor, any
@@ -126,7 +134,10 @@ class Buckets:
             compile_cost: with ``count=None``, seconds to compile one bucket.
             step_cost: with ``count=None``, seconds per unit of cost. If the sizes are a sample
                 of a run a hundred times as long, a hundred times that.
-            free: with ``count=None``, sizes compiled already: they cost nothing more.
+            already_compiled: with ``count=None``, sizes that cost nothing more.
+            batch_size: with more than 1, ``sizes`` are those of sequences that are padded to the
+                longest of a batch of so many. Fitted is the distribution of the longest, on
+                average over all orders of the data; nothing is drawn at random.
 
         Raises:
             TypeError: something is no integer (bools and floats are not).
@@ -138,6 +149,8 @@ class Buckets:
             >>> Buckets.fit([3, 5, 9, 10], count=None, compile_cost=4, step_cost=1)
             Buckets([5, 10])
         """
+        if batch_size != 1:
+            sizes = batch_maxima(sizes, batch_size, "Buckets.fit")
         observed = observe(sizes, "Buckets.fit")
         multiple_of = positive_integer(multiple_of, "multiple_of", "Buckets.fit")
         largest = int(observed.sizes[-1])
@@ -150,9 +163,9 @@ class Buckets:
                 )
         planned = with_prior(observed, top, _prior(prior, maximum))
         if count is not None:
-            if compile_cost is not None or step_cost != 1.0 or tuple(free):
+            if compile_cost is not None or step_cost != 1.0 or tuple(already_compiled):
                 raise ValueError(
-                    "Buckets.fit: compile_cost, step_cost and free choose the count: "
+                    "Buckets.fit: compile_cost, step_cost and already_compiled choose the count: "
                     f"pass count=None with them, not {count!r}"
                 )
             count = positive_integer(count, "count", "Buckets.fit")
@@ -163,7 +176,7 @@ class Buckets:
                 planned,
                 compile_cost=_seconds(compile_cost, "compile_cost"),
                 step_cost=_seconds(step_cost, "step_cost"),
-                free=_free(free, maximum),
+                already_compiled=_compiled(already_compiled, maximum),
                 cost=cost,
                 multiple_of=multiple_of,
                 top=top,
@@ -191,16 +204,19 @@ class Buckets:
             f"Buckets.bucket_for: size is {size}, but the largest bucket is {sizes[-1]}"
         )
 
-    def waste(self, sizes: Sizes, cost: Cost = "linear") -> float:
+    def waste(self, sizes: Sizes, cost: Cost = "linear", batch_size: int = 1) -> float:
         """Return what padding adds to the cost, as a share of the cost without: 0.08 is 8 %.
 
         Args:
             sizes: as for :meth:`fit`; none may be above the largest bucket.
             cost: as for :meth:`fit`.
+            batch_size: as for :meth:`fit`.
 
         Raises:
             TypeError, ValueError: as :meth:`fit`; a size that no bucket holds.
         """
+        if batch_size != 1:
+            sizes = batch_maxima(sizes, batch_size, "Buckets.waste")
         observed = observe(sizes, "Buckets.waste")
         padded = self._padded_cost(observed, cost, "Buckets.waste")
         return padded / total_cost(observed, cost, "Buckets.waste") - 1
@@ -227,9 +243,12 @@ class Buckets:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from torchguard.bucketing import plot  # noqa: PLC0415 - optional
+        from torchguard.bucketing.plot import draw  # noqa: PLC0415 - optional
 
-        plot.plot(self, sizes, path, cost=cost)
+        observed = observe(sizes, "Buckets.plot")
+        waste = self._padded_cost(observed, cost, "Buckets.plot")
+        waste = waste / total_cost(observed, cost, "Buckets.plot") - 1
+        draw(self.sizes, observed, path, cost=cost, waste=waste)
 
     def to_json(self) -> str:
         """Return the ladder as a JSON document that names its format and version."""
@@ -304,6 +323,7 @@ def _seconds(value: Any, name: str) -> float:
     return float(value)
 
 
-def _free(free: Iterable[int], maximum: int | None) -> list[int]:
-    sizes = sorted({positive_integer(size, "a size in free", "Buckets.fit") for size in free})
-    return [size for size in sizes if maximum is None or size <= maximum]
+def _compiled(sizes: Iterable[int], maximum: int | None) -> list[int]:
+    what = "a size in already_compiled"
+    found = sorted({positive_integer(size, what, "Buckets.fit") for size in sizes})
+    return [size for size in found if maximum is None or size <= maximum]

@@ -255,7 +255,7 @@ def plan_with_compile_cost(
     *,
     compile_cost: float,
     step_cost: float,
-    free: Sequence[int],
+    already_compiled: Sequence[int],
     cost: Cost = "linear",
     multiple_of: int = 1,
     top: int,
@@ -263,11 +263,11 @@ def plan_with_compile_cost(
 ) -> Plan:
     """Return the ladder with the least sum of running and compiling; ``cost`` is that sum.
 
-    The same lines as above, each bucket one price dearer unless it is among ``free``.
+    The same lines as above, each bucket one price dearer unless it is compiled already.
     There is no k: a position's line joins the hull as soon as its D is known. The largest
-    bucket is ``top``, or a free one from ``reach`` on.
+    bucket is ``top``, or a compiled one from ``reach`` on.
     """
-    ends = _ends(_problem(observed, cost, multiple_of, top), free, cost, compile_cost)
+    ends = _ends(_problem(observed, cost, multiple_of, top), already_compiled, cost, compile_cost)
     xs, ys, hull, slopes, came_from = [0.0], [0.0], [0], list[float](), [0]
     for number, end in enumerate(ends, start=1):
         price = step_cost * end.cost
@@ -308,8 +308,10 @@ class _End(NamedTuple):
     penalty: float
 
 
-def _ends(problem: _Problem, free: Sequence[int], cost: Cost, compile_cost: float) -> list[_End]:
-    """List the ends: a run may end at any size seen, and wherever a bucket is free."""
+def _ends(
+    problem: _Problem, compiled: Sequence[int], cost: Cost, compile_cost: float
+) -> list[_End]:
+    """List the ends: a run may end at any size seen, and wherever one is compiled."""
     ends = [
         _End(size, bucket, price, below, compile_cost)
         for size, bucket, price, below in zip(
@@ -320,7 +322,7 @@ def _ends(problem: _Problem, free: Sequence[int], cost: Cost, compile_cost: floa
             strict=True,
         )
     ]
-    usable = np.array(sorted(size for size in free if size >= problem.sizes[0]), dtype=np.int64)
+    usable = np.array(sorted(size for size in compiled if size >= problem.sizes[0]), dtype=np.int64)
     prices = costs_of(usable, cost, "Buckets.fit").tolist()
     below = problem.below[np.searchsorted(problem.sizes, usable, side="right")].tolist()
     ends.extend(

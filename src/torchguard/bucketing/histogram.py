@@ -145,45 +145,46 @@ def positive_integer(value: Any, name: str, operation: str, *, least: int = 1) -
     return operator.index(value)
 
 
-def batch_maxima(sizes: Sizes, batch: int) -> dict[int, float]:
+def batch_maxima(sizes: Sizes, batch_size: int, operation: str) -> dict[int, float]:
     """How often each size is the largest of a batch: what a compiled model sees.
 
     Equals, on average over all orders of the data, cutting the shuffled sizes
-    into batches of ``batch`` and taking each one's maximum. Nothing is drawn at
+    into batches and taking each one's maximum. Nothing is drawn at
     random: of the C(N, n) batches, C(W, n) hold only the W sequences up to some
     size, so the chance that the maximum is at most that size is their quotient.
 
     Args:
         sizes: one size per sequence, or a histogram.
-        batch: sequences per batch.
+        batch_size: sequences per batch.
+        operation: for errors.
 
     Returns:
-        A histogram to pass to ``Buckets.fit``; its total is the number of batches.
+        A histogram; its total is the number of batches.
 
     Raises:
         TypeError, ValueError: as ``Buckets.fit``; more in a batch than there are sequences.
 
     Example:
-        >>> batch_maxima([10, 20, 30], batch=2)
+        >>> batch_maxima([10, 20, 30], 2, "Buckets.fit")
         {20: 0.5, 30: 1.0}
     """
-    observed = observe(sizes, "batch_maxima")
-    batch = positive_integer(batch, "batch", "batch_maxima")
-    if batch > observed.total:
+    observed = observe(sizes, operation)
+    batch_size = positive_integer(batch_size, "batch_size", operation)
+    if batch_size > observed.total:
         raise ValueError(
-            f"batch_maxima: batch is {batch}, expected at most {observed.total:g}, the number of "
-            "sizes"
+            f"{operation}: batch_size is {batch_size}, expected at most {observed.total:g}, the "
+            "number of sizes"
         )
     up_to = np.cumsum(observed.weights)
     chance = np.ones_like(up_to)
-    for taken in range(batch):
+    for taken in range(batch_size):
         chance *= np.maximum(up_to - taken, 0) / (observed.total - taken)
         if chance[-1] == 0 or not chance[:-1].any():
             break
     chance[-1] = 1
     share = np.diff(chance, prepend=0.0)
     likely = share > _NEVER
-    weights = share[likely] * (observed.total / batch)
+    weights = share[likely] * (observed.total / batch_size)
     return dict(zip(observed.sizes[likely].tolist(), weights.tolist(), strict=True))
 
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchguard.bucketing.fit import Cost, costs_of, plans
-from torchguard.bucketing.histogram import Observed, Sizes, observe
+from torchguard.bucketing.histogram import Observed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from torchguard.bucketing.buckets import Buckets
-
-__all__ = ["plot"]
+__all__ = ["draw"]
 
 _COUNTS = 32
 _BLUE, _RED, _GREY, _LIGHT = "#2b6ca3", "#c2452d", "#555555", "#a9c6de"
 
 
-def plot(buckets: Buckets, sizes: Sizes, path: str | os.PathLike[str], *, cost: Cost) -> None:
+def draw(
+    buckets: Sequence[int],
+    observed: Observed,
+    path: str | os.PathLike[str],
+    *,
+    cost: Cost,
+    waste: float,
+) -> None:
     """Draw three panels: where the sizes fall, each bucket's waste, waste against count."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
@@ -29,8 +35,6 @@ def plot(buckets: Buckets, sizes: Sizes, path: str | os.PathLike[str], *, cost: 
         raise ImportError(
             "Buckets.plot needs matplotlib: pip install 'torchguard-runtime[plot]'"
         ) from None
-    observed = observe(sizes, "Buckets.plot")
-    waste = buckets.waste(dict(zip(*(part.tolist() for part in observed), strict=True)), cost)
     # A Figure of its own, not pyplot's: nothing of the caller's plots or backend is touched.
     figure = Figure(figsize=(9.0, 8.4), layout="constrained")
     histogram, shares, curve = figure.subplots(3, 1, height_ratios=(3, 2, 3))
@@ -43,8 +47,8 @@ def plot(buckets: Buckets, sizes: Sizes, path: str | os.PathLike[str], *, cost: 
     figure.savefig(path, dpi=130)
 
 
-def _draw_sizes(axes: Axes, buckets: Buckets, observed: Observed) -> None:
-    low, high = int(observed.sizes[0]), buckets.sizes[-1]
+def _draw_sizes(axes: Axes, buckets: Sequence[int], observed: Observed) -> None:
+    low, high = int(observed.sizes[0]), buckets[-1]
     wide = high > 30 * low  # then most sizes would share the first bars
     if wide:
         edges = np.unique(np.geomspace(low, high + 1, 61).round())
@@ -60,22 +64,24 @@ def _draw_sizes(axes: Axes, buckets: Buckets, observed: Observed) -> None:
     axes.set_ylabel("observations")
 
 
-def _draw_shares(axes: Axes, buckets: Buckets, observed: Observed, cost: Cost) -> None:
+def _draw_shares(axes: Axes, buckets: Sequence[int], observed: Observed, cost: Cost) -> None:
     """One bar per bucket, as wide as the sizes it serves: its part of the whole waste."""
-    served = np.searchsorted(buckets.sizes, observed.sizes)
+    served = np.searchsorted(buckets, observed.sizes)
     own = costs_of(observed.sizes, cost, "Buckets.plot") * observed.weights
-    padded = costs_of(buckets.sizes, cost, "Buckets.plot")[served] * observed.weights
+    padded = costs_of(buckets, cost, "Buckets.plot")[served] * observed.weights
     parts = 100 * np.bincount(served, padded - own, minlength=len(buckets)) / own.sum()
-    left = np.array([int(observed.sizes[0]) - 1 or 0.9, *buckets.sizes[:-1]], dtype=float)
-    left = np.minimum(left, buckets.sizes)
-    widths = np.array(buckets.sizes) - left
+    left = np.array([int(observed.sizes[0]) - 1 or 0.9, *buckets[:-1]], dtype=float)
+    left = np.minimum(left, buckets)
+    widths = np.array(buckets) - left
     axes.bar(left, parts, widths, align="edge", color=_RED, alpha=0.75, edgecolor="white")
     axes.set_title("what each bucket adds to the waste")
     axes.set_ylabel("% of useful cost")
     axes.set_xlabel("size")
 
 
-def _draw_curve(axes: Axes, buckets: Buckets, observed: Observed, cost: Cost, waste: float) -> None:
+def _draw_curve(
+    axes: Axes, buckets: Sequence[int], observed: Observed, cost: Cost, waste: float
+) -> None:
     useful = float(costs_of(observed.sizes, cost, "Buckets.plot") @ observed.weights)
     best = plans(observed, _COUNTS, cost=cost, top=int(observed.sizes[-1]))
     values = [100 * (plan.cost / useful - 1) for plan in best]

@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> None:
     observed = observe(sizes, name)
     single = observed
     if options.batch > 1:
-        observed = observe(batch_maxima(_histogram(observed), options.batch), name)
+        observed = observe(batch_maxima(_histogram(observed), options.batch, name), name)
     if options.maximum is not None and options.maximum < observed.sizes[-1]:
         raise ValueError(
             f"--maximum is {options.maximum}, but {name} has a length of {observed.sizes[-1]}: "

@@ -78,16 +78,18 @@ class Ladder:
         observed = observe(seen, "bucketed")
         price = _WORTH_COMPILING * total_cost(observed, "linear", "bucketed")
         largest = int(observed.sizes[-1])
-        free = sorted(set(compiled))
+        there = sorted(set(compiled))
         fitted = Buckets.fit(
             seen,
             None,
             compile_cost=price,
-            free=[size for size in free if size <= largest],
+            already_compiled=[size for size in there if size <= largest],
             multiple_of=min(8, largest),
         )
         # Longer sizes than any so far still find the coarse bucket that is compiled.
-        self.buckets = Buckets([*fitted.sizes, *(size for size in free if size > fitted.sizes[-1])])
+        self.buckets = Buckets(
+            [*fitted.sizes, *(size for size in there if size > fitted.sizes[-1])]
+        )
         return True
 
 

@@ -1,8 +1,9 @@
-"""What ``torch.compile`` keeps about a compiled function."""
+"""torch.compile: the backends that turn a graph into a callable, and what is kept of a function."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,13 @@ __all__ = [
     "compiler_of",
     "compiles_dynamic",
     "compiles_inside",
+    "default_backend",
+    "dynamo_backend",
     "graphs_compiled",
+    "inductor_backend",
+    "inductor_draws_like_eager",
+    "inductor_options",
+    "mutation_switches",
     "records_cuda_graphs",
     "settings_of_compiled",
     "traced",
@@ -196,3 +203,65 @@ def before_backward(call: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         callbacks.callback_handler.remove_start_callback(notice)
+
+
+# ---- backends and their settings that no option reaches ----
+
+
+def dynamo_backend(name: str) -> Callable[..., Any]:
+    """Return the compiler that ``torch.compile(backend=name)`` uses."""
+    registry = importlib.import_module("torch._dynamo.backends.registry")
+    backend: Callable[..., Any] = registry.lookup_backend(name)
+    return backend
+
+
+def default_backend() -> Any:
+    """Return what ``torch.compile`` compiles with if nobody says; 2.15 lets the user choose."""
+    registry = importlib.import_module("torch._dynamo.backends.registry")
+    chosen: Callable[[], Any] = getattr(registry, "get_default_backend", lambda: "inductor")
+    return chosen()
+
+
+def inductor_backend(
+    mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[..., Any]:
+    """Return what ``torch.compile`` makes of ``backend="inductor"``, a mode and options.
+
+    It raises at once for a mode or an option that inductor does not know, as
+    ``torch.compile`` does, and it equals another one with the same settings.
+    """
+    wrapper: Any = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if wrapper is not None:
+        backend: Callable[..., Any] = wrapper(mode, options, dynamic)
+        return backend
+    if mode is not None and mode != "default":
+        inductor = importlib.import_module("torch._inductor")
+        options = {**inductor.list_mode_options(mode, dynamic), **(options or {})}
+    return functools.partial(dynamo_backend("inductor"), config_patches=options)
+
+
+def inductor_options(backend: Callable[..., Any]) -> dict[str, Any]:
+    """Return the options of something that :func:`inductor_backend` made, those of its mode too."""
+    given = getattr(backend, "config", None) or getattr(backend, "keywords", {}).get(
+        "config_patches"
+    )
+    return dict(given or {})
+
+
+def inductor_draws_like_eager(backend: Callable[..., Any]) -> bool:
+    """Whether inductor takes its random numbers from where eager does."""
+    config = importlib.import_module("torch._inductor.config")
+    return bool(inductor_options(backend).get("fallback_random", config.fallback_random))
+
+
+def mutation_switches() -> list[str]:
+    """Return where inductor asks AOTAutograd to keep mutations of inputs in the graph.
+
+    They are paths of functions that take ``keep_inference_input_mutations``; there
+    is no option for it. Empty where there is no such function.
+    """
+    return [
+        f"{path}.aot_autograd"
+        for path in ("torch._inductor.compile_fx", "torch._dynamo.backends.common")
+        if hasattr(importlib.import_module(path), "aot_autograd")
+    ]

@@ -1,88 +1,102 @@
-"""What turns a graph into a callable, and the settings of it that no option reaches."""
+"""Sizes as symbols: what Dynamo assumed of them, and how outputs' sizes depend on inputs'."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 __all__ = [
-    "default_backend",
-    "dynamo_backend",
+    "SymbolicSizes",
     "fake_inputs",
-    "inductor_backend",
-    "inductor_draws_like_eager",
-    "inductor_options",
-    "mutation_switches",
     "shape_guards",
     "symbols_in",
     "symbols_of",
     "tracing_again",
     "tracing_context",
+    "without_fake_tensor_logs",
 ]
 
 
-def dynamo_backend(name: str) -> Callable[..., Any]:
-    """Return the compiler that ``torch.compile(backend=name)`` uses."""
-    registry = importlib.import_module("torch._dynamo.backends.registry")
-    backend: Callable[..., Any] = registry.lookup_backend(name)
-    return backend
+class SymbolicSizes:
+    """A scope in which tensors have no data and sizes are symbols.
 
+    What is computed in it tells how sizes of outputs depend on sizes of inputs. Nothing
+    public does that without tracing a whole graph.
 
-def default_backend() -> Any:
-    """Return what ``torch.compile`` compiles with if nobody says; 2.15 lets the user choose."""
-    registry = importlib.import_module("torch._dynamo.backends.registry")
-    chosen: Callable[[], Any] = getattr(registry, "get_default_backend", lambda: "inductor")
-    return chosen()
-
-
-def inductor_backend(
-    mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
-) -> Callable[..., Any]:
-    """Return what ``torch.compile`` makes of ``backend="inductor"``, a mode and options.
-
-    It raises at once for a mode or an option that inductor does not know, as
-    ``torch.compile`` does, and it equals another one with the same settings.
+    Args:
+        hints: for each name an example of its size, 2 or more; none for sizes that are numbers.
     """
-    wrapper: Any = getattr(torch, "_TorchCompileInductorWrapper", None)
-    if wrapper is not None:
-        backend: Callable[..., Any] = wrapper(mode, options, dynamic)
-        return backend
-    if mode is not None and mode != "default":
-        inductor = importlib.import_module("torch._inductor")
-        options = {**inductor.list_mode_options(mode, dynamic), **(options or {})}
-    return functools.partial(dynamo_backend("inductor"), config_patches=options)
+
+    def __init__(self, hints: dict[str, int]) -> None:
+        shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
+        source: Any = importlib.import_module("torch._dynamo.source")
+        environment: Any = shapes.ShapeEnv()
+        self._shapes: Any = environment if hints else None
+        self._mode = fake.FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
+        self._symbols: dict[str, Any] = {}
+        self._sizes: dict[str, Any] = {}
+        for name, hint in hints.items():
+            where = source.ConstantSource(f"size_of_{len(self._symbols)}")
+            symbol = environment.create_symbol(
+                hint, source=where, dynamic_dim=shapes.DimDynamic.DYNAMIC, constraint_dim=None
+            )
+            self._symbols[name] = symbol
+            self._sizes[name] = environment.create_symintnode(symbol, hint=hint, source=where)
+
+    def __enter__(self) -> Self:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._mode.__exit__(*failure)
+
+    def empty(self, shape: tuple[int | str, ...], like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without data; a name in ``shape`` stands for its symbol."""
+        sizes = [self._sizes[size] if isinstance(size, str) else size for size in shape]
+        return torch.empty(
+            sizes, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+        )
+
+    def conditions(self) -> list[Any]:
+        """Return what was assumed about the symbols on the way."""
+        return [] if self._shapes is None else [guard.expr for guard in self._shapes.guards]
+
+    def expression(self, size: Any) -> Any:
+        """Return the expression behind a size; a plain number is its own."""
+        if isinstance(size, torch.SymInt):
+            return size.node.expr
+        return size
+
+    def value(self, expression: Any, sizes: dict[str, int]) -> int | bool | None:
+        """Put sizes in; None if something else is in the expression too."""
+        if isinstance(expression, int):
+            return expression
+        result = expression.subs({self._symbols[name]: size for name, size in sizes.items()})
+        if result.free_symbols:
+            return None
+        return bool(result) if result.is_Boolean else int(result)
 
 
-def inductor_options(backend: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of something that :func:`inductor_backend` made, those of its mode too."""
-    given = getattr(backend, "config", None) or getattr(backend, "keywords", {}).get(
-        "config_patches"
-    )
-    return dict(given or {})
+@contextlib.contextmanager
+def without_fake_tensor_logs() -> Iterator[None]:
+    """Keep torch from logging pages about an operation that fails on tensors without data."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
-def inductor_draws_like_eager(backend: Callable[..., Any]) -> bool:
-    """Whether inductor takes its random numbers from where eager does."""
-    config = importlib.import_module("torch._inductor.config")
-    return bool(inductor_options(backend).get("fallback_random", config.fallback_random))
-
-
-def mutation_switches() -> list[str]:
-    """Return where inductor asks AOTAutograd to keep mutations of inputs in the graph.
-
-    They are paths of functions that take ``keep_inference_input_mutations``; there
-    is no option for it. Empty where there is no such function.
-    """
-    return [
-        f"{path}.aot_autograd"
-        for path in ("torch._inductor.compile_fx", "torch._dynamo.backends.common")
-        if hasattr(importlib.import_module(path), "aot_autograd")
-    ]
+# ---- the graph that Dynamo is compiling ----
 
 
 def tracing_context() -> Any:

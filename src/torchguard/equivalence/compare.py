@@ -27,7 +27,6 @@ __all__ = [
     "as_double",
     "close",
     "judge",
-    "same_outcome",
     "same_strides",
     "value_of",
 ]
@@ -49,9 +48,8 @@ class Tolerance(NamedTuple):
 class Policy:
     """What counts as a difference."""
 
-    tolerances: Mapping[torch.dtype, Tolerance]
-    of_others: Tolerance
-    """Of floating-point dtypes with fewer bits than those."""
+    tolerances: Mapping[torch.dtype | None, Tolerance]
+    """By floating-point dtype, that of the parts of complex numbers; None: every other one."""
 
     metadata: bool
     """Whether dtypes, devices, strides and shared memory have to be the same too."""
@@ -63,7 +61,8 @@ class Policy:
         """Return the tolerance of a dtype; integers have none."""
         if not (dtype.is_floating_point or dtype.is_complex):
             return Tolerance()
-        return self.tolerances.get(dtype, self.of_others)
+        real = dtype.to_real()
+        return self.tolerances[real if real in self.tolerances else None]
 
 
 COMPILING = Policy(
@@ -73,11 +72,8 @@ COMPILING = Policy(
         torch.bfloat16: Tolerance(1.6e-2, 1e-5),
         torch.float32: Tolerance(1.3e-6, 1e-5),
         torch.float64: Tolerance(1e-7, 1e-7),
-        torch.complex32: Tolerance(1e-3, 1e-5),
-        torch.complex64: Tolerance(1.3e-6, 1e-5),
-        torch.complex128: Tolerance(1e-7, 1e-7),
+        None: Tolerance(0.26, 1e-2),
     },
-    Tolerance(0.26, 1e-2),
     metadata=True,
 )
 """For a compiled graph: the same operations in another order."""
@@ -90,10 +86,8 @@ PADDING = Policy(
         torch.bfloat16: Tolerance(of_largest=4e-2),
         torch.float32: Tolerance(of_largest=5e-5),
         torch.float64: Tolerance(of_largest=1e-9),
-        torch.complex64: Tolerance(of_largest=5e-5),
-        torch.complex128: Tolerance(of_largest=1e-9),
+        None: Tolerance(of_largest=0.1),
     },
-    Tolerance(of_largest=0.1),
     metadata=False,
     gradient_floor=1e-2,
 )
@@ -245,11 +239,10 @@ class _Comparison:
 
     def sharing(self, reference: Outcome, candidate: Outcome) -> None:
         """Compare which tensors overlap in memory."""
-        for name, other in sorted(candidate.sharing - reference.sharing):
+        for name, other in sorted(candidate.sharing ^ reference.sharing):
             what = f"shares memory with {other}, in eager it does not"
-            self.found.append(Difference("sharing", name, what, "memory"))
-        for name, other in sorted(reference.sharing - candidate.sharing):
-            what = f"does not share memory with {other}, in eager it does"
+            if (name, other) in reference.sharing:
+                what = f"does not share memory with {other}, in eager it does"
             self.found.append(Difference("sharing", name, what, "memory"))
 
     def gradients(self, reference: Outcome, candidate: Outcome) -> None:
@@ -445,20 +438,6 @@ def _described(
     if expected.dtype == torch.bool:
         return text, True
     return f"{text}, the largest by {float(off.nan_to_num(0, 0, 0).max()):.3g}", True
-
-
-def same_outcome(one: Outcome, other: Outcome) -> bool:
-    """Whether two runs of eager came to the same."""
-    if (one.error is None) != (other.error is None):
-        return False
-    pairs = zip(_tensors_in(one), _tensors_in(other), strict=False)
-    return all(a.shape == b.shape and bool(close(a.detach(), b.detach()).all()) for a, b in pairs)
-
-
-def _tensors_in(outcome: Outcome) -> list[torch.Tensor]:
-    gradients = [each.value for each in outcome.gradients.values()]
-    values = [*outcome.outputs, *outcome.inputs, *gradients]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 # ---- strides ----

@@ -11,7 +11,7 @@ import torch
 
 from torchguard._torch import has_hooks, warn_at_compiled_call
 from torchguard.equivalence.collective import largest_of_all_ranks
-from torchguard.equivalence.compare import COMPILING, Difference, judge, same_outcome
+from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import bytes_of, why_not_copied
 from torchguard.equivalence.run import Outcome, run
 from torchguard.errors import MiscompilationError, MiscompilationWarning
@@ -148,7 +148,7 @@ class GraphCheck:
         self.runs = judged.function
         if judged.differences:
             again = self._run_eagerly(inputs)
-            if isinstance(again, str) or not same_outcome(eager, again):
+            if isinstance(again, str) or not judge(eager, again, COMPILING).equal:
                 unsteady = "eager itself does not give the same result twice"
                 self._leave(again if isinstance(again, str) else unsteady)
                 return None

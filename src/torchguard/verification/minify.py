@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from torchguard.equivalence.compare import COMPILING, Difference, judge, same_outcome
+from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import copy_inputs
 from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.run import run
@@ -45,17 +45,16 @@ class Case:
     compiled: Callable[..., Any]
     inputs: list[Any]
 
-    def differences(self, inputs: Sequence[Any]) -> list[Difference]:
+    def differences(self, inputs: Sequence[Any]) -> tuple[Difference, ...]:
         """Return what the compiled graph does otherwise with these inputs."""
         eager = run(self.graph, inputs)
         if eager.error is not None:
-            return []
+            return ()
         compiled = run(self.compiled, inputs)
-        found = list(
-            judge(eager, compiled, COMPILING, lambda: exact(self.graph, inputs)).differences
-        )
+        verdict = judge(eager, compiled, COMPILING, lambda: exact(self.graph, inputs))
         # What eager itself does not do twice, such as reading new memory, shows nothing.
-        return found if found and same_outcome(eager, run(self.graph, inputs)) else []
+        steady = verdict.equal or judge(eager, run(self.graph, inputs), COMPILING).equal
+        return verdict.differences if steady else ()
 
 
 class Minified(NamedTuple):
@@ -106,7 +105,7 @@ class _Minifier:
         self._strides_will_do = all(each.strides is not None for each in found)
         self._wrong_results = sorted({each.key for each in found if each.part == "outputs"})
 
-    def _try(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[Case, list[Difference]]:
+    def _try(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[Case, tuple[Difference, ...]]:
         """Compile a graph and return what it does otherwise than eager; nothing if it fails."""
         graph.recompile()
         statements = max(len(_statements(graph)), 1)
@@ -118,7 +117,7 @@ class _Minifier:
             case = Case(graph, self._compile(copy_graph(graph), inputs), inputs)
             return case, case.differences(inputs)
         except Exception:  # noqa: BLE001 - whatever goes wrong here, the larger case is there
-            return case, []
+            return case, ()
         finally:
             # What a compiler takes for the smallest graph must not count for each statement.
             if statements > self._paced:

@@ -1,0 +1,247 @@
+"""equivalence/: a run leaves no trace, and two runs are compared by one table of tolerances."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchguard.equivalence.collective import largest_of_all_ranks
+from torchguard.equivalence.compare import COMPILING, PADDING, close, judge
+from torchguard.equivalence.copies import why_not_copied
+from torchguard.equivalence.isolate import isolated
+from torchguard.equivalence.run import (
+    Gradient,
+    Outcome,
+    Output,
+    run,
+    run_undoing_mutations,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+def undone(function: Callable[..., Any], *leaves: Any, **options: Any) -> Outcome:
+    """Run a function that returns one tensor and takes its leaves as they are."""
+    return run_undoing_mutations(
+        lambda given: function(*given),
+        leaves,
+        prepare=list,
+        read=lambda output: (None, [Output(output)]),
+        names=dict(enumerate("abc")),
+        **options,
+    )
+
+
+# --- isolation
+
+
+def draw() -> list[float]:
+    """Draw from each of the global generators."""
+    return [
+        torch.rand(()).item(),
+        random.random(),  # noqa: S311
+        float(np.random.rand()),  # noqa: NPY002
+    ]
+
+
+def test_random_states_of_torch_python_and_numpy_are_restored() -> None:
+    """Two runs draw the same numbers, and the program draws them again."""
+    first = []
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        first.append(draw())
+        return [x + 1]
+
+    assert run(function, [torch.ones(2)]).random
+    run(function, [torch.ones(2)])
+    undone(lambda x: function(x)[0], torch.ones(2))
+    assert first[0] == first[1] == draw()
+    assert first[2][1:] == first[0][1:]  # torch's own operators are deterministic there
+
+
+def test_a_run_that_draws_nothing_says_so() -> None:
+    """Only torch's numbers count: eager and compiled code draw those."""
+    assert not run(lambda x: [x * random.random()], [torch.ones(2)]).random  # noqa: S311
+
+
+def test_autocast_neither_keeps_casts_nor_takes_kept_ones() -> None:
+    """A weight that autocast has cast before would hide that it was perturbed."""
+    with torch.autocast("cpu", torch.bfloat16), isolated():
+        assert not torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_hooks_for_saved_tensors_are_not_called() -> None:
+    """A caller that offloads saved tensors does not see those of a check."""
+    seen: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(lambda value: [value.exp()], [x])
+        undone(torch.exp, x)
+        assert seen == []
+        x.exp()
+    assert len(seen) == 1
+
+
+def test_modules_are_as_they_were() -> None:
+    """Buffers, attributes, hooks and gradients; what was written is reported."""
+    norm = nn.BatchNorm1d(3)
+    mean = norm.running_mean
+    assert mean is not None
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        norm.register_forward_hook(lambda *_: None)
+        setattr(norm, "seen", True)  # noqa: B010
+        norm(x).sum().backward()
+        result: torch.Tensor = norm(x)
+        return result
+
+    outcome = undone(function, torch.randn(4, 3), modules=[norm])
+    assert not hasattr(norm, "seen")
+    assert not norm._forward_hooks
+    assert norm.weight.grad is None
+    assert norm.running_mean is mean
+    assert mean.tolist() == [0, 0, 0]
+    assert set(outcome.buffers) == {"running_mean", "running_var", "num_batches_tracked"}
+    assert outcome.buffers["num_batches_tracked"].after == 2
+
+
+def test_a_run_on_copies_leaves_its_inputs_and_says_which_it_has_written() -> None:
+    """The outcome holds the inputs as they were after the run."""
+    x = torch.zeros(2)
+    outcome = run(lambda a, b, _: [a.add_(1) + b], [x, torch.zeros(2), 3])
+    assert outcome.mutated == {0}
+    assert x.tolist() == [0, 0]
+    assert outcome.inputs[0].tolist() == [1, 1]
+
+
+def test_a_write_to_an_input_is_undone_and_reported() -> None:
+    """The version counter goes back too, so that a later backward does not fail."""
+    x = torch.zeros(2)
+    version = x._version
+    assert undone(lambda a, _: a.add_(1), x, torch.zeros(2)).mutated == {0}
+    assert (x.tolist(), x._version) == ([0, 0], version)
+
+
+def test_what_can_not_be_copied_is_said_before_it_is_tried() -> None:
+    """A differentiable view of another dtype has no base that could be copied."""
+    real = torch.view_as_real(torch.ones(2, requires_grad=True) * (1 + 1j))
+    assert why_not_copied([real]) == "input 0 is a differentiable view of another dtype"
+    x = torch.ones(2)
+    values = [x, x.detach().view(torch.int32)]
+    assert why_not_copied(values) is None
+    widened = why_not_copied(
+        values, lambda dtype: torch.float64 if dtype.is_floating_point else dtype
+    )
+    assert widened == "input 1 shares a storage with one of another dtype"
+
+
+# --- comparing
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.complex32, torch.complex64, torch.complex128,
+    ],
+)  # fmt: skip
+def test_compiling_has_the_tolerances_of_assert_close(dtype: torch.dtype) -> None:
+    """https://pytorch.org/docs/stable/testing.html"""
+    relative, absolute = torch.testing._comparison.default_tolerances(dtype)
+    found = COMPILING.tolerance(dtype)
+    assert (found.relative, found.absolute, found.of_largest) == (relative, absolute, 0)
+
+
+def test_padding_is_measured_by_the_largest_value() -> None:
+    """A sum over a padded length rounds as its largest term does, and no more than that."""
+    expected = torch.tensor([1000.0, 1e-3])
+    for off, equal in ((0.04, True), (0.06, False)):
+        one, other = Outcome(outputs=[expected]), Outcome(outputs=[expected + off])
+        verdict = judge(one, other, PADDING)
+        assert verdict.equal is equal
+        assert not judge(one, other, COMPILING).equal
+    assert judge(one, one, PADDING).strain == 0
+
+
+@given(
+    numbers=st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=6),
+    same=st.booleans(),
+)
+def test_close_is_isclose(numbers: list[tuple[float, float]], *, same: bool) -> None:
+    """NaN is close to NaN alone, infinity to itself alone."""
+    expected = torch.tensor([one for one, _ in numbers])
+    actual = expected * (1 + 1e-6) if same else torch.tensor([other for _, other in numbers])
+    wanted = torch.isclose(actual.double(), expected.double(), 1.3e-6, 1e-5, equal_nan=True)
+    assert torch.equal(close(expected, actual), wanted)
+
+
+@pytest.mark.parametrize("policy", [COMPILING, PADDING], ids=["compiling", "padding"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 7.0])
+def test_one_value_that_is_off_is_a_difference(policy: Any, value: float) -> None:
+    """In an output, a gradient and a buffer alike."""
+    right, wrong = torch.ones(3), torch.tensor([1.0, value, 1.0])
+    for part in ("outputs", "gradients"):
+        one, other = (
+            Outcome(outputs=[each]) if part == "outputs" else Outcome(gradients={0: Gradient(each)})
+            for each in (right, wrong)
+        )
+        (found,) = judge(one, other, policy).differences
+        assert (found.part, found.key, found.kind) == (part, 0, "numbers")
+        assert found.finite is math.isfinite(value)
+
+
+def test_a_gradient_that_only_one_run_has_is_compared_with_zeros() -> None:
+    """Unless it is of a leaf that the run itself has made."""
+    none = Outcome(gradients={})
+    for known in (True, False):
+        one = Outcome(gradients={("leaf", 1): Gradient(torch.ones(2), known=known)})
+        assert judge(one, none, PADDING).equal is not known
+        assert judge(none, one, PADDING).equal is not known
+    zeros = Outcome(gradients={0: Gradient(torch.zeros(2))})
+    assert judge(zeros, none, PADDING).equal
+
+
+def test_a_large_integer_that_is_off_by_one_is_found() -> None:
+    """Beyond 2 ** 53 both are one number in double precision."""
+    large = torch.tensor([2**60])
+    assert not judge(Outcome(outputs=[large]), Outcome(outputs=[large + 1]), PADDING).equal
+
+
+# --- ranks
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A group of one rank."""
+    if not dist.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    where = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("which", [True, None])
+def test_every_rank_learns_the_largest(which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that has NCCL for its GPUs and gloo for the CPU is asked on the CPU."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+    with torch.inference_mode():
+        assert largest_of_all_ranks(which, [-2, 5]) == [-2, 5]

@@ -204,3 +204,21 @@ def test_function_modes_can_be_taken_off_the_stack_and_put_back() -> None:
         _torch.replace_torch_function_modes(stack)
         assert _torch.torch_function_modes() == [outer, inner]
     assert _torch.torch_function_modes() == []
+
+
+def test_has_saved_tensors_hooks_sees_hooks_and_leaves_them_as_they_are() -> None:
+    """Inside of a transform, where torch refuses hooks, there are none."""
+    assert not _torch.has_saved_tensors_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert _torch.has_saved_tensors_hooks()
+        assert _torch.has_saved_tensors_hooks()
+    found = []
+
+    def squares(x: torch.Tensor) -> torch.Tensor:
+        found.append(_torch.has_saved_tensors_hooks())
+        return (x**2).sum()
+
+    torch.func.grad(squares)(torch.ones(2))
+    assert found == [False]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        pass  # they are not refused now

@@ -76,9 +76,22 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether somebody's hooks see the tensors that autograd saves; True where nobody can say."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None  # True: those that tracing sees too
+    """Whether somebody's hooks see the tensors that autograd saves."""
+    autograd = torch._C._autograd
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None:
+        return top(True) is not None  # True: those that tracing sees too
+    # torch 2.6 can't be asked, but it refuses to switch hooks off where there are some:
+    # https://github.com/pytorch/pytorch/blob/v2.6.0/aten/src/ATen/SavedTensorHooks.cpp
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    try:
+        autograd._saved_tensors_hooks_disable("")
+    except RuntimeError:
+        return True
+    finally:
+        autograd._saved_tensors_hooks_enable()
+    return False
 
 
 def has_own_dispatch(tensor: torch.Tensor) -> bool:

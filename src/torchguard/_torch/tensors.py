@@ -77,7 +77,7 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 def has_saved_tensors_hooks() -> bool:
     """Whether somebody's hooks see the tensors that autograd saves."""
-    autograd = torch._C._autograd
+    autograd: Any = torch._C._autograd
     top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
     if top is not None:
         return top(True) is not None  # True: those that tracing sees too

@@ -41,12 +41,14 @@ class NamedDim(Protocol):
     __name__: str
 
 
-AxisName: TypeAlias = "str | NamedDim | None"
+AxisName: TypeAlias = str | NamedDim | None
 DimsOfArgument: TypeAlias = (
-    "Mapping[int, AxisName] | Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument | AxisName]"
-    " | None"
+    Mapping[int, AxisName]
+    | Mapping[str, "DimsOfArgument"]
+    | Sequence["DimsOfArgument | AxisName"]
+    | None
 )
-Dims: TypeAlias = "Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]"
+Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
 """``{argument: {dim: name}}``, or a sequence in the order of the arguments; containers nest."""
 
 Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]

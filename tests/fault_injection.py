@@ -26,11 +26,13 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from torchguard._torch import set_version
+
 State = dict[str, Any]
 """Everything a training consists of, by name, as values that ``==`` compares bit by bit."""
 
 
-class Fault(RuntimeError):
+class InjectedError(RuntimeError):
     """What the chosen operator raises."""
 
 
@@ -49,10 +51,10 @@ class FailAt(TorchDispatchMode):
         here = self.seen == self._at
         self.seen += 1
         if here and not self._after:
-            raise Fault(f"before {func}")
+            raise InjectedError(f"before {func}")
         result = func(*args, **(kwargs or {}))
         if here:
-            raise Fault(f"after {func}")
+            raise InjectedError(f"after {func}")
         return result
 
 
@@ -140,6 +142,8 @@ class Net(nn.Module):
 
     # B batch, C channels, H height, W width, F features
 
+    calls: torch.Tensor
+
     def __init__(self, feature: str) -> None:
         super().__init__()
         self.feature = feature
@@ -160,7 +164,7 @@ class Net(nn.Module):
         self.calls += 1
         x_bf = torch.relu(self.norm(self.conv(x_bchw))).flatten(1)
         if self.feature == "checkpoint":
-            x_bf = checkpoint(self.middle, x_bf, use_reentrant=False)  # type: ignore[no-untyped-call]
+            x_bf = checkpoint(self.middle, x_bf, use_reentrant=False)
         else:
             x_bf = self.middle(x_bf)
         return self.head(x_bf)  # type: ignore[no-any-return]
@@ -183,7 +187,9 @@ class Training:
             torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in self.optimizers
         ]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=case.amp)
-        self.average = AveragedModel(self.model, use_buffers=True) if case.feature == "ema" else None
+        self.average = (
+            AveragedModel(self.model, use_buffers=True) if case.feature == "ema" else None
+        )
         self.batches = [(torch.randn(4, 2, 4, 4), torch.randint(3, (4,))) for _ in range(2)]
         self.at_commit: State | None = None
         self.blocks: list[Callable[[], None]] = [self.whole_step]
@@ -395,7 +401,7 @@ class deep_copy:  # noqa: N801  one of the ways, and those are functions
         with torch.no_grad():
             for tensor, value, version in self._tensors:
                 tensor.copy_(value)
-                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+                set_version(tensor, version)
             for parameter, gradient, values in self._gradients:
                 parameter.grad = gradient
                 if gradient is not None and values is not None:
@@ -531,18 +537,20 @@ def _one_point(case: Case, way: Way, plain: Reference, fault: FailAt, *, restore
     training = Training(case)
     guard = way(training)
     result = Count(points=1)
-    raised: list[Fault] = []
+    raised: list[InjectedError] = []
     for block in training.blocks:
         before = {**state_of(training), **identity_of(training)} if restores else {}
         try:
             with fault, guard:
                 block()
-        except Fault as error:
+        except InjectedError as error:
             raised.append(error)
             if getattr(guard, "committed", False):
                 result.committed = 1
                 continue
-            if restores and (lost := differences(state_of(training) | identity_of(training), before)):
+            if restores and (
+                lost := differences(state_of(training) | identity_of(training), before)
+            ):
                 result.not_restored = 1
                 result.examples.append(f"{case} {error}: not restored: {', '.join(lost)}")
             try:

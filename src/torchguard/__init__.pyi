@@ -24,6 +24,7 @@ from torchguard.errors import (
     OptimizerStateError,
     PaddingLeakError,
     PatchConflictError,
+    PeerFailedError,
     ReadOnlyMemoryError,
     RecompileError,
     ReplayMismatchError,
@@ -44,6 +45,7 @@ from torchguard.rollback.block import rollback_on_error
 from torchguard.rollback.consistency import check_consistent, is_consistent, repair_
 from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.rollback.scope import guarded
+from torchguard.transactions.retry import halved
 from torchguard.transactions.step import TransactionStats, transaction
 from torchguard.verification.backend import verified_backend
 from torchguard.verification.decorator import verified
@@ -68,6 +70,7 @@ __all__ = [
     "PaddingLeakError",
     "PairBuckets",
     "PatchConflictError",
+    "PeerFailedError",
     "ReadOnlyMemoryError",
     "RecompileError",
     "ReplayMismatchError",
@@ -86,6 +89,7 @@ __all__ = [
     "doctor",
     "get_original",
     "guarded",
+    "halved",
     "install",
     "installed",
     "is_consistent",

@@ -14,7 +14,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["KeyPath", "TreeDef", "children", "flatten", "key_paths", "keystr", "unflatten"]
+__all__ = [
+    "KeyPath",
+    "TreeDef",
+    "children",
+    "flatten",
+    "key_paths",
+    "keystr",
+    "unflatten",
+    "with_children",
+]
 
 KeyPath: TypeAlias = tuple[Any, ...]
 """The keys, indices and field names that lead to a leaf."""
@@ -101,10 +110,11 @@ def _unflatten(node: Any, remaining: Iterator[Any]) -> Any:
         made = next(remaining) if type(child) is torch.Tensor else _unflatten(child, remaining)
         if made is not child:
             new[key] = made
-    return _with_children(node, new) if new else node
+    return with_children(node, new) if new else node
 
 
-def _with_children(node: Any, new: Mapping[Any, Any]) -> Any:
+def with_children(node: Any, new: Mapping[Any, Any]) -> Any:
+    """Return a copy of a container in which the children under these keys are replaced."""
     if type(node) is dict:
         return {**node, **new}
     if isinstance(node, tuple):

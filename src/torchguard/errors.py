@@ -13,6 +13,7 @@ __all__ = [
     "OptimizerStateError",
     "PaddingLeakError",
     "PatchConflictError",
+    "PeerFailedError",
     "ReadOnlyMemoryError",
     "RecompileError",
     "ReplayMismatchError",
@@ -44,6 +45,10 @@ class InconsistentTensorError(TorchGuardError, RuntimeError):
 
 class PatchConflictError(TorchGuardError, RuntimeError):
     """Raised when undoing a patch would overwrite somebody else's."""
+
+
+class PeerFailedError(TorchGuardError, RuntimeError):
+    """Raised by ``step.run`` with ``group=`` when another rank failed; nothing has changed."""
 
 
 class MiscompilationError(TorchGuardError, RuntimeError):

@@ -1,0 +1,137 @@
+"""Skip a step whose loss or gradients are not finite, without a host read where possible.
+
+The fused optimizers have a way to skip on the device, made for GradScaler: a tensor ``found_inf``
+on the optimizer, which their kernel reads. It leaves parameters, moments and step counters as they
+are where ``found_inf`` is 1. Nothing else in PyTorch can be skipped without asking the device, so
+for other optimizers the host reads the flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchguard._torch import set_version, version_of
+
+__all__ = ["NonfiniteGate", "is_gated_on_device"]
+
+
+def is_gated_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step of this optimizer reads ``found_inf`` within its kernel.
+
+    ``GradScaler.step`` asks for the same attribute, which fused optimizers set
+    (torch/amp/grad_scaler.py). It says nothing of each group, and ``fused`` is an option of each.
+    """
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+class NonfiniteGate:
+    """Closes for one ``optimizer.step()`` when what it would apply is not finite.
+
+    :meth:`before` and :meth:`after` belong around each step; ``GradScaler`` does the same to
+    ``optimizer.found_inf``, so there is no scaler.
+    """
+
+    def __init__(self) -> None:
+        self._loss: torch.Tensor | None = None
+        self._found: torch.Tensor | None = None
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._totals: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped. Reading it waits for the device."""
+        return sum(int(total) for total in self._totals.values())
+
+    def look_at(self, loss: torch.Tensor) -> None:
+        """Skip the steps of this block if ``loss`` is not finite, whatever the gradients are."""
+        self._loss = loss.detach()
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find out whether the step is to be skipped, and let the optimizer know."""
+        with torch.no_grad():
+            self._found = _nonfinite(_gradients_of(optimizer), self._loss)
+        if self._found is None:
+            return
+        if is_gated_on_device(optimizer):
+            optimizer.found_inf = self._found  # type: ignore[attr-defined]
+        elif bool(self._found):  # the host read
+            # A parameter without a gradient is left alone by every optimizer of PyTorch.
+            self._gradients = [
+                (p, p.grad) for group in optimizer.param_groups for p in group["params"]
+                if p.grad is not None
+            ]  # fmt: skip
+            for parameter, _ in self._gradients:
+                parameter.grad = None
+
+    def after(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buffers: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Put buffers back if the step was skipped, and count it.
+
+        ``buffers`` are pairs of a buffer and its copy from before the forward.
+        """
+        found = self._found
+        if found is None:
+            return
+        with torch.no_grad():
+            skipped = {found.device: found.bool()}
+            for buffer, before in buffers:
+                if buffer.device not in skipped:
+                    skipped[buffer.device] = found.to(buffer.device, non_blocking=True).bool()
+                version = version_of(buffer)
+                torch.where(skipped[buffer.device], before, buffer, out=buffer)
+                if version is not None:  # a graph that is kept may have saved the buffer
+                    set_version(buffer, version)
+            total = self._totals.setdefault(found.device, torch.zeros_like(found))
+            total.add_(found)
+        self.end(optimizer)
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take back what :meth:`before` did, also after a step that raised."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+        if self._found is not None and getattr(optimizer, "found_inf", None) is self._found:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        self._found = None
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    gradients = [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    return [each.coalesce().values() if each.is_sparse else each for each in gradients]
+
+
+def _nonfinite(gradients: Sequence[torch.Tensor], loss: torch.Tensor | None) -> Any:
+    """Return 1.0 if anything is not finite, else 0.0, on the device of the first gradient.
+
+    The largest magnitude of a gradient is finite just if all its elements are: unlike a sum of
+    squares it does not overflow, and a NaN stays a NaN.
+    """
+    if not gradients:
+        return None
+    device = gradients[0].device
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for each in gradients:
+        if each.numel() > 0:  # no elements, no norm
+            alike.setdefault((each.device, each.dtype), []).append(each)
+    finite = [
+        torch.isfinite(torch.stack(list(torch._foreach_norm(same, float("inf"))))).all()
+        for same in alike.values()
+    ]
+    if loss is not None:
+        finite.append(torch.isfinite(loss).all())
+    if not finite:
+        return None
+    found = torch.stack([each.to(device, non_blocking=True) for each in finite])
+    return (~found.all()).float()

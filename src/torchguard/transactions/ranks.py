@@ -1,0 +1,254 @@
+"""A step of DistributedDataParallel that all ranks take, or none.
+
+Forward and backward run without communication, so that a rank that fails in them leaves nobody
+waiting in a collective. Then the ranks agree, by one all-reduce, on whether all are well; only then
+gradients are averaged and the optimizer steps, and they agree once more at the last moment at
+which the step can be taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchguard._torch import without_dispatch_modes
+from torchguard.errors import PeerFailedError
+
+__all__ = ["FAILED", "OUT_OF_MEMORY", "Ranks"]
+
+# What a rank says of itself; the ranks act on the largest.
+_WELL, OUT_OF_MEMORY, FAILED = range(3)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Tensors of one dtype and device, and memory for all their elements in a row."""
+
+    tensors: list[torch.Tensor]
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> list[_Bucket]:
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        buckets = []
+        for (dtype, device), same in alike.items():
+            flat = torch.zeros(sum(each.numel() for each in same), dtype=dtype, device=device)
+            pieces = flat.split([each.numel() for each in same])
+            views = [piece.view(each.shape) for piece, each in zip(pieces, same, strict=True)]
+            buckets.append(_Bucket(same, flat, views))
+        return buckets
+
+
+class Ranks:
+    """The processes of a group, which take each step together.
+
+    Args:
+        models: those of the transaction; each DistributedDataParallel among them is averaged.
+        group: a process group, True for the default one.
+
+    Raises:
+        ValueError: nothing to reduce; or a module communicates within forward or backward, where
+            a failed rank would leave the others waiting.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], group: Any) -> None:
+        self._group = None if group is True else group
+        self._models = [m for m in models if isinstance(m, DistributedDataParallel)]
+        _check(self._models)
+        parameters = [p for model in self._models for p in _reduced(model)]
+        self._world = dist.get_world_size(self._group)
+        # One flag, and for each parameter whether any rank has a gradient. Made here: when memory
+        # has run out, nothing can be made any more.
+        self._flags = torch.zeros(
+            1 + len(parameters), dtype=torch.int32, device=parameters[0].device
+        )
+        self._parameters = parameters
+        self._gradients: list[_Bucket] = []
+        self._buffers: list[_Bucket] = []
+        self._has_gradient: list[bool] = []
+        self._on_interrupt: Callable[[int, Any], Any] = signal.default_int_handler
+        self._interrupted = False
+        self.undecided = False
+        """Whether the other ranks will wait for this one to say how it is."""
+        self.worst = _WELL
+        """What the ranks agreed on."""
+
+    @contextlib.contextmanager
+    def attempt(self, code_of: Callable[[BaseException], int]) -> Iterator[None]:
+        """Tell the other ranks if the block raises before :meth:`agree_to_commit`.
+
+        Ctrl-C waits for the next agreement: between two of them it would leave this rank with
+        another answer than the one it gave. A second one does not wait.
+        """
+        with self._interrupts_wait():
+            self.undecided = True
+            self.worst = _WELL
+            try:
+                yield
+            except BaseException as error:
+                if self.undecided:
+                    self.undecided = False
+                    self._all_reduce(code_of(error))
+                raise
+
+    @contextlib.contextmanager
+    def without_communication(self) -> Iterator[None]:
+        """Let forward and backward of the models communicate with nobody."""
+        with contextlib.ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(model.no_sync())
+                # no_sync() keeps gradients local, but the first forward within it still
+                # broadcasts buffers (torch/nn/parallel/distributed.py, _pre_forward).
+                model.require_forward_param_sync = False
+            yield
+
+    def average(self) -> None:
+        """Agree that all are well, then average gradients and broadcast the first rank's buffers.
+
+        Raises:
+            PeerFailedError: another rank failed in its forward or backward.
+        """
+        self._collect()
+        self._agree()
+        self._communicate()
+        self._distribute()
+
+    def _collect(self) -> None:
+        """Copy gradients and buffers to where the other ranks get them from."""
+        if not self._gradients:
+            self._gradients = _Bucket.of(self._parameters)
+            self._buffers = _Bucket.of([b for model in self._models for b in _broadcast(model)])
+        with torch.no_grad():
+            self._flags[1:].copy_(
+                torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
+            )
+            for bucket in self._gradients:
+                for parameter, view in zip(bucket.tensors, bucket.views, strict=True):
+                    if parameter.grad is None:
+                        view.zero_()
+                    else:
+                        # As DistributedDataParallel does: divided first, then added up.
+                        torch.mul(parameter.grad, 1.0 / self._world, out=view)
+            for bucket in self._buffers:
+                for buffer, view in zip(bucket.tensors, bucket.views, strict=True):
+                    view.copy_(buffer)
+
+    def _communicate(self) -> None:
+        with without_dispatch_modes(self._flags):
+            self._has_gradient = [bool(flag) for flag in self._flags[1:].tolist()]
+            for bucket in self._gradients:
+                dist.all_reduce(bucket.flat, group=self._group)
+            first = dist.get_process_group_ranks(self._group or dist.group.WORLD)[0]
+            for bucket in self._buffers:
+                dist.broadcast(bucket.flat, src=first, group=self._group)
+
+    def _distribute(self) -> None:
+        """Copy what the ranks have made together back to gradients and buffers."""
+        has_gradient = dict(zip(self._parameters, self._has_gradient, strict=True))
+        with torch.no_grad():
+            for bucket in self._gradients:
+                for parameter, view in zip(bucket.tensors, bucket.views, strict=True):
+                    if not has_gradient[parameter]:
+                        continue  # unused on every rank: stays None, and weight decay skips it
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                    parameter.grad.copy_(view)
+            for bucket in self._buffers:
+                for buffer, view in zip(bucket.tensors, bucket.views, strict=True):
+                    buffer.copy_(view)
+
+    def agree_to_commit(self) -> None:
+        """Agree at the last moment at which the step can be taken back.
+
+        Raises:
+            PeerFailedError: another rank failed.
+        """
+        if self.undecided:
+            self._agree()
+            self.undecided = False
+
+    def _agree(self) -> None:
+        if self._interrupted:
+            self._interrupted = False
+            self._on_interrupt(signal.SIGINT, None)
+        self._all_reduce(_WELL)
+        if self.worst != _WELL:
+            self.undecided = False
+            raise PeerFailedError(
+                "the step was rolled back on this rank because it failed on another one"
+                + (": out of memory" if self.worst == OUT_OF_MEMORY else "")
+            )
+
+    def _all_reduce(self, code: int) -> None:
+        with without_dispatch_modes(self._flags):
+            self._flags[0] = code
+            dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group)
+            self.worst = int(self._flags[0])
+
+    @contextlib.contextmanager
+    def _interrupts_wait(self) -> Iterator[None]:
+        handler = signal.getsignal(signal.SIGINT)
+        main = threading.current_thread() is threading.main_thread()
+        if not main or not callable(handler):
+            yield
+            return
+
+        def wait(number: int, frame: Any) -> None:
+            if self._interrupted:
+                handler(number, frame)
+            self._interrupted = True
+
+        self._on_interrupt = handler
+        self._interrupted = False
+        signal.signal(signal.SIGINT, wait)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            if self._interrupted:  # after the last agreement: the step is done
+                self._interrupted = False
+                handler(signal.SIGINT, None)
+
+
+def _check(models: Sequence[DistributedDataParallel]) -> None:
+    if not any(_reduced(model) for model in models):
+        raise ValueError(
+            "transaction: group= without a DistributedDataParallel module that has parameters to "
+            "train; pass the wrapped module as model="
+        )
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise ValueError(  # noqa: TRY004  the module is right, group= with it is not
+                    f"transaction: {name} is a SyncBatchNorm, which communicates in its forward: "
+                    "a rank that fails would leave the others waiting; use BatchNorm with group="
+                )
+        if getattr(model, "_comm_hooks", ()):
+            raise ValueError(
+                "transaction: group= averages gradients itself, and the communication hook that "
+                "is registered on the DistributedDataParallel module would be left out"
+            )
+
+
+def _reduced(model: DistributedDataParallel) -> list[nn.Parameter]:
+    return [
+        parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    ]
+
+
+def _broadcast(model: DistributedDataParallel) -> list[torch.Tensor]:
+    return list(model.modules_buffers) if model.broadcast_buffers else []

@@ -1,0 +1,308 @@
+"""Run a whole training step, again in smaller parts if memory runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from torchguard._pytree import KeyPath, children, keystr, with_children
+from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
+
+if TYPE_CHECKING:
+    from torchguard.transactions.step import Transaction
+
+__all__ = ["Halved", "halved", "is_out_of_memory", "run"]
+
+# What PyTorch says on devices that have no class of exception for it.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_CONSTANTS = (*_SCALARS, torch.Size, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Halved:
+    """What :func:`halved` returns."""
+
+    at_least: int = 1
+
+
+def halved(at_least: int = 1) -> Halved:
+    """Retry a step that ran out of memory in parts of half the size.
+
+    For ``retry=`` of ``step.run``. A batch of 64 samples is run whole, then as 2 parts of 32, as
+    4 of 16 and so on, until a step succeeds or a part of ``at_least`` samples runs out of memory.
+
+    Args:
+        at_least: the fewest samples in a part; the last part of a batch may have fewer.
+
+    Raises:
+        ValueError: ``at_least`` is less than 1.
+    """
+    if isinstance(at_least, bool) or not isinstance(at_least, int) or at_least < 1:
+        raise ValueError(f"halved: at_least={at_least!r}, expected an integer of at least 1")
+    return Halved(at_least)
+
+
+def run(
+    step: Transaction,
+    loss_of: Callable[[Any], torch.Tensor],
+    batch: Any,
+    *,
+    retry: Halved | None,
+    before_step: Callable[[], Any] | None,
+) -> torch.Tensor:
+    """Do what ``Transaction.run`` says."""
+    _check_schedulers(step)
+    samples = size = 0  # B, and the size of a part; 0 until the batch has been looked at
+
+    def may_halve(error: BaseException) -> bool:
+        return retry is not None and size > retry.at_least and is_out_of_memory(error)
+
+    while True:
+        again = False
+        try:
+            with _together(step, may_halve):
+                parts: Iterable[tuple[Any, float]] = [(batch, 1.0)]
+                if retry is not None:
+                    samples = _samples(batch)
+                    size = min(size or step.part_size or samples, samples)
+                    parts = _parts(batch, samples, size)
+                with step:
+                    loss = _train(step, loss_of, parts, before_step)
+        except BaseException as error:
+            if step.ranks is None:
+                again = may_halve(error) and not step.committed
+            else:  # out of memory on any rank, and nothing else on any
+                again = step.ranks.worst == OUT_OF_MEMORY
+            if not again:
+                raise
+            _release(error)
+        if not again:
+            if size < samples and size != step.part_size:
+                _remember(step, size, samples)
+            return loss
+        # Outside of the except clause: until there the exception holds the frames of the failed
+        # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
+        _empty_caches()
+        assert retry is not None  # else no rank says OUT_OF_MEMORY
+        size = max(retry.at_least, (size + 1) // 2)
+
+
+def _together(
+    step: Transaction, may_halve: Callable[[BaseException], bool]
+) -> contextlib.AbstractContextManager[None]:
+    if step.ranks is None:
+        return contextlib.nullcontext()
+    return step.ranks.attempt(lambda error: OUT_OF_MEMORY if may_halve(error) else FAILED)
+
+
+def _train(
+    step: Transaction,
+    loss_of: Callable[[Any], torch.Tensor],
+    parts: Iterable[tuple[Any, float]],
+    before_step: Callable[[], Any] | None,
+) -> torch.Tensor:
+    """Run forward, backward and step, as a plain loop does; return the mean loss, detached."""
+    if step.ranks is None:
+        loss = _backward(step, loss_of, parts)
+        if step.gate is not None:
+            step.gate.look_at(loss)
+    else:
+        with step.ranks.without_communication():
+            loss = _backward(step, loss_of, parts)
+        step.ranks.average()
+    if before_step is not None:
+        if step.scaler is not None:  # without before_step, a fused step unscales in its kernel
+            for optimizer in step.optimizers:
+                step.scaler.unscale_(optimizer)
+        before_step()
+    _update(step)
+    return loss
+
+
+def _update(step: Transaction) -> None:
+    for optimizer in step.optimizers:
+        if step.scaler is None:
+            optimizer.step()
+        else:
+            step.scaler.step(optimizer)
+    if step.ranks is not None:
+        step.ranks.agree_to_commit()  # GradScaler may have called no step()
+    if step.scaler is not None:
+        step.scaler.update()
+    for scheduler in step.schedulers:
+        scheduler.step()
+    for optimizer in step.optimizers:
+        optimizer.zero_grad()
+
+
+def _backward(
+    step: Transaction,
+    loss_of: Callable[[Any], torch.Tensor],
+    parts: Iterable[tuple[Any, float]],
+) -> torch.Tensor:
+    total: torch.Tensor | None = None
+    for part, share in parts:
+        loss = loss_of(part)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
+            raise TypeError(f"run: loss_of(part) returned {shown}, expected a tensor of one number")
+        if share != 1.0:  # the whole batch in one part: not one operator more than plain code
+            loss = loss * share
+        (loss if step.scaler is None else step.scaler.scale(loss)).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None  # a batch has at least one part
+    return total
+
+
+def _check_schedulers(step: Transaction) -> None:
+    for scheduler in step.schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "run: steps each scheduler after each batch, and ReduceLROnPlateau.step() takes a "
+                "metric; pass it as transaction(..., also=(scheduler,)) and step it yourself"
+            )
+
+
+def _remember(step: Transaction, size: int, samples: int) -> None:
+    """Begin with this size from now on, and say so once."""
+    step.part_size = size
+    warnings.warn(
+        f"a batch of {samples} samples ran out of memory; it was run in parts of {size}, "
+        "and the batches after it are too",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+# --- what an exception holds -----------------------------------------------------------------
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory ran out.
+
+    That is ``torch.OutOfMemoryError``, the ``RuntimeError`` of PyTorch's CPU allocator ("can't
+    allocate memory"), cuBLAS' CUBLAS_STATUS_ALLOC_FAILED, and Python's ``MemoryError``.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def _release(error: BaseException | None) -> None:
+    """Free the local variables of the frames that an exception and its causes hold."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)  # leaves alone those that still run
+        waiting += [each.__cause__, each.__context__]
+
+
+def _empty_caches() -> None:
+    gc.collect()  # graphs whose nodes hold each other, such as a Function that keeps its output
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if torch.xpu.is_initialized():
+        torch.xpu.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+# --- splitting a batch -----------------------------------------------------------------------
+
+
+def _samples(batch: Any) -> int:
+    """Return the size of dimension 0 of the first tensor, and check that all the rest has it."""
+    rows = [(path, leaf) for path, leaf in _leaves(batch, ()) if _has_rows(leaf)]
+    if not rows:
+        raise TypeError(
+            "run: retry=halved() found no tensor to split in the batch; expected tensors whose "
+            "dimension 0 counts the samples, in lists, tuples, mappings or dataclasses"
+        )
+    first, samples = keystr("batch", rows[0][0], batch), len(rows[0][1])
+    for path, leaf in _leaves(batch, ()):
+        name = keystr("batch", path, batch)
+        if _has_rows(leaf) and len(leaf) != samples:
+            raise TypeError(
+                f"run: retry=halved() can't split {name} of shape {tuple(leaf.shape)}: expected "
+                f"{samples} in dimension 0, as {first} has; let loss_of close over what is not "
+                "one row per sample"
+            )
+        if not _has_rows(leaf) and not _is_constant(leaf):
+            raise TypeError(
+                f"run: retry=halved() can't split {name}, a {type(leaf).__name__}{_layout(leaf)}; "
+                "let loss_of close over it, or pass the tensors that it is made of"
+            )
+    return samples
+
+
+def _leaves(node: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    # A named tuple whose fields only make sense together: data is sorted by batch_sizes.
+    inside = None if isinstance(node, torch.nn.utils.rnn.PackedSequence) else children(node)
+    if inside is None:
+        yield path, node
+        return
+    for key, child in inside:
+        yield from _leaves(child, (*path, key))
+
+
+def _has_rows(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.layout is torch.strided and not leaf.is_nested and leaf.ndim > 0
+    return isinstance(leaf, np.ndarray) and leaf.ndim > 0
+
+
+def _is_constant(leaf: Any) -> bool:
+    """Return whether every part gets this value as it is."""
+    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        return leaf.ndim == 0 and _layout(leaf) == ""
+    return isinstance(leaf, _CONSTANTS)
+
+
+def _layout(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return ""
+    if leaf.is_nested:
+        return " that is nested"
+    return "" if leaf.layout is torch.strided else f" of layout {leaf.layout}"
+
+
+def _parts(batch: Any, samples: int, size: int) -> Iterator[tuple[Any, float]]:
+    """Yield parts of at most ``size`` samples, views of the batch, with their share of it."""
+    if size >= samples:
+        yield batch, 1.0
+        return
+    for begin in range(0, samples, size):
+        end = min(begin + size, samples)
+        yield _slice(batch, begin, end, samples), (end - begin) / samples
+
+
+def _slice(node: Any, begin: int, end: int, samples: int) -> Any:
+    if _has_rows(node) or _is_list_of_samples(node, samples):
+        return node[begin:end]
+    inside = children(node)
+    if inside is None:
+        return node
+    return with_children(node, {key: _slice(child, begin, end, samples) for key, child in inside})
+
+
+def _is_list_of_samples(node: Any, samples: int) -> bool:
+    """Return whether a list has one string or number per sample, as a collate function makes it."""
+    return (
+        type(node) in {list, tuple}
+        and len(node) == samples
+        and all(isinstance(each, _SCALARS) for each in node)
+    )

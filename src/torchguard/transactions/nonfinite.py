@@ -8,12 +8,10 @@ for other optimizers the host reads the flag.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-
-from torchguard._torch import set_version, version_of
 
 __all__ = ["NonfiniteGate", "is_gated_on_device"]
 
@@ -68,36 +66,33 @@ class NonfiniteGate:
                 parameter.grad = None
 
     def after(
-        self,
-        optimizer: torch.optim.Optimizer,
-        buffers: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        self, optimizer: torch.optim.Optimizer, restore_where: Callable[[torch.Tensor], None]
     ) -> None:
-        """Put buffers back if the step was skipped, and count it.
+        """Call ``restore_where(skipped)``, to put buffers back where it is True, and count."""
+        if self._found is not None:
+            with torch.no_grad():
+                restore_where(self._found.bool())
+                total = self._totals.setdefault(
+                    self._found.device, torch.zeros_like(self._found, dtype=torch.int64)
+                )
+                total.add_(self._found.to(torch.int64))
+        self._end(optimizer)
 
-        ``buffers`` are pairs of a buffer and its copy from before the forward.
-        """
-        found = self._found
-        if found is None:
-            return
-        with torch.no_grad():
-            skipped = {found.device: found.bool()}
-            for buffer, before in buffers:
-                if buffer.device not in skipped:
-                    skipped[buffer.device] = found.to(buffer.device, non_blocking=True).bool()
-                version = version_of(buffer)
-                torch.where(skipped[buffer.device], before, buffer, out=buffer)
-                if version is not None:  # a graph that is kept may have saved the buffer
-                    set_version(buffer, version)
-            total = self._totals.setdefault(found.device, torch.zeros_like(found))
-            total.add_(found)
-        self.end(optimizer)
-
-    def end(self, optimizer: torch.optim.Optimizer) -> None:
+    def close(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take back what :meth:`before` did, also after a step that raised."""
+        for optimizer in optimizers:
+            self._end(optimizer)
+        self._loss = None
+
+    def give_gradients_back(self) -> None:
+        """Let parameters have the gradients that :meth:`before` took away for a step."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._gradients = []
-        if self._found is not None and getattr(optimizer, "found_inf", None) is self._found:
+
+    def _end(self, optimizer: torch.optim.Optimizer) -> None:
+        self.give_gradients_back()
+        if self._found is not None and vars(optimizer).get("found_inf") is self._found:
             del optimizer.found_inf  # type: ignore[attr-defined]
         self._found = None
 

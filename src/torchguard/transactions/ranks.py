@@ -156,7 +156,9 @@ class Ranks:
 
     def _distribute(self) -> None:
         """Copy what the ranks have made together back to gradients and buffers."""
-        has_gradient = dict(zip(self._parameters, self._has_gradient, strict=True))
+        has_gradient: dict[torch.Tensor, bool] = dict(
+            zip(self._parameters, self._has_gradient, strict=True)
+        )
         with torch.no_grad():
             for bucket in self._gradients:
                 for parameter, view in zip(bucket.tensors, bucket.views, strict=True):

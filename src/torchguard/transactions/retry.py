@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchguard._pytree import KeyPath, children, keystr, with_children
@@ -20,7 +22,7 @@ from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 if TYPE_CHECKING:
     from torchguard.transactions.step import Transaction
 
-__all__ = ["Halved", "halved", "is_out_of_memory", "run"]
+__all__ = ["Halved", "differs_in_parts", "halved", "is_out_of_memory", "run"]
 
 # What PyTorch says on devices that have no class of exception for it.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
@@ -61,7 +63,7 @@ def run(
     before_step: Callable[[], Any] | None,
 ) -> torch.Tensor:
     """Do what ``Transaction.run`` says."""
-    _check_schedulers(step)
+    _check(step)
     samples = size = 0  # B, and the size of a part; 0 until the batch has been looked at
 
     def may_halve(error: BaseException) -> bool:
@@ -164,13 +166,32 @@ def _backward(
     return total
 
 
-def _check_schedulers(step: Transaction) -> None:
+def _check(step: Transaction) -> None:
     for scheduler in step.schedulers:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
                 "run: steps each scheduler after each batch, and ReduceLROnPlateau.step() takes a "
                 "metric; pass it as transaction(..., also=(scheduler,)) and step it yourself"
             )
+
+    if step.ranks is None and any(
+        isinstance(m, DistributedDataParallel) for m in step.training.modules
+    ):
+        raise ValueError(
+            "run: with DistributedDataParallel pass transaction(..., group=True): a rank that "
+            "fails alone would leave the others waiting"
+        )
+
+
+def differs_in_parts(modules: Iterable[nn.Module]) -> str:
+    """Name the kinds of modules whose statistics are over a batch, and differ if it is split."""
+    found = {
+        type(module).__name__
+        for root in modules
+        for module in root.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    }
+    return ", ".join(sorted(found))
 
 
 def _remember(step: Transaction, size: int, samples: int) -> None:

@@ -417,6 +417,14 @@ class TrainingSnapshot:
             else:
                 vars(optimizer).pop(name, None)
 
+    def restore_buffers_where(self, skipped: Tensor) -> None:
+        """Put buffers back if ``skipped`` is True; contiguous ones without asking the device."""
+        call_unseen(_split_where, self._survey.flat_buffers, self._buffers, skipped)
+        restore_versions(self._survey.buffers, self._buffer_versions)
+        if self._odd and bool(skipped):
+            for saved in self._odd:
+                saved.restore()
+
     def release(self) -> None:
         """Give the memory of the buffers' copies back for the next step."""
         self._training.give_back(self._buffers, self._survey)
@@ -476,6 +484,14 @@ def _concatenate(flat: list[list[Tensor]], memory: list[Tensor]) -> None:
 def _split(flat: list[list[Tensor]], memory: list[Tensor]) -> None:
     for tensors, source in zip(flat, memory, strict=True):
         copy_all(tensors, list(source.split([each.numel() for each in tensors])))
+
+
+def _split_where(flat: list[list[Tensor]], memory: list[Tensor], skipped: Tensor) -> None:
+    for tensors, source in zip(flat, memory, strict=True):
+        now = torch.cat(tensors)
+        condition = skipped.to(source.device, non_blocking=True)
+        torch.where(condition, source, now, out=now)
+        copy_all(tensors, list(now.split([each.numel() for each in tensors])))
 
 
 class _OptimizerSnapshot:

@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ from torchguard.errors import UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
 from torchguard.rollback.interrupts import finish
 from torchguard.transactions.commit import OptimizerStep, Undo, steps_in_one_call
+from torchguard.transactions.nonfinite import NonfiniteGate, is_gated_on_device
+from torchguard.transactions.ranks import Ranks
+from torchguard.transactions.retry import Halved, differs_in_parts, run
 from torchguard.transactions.state import Containers, TrainingSnapshot, TrainingState
 
 __all__ = ["Transaction", "TransactionStats", "transaction"]
@@ -42,6 +45,9 @@ class TransactionStats:
     microseconds: float = 0.0
     """Time spent in torchguard, of blocks that went through and of others."""
 
+    skipped: int = 0
+    """Steps of optimizers that ``skip_nonfinite`` has skipped."""
+
 
 class _Block:
     """One ``with`` statement: the training before it, and what its optimizers have done."""
@@ -58,8 +64,23 @@ class _Block:
 class Transaction:
     """What :func:`transaction` returns: ``with step:`` around a training step."""
 
-    def __init__(self, training: TrainingState, *, undo: Undo) -> None:
+    def __init__(
+        self,
+        training: TrainingState,
+        *,
+        undo: Undo,
+        scaler: Any = None,
+        schedulers: Iterable[Any] = (),
+        gate: NonfiniteGate | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.training = training
+        self.scaler = scaler
+        self.schedulers = tuple(schedulers)
+        self.gate = gate
+        self.ranks = ranks
+        self.part_size: int | None = None
+        """How many samples :meth:`run` puts into a part, once a batch ran out of memory."""
         self._undo_option = undo
         self._commits = 0
         self._rollbacks: Counter[str] = Counter()
@@ -68,6 +89,56 @@ class Transaction:
         """Whether the last block counts: each optimizer has stepped, whatever came after."""
         self.saved: list[_Block] = []
         _watch(self)
+
+    def run(
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        batch: Any,
+        *,
+        retry: Halved | None = None,
+        before_step: Callable[[], Any] | None = None,
+    ) -> torch.Tensor:
+        """Run one training step: forward, backward, optimizers, scaler, schedulers, zero_grad.
+
+        Equals, in a block of this transaction::
+
+            loss = loss_of(batch)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)  # if there is a before_step
+            before_step()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+
+        With ``retry=halved()``, a step that runs out of memory is undone and run again in parts of
+        half the size. The loss of each part is weighted by its share of the samples, so that the
+        gradient is that of the whole batch up to rounding. Statistics over the batch (BatchNorm)
+        are those of the parts. The size is kept for the batches after it, and a warning says so.
+
+        Args:
+            loss_of: takes a batch, or a part of one, and returns its mean loss.
+            batch: tensors whose dimension 0 counts the samples, in lists, tuples, mappings
+                (``BatchEncoding``) or dataclasses. Lists of as many strings or numbers as there
+                are samples are split too; other numbers, strings and 0-d tensors go to each part.
+            retry: what to do when memory runs out; None raises at once.
+            before_step: called between backward and the optimizers' steps, with gradients
+                unscaled: the place for ``clip_grad_norm_``.
+
+        Returns:
+            The mean loss of the batch, detached, a tensor of one number.
+
+        Raises:
+            TypeError: the batch can't be split (the message names what), or ``loss_of`` does not
+                return one number.
+            PeerFailedError: another rank failed; with ``group=``.
+        """
+        return run(self, loss_of, batch, retry=retry, before_step=before_step)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that step in a block."""
+        return self.training.optimizers
 
     @property
     def guarantee(self) -> str:
@@ -80,14 +151,34 @@ class Transaction:
                 "parameters and state half updated and raises UnrecoverableStepError; whatever "
                 "else raises before it, everything is as it was"
             )
-        return (
+        strong = (
             "strong: whatever the block raises before every optimizer has stepped, everything is "
             "as it was; after that the step counts, wholly"
         )
+        return strong + "".join(self._limits())
+
+    def _limits(self) -> Iterable[str]:
+        """Yield what holds besides, each after a semicolon."""
+        if self.gate is not None:
+            yield "; a step that is not finite leaves parameters, state and buffers as they were"
+            if not all(map(is_gated_on_device, self.optimizers)):
+                yield ", for which the host waits for the device: no fused optimizer"
+        if self.ranks is not None:
+            yield "; on every rank, with run(): a step is taken on all of them or on none"
+        if self.part_size is not None:
+            yield f"; run() splits batches into parts of {self.part_size} samples"
+            names = differs_in_parts(self.training.modules)
+            if names:
+                yield f", and statistics over the batch are those of the parts: {names}"
 
     def stats(self) -> TransactionStats:
         """Return how many blocks were committed and rolled back, and the time it took."""
-        return TransactionStats(self._commits, dict(self._rollbacks), self._seconds * 1e6)
+        return TransactionStats(
+            self._commits,
+            dict(self._rollbacks),
+            self._seconds * 1e6,
+            0 if self.gate is None else self.gate.skipped,
+        )
 
     # The with statement. Rollback explains why __exit__ is no plain method.
 
@@ -115,6 +206,8 @@ class Transaction:
         began = time.perf_counter()
         block = self.saved[-1]
         try:
+            if self.gate is not None:
+                self.gate.give_gradients_back()
             if exception is not None:
                 self._failed(block, exception)
             else:
@@ -136,6 +229,8 @@ class Transaction:
                 self._close(self.saved[-1])
 
     def _close(self, block: _Block) -> None:
+        if self.gate is not None:
+            self.gate.close(self.optimizers)
         if self in _open:
             _open.remove(self)
         block.snapshot.release()
@@ -236,15 +331,22 @@ class Transaction:
             pending, block.pending = block.pending, None
             pending.fail(None)
         began = time.perf_counter()
+        if self.gate is not None:
+            self.gate.before(optimizer)
         with_closure = len(args) > 1 or bool(kwargs)
         in_one_call = steps_in_one_call(optimizer) and not with_closure
-        last = {id(each.optimizer) for each in block.stepped} | {id(optimizer)} >= set(
-            map(id, self.training.optimizers)
-        )
+        last = self._is_last(block, optimizer)
         copies = self._undo_option == "auto" and not (in_one_call and last)
-        block.pending = OptimizerStep(
+        pending = OptimizerStep(
             optimizer, copies=copies or self._undo_option == "copy", in_one_call=in_one_call
         )
+        if self.ranks is not None and last and not pending.is_copied:
+            try:
+                self.ranks.agree_to_commit()
+            except BaseException:
+                pending.succeed()
+                raise
+        block.pending = pending
         self._seconds += time.perf_counter() - began
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -253,10 +355,18 @@ class Transaction:
         if block is None or block.pending is None or block.pending.optimizer is not optimizer:
             return
         pending = block.pending
+        if self.ranks is not None and self._is_last(block, optimizer):
+            self.ranks.agree_to_commit()  # if it raises, the step is undone from its copies
+        if self.gate is not None:
+            self.gate.after(optimizer, block.snapshot.restore_buffers_where)
         block.stepped.append(pending)
         block.pending = None
         self._note_commit(block)
         pending.succeed()
+
+    def _is_last(self, block: _Block, optimizer: Optimizer) -> bool:
+        stepped = {id(each.optimizer) for each in block.stepped} | {id(optimizer)}
+        return stepped >= set(map(id, self.optimizers))
 
     def _note_foreign(self, block: _Block, optimizer: Optimizer) -> None:
         own = {id(p) for o in self.training.optimizers for g in o.param_groups for p in g["params"]}
@@ -347,15 +457,30 @@ def transaction(
     *,
     also: Iterable[Any] = (),
     undo: Undo = "auto",
+    skip_nonfinite: bool = False,
+    group: Any = None,
 ) -> Transaction:
     """Make ``with step:`` blocks that leave the training as it was if they raise."""
+    modules, schedulers = _several(model, nn.Module, "model"), _several(scheduler)
     training = TrainingState(
-        _several(model, nn.Module, "model"),
+        modules,
         _several(optimizer, Optimizer, "optimizer"),
-        [*_several(scaler), *_several(scheduler)],
+        [*_several(scaler), *schedulers],
         tuple(also),
     )
-    return Transaction(training, undo=undo)
+    if skip_nonfinite and scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            "transaction: skip_nonfinite=True with a GradScaler, which skips such steps itself; "
+            "leave one of them out"
+        )
+    return Transaction(
+        training,
+        undo=undo,
+        scaler=scaler,
+        schedulers=schedulers,
+        gate=NonfiniteGate() if skip_nonfinite else None,
+        ranks=None if group is None else Ranks(modules, group),
+    )
 
 
 def _several(value: Any, kind: Any = object, name: str = "") -> list[Any]:

@@ -85,7 +85,8 @@ def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         return
     names = _parameters_of_init_group(make.__func__ if inspect.ismethod(make) else make)
     first = 2 if inspect.ismethod(make) else 1  # after self and group
-    make(group, *[group.get(name, []) for name in names[first:]])
+    # SGD names the list that it fills "params", as the group names its parameters.
+    make(group, *[[] if name == "params" else group.get(name, []) for name in names[first:]])
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -9,7 +9,6 @@ for other optimizers the host reads the flag.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -107,26 +106,17 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [each.coalesce().values() if each.is_sparse else each for each in gradients]
 
 
-def _nonfinite(gradients: Sequence[torch.Tensor], loss: torch.Tensor | None) -> Any:
+def _nonfinite(gradients: Sequence[torch.Tensor], loss: torch.Tensor | None) -> torch.Tensor | None:
     """Return 1.0 if anything is not finite, else 0.0, on the device of the first gradient.
 
-    The largest magnitude of a gradient is finite just if all its elements are: unlike a sum of
-    squares it does not overflow, and a NaN stays a NaN.
+    The largest magnitude is finite just if every element is: it does not overflow, as a sum of
+    squares does, and a NaN stays a NaN.
     """
-    if not gradients:
+    with_elements = [each for each in gradients if each.numel() > 0]  # no elements, no norm
+    if not with_elements:
         return None
-    device = gradients[0].device
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for each in gradients:
-        if each.numel() > 0:  # no elements, no norm
-            alike.setdefault((each.device, each.dtype), []).append(each)
-    finite = [
-        torch.isfinite(torch.stack(list(torch._foreach_norm(same, float("inf"))))).all()
-        for same in alike.values()
-    ]
+    largest = torch.nn.utils.get_total_norm(with_elements, float("inf"))
+    finite = torch.isfinite(largest)
     if loss is not None:
-        finite.append(torch.isfinite(loss).all())
-    if not finite:
-        return None
-    found = torch.stack([each.to(device, non_blocking=True) for each in finite])
-    return (~found.all()).float()
+        finite = finite & torch.isfinite(loss).all().to(finite.device, non_blocking=True)
+    return (~finite).float()

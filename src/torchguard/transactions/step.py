@@ -248,6 +248,8 @@ class Transaction:
         if block.pending is not None:
             pending, block.pending = block.pending, None
             if pending.fail(exception):
+                if self.gate is not None:
+                    self.gate.after(pending.optimizer, block.snapshot.restore_buffers_where)
                 block.stepped.append(pending)
                 self._note_commit(block)
         if self._all_have_stepped(block):

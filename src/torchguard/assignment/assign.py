@@ -15,8 +15,6 @@ import torch
 from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
 from torchguard.assignment.index import Part, describe_index, is_basic, is_slice, parts_of
 
-__all__ = ["Index", "Value", "sliced_assign", "sliced_assign_", "told"]
-
 Index = Any
 """Whatever stands between the brackets of ``t[...]``."""
 

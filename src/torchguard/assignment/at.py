@@ -18,8 +18,6 @@ from torchguard.assignment.index import (
     positions_in_bounds,
 )
 
-__all__ = ["At", "Selection", "at"]
-
 Operation = Literal["set", "add", "subtract", "multiply", "divide", "power", "min", "max"]
 Mode = Literal["promise_in_bounds", "clip", "drop", "fill"]
 

@@ -25,8 +25,6 @@ from torch import fx
 
 from torchguard._torch import CALL_USER_COMPILER, DYNAMO, patch
 
-__all__ = ["not_needed", "replacements"]
-
 _NAMES = ("slice_scatter", "select_scatter", "diagonal_scatter")
 
 

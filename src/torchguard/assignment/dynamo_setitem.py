@@ -36,8 +36,6 @@ from torchguard._torch import (
     without_torch_function,
 )
 
-__all__ = ["not_needed", "replacements"]
-
 
 def replacements() -> Mapping[str, patch.Make | patch.Computed]:
     """Return what to put where; Dynamo has to be imported."""

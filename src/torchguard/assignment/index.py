@@ -13,17 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = [
-    "Part",
-    "describe_index",
-    "describe_tensor",
-    "is_basic",
-    "is_slice",
-    "parts_of",
-    "positions",
-    "positions_in_bounds",
-]
-
 _DESCRIBED = 200  # characters; a list of a thousand numbers says no more than its beginning
 
 

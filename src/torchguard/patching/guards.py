@@ -28,8 +28,6 @@ from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
 from torchguard.verification.decorator import guard_compile
 
-__all__ = ["GUARDS", "Guard", "GuardName"]
-
 GuardName = Literal[
     "load", "numpy", "out", "resize", "save", "setitem", "slice_scatter", "verified"
 ]

@@ -14,9 +14,6 @@ from torchguard._torch.imports import on_import
 from torchguard.patching.guards import GUARDS, GuardName
 from torchguard.rollback.scope import forget
 
-__all__ = ["Installation", "get_original", "install", "installed", "uninstall"]
-
-
 _DEFAULT = ("resize",)
 
 # Who holds each guard, and the paths each guard patched.

@@ -28,8 +28,6 @@ from torchguard.patching.install import install
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_parser", "run_module", "run_script"]
-
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command ``run``."""

@@ -14,8 +14,6 @@ from torchguard._torch import version_of, without_torch_function
 from torchguard.rollback.interrupts import finish
 from torchguard.rollback.snapshot import Snapshot, capture
 
-__all__ = ["rollback_on_error"]
-
 
 class _Leave(partial[None]):
     """What a ``with`` statement calls at its end, and drops.
@@ -69,6 +67,7 @@ class Rollback:
         exception_type: type[BaseException] | None,
         *_: object,
     ) -> None:
+        """End the block; undo it if it has raised."""
         if exception_type is not None:
             finish(self._undo, {})
         self.saved.pop()

@@ -26,8 +26,6 @@ from torchguard._torch.overlays import overlays_by_owner
 from torchguard.assignment import dynamo_scatter, dynamo_setitem
 from torchguard.rollback.scope_stack import Scope, current, hold
 
-__all__ = ["overlays"]
-
 
 class _Thread(threading.local):
     def __init__(self) -> None:

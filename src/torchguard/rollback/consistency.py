@@ -21,8 +21,6 @@ from torchguard.rollback.snapshot import (
     read_stride_and_offset,
 )
 
-__all__ = ["check_consistent", "is_consistent", "repair_"]
-
 # Quantized dtypes that keep several elements in one byte.
 _ELEMENTS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 

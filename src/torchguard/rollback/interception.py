@@ -40,11 +40,9 @@ from torchguard.rollback.mutation import (
 )
 from torchguard.rollback.operation import Operation, undo_out, undo_write
 from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
-from torchguard.rollback.scope_stack import current, hold, outside
+from torchguard.rollback.scope_stack import Scope, current, hold, outside
 from torchguard.rollback.shared_memory import lacks_allocator
 from torchguard.rollback.snapshot import capture
-
-__all__ = ["overlays"]
 
 _NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
 _REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_, "set_": refuse_set_}
@@ -56,6 +54,7 @@ _OPERATORS = frozenset(
     for name in ("setitem", "iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod")
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 _BEHIND_PYTHON = (
     *("norm", "frobenius_norm", "nuclear_norm", "tensordot", "chain_matmul"),
     *("dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"),
@@ -175,7 +174,7 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
             short
             and scope.plain
             and type(args[0]) in _PLAIN
-            and not (resizes_sparse and args[0].layout is not torch.strided)
+            and not (resizes_sparse and args[0].layout is not _STRIDED)
         ):
             try:
                 try:
@@ -222,41 +221,6 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
     return _named(method, original, "torch", f"Tensor.{name}")
 
 
-def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard a function that writes to arguments, and may have ``out=`` as well."""
-    name = original.__name__
-    refuse = _REFUSALS.get(name)
-    keeps_shape = name in _KEEP_SHAPE or name.startswith(_LISTS) or writes.only_if is not None
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        scope = current()
-        data = None if scope is None else scope.copies()
-        if data is None:
-            return original(*args, **kwargs)
-        if refuse is not None:
-            refuse(*args, **kwargs)
-        operation: Operation | _Elements = _Elements(writes, args, kwargs)
-        if data or not keeps_shape or kwargs.get("out") is not None:
-            operation = Operation(writes, args, kwargs, data=data and not is_recorded())
-        try:
-            try:
-                hold(None)  # for what torch calls on its way, a subclass's own code
-                return operation.finish(original(*operation.args, **operation.kwargs))
-            except BaseException as error:
-                operation.undo(error)
-                raise
-            finally:
-                hold(scope)
-        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-            operation.undo(error)
-            operation.explain(error)
-            raise
-        finally:  # once more, for the same reason
-            hold(scope)
-
-    return _named(function, original, *_place(original))
-
-
 class _Elements(NamedTuple):
     """As :class:`Operation`, for a call that changes no shape: nothing is read before it."""
 
@@ -273,6 +237,76 @@ class _Elements(NamedTuple):
 
     def explain(self, error: BaseException) -> None:
         pass
+
+
+_Undoable = Operation | _Elements
+_Begin = Callable[[Scope, tuple[Any, ...], dict[str, Any]], _Undoable | None]
+
+
+def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard a function that writes to arguments, and may have ``out=`` as well."""
+    name = original.__name__
+    refuse = _REFUSALS.get(name)
+    keeps_shape = name in _KEEP_SHAPE or name.startswith(_LISTS) or writes.only_if is not None
+
+    def begin(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Undoable | None:
+        data = False if scope.plain else scope.copies()
+        if data is None:
+            return None
+        if refuse is not None:
+            refuse(*args, **kwargs)
+        if data or not keeps_shape or kwargs.get("out") is not None:
+            return Operation(writes, args, kwargs, data=data and not is_recorded())
+        return _Elements(writes, args, kwargs)
+
+    return _named(_undoing(original, begin), original, *_place(original))
+
+
+def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the call of what ``torch.ops`` holds; its first argument is the operator."""
+
+    def begin(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Undoable | None:
+        operator, *rest = args
+        writes = _operator_writes(operator)
+        data = scope.copies() if writes is not None or "out" in kwargs else None
+        if data is None:
+            return None
+        refuse = _REFUSALS.get(operator.__name__.partition(".")[0])
+        if refuse is not None:
+            refuse(*rest, **kwargs)
+        operation = Operation(writes, tuple(rest), kwargs, data=data and not is_recorded())
+        operation.args = (operator, *operation.args)
+        return operation
+
+    call = _undoing(original, begin)
+    return _named(call, original, original.__module__, original.__qualname__)
+
+
+def _undoing(original: Callable[..., Any], begin: _Begin) -> Callable[..., Any]:
+    """Make a function that undoes the call if it raises; ``begin`` returns None to let it be."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        scope = current()
+        operation = None if scope is None else begin(scope, args, kwargs)
+        if operation is None:
+            return original(*args, **kwargs)
+        try:
+            try:
+                hold(None)  # for what torch calls on its way, a subclass's own code
+                return operation.finish(original(*operation.args, **operation.kwargs))
+            except BaseException as error:
+                operation.undo(error)
+                raise
+            finally:
+                hold(scope)
+        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
+            operation.undo(error)
+            operation.explain(error)
+            raise
+        finally:  # once more, for the same reason
+            hold(scope)
+
+    return function
 
 
 def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -315,40 +349,6 @@ def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             hold(scope)
 
     return _named(function, original, *_place(original))
-
-
-def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard the call of what ``torch.ops`` holds."""
-
-    def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        scope = current()
-        if scope is None:
-            return original(self, *args, **kwargs)
-        writes = _operator_writes(self)
-        data = scope.copies() if writes is not None or "out" in kwargs else None
-        if data is None:
-            return original(self, *args, **kwargs)
-        refuse = _REFUSALS.get(self.__name__.partition(".")[0])
-        if refuse is not None:
-            refuse(*args, **kwargs)
-        operation = Operation(writes, args, kwargs, data=data and not is_recorded())
-        try:
-            try:
-                hold(None)  # for what torch calls on its way, a subclass's own code
-                return operation.finish(original(self, *operation.args, **operation.kwargs))
-            except BaseException as error:
-                operation.undo(error)
-                raise
-            finally:
-                hold(scope)
-        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-            operation.undo(error)
-            operation.explain(error)
-            raise
-        finally:  # once more, for the same reason
-            hold(scope)
-
-    return _named(__call__, original, original.__module__, original.__qualname__)
 
 
 def _script_outside(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,8 +28,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["finish", "persist"]
-
 _ROUNDS = 1000  # a tensor subclass that raises KeyboardInterrupt every time must not hang here
 
 

@@ -11,17 +11,6 @@ import torch
 
 from torchguard._torch import operator_schemas, schemas_of
 
-__all__ = [
-    "DUNDERS",
-    "OutPlace",
-    "Writes",
-    "out_tensors",
-    "place_of_out",
-    "writes_of",
-    "writes_statistics",
-    "written_tensors",
-]
-
 
 class Argument(NamedTuple):
     """An argument that a function writes to."""

@@ -31,8 +31,6 @@ from torchguard.rollback.shared_memory import (
 )
 from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture, read_stride_and_offset
 
-__all__ = ["Operation", "guard_out", "undo_write"]
-
 
 class Operation:
     """What one call writes to.

@@ -31,18 +31,6 @@ from torchguard.rollback.interrupts import finish
 from torchguard.rollback.shared_memory import cannot_grow, lacks_allocator
 from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture
 
-__all__ = [
-    "guard_resize_",
-    "guard_resize_as_",
-    "guard_set_",
-    "refuse_resize_",
-    "refuse_resize_as_",
-    "refuse_set_",
-    "safe_resize_",
-    "safe_resize_as_",
-    "safe_set_",
-]
-
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 

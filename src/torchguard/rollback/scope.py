@@ -15,8 +15,6 @@ from torchguard._torch import DYNAMO, patch
 from torchguard._torch.imports import on_import
 from torchguard.rollback import compiled_code, interception, scope_stack
 
-__all__ = ["Guarded", "forget", "guarded"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # A program that opens scopes in a loop keeps the guarded methods of Tensor between them, where

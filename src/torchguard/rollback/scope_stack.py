@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-__all__ = ["Scope", "current", "enter", "hold", "innermost_of", "leave", "outside"]
-
 
 class Scope:
     """One ``with guarded():`` that has been entered, and the scope around it.

@@ -15,14 +15,6 @@ from torchguard._torch import without_torch_function
 from torchguard.errors import NonResizableStorageError
 from torchguard.rollback.snapshot import Snapshot
 
-__all__ = [
-    "can_stand_in_for",
-    "cannot_grow",
-    "lacks_allocator",
-    "locked_storage",
-    "stand_in_for",
-]
-
 
 def lacks_allocator(storage: torch.UntypedStorage) -> bool:
     """Whether growing this storage would call through a null pointer.

@@ -391,7 +391,7 @@ def dynamo(): import torch._dynamo
 
 for step in sys.argv[1].split(", "):
     globals()[step]()
-installed = torchguard.installed()
+installed = bool(torchguard.installed())
 
 from torch._dynamo.utils import counters
 

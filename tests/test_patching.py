@@ -282,7 +282,7 @@ class Squares(Dataset):
         row = torch.full((3,), float(index))
         out = torch.empty(0)
         torch.mul(row, row, out=out)
-        return {"square": out.resize_(3), "index": index, "pair": (row, torchguard.installed())}
+        return {"square": out.resize_(3), "index": index, "pair": (row, bool(torchguard.installed()))}
 
 def install_in_worker(_):
     torchguard.install("resize", "out")

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
-from torchguard.assignment.index import Part, describe_index, is_basic, is_slice, parts_of
+from torchguard.assignment.index import (
+    Part,
+    describe_index,
+    is_basic,
+    is_integer_scalar,
+    is_slice,
+    parts_of,
+)
 
 Index = Any
 """Whatever stands between the brackets of ``t[...]``."""
@@ -66,7 +73,7 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         out = _writable_copy(t, index, value) if inside_transform() else t.clone()
         out[index] = value
     except Exception as error:
-        told(error, "sliced_assign", t, index, value)
+        name_the_call(error, "sliced_assign", t, index, value)
         raise
     return out
 
@@ -97,7 +104,7 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         else:
             t[index] = value
     except Exception as error:
-        told(error, "sliced_assign_", t, index, value)
+        name_the_call(error, "sliced_assign_", t, index, value)
         raise
     return t
 
@@ -105,7 +112,7 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
 keep_whole_in_graph(sliced_assign, sliced_assign_)
 
 
-def told(error: Exception, name: str, t: Any, index: Any, value: Any) -> None:
+def name_the_call(error: Exception, name: str, t: Any, index: Any, value: Any) -> None:
     """Put the call into the message of an exception of torch's, which goes on its way."""
     # Exceptions with a meaning of their own (a compiler's) are none of these types.
     if type(error) in {IndexError, RuntimeError, TypeError, ValueError} and len(error.args) == 1:
@@ -180,7 +187,7 @@ def _static(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor | None:
     if parts is None:
         return None
     for part in parts:
-        if _is_integer_scalar(part.item):
+        if is_integer_scalar(part.item):
             return _assign_at_scalar(t, parts, part, value)
     masks = [part for part in parts if _is_mask(part.item)]
     others = tuple(part.item for part in parts if not _is_mask(part.item))
@@ -190,14 +197,6 @@ def _static(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor | None:
     if (tensor.requires_grad and torch.is_grad_enabled()) or masks[0].item.dim() == 0:
         return _assign_at_mask(t, parts, masks[0], tensor)
     return None
-
-
-def _is_integer_scalar(item: Any) -> bool:
-    return (
-        isinstance(item, torch.Tensor)
-        and item.dim() == 0
-        and item.dtype in {torch.int8, torch.int16, torch.int32, torch.int64}
-    )
 
 
 def _is_mask(item: Any) -> bool:

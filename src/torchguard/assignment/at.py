@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
-from torchguard.assignment.assign import Index, Value, sliced_assign, told
+from torchguard.assignment.assign import Index, Value, name_the_call, sliced_assign
 from torchguard.assignment.index import (
     describe_index,
     describe_tensor,
     is_basic,
+    is_integer_scalar,
     positions,
     positions_in_bounds,
 )
@@ -103,7 +104,7 @@ class Selection:
                 dtypes, the smallest number for signed integers, the largest for unsigned, True.
         """
         # Up to 2.13, t[i] with a tensor i of one integer does not compile in one graph.
-        scalar = torch.compiler.is_compiling() and _names_a_scalar(self._index)
+        scalar = torch.compiler.is_compiling() and any(map(is_integer_scalar, _items(self._index)))
         if mode in {None, "promise_in_bounds"} and not scalar:
             return self._t[self._index]
         return taken(self._t, self._index, mode, fill_value)
@@ -221,7 +222,7 @@ def combined(
             return result
         return torch.empty_like(t).copy_(result)  # t's memory format
     except Exception as error:
-        told(error, f"at().{operation}", t, index, value)
+        name_the_call(error, f"at().{operation}", t, index, value)
         raise
 
 
@@ -258,7 +259,7 @@ def taken(
             flat = torch.cat((flat, torch.full((1,), fill, dtype=t.dtype, device=t.device)))
         return flat[where.reshape(-1)].reshape(where.shape)
     except Exception as error:
-        told(error, "at().get", t, index, fill_value)
+        name_the_call(error, "at().get", t, index, fill_value)
         raise
 
 
@@ -279,7 +280,7 @@ def _applied(
         result = t.reshape(-1).index_put((places,), values).reshape(t.shape)
         return result if t.is_contiguous() else torch.empty_like(t).copy_(result)
     except Exception as error:
-        told(error, "at().apply", t, index, function)
+        name_the_call(error, "at().apply", t, index, function)
         raise
 
 
@@ -325,17 +326,12 @@ def _value(value: Any, t: torch.Tensor) -> Any:
     return value
 
 
+def _items(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
 def _is_advanced(index: Any) -> bool:
-    items = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(item, (torch.Tensor, list)) for item in items)
-
-
-def _names_a_scalar(index: Any) -> bool:
-    items = index if isinstance(index, tuple) else (index,)
-    return any(
-        isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype is not torch.bool
-        for item in items
-    )
+    return any(isinstance(item, (torch.Tensor, list)) for item in _items(index))
 
 
 def _as_tensor(value: Any, t: torch.Tensor) -> torch.Tensor:

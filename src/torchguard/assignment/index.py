@@ -167,14 +167,15 @@ def _without_scalars(t: torch.Tensor, index: Any) -> tuple[Any, dict[int, torch.
     transform can't read it.
     """
     parts = parts_of(index, t.dim())
-    scalars = [part for part in parts or () if _is_scalar(part.item)]
+    scalars = [part for part in parts or () if is_integer_scalar(part.item)]
     if parts is None or not scalars or any(t.shape[part.dim] == 0 for part in scalars):
         return index, {}
-    items = tuple(0 if _is_scalar(part.item) else part.item for part in parts)
+    items = tuple(0 if is_integer_scalar(part.item) else part.item for part in parts)
     return items, {part.dim: part.item for part in scalars}
 
 
-def _is_scalar(item: Any) -> bool:
+def is_integer_scalar(item: Any) -> bool:
+    """Whether an item is a tensor of one integer, which selects a row as an integer does."""
     return (
         isinstance(item, torch.Tensor)
         and item.dim() == 0

@@ -282,7 +282,8 @@ class Squares(Dataset):
         row = torch.full((3,), float(index))
         out = torch.empty(0)
         torch.mul(row, row, out=out)
-        return {"square": out.resize_(3), "index": index, "pair": (row, bool(torchguard.installed()))}
+        guarded = bool(torchguard.installed())
+        return {"square": out.resize_(3), "index": index, "pair": (row, guarded)}
 
 def install_in_worker(_):
     torchguard.install("resize", "out")

@@ -16,11 +16,10 @@ import torch
 from torchguard._pytree import flatten, key_paths, keystr, unflatten
 from torchguard.bucketing.decorator.compile import COMPILING
 from torchguard.bucketing.decorator.leak_error import Context, Leak, Run, compare
+from torchguard.bucketing.decorator.masking import counting, given_masks
 from torchguard.bucketing.decorator.other_inputs import (
     OTHER_VALUES,
     Fills,
-    counting,
-    given_masks,
     other_fills,
     shortened,
 )
@@ -397,12 +396,14 @@ class _Runs:
 
     def _counted(self, leaves: Sequence[Any]) -> list[Compared]:
         """Say which elements count, where the caller has given a mask."""
-        plan = self.case.plan
-        masks = given_masks(self._spec, plan, self.case.call) if self._spec.masks else ()
+        if not self._spec.masks:
+            return [Compared(leaf) for leaf in leaves]
+        plan, call = self.case.plan, self.case.call
+        masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
         counts = {
-            index: counting(masks, plan, leaf, self._narrows[index])
-            for index, leaf in enumerate(leaves)
-            if masks and index in self._narrows and isinstance(leaf, torch.Tensor)
+            index: counting(masks, plan.sizes, leaves[index], narrows)
+            for index, narrows in self._narrows.items()
+            if isinstance(leaves[index], torch.Tensor)
         }
         return [Compared(leaf, counts.get(index)) for index, leaf in enumerate(leaves)]
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchguard.bucketing.decorator.masking import Real, given_masks
 from torchguard.bucketing.decorator.plan import Call, Input, Plan, make_extras
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 
@@ -16,9 +17,6 @@ __all__ = [
     "OTHER_VALUES",
     "Fills",
     "OtherValues",
-    "Real",
-    "counting",
-    "given_masks",
     "other_fills",
     "shortened",
 ]
@@ -149,36 +147,13 @@ False whatever the padding holds."""
 # ---- shorter inputs ----
 
 
-class Real(NamedTuple):
-    """Which positions of an axis a mask of the caller's says are real."""
-
-    axis: str
-    positions: torch.Tensor
-    """(T,) or (B, T)."""
-
-
-def given_masks(spec: Spec, plan: Plan, call: Call) -> list[Real]:
-    """Return what the caller's own masks say; one that masks nothing says nothing."""
-    found = []
-    for each in plan.inputs:
-        mask = spec.masks.get(each.label)
-        if mask is None:
-            continue
-        real = mask.real(call.leaves[each.index].detach())
-        # (B, 1, 1, T), as attention takes it.
-        kept = [size for size in real.shape[:-1] if size != 1]
-        if len(kept) <= 1 and not bool(real.all()):
-            found.append(Real(mask.axis, real.reshape(*kept, real.shape[-1])))
-    return found
-
-
 def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
     """Cut real inputs short, to have more padding; None if they are as short as can be.
 
     To half of what they are, and no shorter than what this bucket can be entered with. The
     shorter they are, the less they are like what the function is made for.
     """
-    masks = given_masks(spec, plan, call)
+    masks = given_masks(spec.masks, plan.inputs, call.leaves)
     windows: dict[str, tuple[int, int]] = {}
     sizes: Sizes = dict(plan.sizes)
     for axis, size in plan.sizes.items():
@@ -230,53 +205,3 @@ def _window(masks: Sequence[Real], size: int, length: int, side: str) -> int | N
         if all(bool(m.positions[..., start : start + length].any(-1).all()) for m in masks):
             return start
     return None
-
-
-# ---- which elements of an output count ----
-
-
-def counting(
-    masks: Iterable[Real], plan: Plan, tensor: torch.Tensor, cuts: Iterable[tuple[int, int, int]]
-) -> torch.Tensor | None:
-    """Say which elements of an output belong to positions that the caller's masks call real.
-
-    At the others models return anything, and with more padding something else.
-
-    Args:
-        masks: of the caller.
-        plan: has the sizes.
-        tensor: an output, cut.
-        cuts: what was cut from it: (dim, start, length).
-    """
-    counts: torch.Tensor | None = None
-    for dim, _, length in cuts:
-        # Of two axes of the same size either may be meant: what one of them calls real counts.
-        here: torch.Tensor | None = None
-        for real in masks:
-            if plan.sizes[real.axis] != length:
-                continue
-            spread = _spread(real.positions, tensor, dim)
-            if spread is not None:
-                here = spread if here is None else here | spread
-        if here is not None:
-            counts = here if counts is None else counts & here
-    return counts
-
-
-def _spread(positions: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """Bring a mask (T,) or (B, T) into a form that broadcasts to an output."""
-    shape = [1] * tensor.dim()
-    shape[dim] = positions.shape[-1]
-    if positions.dim() == 1:
-        return positions.to(tensor.device).view(shape)
-    size = positions.shape[0]
-    batch = next((d for d in (0, dim - 1, dim + 1) if _is(tensor, d, size) and d != dim), None)
-    if batch is None:
-        return None
-    shape[batch] = size
-    positions = positions if batch < dim else positions.T
-    return positions.to(tensor.device).reshape(shape)
-
-
-def _is(tensor: torch.Tensor, dim: int, size: int) -> bool:
-    return 0 <= dim < tensor.dim() and tensor.shape[dim] == size

@@ -19,13 +19,12 @@ from typing_extensions import Required
 from torchguard._pytree import KeyPath, children, keystr
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.auto import Ladder, ladders_of, read_plan
-from torchguard.bucketing.masks import length_mask
+from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
 from torchguard.bucketing.padding import Side
 
 __all__ = [
     "Dims",
     "Found",
-    "Mask",
     "MaskingOptions",
     "Options",
     "Sizes",
@@ -53,16 +52,10 @@ Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
 
 Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
 CheckPadding: TypeAlias = Literal["first", "always", "never"]
-MaskKind: TypeAlias = Literal["real", "padding", "additive"]
-"""A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf
-to add to scores."""
-
 Sizes: TypeAlias = dict[str, int]
 """Size by axis."""
 
 _ALIKE = 0.8
-_MASKED_BELOW = -1000.0
-"""What is added to scores that are not to count is below this."""
 
 
 class Options(TypedDict, total=False):
@@ -145,47 +138,6 @@ def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=[*first, *options])
 
 
-@dataclass(frozen=True)
-class Mask:
-    """An argument that masks an axis."""
-
-    argument: str
-    axis: str
-    kind: MaskKind
-
-    @property
-    def fill(self) -> float:
-        """What to extend the caller's own mask with."""
-        return {"real": 0, "padding": 1, "additive": float("-inf")}[self.kind]
-
-    def real(self, given: torch.Tensor) -> torch.Tensor:
-        """Return which positions of a mask that the caller gives are real."""
-        if self.kind == "additive":
-            return given > _MASKED_BELOW  # 0, a bias, or -inf, the smallest number, -10,000
-        return (given != 0) if self.kind == "real" else (given == 0)
-
-    def make(
-        self, shape: tuple[int, ...], length: int, size: int, side: Side, device: torch.device
-    ) -> torch.Tensor:
-        """Make the mask for a caller who gave none: (S,), or (B, S) for a batch.
-
-        Args:
-            shape: of what comes before the axis: () or (B,).
-            length: how much is real.
-            size: S.
-            side: where the padding is.
-            device: of the mask.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            mask: torch.Tensor
-            [mask] = length_mask([length], size, side=side, device=device)
-            if self.kind == "padding":
-                mask = ~mask
-            elif self.kind == "additive":
-                mask = torch.zeros(size, device=device).masked_fill_(~mask, float("-inf"))
-            return mask.expand(*shape, size).clone()
-
-
 class Found(NamedTuple):
     """A tensor of a call with dims that vary."""
 
@@ -247,13 +199,13 @@ class Spec:
                 dims[f"*{len(positional) + index}"] = inner
         if others in dims:
             dims |= dims.pop(others) or {}
-        masks = _masks_of(options["mask"], axes)
+        masks = masks_of(options["mask"], axes)
         spec = cls(
             options=options,
             dims={name: each for name, each in dims.items() if each is not None},
             fill=dict(options["fill"] or {}),
             masks={mask.argument: mask for mask in masks},
-            lengths=_lengths_of(options["lengths"], axes),
+            lengths=lengths_of(options["lengths"], axes),
             ladders=ladders,
             parameters=tuple(positional),
             required=required,
@@ -446,47 +398,3 @@ def _parameters(
 
 def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__) + "()"
-
-
-def _masks_of(given: Any, axes: Sequence[str]) -> list[Mask]:
-    """Read ``mask=``: an argument's name, or ``{argument: kind or (axis, kind)}``."""
-    if given is None:
-        return []
-    if isinstance(given, str):
-        given = {given: "real"}
-    if not isinstance(given, Mapping):
-        raise TypeError(f"bucketed: mask is {given!r}, expected the name of an argument")
-    masks = []
-    for argument, value in given.items():
-        axis, kind = value if isinstance(value, tuple) else (None, value)
-        if kind not in get_args(MaskKind):
-            raise ValueError(
-                f"bucketed: mask of {argument!r} is {value!r}, expected 'real', 'padding' or "
-                "'additive', or an axis and one of these"
-            )
-        masks.append(Mask(argument, _axis(axis, axes, "mask", argument), kind))
-    return masks
-
-
-def _lengths_of(given: Any, axes: Sequence[str]) -> dict[str, str]:
-    """Read ``lengths=``: an argument's name, or ``{axis: argument}``; return the latter."""
-    if given is None:
-        return {}
-    if isinstance(given, str):
-        return {_axis(None, axes, "lengths", given): given}
-    if not isinstance(given, Mapping):
-        raise TypeError(f"bucketed: lengths is {given!r}, expected the name of an argument")
-    return {_axis(axis, axes, "lengths", name): name for axis, name in given.items()}
-
-
-def _axis(axis: Any, axes: Sequence[str], what: str, argument: str) -> str:
-    if axis is None:
-        if len(axes) > 1:
-            raise ValueError(
-                f"bucketed: {what} names {argument!r}, but there are axes {', '.join(axes)}: say "
-                "which one it is for"
-            )
-        return axes[0]
-    if axis not in axes:
-        raise ValueError(f"bucketed: {what} names axis {axis!r}, but dims has {', '.join(axes)}")
-    return str(axis)

@@ -1,0 +1,190 @@
+"""Masks and lengths: the arguments that tell a function where its input is padding.
+
+Shapes: B batch, T the size of an axis, S the same after padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+
+from torchguard.bucketing.masks import length_mask
+from torchguard.bucketing.padding import Side
+
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.plan import Input
+
+__all__ = ["Mask", "Real", "counting", "given_masks", "lengths_of", "masks_of"]
+
+MaskKind: TypeAlias = Literal["real", "padding", "additive"]
+"""A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf
+to add to scores."""
+
+_MASKED_BELOW = -1000.0
+"""What is added to scores that are not to count is below this."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """An argument that masks an axis."""
+
+    argument: str
+    axis: str
+    kind: MaskKind
+
+    @property
+    def fill(self) -> float:
+        """What to extend the caller's own mask with."""
+        return {"real": 0, "padding": 1, "additive": float("-inf")}[self.kind]
+
+    def real(self, given: torch.Tensor) -> torch.Tensor:
+        """Return which positions of a mask that the caller gives are real."""
+        if self.kind == "additive":
+            return given > _MASKED_BELOW  # 0, a bias, or -inf, the smallest number, -10,000
+        return (given != 0) if self.kind == "real" else (given == 0)
+
+    def make(
+        self, shape: tuple[int, ...], length: int, size: int, side: Side, device: torch.device
+    ) -> torch.Tensor:
+        """Make the mask for a caller who gave none: (S,), or (B, S) for a batch.
+
+        Args:
+            shape: of what comes before the axis: () or (B,).
+            length: how much is real.
+            size: S.
+            side: where the padding is.
+            device: of the mask.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            mask: torch.Tensor
+            [mask] = length_mask([length], size, side=side, device=device)
+            if self.kind == "padding":
+                mask = ~mask
+            elif self.kind == "additive":
+                mask = torch.zeros(size, device=device).masked_fill_(~mask, float("-inf"))
+            return mask.expand(*shape, size).clone()
+
+
+def masks_of(given: Any, axes: Sequence[str]) -> list[Mask]:
+    """Read ``mask=``: an argument's name, or ``{argument: kind or (axis, kind)}``."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        given = {given: "real"}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"bucketed: mask is {given!r}, expected the name of an argument")
+    masks = []
+    for argument, value in given.items():
+        axis, kind = value if isinstance(value, tuple) else (None, value)
+        if kind not in get_args(MaskKind):
+            raise ValueError(
+                f"bucketed: mask of {argument!r} is {value!r}, expected 'real', 'padding' or "
+                "'additive', or an axis and one of these"
+            )
+        masks.append(Mask(argument, _axis(axis, axes, "mask", argument), kind))
+    return masks
+
+
+def lengths_of(given: Any, axes: Sequence[str]) -> dict[str, str]:
+    """Read ``lengths=``: an argument's name, or ``{axis: argument}``; return the latter."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {_axis(None, axes, "lengths", given): given}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"bucketed: lengths is {given!r}, expected the name of an argument")
+    return {_axis(axis, axes, "lengths", name): name for axis, name in given.items()}
+
+
+def _axis(axis: Any, axes: Sequence[str], what: str, argument: str) -> str:
+    if axis is None:
+        if len(axes) > 1:
+            raise ValueError(
+                f"bucketed: {what} names {argument!r}, but there are axes {', '.join(axes)}: say "
+                "which one it is for"
+            )
+        return axes[0]
+    if axis not in axes:
+        raise ValueError(f"bucketed: {what} names axis {axis!r}, but dims has {', '.join(axes)}")
+    return str(axis)
+
+
+# ---- masks that the caller gives ----
+
+
+class Real(NamedTuple):
+    """Which positions of an axis are real by a mask of the caller's."""
+
+    axis: str
+    positions: torch.Tensor
+    """(T,) or (B, T)."""
+
+
+def given_masks(
+    masks: Mapping[str, Mask], inputs: Iterable[Input], leaves: Sequence[Any]
+) -> list[Real]:
+    """Return what the caller's own masks say; one that masks nothing says nothing."""
+    found = []
+    for each in inputs:
+        mask = masks.get(each.label)
+        if mask is None:
+            continue
+        real = mask.real(leaves[each.index].detach())
+        # (B, 1, 1, T), as attention takes it.
+        kept = [size for size in real.shape[:-1] if size != 1]
+        if len(kept) <= 1 and not bool(real.all()):
+            found.append(Real(mask.axis, real.reshape(*kept, real.shape[-1])))
+    return found
+
+
+def counting(
+    masks: Iterable[Real],
+    sizes: Mapping[str, int],
+    tensor: torch.Tensor,
+    narrows: Iterable[tuple[int, int, int]],
+) -> torch.Tensor | None:
+    """Say which elements of an output belong to positions that the caller's masks call real.
+
+    At the others models return anything, and with more padding something else.
+
+    Args:
+        masks: of the caller.
+        sizes: of the axes, not padded.
+        tensor: an output, sliced.
+        narrows: what was taken of it: (dim, start, length).
+    """
+    counts: torch.Tensor | None = None
+    for dim, _, length in narrows:
+        # Of two axes of the same size either may be meant: what one of them calls real counts.
+        here: torch.Tensor | None = None
+        for real in masks:
+            if sizes[real.axis] != length:
+                continue
+            spread = _spread(real.positions, tensor, dim)
+            if spread is not None:
+                here = spread if here is None else here | spread
+        if here is not None:
+            counts = here if counts is None else counts & here
+    return counts
+
+
+def _spread(positions: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """Bring a mask (T,) or (B, T) into a form that broadcasts to an output."""
+    shape = [1] * tensor.dim()
+    shape[dim] = positions.shape[-1]
+    if positions.dim() == 1:
+        return positions.to(tensor.device).view(shape)
+    size = positions.shape[0]
+    batch = next((d for d in (0, dim - 1, dim + 1) if _is(tensor, d, size) and d != dim), None)
+    if batch is None:
+        return None
+    shape[batch] = size
+    positions = positions if batch < dim else positions.T
+    return positions.to(tensor.device).reshape(shape)
+
+
+def _is(tensor: torch.Tensor, dim: int, size: int) -> bool:
+    return 0 <= dim < tensor.dim() and tensor.shape[dim] == size

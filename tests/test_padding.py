@@ -612,6 +612,33 @@ def test_tuples_lists_and_named_tuples_keep_their_type() -> None:
     assert bare.shape == (1, 8)
 
 
+class Record:
+    """What a collate function of somebody's may return: no mapping, but it can be indexed."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.parts = parts
+
+    def __copy__(self) -> Record:
+        return Record(**self.parts)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.parts[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.parts[key] = value
+
+
+def test_a_batch_that_can_only_be_indexed_is_padded() -> None:
+    """It is copied, and the part is put into the copy."""
+    made = Record(ids=torch.ones(2, 5), other=1)
+    collate = BucketCollator(BUCKETS, {"ids": {1: "t"}}, collate_fn=lambda _: made)
+    batch = collate([])
+    assert type(batch) is Record
+    assert batch["ids"].shape == (2, BUCKETS.bucket_for(5))
+    assert batch["other"] == 1
+    assert made["ids"].shape == (2, 5)
+
+
 def test_what_the_collate_function_keeps_is_not_changed() -> None:
     kept = default_collate(samples(5))
     BucketCollator(BUCKETS, {"ids": {1: "t"}}, collate_fn=lambda _: kept)([])

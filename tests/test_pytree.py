@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from torchguard._pytree import children, flatten, key_paths, keystr, unflatten
+from torchguard._pytree import children, flatten, key_paths, keystr, replace, unflatten
 
 
 class Pair(NamedTuple):
@@ -116,3 +116,13 @@ def test_key_paths_and_keystr_name_each_leaf() -> None:
         "x['out'].loss[0][0]",
         "x['out'].loss[1]",
     ]
+
+
+def test_replace_puts_parts_at_paths_and_copies_what_is_on_the_way() -> None:
+    """A part may be a container, and what lies beside it is the same object."""
+    tree = {"out": Frozen([1, 2], Pair(3, 4)), "rest": [5]}
+    made = replace(tree, {("out", "logits"): 6, ("out", "loss", 1): [7]})
+    assert made == {"out": Frozen(6, Pair(3, [7])), "rest": [5]}
+    assert made["rest"] is tree["rest"]
+    assert tree == {"out": Frozen([1, 2], Pair(3, 4)), "rest": [5]}
+    assert replace(tree, {(): 8}) == 8

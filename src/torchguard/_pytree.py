@@ -21,6 +21,7 @@ __all__ = [
     "flatten",
     "key_paths",
     "keystr",
+    "replace",
     "unflatten",
     "with_children",
 ]
@@ -124,13 +125,40 @@ def with_children(node: Any, new: Mapping[Any, Any]) -> Any:
         make = getattr(node, "_make", None)  # of a NamedTuple; torch.return_types take a list
         return type(node)(items) if make is None else make(items)
     copied = copy.copy(node)
-    if isinstance(node, (Mapping, list)):
+    if isinstance(node, (Mapping, list)) or not dataclasses.is_dataclass(node):
         for key, child in new.items():
             copied[key] = child
     else:
         for name, child in new.items():
             object.__setattr__(copied, name, child)  # a frozen dataclass refuses its own
     return copied
+
+
+def replace(tree: Any, new: Mapping[KeyPath, Any]) -> Any:
+    """Return a copy of a tree with other parts at some paths; a part may be a container.
+
+    Example:
+        >>> replace({"ids": [1, 2], "more": 3}, {("ids",): 4})
+        {'ids': 4, 'more': 3}
+    """
+    if () in new:
+        return new[()]
+    below: dict[Any, dict[KeyPath, Any]] = {}
+    for (key, *path), part in new.items():
+        below.setdefault(key, {})[tuple(path)] = part
+    return with_children(
+        tree, {key: replace(child_of(tree, key), inner) for key, inner in below.items()}
+    )
+
+
+def child_of(node: Any, key: Any) -> Any:
+    """Return a part of a container, or ``node[key]`` of an object that is none of those known.
+
+    Raises:
+        KeyError, IndexError, TypeError: there is none.
+    """
+    inside = children(node)
+    return node[key] if inside is None else dict(inside)[key]
 
 
 def key_paths(treedef: TreeDef) -> list[KeyPath]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from torchguard._pytree import KeyPath, child_of, replace
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.masks import length_mask
-from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
+from torchguard.bucketing.padding import Side, pad_to_bucket
 
 __all__ = ["BucketCollator"]
 
@@ -107,146 +107,126 @@ class BucketCollator:
             KeyError, TypeError: the batch does not have the structure of ``dims``.
             ValueError: no bucket is large enough, or one axis has two lengths.
         """
-        seen: dict[str, tuple[int, str]] = {}
         lengths: dict[str, list[int]] = {}
         if self._collate_fn is default_collate:
             samples, lengths = self._evened(samples)
-        batch = self._pad(self._collate_fn(samples), self._dims, self._fill, "batch", seen)
+        batch, real = self._padded(self._collate_fn(samples))
         if self._length_key is not None:
-            real = {axis: length for axis, (length, _) in seen.items()}
             _put(batch, self._length_key, real, "length_key")
         for axis, key in self._mask_keys.items():
             if axis not in lengths:
                 raise ValueError(f"BucketCollator: no sample has axis {axis!r} to make a mask of")
-            size = self._buckets[axis].bucket_for(seen[axis][0])
+            size = self._buckets[axis].bucket_for(real[axis])
             _put(batch, key, length_mask(lengths[axis], size, side=self._side), "mask_key")
         return batch
 
     def _evened(self, samples: list[Any]) -> tuple[list[Any], dict[str, list[int]]]:
         """Pad each sample to the longest; also return how long they were, by axis."""
-        parts = [list(_parts_of(s, self._dims, self._fill, i)) for i, s in enumerate(samples)]
+        parts = [self._parts_of_sample(sample, index) for index, sample in enumerate(samples)]
         lengths: dict[str, list[int]] = {}
         for index, inside in enumerate(parts):
-            own: dict[str, tuple[int, str]] = {}
-            for part in inside:
-                for dim, axis in part.dims.items():
-                    length = part.tensor.shape[dim]
-                    before, other = own.setdefault(axis, (length, part.label))
-                    if before != length:
-                        raise ValueError(
-                            f"BucketCollator: axis {axis!r} is {before} in {other} and {length} "
-                            f"in {part.label}"
-                        )
-            for axis, (length, _) in own.items():
+            for axis, length in _lengths(inside).items():
                 known = lengths.setdefault(axis, [])
                 if len(known) != index:
                     raise ValueError(f"BucketCollator: samples[0] has no axis {axis!r}")
                 known.append(length)
         longest = {axis: max(each) for axis, each in lengths.items()}
-        evened = []
-        for sample, inside in zip(samples, parts, strict=True):
-            new = sample
-            for part in inside:
-                tensor = part.tensor
-                for dim, axis in part.dims.items():
-                    size = longest[axis]
-                    tensor = pad_to_bucket(
-                        tensor, dim, size, value=part.fill, side=self._side
-                    ).tensor
-                new = _with(new, part.path, tensor)
-            evened.append(new)
+        evened = [
+            replace(sample, {part.path: self._pad(part, longest) for part in inside})
+            for sample, inside in zip(samples, parts, strict=True)
+        ]
         return evened, lengths
 
-    def _pad(
-        self, batch: Any, dims: Dims, fill: Any, path: str, seen: dict[str, tuple[int, str]]
-    ) -> Any:
-        if dims is None:
-            return batch
-        if _is_leaf(dims):
-            return self._pad_tensor(batch, dims, 0 if fill is None else fill, path, seen)
-        items = dims.items() if isinstance(dims, Mapping) else enumerate(dims)
-        padded = {}
-        for key, inner in items:
-            if inner is None:
+    def _parts_of_sample(self, sample: Any, index: int) -> list[_Part]:
+        """Return what is to be evened out; the rest is left to collate."""
+        found = []
+        for part in _parts(sample, self._dims, self._fill, f"samples[{index}]"):
+            tensor = _tensor(part.value)
+            if tensor is None:
                 continue
-            where = f"{path}[{key!r}]"
-            try:
-                part = batch[key]
-            except (KeyError, IndexError, TypeError):
-                has = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
-                raise KeyError(f"BucketCollator: there is no {where}; {path} has {has}") from None
-            padded[key] = self._pad(part, inner, _part(fill, key), where, seen)
-        return _replaced(batch, padded)
+            # A dimension of the batch is one more than that of a sample; 0 is the batch itself.
+            count = tensor.dim() + 1
+            dims = {
+                dim % count - 1: axis for dim, axis in part.dims.items() if -count <= dim < count
+            }
+            dims.pop(-1, None)
+            if dims:
+                found.append(part._replace(value=tensor, dims=dims))
+        return found
 
-    def _pad_tensor(
-        self,
-        tensor: Any,
-        dims: Mapping[int, str],
-        fill: Fill,
-        path: str,
-        seen: dict[str, tuple[int, str]],
-    ) -> torch.Tensor:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"BucketCollator: {path} is a {type(tensor).__name__}, expected a tensor; what "
-                "collate_fn returns has to be a rectangle before it can be padded"
-            )
-        for dim, axis in dims.items():
-            try:
-                length = tensor.shape[dim]
-            except IndexError:
-                raise IndexError(
-                    f"BucketCollator: {path} has shape {tuple(tensor.shape)}, but dims names "
-                    f"dimension {dim}"
-                ) from None
-            before, other = seen.setdefault(axis, (length, path))
-            if before != length:
-                raise ValueError(
-                    f"BucketCollator: axis {axis!r} is {before} in {other} and {length} in {path}"
+    def _padded(self, batch: Any) -> tuple[Any, dict[str, int]]:
+        """Pad a batch to its buckets; also return the length of each axis before."""
+        parts = list(_parts(batch, self._dims, self._fill, "batch"))
+        for part in parts:
+            if not isinstance(part.value, torch.Tensor):
+                raise TypeError(
+                    f"BucketCollator: {part.label} is a {type(part.value).__name__}, expected a "
+                    "tensor; what collate_fn returns has to be a rectangle before it can be padded"
                 )
-            padded = pad_to_bucket(tensor, dim, self._buckets[axis], value=fill, side=self._side)
-            tensor = padded.tensor
-        return tensor  # type: ignore[no-any-return]
+        real = _lengths(parts)
+        return replace(batch, {part.path: self._pad(part, self._buckets) for part in parts}), real
+
+    def _pad(self, part: _Part, buckets: Mapping[str, Buckets | int]) -> torch.Tensor:
+        tensor: torch.Tensor = part.value
+        fill = 0 if part.fill is None else part.fill
+        for dim, axis in part.dims.items():
+            tensor = pad_to_bucket(tensor, dim, buckets[axis], value=fill, side=self._side).tensor
+        return tensor
 
 
 class _Part(NamedTuple):
-    """What is to be padded in one sample."""
+    """What is to be padded in a sample or in a batch."""
 
-    path: tuple[Any, ...]
-    tensor: torch.Tensor
+    path: KeyPath
+    value: Any
     dims: dict[int, str]
-    """Counted in the sample, which has no batch dimension."""
     fill: Any
     label: str
 
 
-def _parts_of(
-    sample: Any, dims: Dims, fill: Any, index: int, path: tuple[Any, ...] = ()
-) -> Iterator[_Part]:
-    """Yield the parts of a sample that have a dimension to pad; others are left to collate."""
-    label = f"samples[{index}]" + "".join(f"[{key!r}]" for key in path)
+def _parts(value: Any, dims: Dims, fill: Any, label: str, path: KeyPath = ()) -> Iterator[_Part]:
+    """Yield the parts of a sample or of a batch that ``dims`` names."""
     if dims is None:
         return
     if _is_leaf(dims):
-        tensor = _tensor(sample)
-        if tensor is None:
-            return
-        # A dimension of the batch is one more than that of a sample; 0 is the batch itself.
-        count = tensor.dim() + 1
-        inner = {dim % count - 1: axis for dim, axis in dims.items() if -count <= dim < count}
-        inner.pop(-1, None)
-        if inner:
-            yield _Part(path, tensor, inner, 0 if fill is None else fill, label)
+        yield _Part(path, value, dict(dims), fill, label)
         return
-    for key, part in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
-        if part is None:
+    for key, inner in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
+        if inner is None:
             continue
+        where = f"{label}[{key!r}]"
         try:
-            value = sample[key]
+            part = child_of(value, key)
         except (KeyError, IndexError, TypeError):
-            has = f"keys {list(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
-            raise KeyError(f"BucketCollator: there is no {label}[{key!r}]; it has {has}") from None
-        yield from _parts_of(value, part, _part(fill, key), index, (*path, key))
+            has = f"keys {list(value)}" if isinstance(value, Mapping) else type(value).__name__
+            raise KeyError(f"BucketCollator: there is no {where}; it has {has}") from None
+        yield from _parts(part, inner, _part(fill, key), where, (*path, key))
+
+
+def _lengths(parts: Iterable[_Part]) -> dict[str, int]:
+    """Return the length of each axis.
+
+    Raises:
+        IndexError: a tensor does not have the dimension.
+        ValueError: an axis has two lengths.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for part in parts:
+        for dim, axis in part.dims.items():
+            try:
+                length = part.value.shape[dim]
+            except IndexError:
+                raise IndexError(
+                    f"BucketCollator: {part.label} has shape {tuple(part.value.shape)}, but dims "
+                    f"names dimension {dim}"
+                ) from None
+            before, other = found.setdefault(axis, (length, part.label))
+            if before != length:
+                raise ValueError(
+                    f"BucketCollator: axis {axis!r} is {before} in {other} and {length} in "
+                    f"{part.label}"
+                )
+    return {axis: length for axis, (length, _) in found.items()}
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
@@ -259,12 +239,6 @@ def _tensor(value: Any) -> torch.Tensor | None:
         except (TypeError, ValueError, RuntimeError):  # texts, or rows of different length
             return None
     return None
-
-
-def _with(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    if not path:
-        return new
-    return _replaced(value, {path[0]: _with(value[path[0]], path[1:], new)})
 
 
 def _put(batch: Any, key: str, value: Any, what: str) -> None:
@@ -348,14 +322,3 @@ def _part(fill: Any, key: Any) -> Any:
     if isinstance(fill, Mapping):
         return fill.get(key)
     return fill[key] if _is_sequence(fill) and key < len(fill) else None
-
-
-def _replaced(batch: Any, padded: dict[Any, Any]) -> Any:
-    """Return the same kind of container with some of its parts replaced."""
-    if isinstance(batch, tuple):
-        parts = [padded.get(index, part) for index, part in enumerate(batch)]
-        return batch._make(parts) if hasattr(batch, "_make") else tuple(parts)
-    copied = copy.copy(batch)  # a collate function may keep what it returned
-    for key, part in padded.items():
-        copied[key] = part
-    return copied

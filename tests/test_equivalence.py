@@ -82,6 +82,22 @@ def test_autocast_neither_keeps_casts_nor_takes_kept_ones() -> None:
     assert torch.is_autocast_cache_enabled()
 
 
+def test_modes_that_a_graph_leaves_switched_are_restored() -> None:
+    """A graph that raises in an autocast region has no node left that ends it."""
+
+    def function(_: torch.Tensor) -> None:
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        raise RuntimeError
+
+    before = torch.get_autocast_dtype("cpu")
+    assert run(function, [torch.ones(2)]).error is not None
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_autocast_dtype("cpu") == before
+
+
 def test_hooks_for_saved_tensors_are_not_called() -> None:
     """A caller that offloads saved tensors does not see those of a check."""
     seen: list[torch.Tensor] = []

@@ -299,7 +299,7 @@ def test_the_command_shows_what_is_wrong_without(
     [
         (["--count", "0"], "argument --count"),
         (["--minutes", "0"], "argument --minutes"),
-        (["--backend", "inducktor"], "no backend"),
+        (["--backend", "inducktor"], "unknown torch.compile backend 'inducktor'"),
     ],
 )
 def test_bad_usage_ends_with_2(

@@ -348,6 +348,28 @@ class Deep(nn.Module):
         return x, x.sum(), self.queue * 2
 
 
+def test_a_fault_in_an_autocast_region_is_minified_without_a_trace() -> None:
+    """What the minifier computes stops inside the region; autocast warns of double precision."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: torch.Tensor = torch.special.erf((x @ x).float() * 2)
+        return y + 1
+
+    enabled = []
+
+    def compile_(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        enabled.append(torch.is_autocast_enabled("cpu"))
+        return wrong_where("erf")(graph, inputs)
+
+    with registered("torchguard_tests_autocast", compile_) as backend:
+        with pytest.warns() as caught:
+            verified(backend=backend)(function)(torch.randn(4, 4))
+    assert [warning.category for warning in caught] == [MiscompilationWarning]
+    assert len(enabled) > 2  # the graph, in double precision, and smaller ones
+    assert not any(enabled)
+
+
 def test_the_reproducer_of_a_large_graph_is_small(erf_is_wrong: str, tmp_path: Path) -> None:
     deep = verified(backend=erf_is_wrong)(Deep())
     with pytest.warns(MiscompilationWarning) as caught:

@@ -43,17 +43,38 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], b
     """Restore what the code in the scope changes, besides the memory of tensors.
 
     These are the RNG states of torch on every device, of Python and of numpy; the attributes,
-    parameters, buffers, hooks and gradients of ``modules``; and autocast's cache of weights. The
-    caller's saved-tensors hooks are not called. Yields a function that says whether the code
-    drew random numbers of torch.
+    parameters, buffers, hooks and gradients of ``modules``; grad mode, autocast and its cache of
+    weights. The caller's saved-tensors hooks are not called. Yields a function that says whether
+    the code drew random numbers of torch.
     """
     with contextlib.ExitStack() as scope:
+        scope.enter_context(_modes_restored())
         scope.enter_context(without_autocast_cache())
         if has_saved_tensors_hooks():
             hooks = torch.autograd.graph.saved_tensors_hooks
             scope.enter_context(hooks(lambda saved: saved, lambda saved: saved))
         scope.enter_context(module_state_restored(modules))
         yield scope.enter_context(rng_state_restored())
+
+
+@contextlib.contextmanager
+def _modes_restored() -> Iterator[None]:
+    """Restore grad mode and autocast.
+
+    A graph has nodes that set them and nodes that set them back, and no ``finally``: where it
+    raises in between they stay.
+    """
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        before = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda", "xpu")
+        ]
+        try:
+            yield
+        finally:
+            for device, enabled, dtype in before:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from torch import fx
 
 from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import copy_inputs
-from torchguard.equivalence.isolate import rng_state_restored
+from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.run import run
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.rounding import exact
@@ -82,12 +82,12 @@ def minified(case: Case, compile_: _Compile, seconds: float, first: float) -> Mi
             minifier.cut_the_end()
             minifier.cut_the_beginning()
         minifier.leave_out_parts()
-    except _TimeIsUp:
+    except _TimeIsUpError:
         return Minified(minifier.case, ended_early=True)
     return Minified(minifier.case, ended_early=False)
 
 
-class _TimeIsUp(Exception):  # noqa: N818 - it is an answer, not an error
+class _TimeIsUpError(Exception):
     """The next try would take too long."""
 
 
@@ -111,7 +111,7 @@ class _Minifier:
         statements = max(len(_statements(graph)), 1)
         began = time.monotonic()
         if began + self._pace * statements > self._end:
-            raise _TimeIsUp
+            raise _TimeIsUpError
         case = Case(graph, graph.forward, inputs)
         try:
             case = Case(graph, self._compile(copy_graph(graph), inputs), inputs)
@@ -136,7 +136,7 @@ class _Minifier:
         """Make the first wrong value the result; whether that could be done."""
         try:
             last = self._first_wrong_value()
-        except _TimeIsUp:  # smaller graphs may take less than what is left
+        except _TimeIsUpError:  # smaller graphs may take less than what is left
             last = self._first_wrong_result()
         return last is not None and self._shows_window(self.case, last)
 
@@ -229,10 +229,6 @@ def _end_at(graph: fx.GraphModule, place: int) -> None:
             graph.graph.erase_node(node)
 
 
-class _Reached(Exception):  # noqa: N818 - it is an answer, not an error
-    """The run has come to the statement it was to stop at."""
-
-
 def _window(case: Case, first: int, last: int) -> tuple[fx.GraphModule, list[Any]] | None:
     """Leave out what comes before and after two statements; what is read of it becomes inputs.
 
@@ -271,21 +267,13 @@ def _window(case: Case, first: int, last: int) -> tuple[fx.GraphModule, list[Any
 def _values_at(case: Case, place: int, wanted: list[int]) -> list[Any] | None:
     """Run eager up to a statement, and return copies of values computed before it."""
     nodes = list(case.graph.graph.nodes)
-    values: list[Any] = []
-
-    class Run(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            if n is nodes[place]:
-                values.extend(self.env[nodes[position]] for position in wanted)
-                raise _Reached
-            return super().run_node(n)
-
-    run = Run(case.graph, garbage_collect_values=False)
-    try:
-        with rng_state_restored():
-            run.run(*copy_inputs(case.inputs).values)
-    except _Reached:
-        pass
+    interpreter = fx.Interpreter(case.graph, garbage_collect_values=False)
+    # It may stop where autocast is on, or autograd off: then no node comes that sets it back.
+    with isolated():
+        interpreter.args_iter = iter(copy_inputs(case.inputs).values)
+        for node in nodes[:place]:
+            interpreter.env[node] = interpreter.run_node(node)
+    values = [interpreter.env[nodes[position]] for position in wanted]
     if not all(isinstance(value, (torch.Tensor, int, float)) for value in values):
         return None
     return copy_inputs(values).values

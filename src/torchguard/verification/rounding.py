@@ -29,6 +29,7 @@ from torchguard.equivalence.perturb import can_be_perturbed, perturb_
 from torchguard.equivalence.run import Outcome, run
 from torchguard.verification.fallback import Compiler
 from torchguard.verification.graph import copy_graph
+from torchguard.verification.quiet import quiet
 
 __all__ = ["exact", "not_by_rounding", "right_in_double"]
 
@@ -83,12 +84,13 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
     if wide is None or why_not_copied(inputs, _wider) is not None:
         return False
     try:
-        eager = run(wide, inputs, cast=_wider)
-        if eager.error is not None or eager.backward_error is not None:
-            return False
-        with tracing_again(None), rng_state_restored():
-            compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
-        return judge(eager, run(compiled, inputs, cast=_wider), COMPILING).equal
+        with quiet():
+            eager = run(wide, inputs, cast=_wider)
+            if eager.error is not None or eager.backward_error is not None:
+                return False
+            with tracing_again(None), rng_state_restored():
+                compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
+            return judge(eager, run(compiled, inputs, cast=_wider), COMPILING).equal
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
         return False
 
@@ -99,7 +101,9 @@ def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
     if wide is None or why_not_copied(inputs, _wider) is not None:
         return None
     try:
-        return run(wide, inputs, cast=_wider)
+        # Autocast warns of double precision, which the program does not ask for.
+        with quiet():
+            return run(wide, inputs, cast=_wider)
     except torch.OutOfMemoryError:
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "operator_name",
     "operator_schemas",
     "paths_behind_python",
+    "schema_of",
     "schemas_of",
 ]
 
@@ -44,6 +46,10 @@ def operator_schemas(name: str) -> list[Any]:
     """
     schemas: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return schemas
+
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Return the schema of an overload, ``torch.ops.aten.add.Tensor``; dispatch modes get those."""
 
 
 def schemas_of(operator: object) -> list[Any] | None:

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from torchguard._torch import (
+    OPERATOR_CLASSES,
     TorchDispatchMode,
     dynamo_is_imported,
     has_saved_tensors_hooks,
-    schemas_of,
+    schema_of,
     set_version,
     version_of,
 )
@@ -252,10 +253,10 @@ class UndoMutations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schemas = schemas_of(func)
-        if schemas is None:  # a higher-order operator, such as flex_attention
+        is_overload = isinstance(func, OPERATOR_CLASSES)
+        if not is_overload:  # a higher-order operator, such as flex_attention
             return func(*args, **kwargs)
-        schema = schemas[0]
+        schema = schema_of(func)
         self.operators.add(schema.name)
         given = _tensors((*args, *kwargs.values()))
         self._copy_what_is_written(schema, args, kwargs)

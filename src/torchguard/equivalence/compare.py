@@ -256,7 +256,7 @@ class _Comparison:
             one, other = reference.gradients.get(key), candidate.gradients.get(key)
             there = [each for each in (one, other) if each is not None]
             if len(there) == 1 and not there[0].known:
-                continue  # a leaf that this run has made: nobody sees its gradient
+                continue  # a leaf that this run has made: no caller can read its gradient
             expected = None if one is None else one.value
             actual = None if other is None else other.value
             if expected is None and actual is None:
@@ -449,7 +449,7 @@ def same_strides(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     The dims have to come in the same order, from the largest stride to the smallest, and two
     dims that ``view()`` can merge have to stay so. Dims of size 1 have no say. Where ``expected``
     has an expanded dim, anything will do: a compiler may write out what eager returns as a view,
-    but not the other way round, for nobody could write into it any more.
+    but not the other way round: an expanded tensor can't be written in place.
     """
     order = _order(expected)
     return order is None or (order == _order(actual) and _merged(expected) <= _merged(actual))

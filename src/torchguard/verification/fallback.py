@@ -156,7 +156,7 @@ class TracedGraph:
         return self.graph.forward(*inputs)
 
     def compile(self, fallback: Fallback, inputs: Sequence[Any]) -> Callable[..., Any] | None:
-        """Compile with a fallback; None if it can't, or only under guards nobody evaluates.
+        """Compile with a fallback; None if it can't, or only under guards that are never evaluated.
 
         What Dynamo evaluates before each call was written when the graph was compiled first: a
         guard on a size that compiling adds now would hold for this call and never be asked again.

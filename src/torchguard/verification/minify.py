@@ -224,7 +224,7 @@ def _end_at(graph: fx.GraphModule, place: int) -> None:
     nodes[-1].args = (returned,)
     valued = {node for node in nodes if node.users or _is_statement(node)}
     for node in reversed(nodes[place + 1 : -1]):
-        # What nobody reads and what is no statement sets a mode back.
+        # A node without users that is no statement sets a mode back.
         if node in valued and not node.users:
             graph.graph.erase_node(node)
 
@@ -307,7 +307,7 @@ def _example(node: fx.Node) -> Any:
 
 
 def _leave_out(graph: fx.GraphModule, parts: list[int]) -> bool:
-    """Leave parts out where that makes sense, and what nobody needs any more."""
+    """Leave parts out where a value can take their place, and what is not needed any more."""
     nodes, results = list(graph.graph.nodes), _results(graph)
     output = nodes[-1]
     kept = tuple(value for place, value in enumerate(results) if -1 - place not in parts)

@@ -1,4 +1,4 @@
-"""Let graphs fail without a word: of a hundred tries nobody wants to read the tracebacks.
+"""Suppress what one thread prints, logs and warns of while graphs are tried that may fail.
 
 FX, fake tensors and Dynamo print to standard error or log what goes wrong in a graph, though the
 exception is caught. Only what this thread would print is kept back.

@@ -134,7 +134,7 @@ def message_of(
 
     Args:
         record: what is known of the graph.
-        backend: what has compiled it; one that somebody has written is not torch's.
+        backend: what has compiled it; the text says whether it is one of torch's.
         found: what it does otherwise than eager.
         on_mismatch: what the user has chosen.
         reproducer: where the script is, or why there is none.

@@ -1,4 +1,4 @@
-"""A script that shows a wrong graph to somebody who has torch and nothing else."""
+"""A script that reproduces a wrong graph with torch alone."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import CodeType, FrameType, TracebackType
+from types import CellType, CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "FORWARD_HOOKS",
     "FusedProgress",
     "call_unseen",
+    "call_while_tracing",
     "copy_all",
     "fused_progress",
     "hooks_registered",
@@ -29,7 +30,9 @@ __all__ = [
     "per_optimizer_states",
     "step_without_hooks",
     "subtract",
+    "unwrap_steps",
     "versions_of",
+    "wrap_step",
 ]
 
 FORWARD_HOOKS = (
@@ -118,6 +121,15 @@ def copy_all(targets: list[Any], sources: list[Any]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def call_while_tracing(function: Callable[[], int]) -> None:
+    """Let Dynamo call a function while it traces a call of it; its result is a constant then.
+
+    As ``torch.compiler.assume_constant_result`` does, which imports Dynamo first.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class FusedProgress(NamedTuple):
     """How far a fused ``step()`` got before it raised, read from its traceback."""
 
@@ -198,3 +210,35 @@ def subtract(counters: list[torch.Tensor], amount: Any) -> None:
         torch._foreach_sub_(counters, [amount.to(counters[0].device)] * len(counters))
     elif counters:
         torch._foreach_sub_(counters, amount)
+
+
+def wrap_step(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], Any]) -> None:
+    """Put ``wrap(step)`` between the hooks of ``optimizer.step()`` and the step itself, once.
+
+    No hook sees an exception. ``Optimizer.profile_hook_step`` keeps the step in a cell, ``func``,
+    and reads it after the pre-hooks, so from a pre-hook it is changed for the call that runs too.
+    A class of somebody's own that hooks its step in another way is left alone.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L500
+    """
+    cell = _cell_of_step(type(optimizer))
+    if cell is not None and id(cell) not in _wrapped_cells:
+        _wrapped_cells[id(cell)] = cell, cell.cell_contents
+        cell.cell_contents = wrap(cell.cell_contents)
+
+
+def unwrap_steps() -> None:
+    """Take away what :func:`wrap_step` has put anywhere."""
+    while _wrapped_cells:
+        _, (cell, original) = _wrapped_cells.popitem()
+        cell.cell_contents = original
+
+
+_wrapped_cells: dict[int, tuple[CellType, Any]] = {}
+
+
+def _cell_of_step(kind: type) -> CellType | None:
+    step: Any = getattr(kind, "step", None)
+    names = getattr(getattr(step, "__code__", None), "co_freevars", ())
+    if not getattr(step, "hooked", False) or "func" not in names:
+        return None
+    return step.__closure__[names.index("func")]  # type: ignore[no-any-return]

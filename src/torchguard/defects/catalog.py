@@ -23,6 +23,7 @@ CALLED_GUARDS = {
     "guarded": "guarded(data=True)",
     "check_consistent": "check_consistent()",
     "bucketed": "bucketed()",
+    "transaction": "transaction()",
 }
 """Guards that are called, and how; every other name is one for ``install()``."""
 

@@ -26,10 +26,11 @@ from torchguard.checkpoint import guards as checkpoint
 from torchguard.interop import numpy_memory
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
+from torchguard.transactions import guard as optimizer_guard
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
-    "load", "numpy", "out", "resize", "save", "setitem", "slice_scatter", "verified"
+    "load", "numpy", "optimizer", "out", "resize", "save", "setitem", "slice_scatter", "verified"
 ]
 """The names that ``install()`` takes: the keys of :data:`GUARDS`, for type checkers."""
 
@@ -181,6 +182,12 @@ GUARDS: dict[str, Guard] = {
             numpy_memory.replacements,
             numpy_memory.not_needed,
             changed=numpy_memory.changed,
+        ),
+        Guard(
+            "optimizer",
+            optimizer_guard.replacements,
+            optimizer_guard.not_needed,
+            changed=optimizer_guard.changed,
         ),
     )
 }

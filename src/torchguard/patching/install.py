@@ -96,6 +96,9 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         through fsspec, as Lightning does, replace a file whole or not at all, as ``save()`` does.
         ``"load"``: ``torch.load`` says what is wrong with a file, as ``load()`` does, and
         ``load_state_dict`` of modules and optimizers loads whole or not at all.
+        ``"optimizer"``: an optimizer's ``step()`` that raises has changed nothing. Fused kernels
+        are called with state that is made and checked before; for any other step the parameters
+        and the state are copied, where half of the free memory is enough for it.
         ``"numpy"``: a tensor never writes to a read-only array or buffer, ``frombuffer`` keeps
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 

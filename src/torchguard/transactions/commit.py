@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,29 @@ from torchguard._torch.optimizers import (
     subtract,
 )
 from torchguard.errors import OptimizerStateError, UnrecoverableStepError
-from torchguard.transactions.state import Copies, restore_container, state_tensors
+from torchguard.rollback.interrupts import finish
+from torchguard.transactions.state import (
+    Copies,
+    StateContainers,
+    restore_container,
+    same_objects,
+    state_tensors,
+)
 
-__all__ = ["OptimizerStep", "SignalsHeldBack", "Undo", "steps_in_one_call"]
+__all__ = [
+    "IN_TRANSACTION",
+    "OptimizerStep",
+    "Prepared",
+    "SignalsHeldBack",
+    "Undo",
+    "add_note",
+    "steps_in_one_call",
+]
 
 Undo = Literal["auto", "copy", "none"]
+
+IN_TRANSACTION: list[Optimizer] = []
+"""The optimizers of transactions that are open: install("optimizer") leaves their steps alone."""
 
 
 def steps_in_one_call(optimizer: Optimizer) -> bool:
@@ -39,6 +57,13 @@ def steps_in_one_call(optimizer: Optimizer) -> bool:
     )
 
 
+class Prepared(NamedTuple):
+    """What a fused step was found fit to be called with."""
+
+    parameters: list[Tensor]
+    state: StateContainers
+
+
 class OptimizerStep:
     """What is known about one call of ``step()``, from before it until it has gone through.
 
@@ -47,25 +72,48 @@ class OptimizerStep:
     finished if one has. For any other step parameters and state are copied, with ``copies``.
     """
 
-    def __init__(self, optimizer: Optimizer, *, copies: bool, in_one_call: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        state: StateContainers,
+        *,
+        copies: bool,
+        in_one_call: bool,
+        prepared: Prepared | None = None,
+    ) -> None:
+        """``state`` before the step; ``prepared`` by the last one."""
         self.optimizer = optimizer
-        self._signals: SignalsHeldBack | None = None
-        self._copies: Copies | None = None
         self.in_one_call = in_one_call
-        state = optimizer.state
-        self._containers: list[tuple[Any, Any]] = [(state, dict(state))]
-        self._containers += [(e, dict(e)) for e in state.values() if isinstance(e, dict)]
+        self.prepared = prepared
+        self._signals: SignalsHeldBack | None = None
+        self._state = state
+        self._copies: Copies | None = None
         if copies:
             written = [each for group in optimizer.param_groups for each in group["params"]]
             self._copies = Copies([*written, *state_tensors(optimizer)])
         if in_one_call:
-            try:
-                call_unseen(_make_state, optimizer)
-                _check(optimizer)
-            except BaseException:
-                self._restore_containers()
-                raise
+            self._prepare()
             self._signals = SignalsHeldBack()
+
+    def _prepare(self) -> None:
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        before = self.prepared
+        if (
+            before is not None
+            and before.state is self._state
+            and optimizer.state is self._state.copies[0][0]
+            and same_objects(parameters, before.parameters)
+        ):
+            return
+        try:
+            call_unseen(_make_state, optimizer)
+            _check(optimizer)
+        except BaseException:
+            self._restore_containers()
+            raise
+        self.prepared = Prepared(parameters, self._state)
 
     @property
     def is_copied(self) -> bool:
@@ -92,7 +140,7 @@ class OptimizerStep:
         """
         try:
             if self._copies is not None:
-                self.undo()
+                finish(self.undo)
                 return False
             if not self.in_one_call:
                 raise UnrecoverableStepError(
@@ -133,7 +181,7 @@ class OptimizerStep:
         return True
 
     def _restore_containers(self) -> None:
-        for container, before in self._containers:
+        for container, before in self._state.copies:
             restore_container(container, before)
 
 
@@ -185,6 +233,14 @@ def _check_against(parameter: Tensor, tensor: Tensor, what: str) -> None:
             )
 
 
+def add_note(exception: BaseException, note: str) -> None:
+    """Call ``exception.add_note``, which Python 3.10 does not have."""
+    if hasattr(exception, "add_note"):
+        exception.add_note(note)
+    else:
+        exception.__notes__ = [*getattr(exception, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
 class SignalsHeldBack:
     """Signals that Python code handles wait until :meth:`let_go`; Ctrl-C is one of them."""
 
@@ -194,10 +250,10 @@ class SignalsHeldBack:
         if threading.current_thread() is not threading.main_thread():
             return  # handlers run in the main thread
         for number in _HELD_BACK:
-            handler = signal.getsignal(number)
+            handler = _get_handler(number)
             if callable(handler):
                 self._handlers[number] = handler
-                signal.signal(number, self._arrive)
+                _set_handler(number, self._arrive)
 
     def _arrive(self, number: int, _: FrameType | None) -> None:
         self._arrived.append(number)
@@ -205,12 +261,16 @@ class SignalsHeldBack:
     def let_go(self) -> None:
         """Put the handlers back, and call those whose signal has arrived."""
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            _set_handler(number, handler)
         handlers, self._handlers = self._handlers, {}
         for number in self._arrived:
             handlers[number](number, None)
 
 
+# The functions in C: those around them try to turn every handler into an enum, which takes longer
+# than the rest of a step's preparation.
+_get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
 _HELD_BACK = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")

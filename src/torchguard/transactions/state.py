@@ -29,7 +29,7 @@ from torchguard._torch.optimizers import (
 from torchguard.equivalence.isolate import rng_generators
 from torchguard.rollback.snapshot import Snapshot, capture
 
-__all__ = ["Containers", "Copies", "TrainingSnapshot", "TrainingState"]
+__all__ = ["Containers", "Copies", "StateContainers", "TrainingSnapshot", "TrainingState"]
 
 
 class Copies:
@@ -143,9 +143,9 @@ def _has_state(node: Any) -> bool:
 def restore_container(container: Any, before: Any) -> None:
     """Let a dict, list, deque or set hold what it held, in the order in which it held it."""
     if isinstance(container, dict):
-        if _same(list(container.values()), list(before.values())) and list(container) == list(
-            before
-        ):
+        if same_objects(list(container.values()), list(before.values())) and list(
+            container
+        ) == list(before):
             return
         container.clear()
         container.update(before)
@@ -153,12 +153,12 @@ def restore_container(container: Any, before: Any) -> None:
         if container != before:
             container.clear()
             container.update(before)
-    elif not _same(list(container), before):
+    elif not same_objects(list(container), before):
         container.clear()
         container.extend(before)
 
 
-def _same(now: list[Any], before: list[Any]) -> bool:
+def same_objects(now: list[Any], before: list[Any]) -> bool:
     """Whether two lists hold the very same objects."""
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
@@ -214,11 +214,16 @@ def _numpy_state() -> Any:
 class _Survey:
     """The modules and tensors of a training; made anew when a module has gained or lost one."""
 
-    def __init__(self, modules: Sequence[nn.Module], optimized: list[Tensor]) -> None:
-        found = {id(each): each for root in modules for each in root.modules()}
+    def __init__(
+        self, modules: Sequence[nn.Module], copied: list[nn.Module], optimized: list[Tensor]
+    ) -> None:
+        found = {id(each): each for root in (*modules, *copied) for each in root.modules()}
+        self.copied = {id(each) for module in copied for each in module.parameters()}
         self.modules = list(found.values())
         self.structure = [members for each in self.modules for members in members_of(each)]
-        self.members = _members(self.structure)
+        self.filled = [each for each in self.structure if each]
+        self.empty = [each for each in self.structure if not each]
+        self.members = _members(self.filled)
         self.member_copies = list(map(dict.copy, self.structure))
         self.attributes: list[dict[str, Any]] = [each.__dict__ for each in self.modules]
         self.kinds = [type(each) for each in self.modules]
@@ -237,6 +242,7 @@ class _Survey:
         parameters = list({id(each): each for each in (*own, *self.optimized)}.values())
         self.parameters = [each for each in parameters if _is_plain(each)]
         self.odd_parameters = _others(parameters, self.parameters)
+        self.all_parameters = [*self.parameters, *self.odd_parameters]
         held = [each for module in self.modules for each in module.buffers(recurse=False)]
         buffers = list({id(each): each for each in held}.values())
         self.buffers = [b for b in buffers if _is_plain(b) and b.is_contiguous() and b.numel()]
@@ -244,31 +250,44 @@ class _Survey:
         self.tensors = [*self.parameters, *self.buffers]
         self.metadata = [capture(each, autograd=True) for each in self.tensors]
         self.pointers = _pointers(self.tensors)
-        self.sizes = _sizes(self.buffers)
+        # A scalar has one element; the length of a vector is seen when it is copied.
+        self.shaped = [each for each in self.buffers if each.dim() > 1]
+        self.sizes = _sizes(self.shaped)
         by_kind: dict[Any, list[Tensor]] = {}
         for buffer in self.buffers:
             kind = (buffer.device, buffer.dtype)
-            by_kind.setdefault(kind, []).append(buffer.detach().view(-1))
+            by_kind.setdefault(kind, []).append(
+                buffer if buffer.dim() == 1 else buffer.detach().view(-1)
+            )
         self.flat_buffers = list(by_kind.values())
+        self.lengths = [_sizes(tensors) for tensors in self.flat_buffers]
+        self.totals = list(map(sum, self.lengths))
         self._hook_copies: list[dict[int, Any]] = []
-        self._hook_lengths: list[int] = []
+        self._with_hooks: list[tuple[dict[int, Any], int]] = []
         self._hooks_registered = -1
 
     def is_current(self, optimized: list[Tensor]) -> bool:
         """Whether modules hold the same tensors, and the tensors the same memory."""
         return (
-            _same(_members(self.structure), self.members)
-            and _same(optimized, self.optimized)
+            same_objects(_members(self.filled), self.members)
+            and not any(map(len, self.empty))
+            and same_objects(optimized, self.optimized)
             and _pointers(self.tensors) == self.pointers
-            and _sizes(self.buffers) == self.sizes
+            and _sizes(self.shaped) == self.sizes
         )
 
     def hook_copies(self) -> list[dict[int, Any]]:
-        """Return copies of the dicts of hooks, the last ones if no hook came or went."""
-        lengths, registered = list(map(len, self.hooks)), hooks_registered()
-        if lengths != self._hook_lengths or registered != self._hooks_registered:
-            self._hook_lengths, self._hooks_registered = lengths, registered
+        """Return copies of the dicts of hooks, the last ones if no hook came or went.
+
+        One that comes moves torch's counter of hooks, one that goes leaves a dict shorter.
+        """
+        registered = hooks_registered()
+        if registered != self._hooks_registered or any(
+            len(hooks) != length for hooks, length in self._with_hooks
+        ):
+            self._hooks_registered = registered
             self._hook_copies = [dict(each) for each in self.hooks]
+            self._with_hooks = [(each, len(each)) for each in self.hooks if each]
         return self._hook_copies
 
 
@@ -305,7 +324,7 @@ class TrainingState:
         """Scalers and schedulers."""
         self.also = tuple(also)
         self._survey: _Survey | None = None
-        self._kept: list[list[Tensor]] = []
+        self._state: dict[int, StateContainers] = {}
 
     def survey(self) -> _Survey:
         """Return the modules and tensors as they are now."""
@@ -316,25 +335,26 @@ class TrainingState:
             for parameter in group["params"]
         ]
         if self._survey is None or not self._survey.is_current(optimized):
-            modules = [*self.modules, *(each for each in self.also if isinstance(each, nn.Module))]
-            self._survey = _Survey(modules, optimized)
-            self._kept = []
+            copied = [each for each in self.also if isinstance(each, nn.Module)]
+            self._survey = _Survey(self.modules, copied, optimized)
         return self._survey
+
+    def state_of(self, optimizer: Optimizer) -> StateContainers:
+        """Return the containers of an optimizer's state; the last copies if nothing changed."""
+        last = self._state.get(id(optimizer))
+        if last is None or not last.are_current(optimizer):
+            last = self._state[id(optimizer)] = StateContainers(optimizer)
+        return last
 
     def capture(self, *, parameters: bool = False) -> TrainingSnapshot:
         """Read everything; with ``parameters``, those and the optimizers' state are copied too."""
-        return TrainingSnapshot(self, self.survey(), parameters=parameters)
-
-    def borrow(self, flat_buffers: list[list[Tensor]]) -> list[Tensor]:
-        """Return memory for copies of the buffers; a snapshot gives it back at the end."""
-        if self._kept:
-            return self._kept.pop()
-        return [torch.cat(each) for each in flat_buffers]
-
-    def give_back(self, memory: list[Tensor], survey: _Survey) -> None:
-        """Keep memory for the next snapshot, if it is of the size that that one will need."""
-        if survey is self._survey and not self._kept:
-            self._kept.append(memory)
+        survey = self.survey()
+        buffers = call_unseen(_concatenated, survey.flat_buffers)
+        if [each.numel() for each in buffers] != survey.totals:  # a vector has another length
+            self._survey = None
+            survey = self.survey()
+            buffers = call_unseen(_concatenated, survey.flat_buffers)
+        return TrainingSnapshot(self, survey, buffers, parameters=parameters)
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
@@ -355,33 +375,44 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 class TrainingSnapshot:
     """The training as it was when this was made."""
 
-    def __init__(self, training: TrainingState, survey: _Survey, *, parameters: bool) -> None:
-        self._training = training
+    def __init__(
+        self,
+        training: TrainingState,
+        survey: _Survey,
+        buffers: list[Tensor],
+        *,
+        parameters: bool,
+    ) -> None:
         self._survey = survey
         self._attributes = list(map(dict.copy, survey.attributes))
         self._hooks = survey.hook_copies()
-        self._optimizers = [_OptimizerSnapshot(each) for each in training.optimizers]
+        self._optimizers = [
+            _OptimizerSnapshot(each, training.state_of(each)) for each in training.optimizers
+        ]
         self._others = Containers(map(vars, training.others))
-        self._parameters = [*survey.parameters, *survey.odd_parameters]
         self.versions = versions_of(survey.parameters)
-        self._gradients = [each.grad for each in self._parameters]
-        self._requires_grad = [each.requires_grad for each in self._parameters]
+        self._gradients = [each.grad for each in survey.all_parameters]
+        self._requires_grad = [each.requires_grad for each in survey.all_parameters]
         present = [each for each in self._gradients if each is not None]
         self._gradient_copies = Copies(present) if present else None
         self._buffer_versions = versions_of(survey.buffers)
-        self._buffers = training.borrow(survey.flat_buffers)
-        call_unseen(_concatenate, survey.flat_buffers, self._buffers)
+        self._buffers = buffers
         self._odd = [capture(each, data=True) for each in survey.odd_buffers]
         self._odd += [capture(each, data=parameters) for each in survey.odd_parameters]
         self._also = _also(training.also)
-        self._copies = None
+        self._training = training
+        self._copies: Copies | None = None
         if parameters:
-            written = [
-                each for optimizer in training.optimizers for each in state_tensors(optimizer)
-            ]
-            every = {id(each): each for each in (*survey.parameters, *written)}
-            self._copies = Copies(list(every.values()))
+            self.copy_parameters()
         self._random = RandomState.capture()
+
+    def copy_parameters(self) -> None:
+        """Copy the parameters and the tensors of the optimizers' state, unless that was done."""
+        if self._copies is None:
+            optimizers = self._training.optimizers
+            written = [each for optimizer in optimizers for each in state_tensors(optimizer)]
+            every = {id(each): each for each in (*self._survey.parameters, *written)}
+            self._copies = Copies(list(every.values()))
 
     def restore(self) -> None:
         """Put everything back. May be called again and again."""
@@ -405,6 +436,10 @@ class TrainingSnapshot:
         yield self._random.restore
         yield torch.clear_autocast_cache
 
+    def state_of(self, optimizer: Optimizer) -> StateContainers:
+        """Return the containers of an optimizer's state."""
+        return next(each.state for each in self._optimizers if each.optimizer is optimizer)
+
     def restore_scaling(self, optimizer: Optimizer) -> None:
         """Take away what ``scaler.step()`` hands to a fused optimizer and deletes at its end.
 
@@ -419,24 +454,25 @@ class TrainingSnapshot:
 
     def restore_buffers_where(self, skipped: Tensor) -> None:
         """Put buffers back if ``skipped`` is True; contiguous ones without asking the device."""
-        call_unseen(_split_where, self._survey.flat_buffers, self._buffers, skipped)
+        call_unseen(_split_where, self._survey, self._buffers, skipped)
         restore_versions(self._survey.buffers, self._buffer_versions)
         if self._odd and bool(skipped):
             for saved in self._odd:
                 saved.restore()
 
-    def release(self) -> None:
-        """Give the memory of the buffers' copies back for the next step."""
-        self._training.give_back(self._buffers, self._survey)
-
     def written(self) -> bool:
-        """Whether parameters were written, as far as version counters tell."""
-        return versions_of(self._survey.parameters) != self.versions
+        """Whether parameters that were not copied were written, as far as versions tell."""
+        survey = self._survey
+        now = versions_of(survey.parameters)
+        return self._copies is None and any(
+            before != after and id(parameter) not in survey.copied
+            for parameter, before, after in zip(survey.parameters, self.versions, now, strict=True)
+        )
 
     def _restore_modules(self) -> None:
         survey = self._survey
         for members, before in zip(survey.structure, survey.member_copies, strict=True):
-            if not _same(list(members.values()), list(before.values())):
+            if not same_objects(list(members.values()), list(before.values())):
                 restore_container(members, before)
         for module, kind, before in zip(
             survey.modules, survey.kinds, self._attributes, strict=True
@@ -455,19 +491,19 @@ class TrainingSnapshot:
             snapshot.restore(before)
 
     def _restore_gradients(self) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+        for parameter, gradient in zip(self._survey.all_parameters, self._gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         if self._gradient_copies is not None:
             self._gradient_copies.restore()
 
     def _restore_buffers(self) -> None:
-        call_unseen(_split, self._survey.flat_buffers, self._buffers)
+        call_unseen(_split, self._survey, self._buffers)
         for saved in self._odd:
             saved.restore()
 
     def _restore_flags(self) -> None:
-        for parameter, before in zip(self._parameters, self._requires_grad, strict=True):
+        for parameter, before in zip(self._survey.all_parameters, self._requires_grad, strict=True):
             if parameter.requires_grad != before:
                 parameter.requires_grad_(before)
 
@@ -476,28 +512,50 @@ class TrainingSnapshot:
         restore_versions(self._survey.parameters, self.versions)
 
 
-def _concatenate(flat: list[list[Tensor]], memory: list[Tensor]) -> None:
-    for tensors, out in zip(flat, memory, strict=True):
-        torch.cat(tensors, out=out)
+def _concatenated(flat: list[list[Tensor]]) -> list[Tensor]:
+    """Copy all buffers of a kind by one call of torch, a third of the time of a call for each."""
+    return [torch.cat(tensors) for tensors in flat]
 
 
-def _split(flat: list[list[Tensor]], memory: list[Tensor]) -> None:
-    for tensors, source in zip(flat, memory, strict=True):
-        copy_all(tensors, list(source.split([each.numel() for each in tensors])))
+def _split(survey: _Survey, copies: list[Tensor]) -> None:
+    for tensors, lengths, source in zip(survey.flat_buffers, survey.lengths, copies, strict=True):
+        copy_all(tensors, list(source.split(lengths)))
 
 
-def _split_where(flat: list[list[Tensor]], memory: list[Tensor], skipped: Tensor) -> None:
-    for tensors, source in zip(flat, memory, strict=True):
+class StateContainers:
+    """The dicts of an optimizer's state, each with a shallow copy."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        state = optimizer.state
+        self.values = values_of_state(optimizer)
+        entries = list(state.values())
+        self.copies: list[tuple[Any, Any]] = [(state, dict(state))]
+        self.copies += zip(entries, map(dict.copy, entries), strict=True)
+
+    def are_current(self, optimizer: Optimizer) -> bool:
+        """Whether the dicts hold the very same tensors and numbers."""
+        return optimizer.state is self.copies[0][0] and same_objects(
+            values_of_state(optimizer), self.values
+        )
+
+
+def values_of_state(optimizer: Optimizer) -> list[Any]:
+    """Return what the state of each parameter holds, in one list."""
+    return list(chain.from_iterable(map(dict.values, optimizer.state.values())))
+
+
+def _split_where(survey: _Survey, copies: list[Tensor], skipped: Tensor) -> None:
+    for tensors, lengths, source in zip(survey.flat_buffers, survey.lengths, copies, strict=True):
         now = torch.cat(tensors)
         condition = skipped.to(source.device, non_blocking=True)
         torch.where(condition, source, now, out=now)
-        copy_all(tensors, list(now.split([each.numel() for each in tensors])))
+        copy_all(tensors, list(now.split(lengths)))
 
 
 class _OptimizerSnapshot:
     """An optimizer's attributes, options and the keys of its state, without the moments."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, state: StateContainers) -> None:
         self.optimizer = optimizer
         self.attributes = dict(vars(optimizer))
         groups = optimizer.param_groups
@@ -507,14 +565,12 @@ class _OptimizerSnapshot:
             (each, each.copy())
             for each in (groups, *groups, *(group["params"] for group in groups))
         ]
-        state = optimizer.state
-        self._state = (state, dict(state))
-        self._entries = [(each, dict(each)) for each in state.values() if isinstance(each, dict)]
+        self.state = state
 
     def restore(self) -> None:
         """Put them back."""
         restore_container(vars(self.optimizer), self.attributes)
-        for container, before in (*self._containers, self._state, *self._entries):
+        for container, before in (*self._containers, *self.state.copies):
             restore_container(container, before)
         self._options.restore()
 

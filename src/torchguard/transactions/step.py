@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -19,11 +20,18 @@ from torch.optim.optimizer import (
 )
 from typing_extensions import Self
 
-from torchguard._torch.optimizers import per_optimizer_states
+from torchguard._torch.optimizers import call_while_tracing, per_optimizer_states
 from torchguard.errors import UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
 from torchguard.rollback.interrupts import finish
-from torchguard.transactions.commit import OptimizerStep, Undo, steps_in_one_call
+from torchguard.transactions.commit import (
+    IN_TRANSACTION,
+    OptimizerStep,
+    Prepared,
+    Undo,
+    add_note,
+    steps_in_one_call,
+)
 from torchguard.transactions.nonfinite import NonfiniteGate, is_gated_on_device
 from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.retry import Halved, differs_in_parts, run
@@ -86,8 +94,9 @@ class Transaction:
         self._rollbacks: Counter[str] = Counter()
         self._seconds = 0.0
         self.committed = False
-        """Whether the last block counts: each optimizer has stepped, whatever came after."""
+        """Whether the last block counts: it went through, or every optimizer had stepped."""
         self.saved: list[_Block] = []
+        self._prepared: dict[int, Prepared] = {}
         _watch(self)
 
     def run(
@@ -187,13 +196,17 @@ class Transaction:
         if self.saved:
             raise RuntimeError("this transaction is open already: leave its block first")
         self.committed = False
-        block = _Block(self.training.capture(parameters=self._undo_option == "copy"))
+        block = _Block(self.training.capture(parameters=self._copies_on_entry()))
         _open.append(self)
+        IN_TRANSACTION.extend(self.training.optimizers)
         self._seconds += time.perf_counter() - began
         self.saved.append(block)
         return self
 
     __exit__ = UndoOnExit()
+
+    def _copies_on_entry(self) -> bool:
+        return self._undo_option == "copy" or (_compiled and self._undo_option == "auto")
 
     def leave(
         self,
@@ -213,7 +226,7 @@ class Transaction:
             else:
                 self._went_through(block)
         finally:
-            self._close(block)
+            self._close()
             not_needed = last_chance()
             if not_needed is not None:
                 next(not_needed, None)
@@ -226,14 +239,15 @@ class Transaction:
         except GeneratorExit:
             if len(self.saved) > depth:
                 self._failed(self.saved[-1], None)
-                self._close(self.saved[-1])
+                self._close()
 
-    def _close(self, block: _Block) -> None:
+    def _close(self) -> None:
         if self.gate is not None:
             self.gate.close(self.optimizers)
         if self in _open:
             _open.remove(self)
-        block.snapshot.release()
+            own = set(map(id, self.training.optimizers))
+            IN_TRANSACTION[:] = [each for each in IN_TRANSACTION if id(each) not in own]
         self.saved.clear()
 
     def _went_through(self, block: _Block) -> None:
@@ -241,7 +255,7 @@ class Transaction:
             # The block has caught what optimizer.step() raised.
             pending, block.pending = block.pending, None
             pending.fail(None)
-        self.committed = self._all_have_stepped(block)
+        self.committed = True
         self._commits += 1
 
     def _failed(self, block: _Block, exception: BaseException | None) -> None:
@@ -264,27 +278,28 @@ class Transaction:
         block = self.saved[-1]
         cause = "interrupt" if exception is None else type(exception).__name__
         self._rollbacks[cause] += 1
-        finish(self._undo, block, exception)
-
-    def _undo(self, block: _Block, exception: BaseException | None) -> None:
         problems: list[str] = []
+        finish(self._undo, block, problems)
+        if problems:
+            raise UnrecoverableStepError(
+                f"the training step could not be undone: {'; '.join(problems)}"
+            ) from exception
+
+    def _undo(self, block: _Block, problems: list[str]) -> None:
+        problems.clear()  # an interrupt lets it begin again
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # what persist() says of a failure
             for step in reversed(block.stepped):
                 _attempt(step.undo, problems)
             if block.foreign is not None:
                 problems.append(block.foreign)
-            elif self._undo_option == "auto" and block.snapshot.written():
+            elif self._undo_option != "none" and block.snapshot.written():
                 problems.append(
                     "the block wrote parameters outside of optimizer.step(), and undo='auto' "
                     "copies them only there: use undo='copy'"
                 )
             for undo in block.snapshot.undos():
                 _attempt(undo, problems)
-        if problems:
-            raise UnrecoverableStepError(
-                f"the training step could not be undone: {'; '.join(problems)}"
-            ) from exception
 
     # After the commit.
 
@@ -317,7 +332,7 @@ class Transaction:
                 at_commit.restore()
                 notes.append(f"{type(scheduler).__name__} is as it was before its step()")
         if exception is not None:
-            _add_note(exception, "; ".join(notes))
+            add_note(exception, "; ".join(notes))
 
     # What the hooks of optimizers call.
 
@@ -340,8 +355,14 @@ class Transaction:
         last = self._is_last(block, optimizer)
         copies = self._undo_option == "auto" and not (in_one_call and last)
         pending = OptimizerStep(
-            optimizer, copies=copies or self._undo_option == "copy", in_one_call=in_one_call
+            optimizer,
+            block.snapshot.state_of(optimizer),
+            copies=copies or self._undo_option == "copy",
+            in_one_call=in_one_call,
+            prepared=self._prepared.get(id(optimizer)),
         )
+        if pending.prepared is not None:
+            self._prepared[id(optimizer)] = pending.prepared
         if self.ranks is not None and last and not pending.is_copied:
             try:
                 self.ranks.agree_to_commit()
@@ -409,13 +430,6 @@ def _raised_inside(exception: BaseException | None, owner: Any) -> bool:
     return False
 
 
-def _add_note(exception: BaseException, note: str) -> None:
-    if hasattr(exception, "add_note"):  # since Python 3.11
-        exception.add_note(note)
-    else:
-        exception.__notes__ = [*getattr(exception, "__notes__", ()), note]  # type: ignore[attr-defined]
-
-
 # Every optimizer of the process calls these; they look whether a transaction is open.
 
 _open: list[Transaction] = []
@@ -437,8 +451,29 @@ def _forget() -> None:
             _handles.pop().remove()
 
 
+_compiled = False  # whether a compiled function has an optimizer's step in it
+
+
+def _note_compiled() -> int:
+    """Note that Dynamo traces a step: it will run without the hooks.
+
+    Called while tracing, so before the step: what it writes is copied now, and from the next block
+    on when the block begins.
+    """
+    global _compiled
+    _compiled = True
+    for step in tuple(_open):
+        for block in step.saved:
+            block.snapshot.copy_parameters()
+    return 0
+
+
+call_while_tracing(_note_compiled)
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
+        _note_compiled()
         return
     for step in tuple(_open):
         step.before_step(optimizer, args, kwargs)
@@ -462,26 +497,80 @@ def transaction(
     skip_nonfinite: bool = False,
     group: Any = None,
 ) -> Transaction:
-    """Make ``with step:`` blocks that leave the training as it was if they raise."""
-    modules, schedulers = _several(model, nn.Module, "model"), _several(scheduler)
-    training = TrainingState(
-        modules,
-        _several(optimizer, Optimizer, "optimizer"),
-        [*_several(scaler), *schedulers],
-        tuple(also),
-    )
+    """Make ``with step:`` blocks that leave the training as it was if they raise.
+
+    Equals plain code on success: no bit, no gradient, no random number and no compiled graph
+    differs. If the block raises, whatever it raises, everything is bit for bit as it was when the
+    block began, and the exception goes on, the very object: parameters, gradients, buffers, the
+    optimizer's state and options, scaler, schedulers, random states, ``training`` and
+    ``requires_grad``, attributes and hooks of modules. Once every optimizer has stepped the step
+    counts: an exception after that leaves a whole step, and carries a note that says so.
+
+    Gradients that exist when the block begins are copied, so call ``zero_grad()`` at the end of
+    the block and not at its beginning, unless gradients accumulate over blocks.
+
+    Args:
+        model: the module, or several in a list. What lies inside belongs to it.
+        optimizer: the optimizer, or all of them in a list.
+        scaler: a ``torch.amp.GradScaler``.
+        scheduler: the learning rate scheduler, or several in a list.
+        also: what else the step changes: modules (a teacher, whose parameters are then copied when
+            a block begins), tensors, generators, and objects with ``state_dict`` and
+            ``load_state_dict`` (an average of the weights).
+        undo: ``"auto"`` copies parameters and the optimizer's state when ``step()`` begins, and
+            not at all where fused kernels do the step in one call. ``"copy"`` copies them when the
+            block begins, for code that writes parameters itself. ``"none"`` never copies them.
+        skip_nonfinite: skip the step of a loss or a gradient that is not finite, for bf16 training
+            without a scaler.
+        group: the process group of DistributedDataParallel; a step is taken on all its ranks or
+            on none, with :meth:`Transaction.run`.
+
+    Returns:
+        A :class:`Transaction`: use it in a ``with`` statement, for one step at a time.
+
+    Raises:
+        TypeError: an argument is of another type, or an optimizer or a module that a step can't
+            be undone with (LBFGS, FSDP, an optimizer that steps inside backward).
+        ValueError: ``undo`` is none of the three, or a parameter is not initialised yet.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/64636,
+    https://github.com/pytorch/pytorch/issues/10615
+
+    Example:
+        >>> import torch, torchguard
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = torchguard.transaction(model, optimizer)
+        >>> try:
+        ...     with step:
+        ...         model(torch.ones(3, 2)).sum().backward()
+        ...         raise RuntimeError("out of memory")
+        ... except RuntimeError:
+        ...     print(model.weight.grad)
+        None
+    """
+    models = _several(model, nn.Module, "model")
+    optimizers = [_innermost(each) for each in _several(optimizer, Optimizer, "optimizer")]
+    if undo not in get_args(Undo):
+        raise ValueError(f"transaction: undo is {undo!r}, expected one of {get_args(Undo)}")
+    for each in models:
+        _refuse_model(each)
+    for each in optimizers:
+        _refuse_optimizer(each)
     if skip_nonfinite and scaler is not None and scaler.is_enabled():
         raise ValueError(
             "transaction: skip_nonfinite=True with a GradScaler, which skips such steps itself; "
             "leave one of them out"
         )
+    schedulers = _several(scheduler)
+    others = [*_several(scaler), *schedulers]
     return Transaction(
-        training,
+        TrainingState(models, optimizers, others, tuple(also)),
         undo=undo,
         scaler=scaler,
         schedulers=schedulers,
         gate=NonfiniteGate() if skip_nonfinite else None,
-        ranks=None if group is None else Ranks(modules, group),
+        ranks=None if group is None else Ranks(models, group),
     )
 
 
@@ -492,6 +581,46 @@ def _several(value: Any, kind: Any = object, name: str = "") -> list[Any]:
     for each in values:
         if not isinstance(each, kind):
             raise TypeError(
-                f"transaction: {name} is a {type(each).__name__}, expected {kind.__name__}"
+                f"transaction: {name} is a {type(each).__name__}, expected a torch "
+                f"{kind.__name__} or a list of them"
             )
     return values
+
+
+def _innermost(optimizer: Any) -> Optimizer:
+    """Return what a wrapper such as Accelerate's steps: the wrapper itself has no hooks."""
+    inner = vars(optimizer).get("optimizer")
+    return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _refuse_optimizer(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "transaction: LBFGS runs forward and backward many times inside step(), so there is "
+            "no point at which its step is prepared and not begun"
+        )
+
+
+def _refuse_model(model: nn.Module) -> None:
+    sharded = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(
+        kind
+        for name in ("FullyShardedDataParallel", "FSDPModule")
+        if (kind := getattr(sharded, name, None)) is not None
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            raise TypeError(
+                f"transaction: {name or 'model'} is sharded by FSDP, whose parameters lie on "
+                "several ranks; only whole parameters can be put back"
+            )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"transaction: {name} has no shape yet; run the model once before transaction()"
+            )
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise TypeError(
+                f"transaction: an optimizer steps over {name} inside backward, before it is "
+                "known whether the step succeeds"
+            )

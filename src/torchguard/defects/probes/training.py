@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Adam
+from torch.optim import SGD, Adam
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchguard.defects.catalog import Defect
 
@@ -21,6 +24,28 @@ class _Adam(Adam):
     state_dict = inspect.unwrap(Adam.state_dict)
     load_state_dict = inspect.unwrap(Adam.load_state_dict)
     step = inspect.unwrap(Adam.step)
+
+
+class _SGD(SGD):
+    """SGD likewise."""
+
+    add_param_group = inspect.unwrap(SGD.add_param_group)
+    step = inspect.unwrap(SGD.step)
+
+
+class _FailAt(TorchDispatchMode):
+    """Raise instead of running an operator for the second time, as out of memory would."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operator = operator
+        self._calls = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._calls += func.overloadpacket.__name__ == self._operator
+        if self._calls == 2:  # noqa: PLR2004  the second
+            raise RuntimeError("out of memory")
+        return func(*args, **(kwargs or {}))
 
 
 # --- optimizer-partial
@@ -65,6 +90,7 @@ OPTIMIZER_PARTIAL = Defect(
     upstream=(),
     family="memory",
     probe=_optimizer_partial,
+    guards=("optimizer",),
     advice=(
         "After a caught exception in step(), reload the model and the optimizer from a checkpoint "
         "instead of stepping again."
@@ -114,10 +140,125 @@ OPTIMIZER_STATE_SHAPE = Defect(
     upstream=(),
     family="memory",
     probe=_optimizer_state_shape,
+    guards=("optimizer",),
     advice=(
         "After load_state_dict, check that each state tensor but `step` has the shape of its "
         "parameter, or leave fused off on CPU."
     ),
+)
+
+
+# --- optimizer-init-partial
+
+
+def _optimizer_init_partial() -> str | None:
+    """Let the first step run out of memory while it makes the state, then step again.
+
+    Adam takes an empty state for one that has yet to be made. After ``step`` and ``exp_avg`` it is
+    not empty any more, so ``exp_avg_sq`` is never made. A checkpoint taken meanwhile has it torn.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L160
+
+    Not reported upstream.
+    """
+    parameter = Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    optimizer = _Adam([parameter], lr=1.0)
+    with contextlib.suppress(RuntimeError), torch.no_grad(), _FailAt("zeros_like"):
+        optimizer.step()
+    held = ", ".join(optimizer.state.get(parameter, {}))
+    try:
+        with torch.no_grad():
+            optimizer.step()
+    except KeyError as error:
+        return f"after a first step() that raised the state has {held}; the next: KeyError {error}"
+    return None
+
+
+OPTIMIZER_INIT_PARTIAL = Defect(
+    id="optimizer-init-partial",
+    summary="a first step() that raises while it makes the state leaves half of it for ever",
+    upstream=(),
+    family="memory",
+    probe=_optimizer_init_partial,
+    guards=("optimizer",),
+    advice="After a first step() that raised, call optimizer.state.clear() before the next.",
+)
+
+
+# --- scaler-init-partial
+
+
+def _scaler_init_partial() -> str | None:
+    """Let GradScaler run out of memory between its two tensors, then train a step.
+
+    ``_lazy_init_scale_growth_tracker`` makes ``_scale``, then ``_growth_tracker``; ``scale()``
+    makes neither where ``_scale`` is there.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py#L169
+
+    Not reported upstream.
+    """
+    scaler = torch.amp.GradScaler("cpu")
+    weight = Parameter(torch.ones(1))
+    optimizer = cast("torch.optim.Optimizer", SimpleNamespace(param_groups=[{"params": [weight]}]))
+    with contextlib.suppress(RuntimeError), _FailAt("full"):
+        scaler.scale(torch.ones(1))
+    try:
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+    except AssertionError as error:
+        return f"after a first scale() that raised: {str(error).partition('.')[0]}"
+    return None
+
+
+SCALER_INIT_PARTIAL = Defect(
+    id="scaler-init-partial",
+    summary="a first GradScaler.scale() that raises leaves a scaler that refuses every step",
+    upstream=(),
+    family="memory",
+    probe=_scaler_init_partial,
+    guards=("optimizer",),
+    advice="After a first scale() that raised, make a new GradScaler.",
+)
+
+
+# --- sgd-fused-skip
+
+
+def _sgd_fused_skip() -> str | None:
+    """Skip the first step of a fused SGD with momentum, as GradScaler does after an overflow.
+
+    ``_fused_sgd`` makes the momentum buffers with ``empty_like`` for the kernel to fill. Where
+    ``found_inf`` is set the kernel does nothing, and the next step uses what was in that memory.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py#L511
+
+    Not reported upstream.
+    """
+    parameter = Parameter(torch.zeros(64))
+    parameter.grad = torch.zeros(64)
+    optimizer: Any = _SGD([parameter], lr=1.0, momentum=0.9, fused=True)
+    optimizer.grad_scale = torch.ones(())
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # empty_like then holds NaN, so chance has no part
+    try:
+        with torch.no_grad():
+            for found_inf in (1.0, 0.0):
+                optimizer.found_inf = torch.tensor(found_inf)
+                optimizer.step()
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    moved = int((parameter != 0).sum())
+    return f"{moved} of 64 weights with zero gradient moved after a skipped step" if moved else None
+
+
+SGD_FUSED_SKIP = Defect(
+    id="sgd-fused-skip",
+    summary="SGD(fused=True, momentum=...) uses uninitialised memory after a skipped first step",
+    upstream=(),
+    family="memory",
+    probe=_sgd_fused_skip,
+    guards=("optimizer",),
+    advice="With a GradScaler leave fused off for SGD with momentum.",
+    limits="With dampening the buffers are as torch makes them.",
 )
 
 
@@ -130,39 +271,59 @@ def _run_out_of_memory(_gradient: Tensor) -> None:
     torch.empty(2**50)  # 4 PiB: no machine has them
 
 
-def _train_with_one_retry() -> tuple[float, int]:
+_Protect = Callable[[list[nn.Module], list[Parameter], Any], contextlib.AbstractContextManager[Any]]
+
+
+def _unprotected(*_: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+def _in_transaction(
+    modules: list[nn.Module], parameters: list[Parameter], scaler: Any
+) -> contextlib.AbstractContextManager[Any]:
+    from torchguard.transactions.step import transaction  # noqa: PLC0415  used where it guards
+
+    return transaction(modules, SGD(parameters), scaler)
+
+
+def _train_with_one_retry(protect: _Protect) -> tuple[float, int]:
     """Return the gradient of the last bias and BatchNorm's count after a failure and a retry."""
     norm, last = nn.BatchNorm1d(2), nn.Linear(2, 1)
+    step = protect([norm, last], [*norm.parameters(), *last.parameters()], None)
     for memory_runs_out in (True, False):
         inputs = torch.arange(2.0 * _BATCH).reshape(_BATCH, 2).requires_grad_()
         if memory_runs_out:
             # Called at the end of the backward, when `last` and `norm` have their gradients.
             inputs.register_hook(_run_out_of_memory)
         try:
-            last(norm(inputs)).sum().backward()
+            with step:
+                last(norm(inputs)).sum().backward()
         except RuntimeError:
             continue
     gradient, count = last.bias.grad, norm.num_batches_tracked
     return (0.0 if gradient is None else gradient.item()), (0 if count is None else int(count))
 
 
-def _scaler_refuses_the_retry() -> bool:
+def _scaler_refuses_the_retry(protect: _Protect) -> bool:
     weight = nn.Parameter(torch.ones(1))
     # All that unscale_ reads of an optimizer; a real one would import torch's compiler here.
     optimizer = cast("torch.optim.Optimizer", SimpleNamespace(param_groups=[{"params": [weight]}]))
     scaler = torch.amp.GradScaler("cpu")
+    step = protect([], [weight], scaler)
     for attempt in range(2):
         weight.grad = None
-        scaler.scale(weight.sum()).backward()
         try:
-            scaler.unscale_(optimizer)
-        except RuntimeError:
-            return attempt == 1
-        # Here the first step() runs out of memory, so update() is never reached.
+            with step:
+                scaler.scale(weight.sum()).backward()
+                scaler.unscale_(optimizer)
+                _run_out_of_memory(weight)  # in step(), so update() is not reached
+        except RuntimeError as error:
+            if "unscale_" in str(error):
+                return attempt == 1
     return False
 
 
-def _oom_retry() -> str | None:
+def _oom_retry(protect: _Protect = _unprotected) -> str | None:
     """Let a backward run out of memory once, repeat the step and look at what is different.
 
     Retrying a step after a caught out-of-memory error trains on the wrong numbers.
@@ -175,15 +336,19 @@ def _oom_retry() -> str | None:
 
     Not reported upstream.
     """
-    gradient, batches = _train_with_one_retry()
+    gradient, batches = _train_with_one_retry(protect)
     seen: list[str] = []
     if gradient != _BATCH:
         seen.append(f"gradient {gradient:g}, right is {_BATCH}")
     if batches != 1:
         seen.append(f"BatchNorm counted {batches} of 1 batch")
-    if _scaler_refuses_the_retry():
+    if _scaler_refuses_the_retry(protect):
         seen.append("GradScaler stuck")
     return f"after a retry: {', '.join(seen)}" if seen else None
+
+
+def _oom_retry_in_transaction() -> str | None:
+    return _oom_retry(_in_transaction)
 
 
 OOM_RETRY = Defect(
@@ -192,6 +357,8 @@ OOM_RETRY = Defect(
     upstream=(),
     family="memory",
     probe=_oom_retry,
+    guarded_probe=_oom_retry_in_transaction,
+    guards=("transaction",),
     advice=(
         "Before the retry, call optimizer.zero_grad(), restore BatchNorm's buffers from a copy "
         "and make a new GradScaler from its state_dict()."

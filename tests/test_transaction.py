@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchguard
 from torchguard.transactions.state import TrainingSnapshot
 from torchguard.transactions.step import Transaction
 
 
-class Failure(Exception):
+class Failure(Exception):  # noqa: N818  as pytest.raises(Failure) reads
     """What the tests raise."""
 
 
@@ -37,6 +33,8 @@ class Net(nn.Module):
         self.shared.weight = self.head.weight
         self.frozen = nn.Linear(3, 3)
         self.frozen.requires_grad_(False)
+        self.scratch: Tensor
+        self.rows: Tensor
         self.register_buffer("scratch", torch.arange(4.0), persistent=False)
         self.register_buffer("rows", torch.arange(6.0).view(2, 3).t())
         self.register_buffer("none", None)
@@ -45,7 +43,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         hidden = self.body(x)
-        return self.frozen(self.head(hidden) + self.shared(hidden))
+        out: Tensor = self.frozen(self.head(hidden) + self.shared(hidden))
+        return out
 
 
 class Average:
@@ -176,8 +175,8 @@ def fingerprint(training: Training) -> dict[str, Any]:
     found["counter"] = tensor_state(training.counter)
     found["generator"] = training.generator.get_state().tolist()
     found["random"] = (torch.get_rng_state().tolist(), random.getstate())
-    found["numpy"] = np.random.get_state(legacy=False)["state"]["key"].tolist()
-    found["numpy place"] = np.random.get_state(legacy=False)["state"]["pos"]
+    found["numpy"] = np.random.get_state(legacy=False)["state"]["key"].tolist()  # noqa: NPY002
+    found["numpy place"] = np.random.get_state(legacy=False)["state"]["pos"]  # noqa: NPY002
     return found
 
 
@@ -204,6 +203,11 @@ def remove_hook(training: Training) -> None:
 
 def freeze(training: Training) -> None:
     training.model.head.bias.requires_grad_(False)
+
+
+def unscale(training: Training) -> None:
+    training.forward_backward()
+    training.scaler.unscale_(training.optimizer)
 
 
 def clear_state(training: Training) -> None:
@@ -233,7 +237,7 @@ CHANGES: dict[str, Callable[[Training], Any]] = {
     "a key of the state": clear_state,
     "zero_grad": lambda t: t.optimizer.zero_grad(),
     "zero_grad in place": lambda t: t.optimizer.zero_grad(set_to_none=False),
-    "unscale": lambda t: (t.forward_backward(), t.scaler.unscale_(t.optimizer)),
+    "unscale": unscale,
     "the scale": lambda t: t.scaler.update(3.0),
     "the schedule": lambda t: t.scheduler.step(),
     "the average": lambda t: t.average.update(t.teacher),
@@ -241,9 +245,9 @@ CHANGES: dict[str, Callable[[Training], Any]] = {
     "a tensor": lambda t: t.counter.add_(1),
     "a generator": lambda t: torch.rand(1, generator=t.generator),
     "torch draws": lambda t: torch.rand(1),
-    "Python draws": lambda t: random.random(),
-    "numpy draws": lambda t: np.random.rand(),
-    "numpy draws a normal number": lambda t: np.random.randn(),
+    "Python draws": lambda t: random.random(),  # noqa: S311
+    "numpy draws": lambda t: np.random.rand(),  # noqa: NPY002
+    "numpy draws a normal number": lambda t: np.random.randn(),  # noqa: NPY002
 }
 
 

@@ -1,0 +1,185 @@
+"""install("optimizer"): a step() that raises has changed nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchguard
+from torchguard.transactions import guard
+
+KINDS: dict[str, dict[str, Any]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "AdamW": lambda p, **k: torch.optim.AdamW(p, lr=0.1, **k),
+    "Adam with amsgrad": lambda p, **k: torch.optim.Adam(p, lr=0.1, amsgrad=True, **k),
+    "SGD": lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, **k),
+    "Adagrad": lambda p, **k: torch.optim.Adagrad(p, lr=0.1, **k),
+}
+
+
+class FailAt(TorchDispatchMode):
+    """Raise in place of the n-th operator."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place = place
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if self.calls - 1 == self.place:
+            raise torch.OutOfMemoryError(f"instead of {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def made(name: str, kind: str) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Two groups, the second with two dtypes: three kernels."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4))]
+    parameters += [nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(2).double())]
+    groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:]}]
+    optimizer: torch.optim.Optimizer = OPTIMIZERS[name](groups, **KINDS[kind])
+    return parameters, optimizer
+
+
+def give_gradients(parameters: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def seen(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[object]:
+    found: list[object] = [each.detach().tolist() for each in parameters]
+    states = optimizer.state.values()
+    found += [{k: v.tolist() if torch.is_tensor(v) else v for k, v in s.items()} for s in states]
+    return found
+
+
+def plain(name: str, kind: str, steps: int) -> list[object]:
+    parameters, optimizer = made(name, kind)
+    for seed in range(steps):
+        give_gradients(parameters, seed)
+        optimizer.step()
+    return seen(parameters, optimizer)
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["first step", "second step"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_operator_of_a_step_fails_in_turn(name: str, kind: str, failing: int) -> None:
+    """Wherever the step raises, it has happened wholly or not at all; the next ones go on."""
+    before, after, last = (plain(name, kind, steps) for steps in (failing, failing + 1, 3))
+    outcomes = []
+    for place in itertools.count():
+        with torchguard.install("optimizer"):
+            parameters, optimizer = made(name, kind)
+            if failing:
+                give_gradients(parameters, 0)
+                optimizer.step()
+            give_gradients(parameters, failing)
+            try:
+                with FailAt(place):
+                    optimizer.step()
+            except torch.OutOfMemoryError:
+                now = seen(parameters, optimizer)
+            else:
+                break  # the step has fewer operators
+            assert now in (before, after), f"operator {place}"
+            outcomes.append("nothing" if now == before else "whole")
+            for seed in range(failing if now == before else failing + 1, 3):
+                give_gradients(parameters, seed)
+                optimizer.step()
+        assert seen(parameters, optimizer) == last, f"operator {place}"
+    assert outcomes[0] == "nothing"
+    # Three kernels: once the first has run the others are run after it. The last operator of any
+    # step is the profiler's, which comes after it.
+    assert (outcomes.count("whole") > 1) == (kind == "fused")
+
+
+def test_without_the_guard_a_step_is_torn() -> None:
+    """The test above can fail: the same without install()."""
+    before, after = plain("AdamW", "loop", 0), plain("AdamW", "loop", 1)
+    parameters, optimizer = made("AdamW", "loop")
+    give_gradients(parameters, 0)
+    with pytest.raises(torch.OutOfMemoryError), FailAt(12):
+        optimizer.step()
+    assert seen(parameters, optimizer) not in (before, after)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_succeeds_has_the_bits_it_has_without(name: str, kind: str) -> None:
+    expected = plain(name, kind, 3)
+    with torchguard.install("optimizer"):
+        assert plain(name, kind, 3) == expected
+
+
+def test_optimizers_made_before_and_after_are_guarded_and_let_go() -> None:
+    """A class of one's own too; after uninstall() a step is torch's again."""
+
+    class Own(torch.optim.SGD):
+        """Hooked when its first instance is made."""
+
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1).expand(3))]
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    before = torch.optim.SGD(parameters, lr=1.0, foreach=False)
+    with torchguard.install("optimizer"):
+        after = Own(parameters, lr=1.0, foreach=False)
+        for optimizer in (before, after):
+            with pytest.raises(RuntimeError, match="single memory location"):
+                optimizer.step()
+            assert parameters[0].tolist() == [0, 0, 0]
+    for optimizer in (before, after):
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+    assert parameters[0].tolist() == [-2, -2, -2]
+
+
+def test_moments_of_another_shape_are_named() -> None:
+    parameter = nn.Parameter(torch.zeros(64))
+    parameter.grad = torch.ones(64)
+    optimizer = torch.optim.Adam([parameter], fused=True)
+    moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    with torchguard.install("optimizer"):
+        with pytest.raises(
+            torchguard.OptimizerStateError, match="exp_avg of param_groups"
+        ) as error:
+            optimizer.step()
+    assert "torch.Size([4])" in str(error.value)
+    assert parameter.tolist() == [0] * 64
+
+
+def test_copies_that_are_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step runs as torch runs it, and a warning says so once."""
+    monkeypatch.setenv(guard.MAX_BYTES, "1")
+    parameters, optimizer = made("SGD", "loop")
+    give_gradients(parameters, 0)
+    with torchguard.install("optimizer"):
+        with pytest.warns(RuntimeWarning, match=guard.MAX_BYTES):
+            optimizer.step()
+        optimizer.step()
+
+
+def test_a_hook_of_somebody_else_stays() -> None:
+    calls: list[int] = []
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
+    try:
+        with torchguard.install("optimizer"):
+            plain("SGD", "loop", 1)
+        plain("SGD", "loop", 1)
+    finally:
+        handle.remove()
+    assert len(calls) == 2

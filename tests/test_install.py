@@ -20,7 +20,7 @@ from child_process import output_of, run_python
 import torchguard
 from torchguard import PatchConflictError, install, installed, uninstall
 from torchguard import get_original as torch_has
-from torchguard._torch import is_builtin_somebody_wrapped
+from torchguard._torch import is_wrapped_builtin
 from torchguard.patching.guards import GUARDS, Guard
 from torchguard.patching.install import Installation
 
@@ -472,7 +472,7 @@ def test_functions_that_torch_has_written_in_python_are_no_wrapped_builtins() ->
     for name in ("chain_matmul", "nn.functional.softmax", "nn.functional.adaptive_max_pool2d"):
         assert f"torch.{name}" not in guarded
     assert not any(
-        is_builtin_somebody_wrapped(namespace, name)
+        is_wrapped_builtin(namespace, name)
         for namespace in (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
         for name in vars(namespace)
         if not name.startswith("_")

@@ -15,8 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
         write(f"torchguard {__version__}\n")  # without the commands, which import torch: seconds
         return 0
 
-    from torchguard.cli import doctor, fuzz, plan  # noqa: PLC0415
-    from torchguard.patching import run  # noqa: PLC0415
+    from torchguard.cli import doctor, fuzz, plan, run  # noqa: PLC0415
 
     parser = argparse.ArgumentParser(
         prog="python -m torchguard", description="A seat belt for PyTorch."

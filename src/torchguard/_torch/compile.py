@@ -216,7 +216,7 @@ def dynamo_backend(name: str) -> Callable[..., Any]:
 
 
 def default_backend() -> Any:
-    """Return what ``torch.compile`` compiles with if nobody says; 2.15 lets the user choose."""
+    """Return the backend of a ``torch.compile`` that names none; 2.15 lets the user choose."""
     registry = importlib.import_module("torch._dynamo.backends.registry")
     chosen: Callable[[], Any] = getattr(registry, "get_default_backend", lambda: "inductor")
     return chosen()

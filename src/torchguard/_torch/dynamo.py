@@ -123,7 +123,7 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
         # not all versions see that they have to. Where nothing is compiled it is still guarded.
         wrapped = utilities.wrap_inline(replacement)
         kind = _kind_of_variable()
-    except (AttributeError, TypeError):  # what somebody has wrapped may have no hash
+    except (AttributeError, TypeError):  # what other code has wrapped may have no hash
         return
     functions[replacement] = kind  # where Dynamo does not know where a function is from
     objects[id(replacement)] = lambda self, value: kind.create_with_source(value, self.source)

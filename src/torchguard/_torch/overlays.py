@@ -45,7 +45,7 @@ class AttributeOverlay:
         self._made[name] = before, replacement
 
     def put_on(self) -> None:
-        """Set every attribute; made anew where somebody has patched since."""
+        """Set every attribute; made anew where other code has patched since."""
         now = vars(self.owner).get
         for name, (before, _) in self._made.items():
             if now(name, ABSENT) is not before:
@@ -53,7 +53,7 @@ class AttributeOverlay:
         patch.set_all(self.owner, self._made.items(), which=1)
 
     def take_off(self) -> None:
-        """Put back what stood there. Where somebody has patched on top, ours stays and is inert."""
+        """Put back what stood there. What other code has patched on top of ours stays."""
         now = vars(self.owner).get
         standing = [row for row in self._made.items() if now(row[0]) is row[1][1]]
         patch.set_all(self.owner, standing, which=0)
@@ -92,7 +92,7 @@ def _computed(
     elsewhere = getattr(module, name)
     original = held.get(name, elsewhere)
     guarded = make(original)
-    others: dict[int, tuple[Any, Any]] = {}  # what install() or somebody else has put there
+    others: dict[int, tuple[Any, Any]] = {}  # what install() or other code has put there
 
     def read(_: ModuleType) -> Any:
         value = held.get(name, elsewhere)

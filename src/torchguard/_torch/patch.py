@@ -189,9 +189,9 @@ def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
 
 
 def renew(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
-    """Patch anew where torch's own function stands again, because somebody has put it back.
+    """Patch anew where torch's own function stands again, because other code has put it back.
 
-    Where somebody has patched on top, and what is not patched, stays as it is.
+    Where other code has patched on top, and what is not patched, stays as it is.
     """
     wanted = [(path, make) for path, make in replacements if path in _table]
     with _without_overlays(path for path, _ in wanted):
@@ -205,12 +205,12 @@ def renew(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
 def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     """Take one holder from each path; where none is left, put back what stood there.
 
-    Paths that are not patched are passed over. Where somebody has patched on top,
+    Paths that are not patched are passed over. Where other code has patched on top,
     ``leave_conflicts`` leaves the replacement in place below the other one. Where a patch
     from before was undone meanwhile, and ours with it, torch's own function stands and stays.
 
     Raises:
-        PatchConflictError: somebody has patched on top. Nothing is changed then.
+        PatchConflictError: other code has patched on top. Nothing is changed then.
     """
     leaving = Counter(path for path in paths if path in _table)
     with _without_overlays(leaving):
@@ -360,7 +360,7 @@ def _was_taken_away(patch: _Patch) -> bool:
 
 
 def _lower_patch_was_undone(patch: _Patch) -> bool:
-    """Whether somebody, who had patched before us, has put back torch's own."""
+    """Whether code that had patched before us has put back torch's own."""
     return _was_taken_away(patch) and _value(patch) is not patch.before
 
 

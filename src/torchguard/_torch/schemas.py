@@ -19,8 +19,8 @@ __all__ = [
     "has_only_results",
     "has_out",
     "has_python_out",
-    "is_builtin_somebody_wrapped",
     "is_torchs_own",
+    "is_wrapped_builtin",
     "operator_name",
     "operator_schemas",
     "paths_behind_python",
@@ -134,15 +134,15 @@ def _is_generated(schema: Any) -> bool:
 
 
 def is_torchs_own(function: Any) -> bool:
-    """Whether a function is one of torch's or of ours, and not what somebody has put around it."""
+    """Whether a function is torch's or ours, and not what other code has put around it."""
     if isinstance(function, FunctionType):  # functools.wraps copies __module__, but no globals
         module = function.__globals__.get("__name__", "").partition(".")[0]
         return module in {"torch", "torchguard"}
     return isinstance(function, (BuiltinFunctionType, MethodDescriptorType))
 
 
-def is_builtin_somebody_wrapped(namespace: ModuleType, name: str) -> bool:
-    """Whether torch has a builtin with ``out=`` there, and somebody (a profiler, a mock) another.
+def is_wrapped_builtin(namespace: ModuleType, name: str) -> bool:
+    """Whether torch has a builtin with ``out=`` there, and other code (a profiler, a mock) another.
 
     Of ``torch.nn.functional.logsigmoid`` it sees that only where the wrapper has ``__wrapped__``.
     """

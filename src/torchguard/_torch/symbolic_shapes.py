@@ -153,7 +153,7 @@ def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> I
     """Compile once more for a graph whose context was kept from when Dynamo traced it.
 
     Each input comes with what :func:`symbols_of` said of it; without that AOTAutograd takes
-    all its sizes for dynamic ones, of which nobody knows. No other thread compiles meanwhile.
+    all its sizes for dynamic ones, that no guard knows. No other thread compiles meanwhile.
     """
     frames = importlib.import_module("torch._dynamo.convert_frame")
     told = [(value, decided) for value, decided in symbols if decided is not None]
@@ -173,7 +173,7 @@ def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> I
 
 
 def shape_guards(context: Any) -> int | None:
-    """Count the guards on symbolic sizes so far; None where nobody can say.
+    """Count the guards on symbolic sizes so far; None where torch does not say.
 
     AOTAutograd's cache adds that a size is no larger than 64 bits can say, which it never is.
     """

@@ -1,4 +1,4 @@
-"""What a tensor says to nobody: its version counter, its base, its hooks, its dispatcher."""
+"""What torch keeps of a tensor in private: version counter, base, hooks, dispatcher, parts."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether somebody's hooks see the tensor's gradient."""
+    """Whether the tensor has hooks, which see its gradient."""
     return bool(tensor._backward_hooks)
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether somebody's hooks see the tensors that autograd saves."""
+    """Whether ``saved_tensors_hooks`` are on, which see what autograd saves."""
     autograd: Any = torch._C._autograd
     top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
     if top is not None:

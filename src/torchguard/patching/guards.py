@@ -17,7 +17,7 @@ import torch
 
 from torchguard._torch import (
     has_python_out,
-    is_builtin_somebody_wrapped,
+    is_wrapped_builtin,
     patch,
     paths_behind_python,
 )
@@ -111,7 +111,7 @@ def _out_replacements() -> Mapping[str, patch.Make]:
         and (
             has_python_out(function)
             if isinstance(function, BuiltinFunctionType)
-            else is_builtin_somebody_wrapped(namespace, name)
+            else is_wrapped_builtin(namespace, name)
         )
     ]
     paths += paths_behind_python(*_OUT_BEHIND_PYTHON)

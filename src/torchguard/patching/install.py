@@ -40,12 +40,12 @@ class Installation:
         self._only_if_needed = only_if_needed
 
     def uninstall(self) -> None:
-        """Let go of this installation's guards; those nobody else holds are undone.
+        """Let go of this installation's guards; those that no other installation holds are undone.
 
         Calling it again does nothing.
 
         Raises:
-            PatchConflictError: somebody has patched on top; nothing is undone then.
+            PatchConflictError: other code has patched on top; nothing is undone then.
         """
         with patch.lock:
             _undo([name for name in self.names if _holders.get(name) == {self}])
@@ -167,7 +167,7 @@ def uninstall(*names: GuardName) -> None:
 
     Raises:
         ValueError: there is no guard of that name.
-        PatchConflictError: somebody has patched on top; nothing is undone then.
+        PatchConflictError: other code has patched on top; nothing is undone then.
     """
     with patch.lock:
         _undo(list(_known(names, "uninstall") or _holders))
@@ -178,8 +178,8 @@ def uninstall(*names: GuardName) -> None:
 def installed() -> tuple[str, ...]:
     """Return the names of the guards in force, in the order they were installed.
 
-    It compares what stands in torch now, not a flag: a guard that somebody has patched over, or
-    whose function somebody has put back, is not in force. A guard of Dynamo that waits until
+    It compares what stands in torch now, not a flag: a guard that other code has patched over, or
+    whose function other code has put back, is not in force. A guard of Dynamo that waits until
     Dynamo is imported is. ``if "out" in torchguard.installed():``
     """
     return tuple(name for name in list(_holders) if _is_in_force(name))

@@ -1,4 +1,4 @@
-"""``python -m torchguard run``: installs guards, then runs a program as ``python`` would.
+"""Run a program as ``python`` would, for ``python -m torchguard run``, with guards installed.
 
 The program is ``__main__``: it finds its own arguments, folder and exit status, its
 classes can be pickled, and its tracebacks start at its own first line. Workers that
@@ -20,63 +20,10 @@ import types
 from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn
 
-from torchguard.patching.guards import GUARDS, GuardName
+from torchguard.patching.guards import GuardName
 from torchguard.patching.install import install
-
-if TYPE_CHECKING:
-    import argparse
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``run``."""
-    parser = commands.add_parser(
-        "run",
-        usage="%(prog)s [-h] [--guards NAMES] (script.py | -m module) [arguments ...]",
-        help="run a program with the guards on",
-        description="Install guards, then run a program as `python` would.",
-        epilog="Exit status: the program's own; 2 on bad usage. Workers forked or spawned by "
-        "multiprocessing have the guards, interpreters started by subprocess do not.",
-    )
-    parser.add_argument(
-        "--guards",
-        metavar="NAMES",
-        help=f"guards to install, separated by commas, of: {', '.join(GUARDS)} "
-        "(default: what install() installs)",
-    )
-    # Everything after the program's name is the program's, whatever it looks like.
-    parser.add_argument("-m", metavar="module", dest="module", nargs="...", help="run a module")
-    parser.add_argument("program", nargs="...", help="the script to run and its arguments")
-    parser.set_defaults(command=_main, parser=parser)
-
-
-def _main(options: argparse.Namespace) -> int:
-    guards = _guards(options)
-    arguments = [*(options.module or []), *options.program]
-    if options.module is None and arguments[:1] == ["--"]:
-        del arguments[0]
-    if not arguments:
-        options.parser.error("expected a script, or -m and a module, to run")
-    _install(guards)
-    run = run_script if options.module is None else run_module
-    try:
-        run(arguments[0], arguments[1:])
-    except BaseException:
-        _hide_own_frames()
-        raise
-    return 0
-
-
-def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
-    if options.guards is None:
-        return ()
-    guards = tuple(name.strip() for name in options.guards.split(","))
-    unknown = [name for name in guards if name not in GUARDS]
-    if unknown:
-        names = ", ".join(map(repr, unknown))
-        options.parser.error(f"no guard called {names}; the guards are {', '.join(GUARDS)}")
-    return cast("tuple[GuardName, ...]", guards)
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -190,7 +137,7 @@ def _code(program: _Program) -> types.CodeType:
     return code
 
 
-def _hide_own_frames() -> None:
+def hide_own_frames() -> None:
     """Let the interpreter report what the program has raised, from the program's first line on.
 
     The exception itself goes on to the interpreter, so a SystemExit, a KeyboardInterrupt and
@@ -212,7 +159,8 @@ def _is_ours(file: str) -> bool:
     """Whether a frame belongs to torchguard, or to what runs ``python -m torchguard``."""
     if file.startswith("<frozen ") or file == runpy.__file__:
         return True
-    return Path(file) in {Path(__file__), Path(__file__).parents[1] / "__main__.py"}
+    package = Path(__file__).parents[1]
+    return Path(file) in {Path(__file__), package / "cli" / "run.py", package / "__main__.py"}
 
 
 def _set_first_path(path: str) -> None:
@@ -227,7 +175,7 @@ def _end(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _install(guards: tuple[GuardName, ...]) -> None:
+def install_everywhere(guards: tuple[GuardName, ...]) -> None:
     """Install the guards here, and in every process that multiprocessing spawns from here.
 
     A spawned process imports the program's main module under another name, past anything
@@ -250,4 +198,4 @@ class _InWorker:
         self._guards = guards
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _install, (self._guards,)
+        return install_everywhere, (self._guards,)

@@ -175,7 +175,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
     through.
     """
     tensor_type = torch.Tensor
-    # What somebody has put around a builtin (a mock, a partial) may have no name.
+    # What other code has put around a builtin (a mock, a partial) may have no name.
     statistics = writes_statistics(getattr(original, "__name__", ""))
 
     def guarded(*args: Any, out: Any = None, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def _ran(error: BaseException) -> bool:
     """Whether the operation can have begun.
 
     torch raises TypeError while it reads the arguments. One that comes from
-    Python code below our frame is somebody else's: a callback of ``apply_``.
+    Python code below our frame comes from a callback of the user's, of ``apply_``.
     (A callback without a frame, ``{}.get``, is why ``Writes`` has ``calls_back``.)
     """
     below = error.__traceback__ and error.__traceback__.tb_next

@@ -1033,6 +1033,14 @@ def test_inference_mode() -> None:
     assert backend.stats().graphs[0].status == "verified", str(backend.stats())
 
 
+def test_an_unknown_backend_is_refused_where_it_is_named() -> None:
+    """As ``torch.compile`` does, and not in the first call."""
+    with pytest.raises(Exception, match="Invalid backend") as of_torch:
+        torch.compile(workload, backend="no_such_backend")
+    with pytest.raises(of_torch.type, match="Invalid backend"):
+        verified(backend="no_such_backend")(workload)
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 def test_every_mode_reaches_inductor_whichever_way_it_is_given(mode: str) -> None:
     expected = torch._inductor.list_mode_options(mode)

@@ -145,12 +145,15 @@ def _kind(frame: FrameType) -> tuple[str, str]:
     """Say which kind of guard a call enters, and which function of torch stands behind it."""
     code, names = frame.f_code, frame.f_locals
     file = Path(code.co_filename).stem
-    if (file, code.co_name) == ("out", "guarded"):
+    if (file, code.co_name) == ("operation", "guarded"):
         kind = "without out=" if names["out"] is None else "with out="
         return kind, str(names["original"].__name__)
     if file == "resize" and code.co_name in {"resize_", "resize_as_", "set_"}:
         return code.co_name, code.co_name
-    if Path(code.co_filename).parent.name == "verified" and code.co_name == "run":
+    if Path(code.co_filename).parent.name == "verification" and code.co_name in {
+        "run",
+        "run_target",
+    }:
         return "checked graph", "a compiled graph"
     return f"{file}.{code.co_name}", code.co_name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -42,10 +41,14 @@ def tensors_loaded_by_copies(module: torch.nn.Module) -> list[tuple[str, torch.T
 
 @functools.lru_cache(maxsize=4096)
 def _has_torchs_loader(kind: type[torch.nn.Module]) -> bool:
-    # BatchNorm has one too, which adds a key that older checkpoints lack.
-    loader: Any = kind._load_from_state_dict
+    # By the class that defines it: a guard may stand in the place of the function, and what is
+    # seen then is kept. BatchNorm has a loader too, which adds a key that older checkpoints lack.
     return (
-        loader.__module__.startswith("torch.nn.")
-        and kind.load_state_dict.__module__ in {"torch.nn.modules.module", "torch.nn.Module"}
-        and kind.set_extra_state is torch.nn.Module.set_extra_state
+        _definer(kind, "_load_from_state_dict").__module__.startswith("torch.nn.")
+        and _definer(kind, "load_state_dict") is torch.nn.Module
+        and _definer(kind, "set_extra_state") is torch.nn.Module
     )
+
+
+def _definer(kind: type, name: str) -> type:
+    return next(each for each in kind.__mro__ if name in vars(each))

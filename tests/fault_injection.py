@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import torchguard
 from torchguard._torch import set_version
 
 State = dict[str, Any]
@@ -457,6 +458,17 @@ def _put_back(owner: Any, attributes: dict[str, Any]) -> None:
             owner._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, value)
         else:
             setattr(owner, name, value)
+
+
+def transaction(training: Training) -> AbstractContextManager[Any]:
+    """``with step:``."""
+    return torchguard.transaction(
+        training.model,
+        training.optimizers,
+        training.scaler if training.case.amp else None,
+        training.schedulers,
+        also=() if training.average is None else (training.average,),
+    )
 
 
 # --- the proof -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fault_injection import (
+    FEATURES,
     Case,
     Count,
     Way,
@@ -16,10 +17,12 @@ from fault_injection import (
     deep_copy,
     every_case,
     nothing,
+    transaction,
     zero_grad,
 )
 
 EVERY = 3  # operators, so that the file takes seconds; bench_transaction.py --faults takes all
+EVERY_PAIR = 11
 CASES = covering(list(every_case()))
 TABLE = [Case("AdamW", implementation, amp=True) for implementation in ("loop", "fused")]
 
@@ -53,6 +56,21 @@ def test_without_a_transaction_a_retry_is_wrong_or_raises_for_ever(way: Way, cas
 def test_a_copy_of_everything_shows_that_zero_can_be_reached(case: Case) -> None:
     found = total(deep_copy, [case], every=5, restores=True)
     assert (found.wrong, found.stuck, found.not_restored) == (0, 0, 0), found.examples
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_with_a_transaction_nothing_is_wrong_and_nothing_raises_again(case: Case) -> None:
+    found = total(transaction, [case], restores=True)
+    assert found.points > 100
+    assert (found.wrong, found.stuck, found.not_restored) == (0, 0, 0), found.examples
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_it_holds_for_each_pair_of_optimizer_and_surroundings(feature: str) -> None:
+    cases = [case for case in CASES if case.feature == feature]
+    found = total(transaction, cases, every=EVERY_PAIR, restores=True)
+    assert (found.wrong, found.stuck, found.not_restored) == (0, 0, 0), found.examples
+    assert 0 < found.committed < found.points
 
 
 def test_the_cases_cover_each_pair_of_values() -> None:

@@ -29,7 +29,14 @@ from torchguard._torch.optimizers import (
 from torchguard.equivalence.isolate import rng_generators
 from torchguard.rollback.snapshot import Snapshot, capture
 
-__all__ = ["Containers", "Copies", "StateContainers", "TrainingSnapshot", "TrainingState"]
+__all__ = [
+    "Containers",
+    "Copies",
+    "StateContainers",
+    "TrainingSnapshot",
+    "TrainingState",
+    "undos_of",
+]
 
 
 class Copies:
@@ -399,7 +406,7 @@ class TrainingSnapshot:
         self._buffers = buffers
         self._odd = [capture(each, data=True) for each in survey.odd_buffers]
         self._odd += [capture(each, data=parameters) for each in survey.odd_parameters]
-        self._also = _also(training.also)
+        self._also = undos_of(training.also)
         self._training = training
         self._copies: Copies | None = None
         if parameters:
@@ -575,10 +582,15 @@ class _OptimizerSnapshot:
         self._options.restore()
 
 
-def _also(items: Sequence[Any]) -> list[Callable[[], None]]:
-    """Copy what nobody but the user knows, and return what puts each back."""
+def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[], None]]:
+    """Copy what nobody but the user knows, and return what puts each back.
+
+    Of modules the parameters; with ``buffers`` those too, which a snapshot copies with the others.
+    """
     tensors = [each for each in items if isinstance(each, Tensor)]
     tensors += [p for each in items if isinstance(each, nn.Module) for p in each.parameters()]
+    if buffers:
+        tensors += [b for each in items if isinstance(each, nn.Module) for b in each.buffers()]
     undos: list[Callable[[], None]] = [Copies(tensors).restore] if tensors else []
     for each in items:
         if isinstance(each, torch.Generator):

@@ -35,7 +35,7 @@ from torchguard.transactions.commit import (
 from torchguard.transactions.nonfinite import NonfiniteGate, is_gated_on_device
 from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.retry import Halved, differs_in_parts, run
-from torchguard.transactions.state import Containers, TrainingSnapshot, TrainingState
+from torchguard.transactions.state import Containers, TrainingSnapshot, TrainingState, undos_of
 
 __all__ = ["Transaction", "TransactionStats", "transaction"]
 
@@ -65,6 +65,7 @@ class _Block:
         self.stepped: list[OptimizerStep] = []
         self.pending: OptimizerStep | None = None
         self.at_commit: list[tuple[Any, Containers]] = []
+        self.also_at_commit: list[Callable[[], None]] = []
         self.foreign: str | None = None
         self.rolled_back = False
 
@@ -308,29 +309,33 @@ class Transaction:
         return bool(stepped) and stepped >= set(map(id, self.training.optimizers))
 
     def _note_commit(self, block: _Block) -> None:
-        """Read the schedulers once every optimizer has stepped, for an exception inside them."""
-        if self._all_have_stepped(block):
-            groups = [group for each in self.training.optimizers for group in each.param_groups]
-            parameters = [group["params"] for group in groups]
-            block.at_commit = [
-                (other, Containers([vars(other), *groups], skip=parameters))
-                for other in self.training.others
-                if per_optimizer_states(other) is None
-            ]
+        """Read what changes after the optimizers, once all have stepped, for an exception there."""
+        if not self._all_have_stepped(block):
+            return
+        groups = [group for each in self.training.optimizers for group in each.param_groups]
+        parameters = [group["params"] for group in groups]
+        block.at_commit = [
+            (other, Containers([vars(other)]))
+            if per_optimizer_states(other) is not None
+            else (other, Containers([vars(other), *groups], skip=parameters))
+            for other in self.training.others
+        ]
+        block.also_at_commit = undos_of(self.training.also, buffers=True)
 
     def _finish_step(self, block: _Block, exception: BaseException | None) -> None:
         notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
         for optimizer in self.training.optimizers:
             block.snapshot.restore_scaling(optimizer)
-        notes += [
-            _finish_scaler(other)
-            for other in self.training.others
-            if per_optimizer_states(other) is not None
-        ]
-        for scheduler, at_commit in block.at_commit:
-            if _raised_inside(exception, scheduler):
+        for other, at_commit in block.at_commit:
+            if per_optimizer_states(other) is not None:
+                notes.append(_finish_scaler(other, at_commit))
+            elif _raised_inside(exception, other):
                 at_commit.restore()
-                notes.append(f"{type(scheduler).__name__} is as it was before its step()")
+                notes.append(f"{type(other).__name__} is as it was before its step()")
+        for undo in block.also_at_commit:
+            undo()
+        if block.also_at_commit:
+            notes.append("what also= names is as it was when the last optimizer had stepped")
         if exception is not None:
             add_note(exception, "; ".join(notes))
 
@@ -408,11 +413,12 @@ def _attempt(undo: Any, problems: list[str]) -> None:
         problems.append(f"{type(error).__name__}: {error}")
 
 
-def _finish_scaler(scaler: Any) -> str:
+def _finish_scaler(scaler: Any, at_commit: Containers) -> str:
     """Do what ``scaler.update()`` has not done, so that the next step finds it ready."""
     if not per_optimizer_states(scaler):
         return "the scaler is updated"
     try:
+        at_commit.restore()  # update() may have raised with the scale changed already
         scaler.update()
     except Exception as error:  # noqa: BLE001  the exception on its way is the one to see
         per_optimizer_states(scaler).clear()  # type: ignore[union-attr]

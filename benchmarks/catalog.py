@@ -17,6 +17,7 @@ from benchmarks import (
     bench_out_of_memory,
     bench_padding,
     bench_resize,
+    bench_transaction,
     bench_verified,
 )
 from benchmarks.program import Benchmark
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         bench_fit.BENCHMARK,
         bench_assign.BENCHMARK,
         bench_verified.BENCHMARK,
+        bench_transaction.BENCHMARK,
         bench_checkpoint.BENCHMARK,
         bench_import.BENCHMARK,
         bench_failures.BENCHMARK,

@@ -392,6 +392,33 @@ def _imports(record: Record, device: str) -> str:
     return f"Medians of {record['rows'][0]['n']} processes.\n\n{table(header, rows)}"
 
 
+def _transaction(record: Record, device: str) -> str:
+    """Lay out the times, and how the fault points ended, a line for each way and case."""
+    totals = [
+        (
+            row["way"],
+            row["case"],
+            str(row["points"]),
+            str(row["wrong"]),
+            str(row["stuck"]),
+            str(row["committed"]),
+        )
+        for row in of_device(record, "faults", device)
+    ]
+    header = ("cleaned up by", "training", "fault points", "wrong", "raises again", "counts")
+    return "\n\n".join(
+        (
+            _comparisons(record, device),
+            (
+                "Each operator of a step raises, once before and once after it has run; then the "
+                "same batch is tried again. Wrong: something differs from a run that never failed. "
+                "Counts: the failure came after the optimizer's step, which is not tried again."
+            ),
+            table(header, totals),
+        )
+    )
+
+
 LAYOUTS: dict[str, Layout] = {
     "end_to_end": _end_to_end,
     "host": _host,
@@ -403,6 +430,7 @@ LAYOUTS: dict[str, Layout] = {
     "fit": _fit,
     "assign": _assign,
     "verified": _first_calls,
+    "transaction": _transaction,
     "checkpoint": _comparisons,
     "import": _imports,
     "doctor": _doctor,

@@ -1,0 +1,152 @@
+"""A training step within ``transaction`` against the plain loop; and every operator of it failing.
+
+    python benchmarks/bench_transaction.py --json benchmarks/records/<date>-transaction-cpu.json
+    python benchmarks/bench_transaction.py --faults all
+
+Target: at most 0.2 ms more per step for a state of ResNet-50's size (161 parameters, 159 buffers),
+on the CPU with parameters so small that the step itself takes little. Beside it what people do
+today: a deep copy of both state dicts before each step.
+
+The table of faults is counted and not timed. Each operator of a step raises, before and after it
+has run, the same batch is tried again, and every bit is compared with a run that never failed
+(tests/fault_injection.py). ``--faults table`` (the usual) counts AdamW with AMP; ``pairs`` adds
+cases in which each pair of values occurs; ``all`` runs the whole product, which takes an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+if __package__ in {None, ""}:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+import fault_injection as faults
+
+import torchguard
+from benchmarks.harness import AddedTarget, Comparison, Side, measure
+from benchmarks.program import Benchmark, Results, Setting
+
+BLOCKS, CHANNELS = 53, 4  # 53 convolutions, each with a BatchNorm, and one linear layer
+AT_MOST = AddedTarget(microseconds=200)
+WAYS = {
+    "nothing": faults.nothing,
+    "zero_grad": faults.zero_grad,
+    "zero_grad, scaler reset": faults.composer,
+    "copy of everything": faults.deep_copy,
+    "transaction": faults.transaction,
+}
+RESTORES = {"copy of everything", "transaction"}
+PLAIN_LOOP = """\
+net(batch).sum().backward()
+optimizer.step()
+optimizer.zero_grad()"""
+
+
+def resnet_sized() -> nn.Module:
+    """Return 161 parameters and 159 buffers, as ResNet-50 has, of few elements each."""
+    layers = [
+        layer
+        for _ in range(BLOCKS)
+        for layer in (nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS))
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(CHANNELS, 2))
+
+
+def deep_copies(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Return what a loop that wants to restore has to copy before each step."""
+    return copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+
+
+def steps(device: str) -> Iterator[Comparison]:
+    """Compare steps that succeed."""
+    for name in ("fused", "foreach"):
+        net = resnet_sized().to(device)
+        optimizer = torch.optim.AdamW(
+            net.parameters(), fused=name == "fused", foreach=name == "foreach"
+        )
+        names = {
+            "net": net,
+            "optimizer": optimizer,
+            "batch": torch.randn(2, CHANNELS, 1, 1, device=device),
+            "step": torchguard.transaction(net, optimizer),
+            "deep_copies": deep_copies,
+        }
+        within = "with step:\n" + "\n".join(f"    {line}" for line in PLAIN_LOOP.splitlines())
+        what = f"161 parameters, 159 buffers, AdamW({name}=True)"
+        yield Comparison(
+            id=f"transaction-{name}",
+            what=what,
+            baseline=Side(PLAIN_LOOP, names),
+            guarded=Side(within, names),
+            target=AT_MOST if name == "fused" else None,
+            why="attributes of 107 modules, options and random states are read one by one",
+        )
+        yield Comparison(
+            id=f"deepcopy-{name}",
+            what=f"{what}, state dicts copied before each step",
+            baseline=Side(PLAIN_LOOP, names),
+            guarded=Side(f"deep_copies(net, optimizer)\n{PLAIN_LOOP}", names),
+        )
+
+
+def chosen(how: str) -> list[faults.Case]:
+    """Return the cases of ``--faults``."""
+    table = [faults.Case("AdamW", implementation, amp=True) for implementation in ("loop", "fused")]
+    every = list(faults.every_case())
+    return {"table": table, "pairs": [*table, *faults.covering(every)], "all": every}[how]
+
+
+def counted(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Count how each fault point ends, by way of cleaning up."""
+    for case in chosen(setting.options.faults):
+        for name, way in WAYS.items():
+            found = faults.count(
+                case, way, restores=name in RESTORES, every=16 if setting.quick else 1
+            )
+            row = {"case": str(case), "way": name, "device": "cpu", **asdict(found)}
+            row["examples"] = found.examples[:5] if name in RESTORES else []
+            print(
+                f"{row['case']:36} {name:24} {found.points:5} points: {found.wrong} wrong, "
+                f"{found.stuck} stuck, {found.committed} after the commit"
+            )
+            yield row
+
+
+def run(setting: Setting) -> Results:
+    """Measure every row, and count the faults on the CPU."""
+    rows = measure(steps(setting.device), setting, block_seconds=0.2)
+    return {"rows": rows, "faults": list(counted(setting)) if setting.device == "cpu" else []}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what this benchmark alone takes."""
+    parser.add_argument(
+        "--faults",
+        choices=("table", "pairs", "all"),
+        default="table",
+        help="which cases to inject faults into (default: table)",
+    )
+
+
+BENCHMARK = Benchmark(
+    "transaction",
+    "What does a training step within `transaction` cost, and what does a failed one leave behind?",
+    run,
+    devices=("cpu",),
+    rounds=25,
+    add_options=add_options,
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -208,7 +208,7 @@ class Caller:
             for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
             if index not in padded
         )
-        specialization = Specialization(around, call.signature.treedefs, others)
+        specialization = Specialization(around, call.signature.treedefs, others, bool(around[3]))
         with self.lock:
             plan = Plan(
                 signature=call.signature,

@@ -346,7 +346,7 @@ class _Runs:
         # mask, even one in which all is real, than without: for transformers position_ids without
         # a mask that do not count up are several packed sequences.
         extras = plan.extras
-        if fills is None:
+        if fills is None and extras:
             extras = real_extras(self._spec, plan, with_masks=bool(self.case.others))
         owned = flatten(call.owner)[0] if call.owner else []
         found: list[Output] = []

@@ -94,8 +94,12 @@ class Call(NamedTuple):
         leaves: list[Any] = []
         treedefs, starts = [], [0]
         for argument in arguments:
-            inside, treedef = flatten(argument)
-            leaves += inside
+            treedef = None
+            if type(argument) is torch.Tensor:
+                leaves.append(argument)
+            else:
+                inside, treedef = flatten(argument)
+                leaves += inside
             treedefs.append(treedef)
             starts.append(len(leaves))
         names = spec.argument_names(len(args), tuple(kwargs))
@@ -108,13 +112,16 @@ class Call(NamedTuple):
 
     def labels(self) -> list[str]:
         """Return how to spell each leaf: ``batch['ids']``."""
-        return [
-            keystr(f"argument {name[1:]}" if name.startswith("*") else name, path, argument)
-            for name, argument, treedef in zip(
-                self.signature.names, self.arguments, self.signature.treedefs, strict=True
-            )
-            for path in key_paths(treedef)
-        ]
+        found = []
+        for name, argument, treedef in zip(
+            self.signature.names, self.arguments, self.signature.treedefs, strict=True
+        ):
+            label = f"argument {name[1:]}" if name.startswith("*") else name
+            if treedef is None:
+                found.append(label)
+            else:
+                found += [keystr(label, path, argument) for path in key_paths(treedef)]
+        return found
 
     def bind(
         self, extras: Mapping[str, Any] | None = None, leaves: list[Any] | None = None
@@ -182,11 +189,8 @@ class Specialization(NamedTuple):
     structure: tuple[TreeDef, ...]
     others: tuple[tuple[str, Any], ...]
     """Label and key of the leaves that have no dim to pad."""
-
-    @property
-    def transformed(self) -> bool:
-        """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
-        return bool(self.around[3])
+    transformed: bool
+    """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
 
 
 def differing(specializations: Iterable[Specialization]) -> list[str]:
@@ -328,7 +332,7 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
     ):
         if name not in spec.dims and name not in spec.masks:
             continue
-        paths = key_paths(treedef)
+        paths = [()] if treedef is None else key_paths(treedef)
         for found in spec.find(name, argument):
             for dim, axis in found.axes:
                 size = found.tensor.shape[dim]

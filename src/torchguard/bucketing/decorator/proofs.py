@@ -75,7 +75,7 @@ class Proofs:
         around, labels = plan.specialization.around, [each.label for each in plan.inputs]
         if self._shared:
             return around, *(label for label in labels if label not in self._masks)
-        _, structure, others = plan.specialization
+        structure, others = plan.specialization.structure, plan.specialization.others
         # Switches may lead the function another way; sizes and fractions do not.
         switches = [
             (label, None if isinstance(key, (TensorKey, float)) else key) for label, key in others

@@ -332,7 +332,7 @@ def _find(
 ) -> Iterator[Found]:
     if spec is None or value is None:
         return
-    where = keystr(label, path, whole)
+    where = keystr(label, path, whole) if path else label
     if isinstance(value, torch.Tensor):
         axes = _axes_of(value, spec, where)
         if axes:

@@ -160,6 +160,7 @@ class _Copier:
                 )
         storage, dtype = self._storage(tensor)
         with torch.inference_mode(tensor.is_inference()):
+            # set_() and not as_strided(): the copy of a tensor that is no view must not be one.
             copy = torch.empty(0, dtype=dtype, device=tensor.device)
             copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if not tensor.requires_grad:

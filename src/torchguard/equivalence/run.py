@@ -137,6 +137,8 @@ def run(
 @contextlib.contextmanager
 def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]:
     """Let tensors have other data for a while; neither their holders nor autograd notice it."""
+    # Setting .data exchanges the memory: the object stays, and with it what autograd, an optimizer
+    # and the graph's attribute refer to.
     before = [(tensor, tensor.data, version_of(tensor)) for tensor in owned]
     try:
         for tensor, copy in zip(owned, copies, strict=False):
@@ -240,6 +242,8 @@ def _span(value: Any) -> tuple[torch.device, int, int] | None:
         return None
     if not value.numel() or not value.untyped_storage().nbytes():
         return None
+    # From the first element to the last: what lies between may belong to another view, but then
+    # eager and compiled code are seen to overlap alike.
     last = sum(
         (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
     )
@@ -290,6 +294,8 @@ def run_undoing_mutations(
     try:
         with isolated(modules):
             buffers = _buffers_of(modules)
+            # Before operators are watched: to the function this is memory from outside, so that its
+            # writes to it are seen.
             given = prepare([fresh.get(place, leaf) for place, leaf in enumerate(leaves)])
             with watch:
                 returned = function(given)
@@ -384,6 +390,7 @@ def send_backward(
         )
         for value, counts in ends
     ]
+    # Not backward(): that would add to .grad, and call the hooks for it.
     arrived = torch.autograd.grad([each.value for each in ends], wanted, sent, allow_unused=True)
     said: dict[int, str] = {}
     for module in modules:
@@ -415,6 +422,8 @@ def _leaves_behind(outputs: Sequence[Any], inputs: Iterable[torch.Tensor]) -> li
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
+        # Only AccumulateGrad has it: the node of a leaf.
+        # https://pytorch.org/docs/stable/notes/autograd.html#how-autograd-encodes-the-history
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             found[id(leaf)] = leaf

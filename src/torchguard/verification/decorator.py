@@ -174,6 +174,7 @@ def verified(
         return {**asked, "backend": checked}
 
     def wrap(function: Any, /) -> Any:
+        # A protocol and no class: this room does not import the one of bucketed.
         if isinstance(function, CompilesInside):
             return function.__torchguard_compile__(settings_for)
         settings = settings_for(function, None)

@@ -94,6 +94,8 @@ def fallbacks_of(
 
 def _inductor_and_fallbacks(compiler: Compiler) -> tuple[Fallback, ...]:
     def with_inputs_written_outside(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        # There is no option for it. TracedGraph.compile holds Dynamo's lock, so no other thread's
+        # graph is compiled while the patch is in place.
         paths = mutation_switches()
         patch.apply((path, _without_input_mutations) for path in paths)
         try:
@@ -170,6 +172,7 @@ class TracedGraph:
             pairs = zip(self.examples, inputs, strict=True)
             examples = [given if example is None else example for example, given in pairs]
         try:
+            # A copy: AOTAutograd rewrites the graph, and this one is what eager is.
             with tracing_again(self.context, zip(inputs, self.symbols, strict=True)):
                 compiled = fallback.compile(copy_graph(self.graph), examples)
         except Exception:  # noqa: BLE001 - then the next one has to do

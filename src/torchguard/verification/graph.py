@@ -37,6 +37,8 @@ def copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
 
     Tensors and other values are shared with the original.
     """
+    # Not copy.deepcopy(graph): that would copy the parameters, and compiled code has to read the
+    # ones that are there.
     copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     for name, value in vars(graph).items():
         vars(copied).setdefault(name, value)

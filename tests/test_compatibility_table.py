@@ -63,9 +63,8 @@ def write_report(path: Path) -> None:
     path.write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}), encoding="utf-8")
 
 
-def test_each_version_is_a_row_of_tests_and_a_column_of_defects(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_torch_version(script: ModuleType, tmp_path: Path) -> None:
+    """A version of torch is a row of tests and a column of defects."""
     for version in ("2.11.0", "2.9.1"):
         write_report(tmp_path / f"torch-{version}.json")
         write_junit(tmp_path / f"torch-{version}.xml", {"a": "", "b": FAILED, "c": "<skipped/>"})
@@ -85,7 +84,8 @@ def test_each_version_is_a_row_of_tests_and_a_column_of_defects(
         assert f"| `{name}` | {word} | {word} |" in page
 
 
-def test_a_version_of_python_is_a_row_of_tests_alone(script: ModuleType, tmp_path: Path) -> None:
+def test_python_version(script: ModuleType, tmp_path: Path) -> None:
+    """A version of Python is a row of tests alone."""
     for name in ("python-3.13", "python-3.9", "torch-2.9.1"):
         write_report(tmp_path / f"{name}.json")
         write_junit(tmp_path / f"{name}.xml", {"a": ""})
@@ -96,7 +96,8 @@ def test_a_version_of_python_is_a_row_of_tests_alone(script: ModuleType, tmp_pat
     assert "| defect | 2.9.1 |\n" in page
 
 
-def test_the_workflow_and_nox_run_the_same_versions() -> None:
+def test_workflow() -> None:
+    """The workflow and nox run the same versions."""
     root = SCRIPT.parent.parent
     nox = (root / "noxfile.py").read_text(encoding="utf-8")
     workflow = (root / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
@@ -108,9 +109,8 @@ def test_the_workflow_and_nox_run_the_same_versions() -> None:
         assert run[1] == told[1]
 
 
-def test_what_failed_and_passed_later_is_counted_by_itself(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_second_run(script: ModuleType, tmp_path: Path) -> None:
+    """A test that failed and passed later has a count of its own."""
     write_report(tmp_path / "torch-2.9.1.json")
     first = {"kept": "", "mended": FAILED, "still wrong": FAILED, "not run again": FAILED}
     write_junit(tmp_path / "torch-2.9.1.xml", first)
@@ -123,6 +123,7 @@ def test_what_failed_and_passed_later_is_counted_by_itself(
     assert result.tests[script.MENDED] == 1
 
 
-def test_a_session_that_has_not_ended_is_left_out(script: ModuleType, tmp_path: Path) -> None:
+def test_unfinished(script: ModuleType, tmp_path: Path) -> None:
+    """A session that has not ended is left out."""
     write_report(tmp_path / "torch-2.9.1.json")
     assert script.read(tmp_path) == []

@@ -31,7 +31,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_the_code_on_the_page_runs_and_prints_what_it_says(page: Path) -> None:
+def test_code(page: Path) -> None:
+    """The code on a page runs and prints what its comments say."""
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "document.py"), str(page)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -48,7 +49,8 @@ def test_the_code_on_the_page_runs_and_prints_what_it_says(page: Path) -> None:
         ("```python console\n```", "this one says 'console'"),
     ],
 )
-def test_code_that_does_something_else_is_found(code: str, fault: str, tmp_path: Path) -> None:
+def test_code_faults(code: str, fault: str, tmp_path: Path) -> None:
+    """Code that does something else is found."""
     page = tmp_path / "page.md"
     page.write_text(code, encoding="utf-8")
     found = faults(page)
@@ -56,12 +58,14 @@ def test_code_that_does_something_else_is_found(code: str, fault: str, tmp_path:
     assert fault in found[0]
 
 
-def test_the_first_snippet_has_ten_lines_or_fewer() -> None:
+def test_first_snippet() -> None:
+    """The first snippet of the README has ten lines or fewer."""
     first = next(blocks((ROOT / "README.md").read_text(encoding="utf-8")))
     assert first.code.count("\n") <= 10
 
 
-def test_no_line_of_code_in_the_readme_is_cut_at_the_width_of_a_desktop() -> None:
+def test_code_width() -> None:
+    """No line of code in the README is wider than a desktop shows."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = [line for block in blocks(page) for line in block.code.splitlines()]
     assert [line for line in lines if len(line) > 90] == []
@@ -87,14 +91,16 @@ def _continues(code: str) -> bool:
     return code.startswith("# continues the ")
 
 
-def test_a_block_of_the_readme_that_continues_another_says_so() -> None:
+def test_continued_blocks() -> None:
+    """A block of the README that uses names of another says so."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     code = [block.code for block in blocks(page) if block.language == "python"]
     assert [each for each in code if bool(_names_from_elsewhere(each)) != _continues(each)] == []
     assert sum(map(_continues, code)) == len(code) - 1
 
 
-def test_names_from_elsewhere_are_found() -> None:
+def test_names_from_elsewhere() -> None:
+    """Names that a block does not bind itself are found."""
     code = "import a\ndef f(x):\n    b = x\n    return a, b, c, len(d)\nf(e)\n"
     assert _names_from_elsewhere(code) == {"c", "d", "e"}
 
@@ -144,7 +150,8 @@ def _exists(line: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_command_on_the_page_exists(page: Path) -> None:
+def test_commands(page: Path) -> None:
+    """Every command on a page exists."""
     lines = [
         line
         for block in blocks(page.read_text(encoding="utf-8"))
@@ -168,11 +175,13 @@ def test_every_command_on_the_page_exists(page: Path) -> None:
         "curl https://example.org",
     ],
 )
-def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+def test_command_faults(line: str) -> None:
+    """A command that does not exist is found."""
     assert not _exists(line)
 
 
-def test_no_page_says_to_install_the_foreign_package() -> None:
+def test_foreign_package() -> None:
+    """No page says to install the other package of that name."""
     pattern = re.compile(r"install\s+(-\S+\s+)*torchguard(?![-\w])")
     assert pattern.search("pip install -U torchguard")
     assert not pattern.search("pip install torchguard-runtime")
@@ -205,11 +214,13 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+def test_links(page: Path) -> None:
+    """Every link leads to a file and a heading."""
     assert _broken_links(page, page.read_text(encoding="utf-8")) == []
 
 
-def test_a_broken_link_is_found() -> None:
+def test_link_faults() -> None:
+    """A broken link is found."""
     text = "[a](docs/none.md) ![b](none.png) [c](docs/why.md#none) [d](docs/why.md) [e](#limits)"
     text += f" [f]({FILES}docs/none.md) [g]({FILES}docs/why.md#none) [h]({FILES}docs/why.md)"
     broken = ["docs/none.md", "none.png", "docs/why.md#none"]
@@ -217,14 +228,15 @@ def test_a_broken_link_is_found() -> None:
     assert _broken_links(ROOT / "README.md", text) == broken
 
 
-def test_links_of_pages_outside_of_docs_are_absolute() -> None:
+def test_absolute_links() -> None:
     """On a package index, and in what a workflow shows, a relative link leads nowhere."""
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
         targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text(encoding="utf-8"))
         assert [target for target in targets if not target.startswith("https://")] == []
 
 
-def test_the_address_of_the_repository_is_the_one_of_pyproject() -> None:
+def test_repository() -> None:
+    """Every page and file has the repository's address of pyproject.toml."""
     folders = ("src", "docs", "tests", "benchmarks", ".github")
     files = [path for path in ROOT.iterdir() if path.is_file()]
     files += [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
@@ -247,7 +259,8 @@ def _modules() -> list[ModuleType]:
     ]
 
 
-def test_the_examples_in_docstrings_do_what_they_say() -> None:
+def test_docstrings() -> None:
+    """The examples in docstrings do what they say."""
     results = {module.__name__: doctest.testmod(module) for module in _modules()}
     assert [name for name, result in results.items() if result.failed] == []
     # The two that have examples today: were they not found, this test would pass for no reason.
@@ -255,16 +268,18 @@ def test_the_examples_in_docstrings_do_what_they_say() -> None:
     assert results["torchguard.rollback.block"].attempted
 
 
-def test_every_public_name_is_on_a_page() -> None:
+def test_public_names() -> None:
+    """Every public name is on a page besides the reference."""
     pages = [page for page in PAGES if page.name != "reference.md"]  # which has all of them
     page = "".join(each.read_text(encoding="utf-8") for each in pages)
     functions = [name for name in torchguard.__all__ if not name.startswith("_")]
     assert [name for name in functions if not re.search(rf"\b{name}\b", page)] == []
 
 
-def test_help_of_the_program_names_what_the_readme_names(
+def test_help(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """--help lists the commands that the README names."""
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
@@ -274,7 +289,8 @@ def test_help_of_the_program_names_what_the_readme_names(
     assert all(command in shown for command in commands)
 
 
-def test_the_reference_has_every_public_name_and_no_other() -> None:
+def test_reference() -> None:
+    """The reference has every public name, and no other."""
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     listed = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
     # A function that has the name of its module is found by the module's name and its own.

@@ -93,18 +93,21 @@ class TestLightning:
         trainer.fit(Model(), loader)
         return shapes, logged
 
-    def test_installs_while_it_trains(self, lightning: Any, tmp_path: Path) -> None:
+    def test_install(self, lightning: Any, tmp_path: Path) -> None:
+        """The guards are installed while the trainer trains."""
         shapes, _ = self.fit(lightning, tmp_path)
         assert shapes == [(4,)] * 4
         assert torchguard.installed() == ()
         assert failed_resize() == (5, 5)
 
-    def test_refuses_to_save_a_broken_tensor(self, lightning: Any, tmp_path: Path) -> None:
+    def test_check(self, lightning: Any, tmp_path: Path) -> None:
+        """A checkpoint of a broken tensor is refused."""
         with pytest.raises(InconsistentTensorError, match=r"obj\[0\]\.layer\.weight"):
             self.fit(lightning, tmp_path, breaks=True)
         assert torchguard.installed() == ()
 
-    def test_logs_buckets(self, lightning: Any, tmp_path: Path) -> None:
+    def test_log(self, lightning: Any, tmp_path: Path) -> None:
+        """The buckets are logged."""
         _, logged = self.fit(lightning, tmp_path, buckets={"encoder": bucketed_function()})
         assert sum(entry.items() >= METRICS.items() for entry in logged) == 2
 
@@ -156,20 +159,23 @@ class TestTransformers:
         trainer.train()
         return shapes, trainer.state.log_history
 
-    def test_installs_while_it_trains(self, transformers: Any, tmp_path: Path) -> None:
+    def test_install(self, transformers: Any, tmp_path: Path) -> None:
+        """The guards are installed while the trainer trains."""
         shapes, _ = self.train(transformers, tmp_path)
         assert shapes == [(4,)] * 4
         assert torchguard.installed() == ()
         assert failed_resize() == (5, 5)
 
-    def test_refuses_to_save_a_broken_tensor(self, transformers: Any, tmp_path: Path) -> None:
+    def test_check(self, transformers: Any, tmp_path: Path) -> None:
+        """A checkpoint of a broken tensor is refused."""
         with pytest.raises(InconsistentTensorError, match=r"\.layer\.weight"):
             self.train(transformers, tmp_path, breaks=True)
         # This trainer tells a callback nothing of exceptions.
         assert torchguard.installed() == ("resize",)
         torchguard.uninstall()
 
-    def test_logs_buckets(self, transformers: Any, tmp_path: Path) -> None:
+    def test_log(self, transformers: Any, tmp_path: Path) -> None:
+        """The buckets are logged."""
         _, history = self.train(transformers, tmp_path, buckets={"encoder": bucketed_function()})
         with_loss = [entry for entry in history if "loss" in entry]
         assert len(with_loss) == 2

@@ -13,14 +13,15 @@ import torchguard
 from torchguard.__main__ import main
 
 
-def test_runs_as_a_module_and_says_its_version() -> None:
+def test_version() -> None:
+    """``python -m torchguard --version`` prints the version."""
     line = [sys.executable, "-m", "torchguard", "--version"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert done.stdout == f"torchguard {torchguard.__version__}\n"
 
 
 @pytest.mark.parametrize("start", [["-m", "torchguard"], ["torchguard"]], ids=["module", "script"])
-def test_the_version_is_said_without_importing_torch(start: list[str], tmp_path: Path) -> None:
+def test_version_is_quick(start: list[str], tmp_path: Path) -> None:
     """torch takes seconds to import; here it would raise."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
     script = tmp_path / "torchguard"  # what pip makes of [project.scripts]
@@ -38,7 +39,8 @@ def test_the_version_is_said_without_importing_torch(start: list[str], tmp_path:
     assert "torch was imported" in run("doctor", "--help").stderr  # the test can fail
 
 
-def test_another_program_that_is_asked_for_its_version_goes_on(tmp_path: Path) -> None:
+def test_version_of_another_program(tmp_path: Path) -> None:
+    """Another program's --version is its own."""
     program = tmp_path / "mine.py"
     program.write_text("import torchguard\nprint('mine 2')\n")
     for line in ([str(program), "--version"], [str(program), "-m", "torchguard", "--version"]):
@@ -48,7 +50,8 @@ def test_another_program_that_is_asked_for_its_version_goes_on(tmp_path: Path) -
         assert done.stdout == "mine 2\n"
 
 
-def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a command it prints its help."""
     assert main([]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("usage: python -m torchguard")
@@ -56,7 +59,8 @@ def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert not shown.err
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help lists the commands."""
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
@@ -72,9 +76,8 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["--colour"], "unrecognized arguments: --colour"),
     ],
 )
-def test_bad_usage_ends_with_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bad usage ends with 2 and names the option."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2

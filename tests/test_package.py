@@ -48,7 +48,8 @@ def modules_in(names: list[str]) -> set[str]:
     return {name for name in names if name.startswith(tuple(f"{each}/" for each in PACKAGES))}
 
 
-def test_the_wheel_holds_every_file_of_the_packages(dist: dict[str, Path]) -> None:
+def test_wheel(dist: dict[str, Path]) -> None:
+    """The wheel holds every file of the packages."""
     with zipfile.ZipFile(dist[".whl"]) as wheel:
         held = modules_in(wheel.namelist())
     there = {
@@ -69,9 +70,8 @@ def unpack(archive: Path, folder: Path) -> None:
             opened.extractall(folder)  # noqa: S202  our own
 
 
-def test_the_source_distribution_builds_the_same_wheel(
-    dist: dict[str, Path], tmp_path: Path
-) -> None:
+def test_source_distribution(dist: dict[str, Path], tmp_path: Path) -> None:
+    """The source distribution builds the same wheel."""
     unpack(dist[".gz"], tmp_path)
     [source] = tmp_path.iterdir()
     assert (source / "tests" / "test_package.py").exists()
@@ -84,7 +84,8 @@ def test_the_source_distribution_builds_the_same_wheel(
     assert digests[0] == digests[1]
 
 
-def test_both_are_the_same_bytes_each_time(dist: dict[str, Path], tmp_path: Path) -> None:
+def test_reproducible(dist: dict[str, Path], tmp_path: Path) -> None:
+    """Both are the same bytes each time they are built."""
     # Another folder, files that were written at another time.
     source = tmp_path / "checkout"
     beside = shutil.ignore_patterns(
@@ -97,7 +98,8 @@ def test_both_are_the_same_bytes_each_time(dist: dict[str, Path], tmp_path: Path
         assert path.read_bytes() == again[kind].read_bytes(), path.name
 
 
-def test_the_changelog_has_a_section_for_this_version() -> None:
+def test_changelog() -> None:
+    """The changelog has a section for this version."""
     version = torchguard.__version__
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"\n## [{version}]" in changes
@@ -113,7 +115,8 @@ def run_installed(installed: Path, *arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_installed_package_works_without_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_installed(installed: Path, tmp_path: Path) -> None:
+    """The installed package works without the checkout."""
     program = f"""
 import numpy as np, torch, torchguard
 assert torchguard.__file__.startswith({str(installed)!r}), torchguard.__file__
@@ -136,9 +139,8 @@ except RuntimeError:
 
 
 @pytest.mark.slow
-def test_tests_pass_against_the_wheel_with_the_sources_deleted(
-    dist: dict[str, Path], installed: Path, tmp_path: Path
-) -> None:
+def test_tests_of_the_wheel(dist: dict[str, Path], installed: Path, tmp_path: Path) -> None:
+    """Tests pass against the wheel with the sources deleted."""
     unpack(dist[".gz"], tmp_path)
     [source] = [path for path in tmp_path.iterdir() if path.is_dir()]
     shutil.rmtree(source / "src")
@@ -148,7 +150,8 @@ def test_tests_pass_against_the_wheel_with_the_sources_deleted(
     assert " passed" in shown
 
 
-def test_pytest_finds_the_plugin(installed: Path, tmp_path: Path) -> None:
+def test_pytest_plugin(installed: Path, tmp_path: Path) -> None:
+    """pytest finds the plug-in of the installed package."""
     (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
     shown = run_installed(
         installed, "-m", "pytest", "--torchguard", "-p", "no:cacheprovider", folder=tmp_path
@@ -157,7 +160,8 @@ def test_pytest_finds_the_plugin(installed: Path, tmp_path: Path) -> None:
     assert "1 passed" in shown
 
 
-def test_importing_it_loads_nothing_heavy_but_torch(tmp_path: Path) -> None:
+def test_import(tmp_path: Path) -> None:
+    """Importing it loads nothing heavy but torch."""
     program = f"""
 import sys, torch
 before = set(sys.modules)

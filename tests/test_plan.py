@@ -45,9 +45,8 @@ def docstrings() -> list[int]:
     return [len(text.split()) for text in texts if text]
 
 
-def test_plans_a_real_text_and_draws_it(
-    docstrings: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text(docstrings: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It plans for the lengths of a real text, and draws them."""
     pytest.importorskip("matplotlib")
     lengths, picture, ladder = (tmp_path / name for name in ("in.txt", "out.png", "out.json"))
     lengths.write_text("\n".join(map(str, docstrings)))
@@ -65,9 +64,8 @@ def test_plans_a_real_text_and_draws_it(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_shows_the_waste_of_every_count_up_to_32(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows the waste of 1 to 32 buckets."""
     sizes = [3 * size + size % 7 for size in range(1, 101)]
     path = tmp_path / "sizes.txt"
     path.write_text(" ".join(map(str, sizes)))
@@ -99,13 +97,14 @@ def npy(array: object) -> bytes:
 
 @pytest.mark.parametrize("name", [*FILES, "sizes.npy"])
 @pytest.mark.parametrize("through", ["file", "standard input"])
-def test_reads_every_kind_of_file(
+def test_files(
     name: str,
     through: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """It reads every kind of file."""
     content = FILES.get(name) or npy([10, 20, 20])
     named = name in {"sizes.csv", "objects.json", "column.json"}
     column = ["--column", "length"] if named else []
@@ -143,9 +142,8 @@ def test_reads_every_kind_of_file(
         ("a.npy", npy(["a"]), None, "found <U1"),
     ],
 )
-def test_says_what_is_wrong_with_a_file(
-    name: str, content: bytes, column: str | None, message: str
-) -> None:
+def test_bad_file(name: str, content: bytes, column: str | None, message: str) -> None:
+    """It says what is wrong with a file, and where."""
     with pytest.raises(ValueError, match=re.escape(message)):
         read_sizes(io.BytesIO(content), name, name.split(".")[1], column)
 
@@ -162,13 +160,14 @@ def test_says_what_is_wrong_with_a_file(
         (("missing.txt",), "", "No such file"),
     ],
 )
-def test_bad_usage_ends_with_2(
+def test_bad_usage(
     arguments: tuple[str, ...],
     content: str,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Bad usage ends with 2."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
     with pytest.raises(SystemExit) as ended:
         run(*arguments)
@@ -176,9 +175,8 @@ def test_bad_usage_ends_with_2(
     assert message in capsys.readouterr().err
 
 
-def test_the_ladder_alone_on_standard_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """--json - prints the buckets alone."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"10 20")))
     run("--json", "-")
     shown = capsys.readouterr()
@@ -187,13 +185,15 @@ def test_the_ladder_alone_on_standard_output(
 
 
 @pytest.mark.parametrize(("stream", "after"), [(Terminal(), 9.0), (io.StringIO(), -1.0)])
-def test_no_bar_for_quick_work_or_without_a_terminal(stream: io.StringIO, after: float) -> None:
+def test_no_bar(stream: io.StringIO, after: float) -> None:
+    """There is no bar for quick work, or without a terminal."""
     with plan.progress_bar(stream, after=after) as show:
         show(1, 2)
     assert not stream.getvalue()
 
 
-def test_a_bar_for_slow_work_that_is_wiped_at_the_end() -> None:
+def test_bar() -> None:
+    """Slow work has a bar, which is wiped at the end."""
     stream = Terminal()
     with plan.progress_bar(stream, after=-1.0) as show:
         show(16, 32)
@@ -201,9 +201,10 @@ def test_a_bar_for_slow_work_that_is_wiped_at_the_end() -> None:
     assert stream.getvalue().endswith(" \r")
 
 
-def test_ends_with_the_line_to_paste_which_works(
+def test_line_to_paste(
     docstrings: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The line to paste works."""
     lengths, ladder = tmp_path / "in.txt", tmp_path / "out.json"
     lengths.write_text("\n".join(map(str, docstrings)))
 
@@ -220,9 +221,8 @@ def test_ends_with_the_line_to_paste_which_works(
         assert next(iter(wrapped.stats().hits))[0] == Buckets.fit(docstrings, 3).bucket_for(3)
 
 
-def test_says_why_the_buckets_waste_more_than_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_maximum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says why a maximum wastes more than the table."""
     lengths = tmp_path / "in.txt"
     lengths.write_text("3 5 9 12 30 41 60 61 62")
     assert run(str(lengths), "--buckets", "4") == 0
@@ -240,9 +240,10 @@ def test_says_why_the_buckets_waste_more_than_the_table(
         (["--maximum", "10"], "--maximum is 10, but .* has a length of 62"),
     ],
 )
-def test_bad_options_are_named_as_they_are_typed(
+def test_bad_option(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An error names the option as it is typed."""
     lengths = tmp_path / "in.txt"
     lengths.write_text("3 5 62")
     with pytest.raises(SystemExit) as caught:
@@ -254,7 +255,8 @@ def test_bad_options_are_named_as_they_are_typed(
     assert "_count" not in shown
 
 
-def test_bucketed_takes_lists_of_sizes() -> None:
+def test_lists() -> None:
+    """bucketed() takes lists of sizes."""
     x = torch.ones(3)
     for given in ([4, 8], (4, 8), range(4, 9, 4), {"t": [4, 8]}):
         wrapped = bucketed(lambda x: 2 * x, dims={"x": {0: "t"}}, buckets=given)

@@ -83,27 +83,31 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_changes_nothing_unless_asked_for(run: Run) -> None:
+def test_off(run: Run) -> None:
+    """Without --torchguard it changes nothing."""
     done = run(SUITE)
     assert "2 failed" in done.stdout
     assert "(5, 5) == (4,)" in done.stdout
 
 
-def test_installs_the_default_guard(run: Run) -> None:
+def test_default(run: Run) -> None:
+    """--torchguard installs the default guard."""
     done = run(SUITE, "--torchguard")
     assert "torchguard: installed resize" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
     assert "FAILED test_it.py::test_out" in done.stdout
 
 
-def test_installs_the_guards_named(run: Run) -> None:
+def test_named(run: Run) -> None:
+    """--torchguard=NAMES installs those guards."""
     done = run(SUITE, "--torchguard=resize, out")
     assert "torchguard: installed resize, out" in done.stdout
     assert "2 passed" in done.stdout, done.stdout
     assert done.returncode == 0
 
 
-def test_refuses_a_guard_that_there_is_not(run: Run) -> None:
+def test_unknown(run: Run) -> None:
+    """A guard that does not exist is a usage error."""
     done = run(SUITE, "--torchguard=resise")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--torchguard: " in done.stderr
@@ -111,13 +115,15 @@ def test_refuses_a_guard_that_there_is_not(run: Run) -> None:
     assert "resize" in done.stderr
 
 
-def test_says_so_when_it_took_a_path_for_a_guard(run: Run) -> None:
+def test_path(run: Run) -> None:
+    """The error says so when a path was taken for a guard."""
     done = run(SUITE, "--torchguard", "test_it.py")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "write --torchguard=resize test_it.py" in done.stderr
 
 
-def test_fails_the_test_that_leaves_a_broken_tensor_and_no_other(run: Run) -> None:
+def test_broken_tensor(run: Run) -> None:
+    """The test that leaves a broken tensor behind fails, and no other."""
     assert "3 passed" in run(BREAKS).stdout
     done = run(BREAKS, "--torchguard")
     assert "2 failed, 2 passed" in done.stdout, done.stdout
@@ -128,13 +134,15 @@ def test_fails_the_test_that_leaves_a_broken_tensor_and_no_other(run: Run) -> No
     assert "FAILED test_it.py::test_fails_for_another_reason - KeyError" in done.stdout
 
 
-def test_runs_under_xdist(run: Run) -> None:
+def test_xdist(run: Run) -> None:
+    """It works under xdist."""
     done = run(BREAKS, "--torchguard", "-n", "2")
     assert "FAILED test_it.py::test_leaves_it_behind" in done.stdout
     assert "torchguard: the test leaves an inconsistent tensor behind" in done.stdout
 
 
-def test_the_module_imports_neither_torch_nor_torchguard() -> None:
+def test_import() -> None:
+    """The plug-in imports neither torch nor torchguard."""
     program = "import sys, pytest_torchguard; print({'torch', 'torchguard'} & set(sys.modules))"
     line = [sys.executable, "-c", program]
     done = subprocess.run(line, capture_output=True, text=True, check=True)

@@ -101,9 +101,10 @@ ENDINGS = {
 }
 
 
-class TestAScript:
+class TestScript:
     @pytest.mark.parametrize("name", ["mirror.py", "./mirror.py", "sub/../mirror.py", "sub/in.py"])
-    def test_sees_what_python_shows_it(self, tmp_path: Path, name: str) -> None:
+    def test_mirror(self, tmp_path: Path, name: str) -> None:
+        """It sees what ``python`` shows it."""
         write(tmp_path / "mirror.py", MIRROR)
         write(tmp_path / "sub" / "in.py", MIRROR)
         python, guarded = both(name, "--guards", "-m", "-h", "a b", "", folder=tmp_path)
@@ -111,14 +112,16 @@ class TestAScript:
         assert guarded.stdout == python.stdout, guarded.stderr
 
     @posix_only
-    def test_behind_a_link_finds_the_modules_beside_the_file(self, tmp_path: Path) -> None:
+    def test_link(self, tmp_path: Path) -> None:
+        """Behind a link it finds the modules beside the file."""
         write(tmp_path / "real" / "mirror.py", "import beside\n" + MIRROR)
         write(tmp_path / "real" / "beside.py", "")
         (tmp_path / "link.py").symlink_to(tmp_path / "real" / "mirror.py")
         python, guarded = both("link.py", folder=tmp_path)
         assert guarded.stdout == python.stdout != "", guarded.stderr
 
-    def test_may_be_a_folder_or_an_archive(self, tmp_path: Path) -> None:
+    def test_container(self, tmp_path: Path) -> None:
+        """A folder or an archive with a __main__.py runs."""
         main = write(tmp_path / "folder" / "__main__.py", MIRROR)
         with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
             archive.write(main, "__main__.py")
@@ -127,7 +130,8 @@ class TestAScript:
             assert guarded.stdout == python.stdout != "", guarded.stderr
 
     @pytest.mark.parametrize("ending", ENDINGS)
-    def test_ends_as_under_python(self, tmp_path: Path, ending: str) -> None:
+    def test_end(self, tmp_path: Path, ending: str) -> None:
+        """It ends as under ``python``."""
         write(tmp_path / "broken_module.py", "import no_such_module")
         write(tmp_path / "ends.py", ENDINGS[ending])
         python, guarded = both("ends.py", folder=tmp_path)
@@ -137,7 +141,8 @@ class TestAScript:
 
     @posix_only
     @pytest.mark.usefixtures("interruptible")
-    def test_that_is_interrupted_dies_of_the_signal(self, tmp_path: Path) -> None:
+    def test_interrupt(self, tmp_path: Path) -> None:
+        """Interrupted, it dies of the signal."""
         write(tmp_path / "waits.py", "import time; print('ready', flush=True); time.sleep(60)")
         line = [sys.executable, *RUN, "waits.py"]
         with subprocess.Popen(
@@ -151,19 +156,21 @@ class TestAScript:
         assert errors.splitlines()[-1] == "KeyboardInterrupt"
         assert "torchguard" not in errors
 
-    def test_reads_its_standard_input(self, tmp_path: Path) -> None:
+    def test_stdin(self, tmp_path: Path) -> None:
+        """It reads its standard input."""
         write(tmp_path / "shouts.py", "import sys; print(sys.stdin.read().upper(), input)")
         python, guarded = both("shouts.py", folder=tmp_path, input="hear me\n")
         assert guarded.stdout == python.stdout
         assert guarded.stdout.startswith("HEAR ME\n")
 
-    def test_that_does_not_exist_ends_as_under_python(self, tmp_path: Path) -> None:
+    def test_missing(self, tmp_path: Path) -> None:
+        """A file that does not exist ends as under ``python``."""
         python, guarded = both("missing.py", folder=tmp_path)
         assert (guarded.returncode, guarded.stderr) == (python.returncode, python.stderr)
         assert guarded.returncode == 2
 
 
-class TestAModule:
+class TestModule:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
         init = "import sys; print('parent', sys.argv)\n"
@@ -177,25 +184,29 @@ class TestAModule:
         return tmp_path
 
     @pytest.mark.parametrize("name", ["package", "package.beside"])
-    def test_sees_what_python_shows_it(self, folder: Path, name: str) -> None:
+    def test_mirror(self, folder: Path, name: str) -> None:
+        """It sees what ``python`` shows it."""
         python, guarded = both("-m", name, "-m", "--guards", "x", folder=folder)
         assert "'-m', '--guards', 'x'" in python.stdout
         assert guarded.stdout == python.stdout, guarded.stderr
 
     @pytest.mark.parametrize("name", ["missing", "package.missing", "empty", "missing.inside"])
-    def test_that_can_not_be_run_says_why_as_python_does(self, folder: Path, name: str) -> None:
+    def test_not_runnable(self, folder: Path, name: str) -> None:
+        """A module that can't be run says why, as ``python -m`` does."""
         python, guarded = both("-m", name, folder=folder)
         assert (guarded.returncode, guarded.stderr) == (python.returncode, python.stderr)
         assert guarded.returncode == 1
 
-    def test_whose_package_fails_shows_where(self, folder: Path) -> None:
+    def test_broken_package(self, folder: Path) -> None:
+        """A package that fails to import shows where."""
         python, guarded = both("-m", "fails.inside", folder=folder)
         assert guarded.returncode == python.returncode == 1
         assert "fails/__init__.py" in guarded.stderr.replace(os.sep, "/")
         assert guarded.stderr.splitlines()[-1] == python.stderr.splitlines()[-1]
         assert "torchguard" not in guarded.stderr
 
-    def test_of_the_standard_library_reads_standard_input(self, folder: Path) -> None:
+    def test_standard_library(self, folder: Path) -> None:
+        """A module of the standard library reads standard input."""
         line = ("-m", "json.tool", "--sort-keys")
         python, guarded = both(*line, folder=folder, input='{"b": 1, "a": 2}')
         assert guarded.stdout == python.stdout != ""
@@ -247,8 +258,9 @@ if __name__ == "__main__":
 """
 
 
-class TestTheGuards:
-    def test_are_off_under_python_so_these_tests_can_fail(self, tmp_path: Path) -> None:
+class TestGuards:
+    def test_off(self, tmp_path: Path) -> None:
+        """Under ``python`` the guards are off, so these tests can fail."""
         write(tmp_path / "behaves.py", BEHAVIOUR)
         done = execute("behaves.py", "spawn", folder=tmp_path)
         assert done.stdout.splitlines() == ["main bare", "spawn bare bare"], done.stderr
@@ -260,21 +272,22 @@ class TestTheGuards:
             (["-m", "behaves"], ["spawn"]),
         ],
     )
-    def test_are_on_in_the_program_and_in_every_kind_of_worker(
-        self, tmp_path: Path, program: list[str], methods: list[str]
-    ) -> None:
+    def test_workers(self, tmp_path: Path, program: list[str], methods: list[str]) -> None:
+        """The guards are on in the program and in forked and spawned workers."""
         write(tmp_path / "behaves.py", BEHAVIOUR)
         done = execute(*RUN, *program, *methods, folder=tmp_path)
         workers = [f"{method} guarded guarded" for method in methods]
         assert done.stdout.splitlines() == ["main guarded", *workers], done.stderr
 
-    def test_are_on_in_spawned_workers_of_a_data_loader(self, tmp_path: Path) -> None:
+    def test_data_loader(self, tmp_path: Path) -> None:
+        """They are on in spawned workers of a DataLoader."""
         write(tmp_path / "behaves.py", BEHAVIOUR)
         write(tmp_path / "loads.py", DATA_LOADER)
         done = execute(*RUN, "loads.py", folder=tmp_path)
         assert done.stdout == "guarded guarded\n", done.stderr
 
-    def test_are_on_in_every_rank_of_torchrun(self, tmp_path: Path) -> None:
+    def test_torchrun(self, tmp_path: Path) -> None:
+        """They are on in every rank of torchrun."""
         write(tmp_path / "behaves.py", BEHAVIOUR)
         program = """
             import torch.distributed as ranks
@@ -302,9 +315,8 @@ class TestTheGuards:
             (["--guards=resize, out"], {"resize", "out"}),
         ],
     )
-    def test_are_the_default_ones_or_those_asked_for(
-        self, tmp_path: Path, switches: list[str], expected: set[str]
-    ) -> None:
+    def test_names(self, tmp_path: Path, switches: list[str], expected: set[str]) -> None:
+        """They are the default ones, or those asked for."""
         program = """
             import torchguard
             for name in ("resize", "out"):
@@ -326,15 +338,15 @@ class TestBadUsage:
             (["--fast", "x.py"], r"unrecognized arguments: --fast"),
         ],
     )
-    def test_ends_with_2_and_says_what_is_wrong(
-        self, arguments: list[str], message: str, tmp_path: Path
-    ) -> None:
+    def test_message(self, arguments: list[str], message: str, tmp_path: Path) -> None:
+        """It ends with 2 and says what is wrong."""
         write(tmp_path / "x.py", "print('the program ran')")
         done = execute(*RUN, *arguments, folder=tmp_path)
         assert done.returncode == 2
         assert re.search(message, done.stderr), done.stderr
         assert done.stdout == ""
 
-    def test_names_the_guards_there_are(self, tmp_path: Path) -> None:
+    def test_guards(self, tmp_path: Path) -> None:
+        """The error names the guards."""
         done = execute(*RUN, "--guards", "none", "x.py", folder=tmp_path)
         assert f"the guards are {', '.join(GUARDS)}" in done.stderr

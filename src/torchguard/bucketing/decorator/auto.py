@@ -22,8 +22,8 @@ _VERSION = 1
 
 _OBSERVED_CALLS = 32
 _COARSE_FROM = 16
-# A further bucket has to save this share of what all calls together cost. The number of calls
-# still to come, which would give the exact price, nobody knows.
+# A further bucket has to save this share of what all calls together cost: the number of calls
+# still to come, which would give the exact price, is unknown.
 _WORTH_COMPILING = 0.02
 
 

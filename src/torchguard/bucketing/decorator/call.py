@@ -240,8 +240,8 @@ class Caller:
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting
             problem = error
         own = list(sizes.values())
-        told = [*own, *(-size for size in own), int(problem is not None)]
-        *agreed, failed = largest_of_all_ranks(self.spec.options["group"], told)
+        numbers = [*own, *(-size for size in own), int(problem is not None)]
+        *agreed, failed = largest_of_all_ranks(self.spec.options["group"], numbers)
         if problem is not None:
             raise problem
         if failed:
@@ -313,7 +313,7 @@ class Caller:
             ) from error
 
     def _warn_of_recompiles(self, plan: Plan) -> None:
-        """Say once that something else than the size differs from call to call."""
+        """Warn once that something else than the size differs from call to call."""
         times = len(plan.variant.compiled_for)
         if self._warned or times <= _COMPILED_OFTEN:
             return

@@ -53,7 +53,7 @@ class _Case:
 
     plan: Plan
     call: Call
-    said: str = ""
+    description: str = ""
     """How its data differs from the caller's."""
     others: tuple[str, ...] = ()
     """The inputs that have other data than the caller's."""
@@ -189,7 +189,7 @@ class _Checker:
             if other is None and self._group is None:
                 continue
             labels = tuple(each.label for each in inputs)
-            tried |= self._try(_Case(case.plan, other or case.call, values.said, labels))
+            tried |= self._try(_Case(case.plan, other or case.call, values.description, labels))
         (tried,) = self.agreed(tried)
         if depends and not tried:
             raise dependence or self.elsewhere()
@@ -287,7 +287,7 @@ class _Checker:
         elif case.short:
             what += "; inputs cut short, to see what a small difference becomes with more padding"
         elif case.others:
-            what += f"; with other data, where {' and '.join(case.others)} {case.said}"
+            what += f"; with other data, where {' and '.join(case.others)} {case.description}"
         labels = {*plan.extras, *(each.label for each in plan.inputs)}
         masked = [name for name in self._spec.masks if name in labels]
         context = Context(what, self._shapes.name, self._modules, masked, case.others)
@@ -395,7 +395,7 @@ class _Runs:
         return real
 
     def _counted(self, leaves: Sequence[Any]) -> list[Compared]:
-        """Say which elements count, where the caller has given a mask."""
+        """Pair each leaf with the elements that count by the caller's masks."""
         if not self._spec.masks:
             return [Compared(leaf) for leaf in leaves]
         plan, call = self.case.plan, self.case.call

@@ -146,7 +146,7 @@ def counting(
     tensor: torch.Tensor,
     narrows: Iterable[tuple[int, int, int]],
 ) -> torch.Tensor | None:
-    """Say which elements of an output belong to positions that the caller's masks call real.
+    """Return which elements of an output are at positions that the caller's masks call real.
 
     At the others models return anything, and with more padding something else.
 

@@ -100,7 +100,7 @@ def reasons(error: RuntimeError) -> str | None:
 
 
 def news(plan: Plan, shapes: Shapes, around: tuple[Any, ...], compiled: Iterable[Any]) -> str:
-    """Say what a call has that no compiled variant has.
+    """Return what a call has that no compiled variant has.
 
     Args:
         plan: of the call.
@@ -143,7 +143,7 @@ def _refuse(graph: str) -> None:
 
 
 def _said(error: RuntimeError) -> str:
-    """Say what was about to compile: the frame that called it knows the function and its input.
+    """Return what was about to compile: the frame that called it knows the function and its input.
 
     Dynamo's own object for the frame to compile, also in the traceback, is not to be touched:
     it reads memory that is gone by now.

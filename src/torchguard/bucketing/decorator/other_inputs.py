@@ -72,7 +72,7 @@ def _may_be_probabilities(tensor: torch.Tensor) -> bool:
 class OtherValues(NamedTuple):
     """A way to make other data of the same kind."""
 
-    said: str
+    description: str
     """Of the data, in an error: "where {label} ..."."""
     of_floats: Callable[[torch.Tensor], torch.Tensor]
     of_integers: Callable[[torch.Tensor], torch.Tensor]

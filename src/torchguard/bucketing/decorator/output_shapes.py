@@ -115,10 +115,10 @@ class _Formula:
             conditions = tuple(world.conditions())
         return cls(world, tuple(sizes), conditions, output.paths)
 
-    def at(self, sizes: Sizes, *, anyhow: bool = False) -> list[Any] | None:
-        """Put sizes in; None where the formula does not hold, unless it is to be used anyhow."""
+    def at(self, sizes: Sizes, *, unconditionally: bool = False) -> list[Any] | None:
+        """Put sizes in; None where its conditions do not hold, unless ``unconditionally``."""
         value = self.world.value
-        if not anyhow and any(value(each, sizes) is not True for each in self.conditions):
+        if not unconditionally and any(value(each, sizes) is not True for each in self.conditions):
             return None
         found: list[Any] = []
         for expressions in self.sizes:
@@ -190,7 +190,7 @@ class OutputShapes:
             measured = self._run_without_data(plan, call, {})
         except Exception as error:
             if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
-                slices = self._derived(plan, output, call, anyhow=True)
+                slices = self._derived(plan, output, call, unconditionally=True)
                 if slices is not None:
                     return slices
             raise self._unknown(output, error) from error
@@ -200,13 +200,16 @@ class OutputShapes:
             raise self._unknown(output, error) from error
 
     def _derived(
-        self, plan: Plan, output: Output, call: Call, *, anyhow: bool = False
+        self, plan: Plan, output: Output, call: Call, *, unconditionally: bool = False
     ) -> Slices | None:
         """Slice by formula; None if there is none, or it gives other sizes than the padded run."""
         formula = self._formula(plan, output, call)
         if formula is None or formula.paths != output.paths:
             return None
-        padded, real = (formula.at(sizes, anyhow=anyhow) for sizes in (plan.buckets, plan.sizes))
+        padded, real = (
+            formula.at(sizes, unconditionally=unconditionally)
+            for sizes in (plan.buckets, plan.sizes)
+        )
         if padded is None or real is None:
             return None
         for leaf, expected in zip(output.leaves, padded, strict=True):

@@ -165,7 +165,7 @@ class Input:
     """(dim, name of its axis)."""
     fill: Fill
     declared: bool
-    """Whether the fill means something, because somebody has chosen it."""
+    """Whether the fill was declared, or is that of a mask."""
     device: torch.device
 
     def padded(self, buckets: Sizes) -> tuple[int, ...]:
@@ -308,13 +308,13 @@ class Plan:
 
 
 def sizes_of(plan: Plan) -> str:
-    """Say which sizes a call has: ``t: 37 -> 64 (ids)``."""
-    said = []
+    """Return the sizes of a call: ``t: 37 -> 64 in ids``."""
+    shown = []
     for axis, size in plan.sizes.items():
         label = next((e.label for e in plan.inputs for _, name in e.axes if name == axis), "")
         target = f" -> {plan.buckets[axis]}" if axis in plan.buckets else ""
-        said.append(f"{axis}: {size}{target} in {label}")
-    return ", ".join(said)
+        shown.append(f"{axis}: {size}{target} in {label}")
+    return ", ".join(shown)
 
 
 def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:

@@ -105,10 +105,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
         TypeError,
         ("safe_set_", "tensor", "ndarray", "torch.Tensor"),
     ),
-    "rollback_on_error of a module": (
-        lambda: torchguard.rollback_on_error(plain(), torch.nn.ReLU()),  # type: ignore[arg-type]
+    "rollback_on_error of a number": (
+        lambda: torchguard.rollback_on_error(plain(), 3),
         TypeError,
-        ("rollback_on_error", "tensors[1]", "ReLU", "torch.Tensor", "module.parameters()"),
+        ("rollback_on_error", "objects[1]", "int", "tensor", "module"),
     ),
     "is_consistent of a module": (
         lambda: torchguard.is_consistent(torch.nn.ReLU()),  # type: ignore[arg-type]

@@ -286,11 +286,38 @@ def test_may_be_nested_and_used_again(data: bool) -> None:
 
 
 def test_decorates_nothing_but_says_what_is_wrong_with_its_arguments() -> None:
-    module = torch.nn.Linear(1, 1)
-    with pytest.raises(TypeError, match=r"tensors\[1\] is a Linear, expected a torch.Tensor"):
-        rollback_on_error(plain(), module)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"\*module.parameters\(\)"):
-        rollback_on_error(module)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"objects\[1\] is a int, expected a tensor, a module"):
+        rollback_on_error(plain(), 3)
+
+
+def test_modules_optimizers_and_containers() -> None:
+    """Parameters, buffers, gradients and moments are as they were; None stays None."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    module[0].bias.grad = None
+    table = [torch.zeros(2)]
+
+    def state() -> list[object]:
+        tensors = [*module.state_dict().values(), *table]
+        tensors += [value for each in optimizer.state.values() for value in each.values()]
+        gradients = [each.grad for each in module.parameters()]
+        return [
+            *(each.tolist() for each in tensors),
+            *(g if g is None else g.tolist() for g in gradients),
+        ]
+
+    before, gradient = state(), module[0].weight.grad
+    with pytest.raises(Planned), rollback_on_error(module, optimizer, {"t": table}, data=True):
+        module(torch.randn(4, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        table[0].add_(1)
+        assert state() != before
+        raise Planned
+    assert state() == before
+    assert module[0].weight.grad is gradient
 
 
 def test_no_tensors_are_no_error() -> None:

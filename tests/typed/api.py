@@ -28,16 +28,21 @@ from torchguard import (
     MiscompilationError,
     MiscompilationWarning,
     NonResizableStorageError,
+    OptimizerStateError,
     Padded,
     PaddingLeakError,
     PairBuckets,
     PatchConflictError,
+    PeerFailedError,
     ReadOnlyMemoryError,
     RecompileError,
+    ReplayMismatchError,
     SaveError,
     SharedViewError,
     TorchGuardError,
     TornSaveError,
+    TransactionStats,
+    UnrecoverableStepError,
     VerificationReport,
 )
 from torchguard.verification import VerifiedBackend
@@ -229,6 +234,22 @@ def files() -> None:
             assert_type(new, Path)
 
 
+def training() -> None:
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    step = torchguard.transaction(module, optimizer, undo="auto")
+    with step:
+        optimizer.zero_grad()
+    loss = step.run(lambda x: module(x).mean(), torch.ones(4, 2), retry=torchguard.halved())
+    assert_type(loss, torch.Tensor)
+    for run in step.replay(2):
+        assert_type(run, int)
+    assert_type(step.guarantee, str)
+    assert_type(step.stats(), TransactionStats)
+    with torchguard.rollback_on_error(module, optimizer, [torch.ones(1)], data=True):
+        pass
+
+
 ERRORS: tuple[type[TorchGuardError], ...] = (
     InconsistentTensorError,
     MiscompilationError,
@@ -241,6 +262,10 @@ ERRORS: tuple[type[TorchGuardError], ...] = (
     DamagedFileError,
     SharedViewError,
     TornSaveError,
+    OptimizerStateError,
+    PeerFailedError,
+    ReplayMismatchError,
+    UnrecoverableStepError,
 )
 
 
@@ -253,5 +278,15 @@ def errors() -> None:
 
 
 if __name__ == "__main__":
-    for part in (mutation, buckets, bucketed, assignment, verification, patching, files, errors):
+    for part in (
+        mutation,
+        buckets,
+        bucketed,
+        assignment,
+        verification,
+        patching,
+        files,
+        training,
+        errors,
+    ):
         part()

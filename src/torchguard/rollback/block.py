@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchguard._torch import version_of, without_torch_function
+from torchguard.rollback.consistency import is_container, tensors_in
 from torchguard.rollback.interrupts import finish
 from torchguard.rollback.snapshot import Snapshot, capture
 
@@ -51,13 +52,18 @@ def _leave(block: Rollback, *raised: Any) -> None:
 class Rollback:
     """The context manager that :func:`rollback_on_error` returns."""
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...], *, data: bool) -> None:
-        self._tensors = tensors
+    def __init__(self, objects: tuple[Any, ...], *, data: bool) -> None:
+        self._objects = objects
         self._data = data
         self.saved: list[list[Snapshot]] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self.saved.append([capture(t, self._data, autograd=True) for t in self._tensors])
+        with without_torch_function():
+            found = [each for obj in self._objects for _, each in tensors_in(obj, "", {})]
+            tensors = list({id(each): each for each in found}.values())
+            self._gradients = [(each, each.grad) for each in tensors if each.is_leaf]
+        self.saved.append([capture(t, self._data, autograd=True) for t in tensors])
 
     __exit__ = UndoOnExit()
 
@@ -94,29 +100,38 @@ class Rollback:
                 with without_torch_function():
                     versions[id(saved.tensor)] = version_of(saved.tensor)
             saved.restore(versions.get(id(saved.tensor)))
+        with without_torch_function():
+            for tensor, gradient in self._gradients:
+                if tensor.is_leaf and tensor.grad is not gradient:
+                    tensor.grad = gradient
 
 
 def rollback_on_error(
-    *tensors: torch.Tensor, data: bool = False
+    *objects: object, data: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """Give tensors their old metadata back if the block raises.
 
     Equals plain code on success. When the block raises, whatever it raises, each
-    tensor listed has its shape, stride, storage offset, storage and
-    ``requires_grad`` back, and the exception goes on. With ``data=True`` its
+    tensor listed has its shape, stride, storage offset, storage, ``requires_grad``
+    and ``.grad`` back, and the exception goes on. With ``data=True`` its
     elements and its version counter too: they are copied on entry, which costs
     the tensors' memory once more for as long as the block runs.
+
+    Takes what :func:`check_consistent` takes: of a module these are the parameters, buffers and
+    gradients, of an optimizer the parameters and what its state holds. For a training step use
+    :func:`transaction`, which restores what is no tensor too and copies less.
 
     Without ``data=True`` the version counter goes on counting the writes that
     succeeded inside the block. A graph recorded inside a block that failed must
     not be used afterwards.
 
     Args:
-        *tensors: tensors of any kind and shape.
+        *objects: tensors of any kind and shape, modules, optimizers, and dicts, lists, tuples or
+            data classes of these.
         data: copy the elements on entry and put them back on failure.
 
     Raises:
-        TypeError: one of ``tensors`` is no tensor.
+        TypeError: one of ``objects`` is none of these.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
 
@@ -133,10 +148,10 @@ def rollback_on_error(
     """
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
-    for position, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
+    for position, each in enumerate(objects):
+        if not isinstance(each, torch.Tensor) and not is_container(each):
             raise TypeError(
-                f"rollback_on_error: tensors[{position}] is a {type(tensor).__name__}, expected a "
-                "torch.Tensor; for a module write rollback_on_error(*module.parameters())"
+                f"rollback_on_error: objects[{position}] is a {type(each).__name__}, expected a "
+                "tensor, a module, an optimizer, or a dict, list, tuple or data class of these"
             )
-    return Rollback(tensors, data=data)
+    return Rollback(objects, data=data)

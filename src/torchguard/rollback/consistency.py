@@ -65,13 +65,13 @@ def check_consistent(obj: object) -> None:
     Upstream: https://github.com/pytorch/pytorch/issues/170298,
     https://github.com/pytorch/pytorch/issues/171676
     """
-    if not _is_container(obj) and not isinstance(obj, torch.Tensor):
+    if not is_container(obj) and not isinstance(obj, torch.Tensor):
         raise TypeError(
             f"check_consistent: obj is {type(obj).__name__}, expected a tensor, a module, an "
             "optimizer, or a dict, list, tuple or data class of these"
         )
     with without_torch_function():
-        faults = ((path, _fault(tensor)) for path, tensor in _tensors(obj, "obj", {}))
+        faults = ((path, _fault(tensor)) for path, tensor in tensors_in(obj, "obj", {}))
         path, fault = next((found for found in faults if found[1] is not None), ("", None))
     if fault is not None:
         raise InconsistentTensorError(
@@ -155,13 +155,14 @@ def _strided_fault(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _is_container(obj: object) -> bool:
+def is_container(obj: object) -> bool:
+    """Whether :func:`tensors_in` looks for tensors in it."""
     return isinstance(
         obj, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, set, frozenset)
     ) or (dataclasses.is_dataclass(obj) and not isinstance(obj, type))
 
 
-def _tensors(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor inside ``obj`` with the path that leads to it.
 
     ``seen`` holds the containers by their id, and holds on to them: some are made here, and
@@ -176,8 +177,8 @@ def _tensors(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[str
         return
     seen[id(obj)] = obj
     for step, child in _children(obj):
-        if isinstance(child, torch.Tensor) or _is_container(child):
-            yield from _tensors(child, path + step, seen)
+        if isinstance(child, torch.Tensor) or is_container(child):
+            yield from tensors_in(child, path + step, seen)
 
 
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901  a branch per container

@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -34,6 +34,7 @@ from torchguard.transactions.commit import (
 )
 from torchguard.transactions.nonfinite import NonfiniteGate, is_gated_on_device
 from torchguard.transactions.ranks import Ranks
+from torchguard.transactions.replay import replay
 from torchguard.transactions.retry import Halved, differs_in_parts, run
 from torchguard.transactions.state import Containers, TrainingSnapshot, TrainingState, undos_of
 
@@ -144,6 +145,27 @@ class Transaction:
             PeerFailedError: another rank failed; with ``group=``.
         """
         return run(self, loss_of, batch, retry=retry, before_step=before_step)
+
+    def replay(self, times: int = 2) -> Iterator[int]:
+        """Run the body of a ``for`` statement again and compare bits.
+
+        Use it for forward and backward, outside of a block of this transaction or at the beginning
+        of one. Equals running the body once::
+
+            for _ in step.replay(2):
+                loss_of(batch).backward()
+
+        Before each run everything is as it was before the first; gradients and buffers have to
+        be the same bits after each. What differs is computed by an operator that is not
+        deterministic, or by hardware that makes errors. If the body raises, everything is as it
+        was.
+
+        Raises:
+            ReplayMismatchError: names the first gradient or buffer that differs; everything is as
+                it was before the first run.
+            ValueError: ``times`` is less than 2.
+        """
+        return replay(self.training, times)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:

@@ -162,6 +162,16 @@ def test_moments_of_another_shape_are_named() -> None:
     assert parameter.tolist() == [0] * 64
 
 
+def test_an_expanded_parameter_is_refused_before_a_fused_kernel_writes_past_it() -> None:
+    parameter = nn.Parameter(torch.zeros(1).expand(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    with torchguard.install("optimizer"):
+        with pytest.raises(torchguard.OptimizerStateError, match="share memory"):
+            optimizer.step()
+    assert parameter.tolist() == [0, 0, 0]
+
+
 def test_copies_that_are_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step runs as torch runs it, and a warning says so once."""
     monkeypatch.setenv(guard.MAX_BYTES, "1")

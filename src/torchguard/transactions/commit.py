@@ -218,6 +218,14 @@ def _check(optimizer: Optimizer) -> None:
             if parameter.grad is None:
                 continue
             where = f"param_groups[{number}]['params'][{place}]"
+            if any(
+                n > 1 and step == 0
+                for n, step in zip(parameter.shape, parameter.stride(), strict=True)
+            ):
+                raise OptimizerStateError(
+                    f"{_name(optimizer)}: the elements of {where} share memory (it was expanded), "
+                    "and a fused kernel writes one after the other: clone() it"
+                )
             for name, tensor in optimizer.state.get(parameter, {}).items():
                 if name != "step" and isinstance(tensor, Tensor):
                     _check_against(parameter, tensor, f"{_name(optimizer)}: {name} of {where}")

@@ -348,10 +348,12 @@ class Transaction:
         notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
         for optimizer in self.training.optimizers:
             block.snapshot.restore_scaling(optimizer)
+        scalers = [e for e in self.training.others if per_optimizer_states(e) is not None]
+        # An interrupt may come while they are read: then nothing has run since the commit.
+        read = {id(other): at_commit for other, at_commit in block.at_commit}
+        notes += [_finish_scaler(scaler, read.get(id(scaler))) for scaler in scalers]
         for other, at_commit in block.at_commit:
-            if per_optimizer_states(other) is not None:
-                notes.append(_finish_scaler(other, at_commit))
-            elif _raised_inside(exception, other):
+            if other not in scalers and _raised_inside(exception, other):
                 at_commit.restore()
                 notes.append(f"{type(other).__name__} is as it was before its step()")
         for undo in block.also_at_commit:
@@ -435,12 +437,13 @@ def _attempt(undo: Any, problems: list[str]) -> None:
         problems.append(f"{type(error).__name__}: {error}")
 
 
-def _finish_scaler(scaler: Any, at_commit: Containers) -> str:
+def _finish_scaler(scaler: Any, at_commit: Containers | None) -> str:
     """Do what ``scaler.update()`` has not done, so that the next step finds it ready."""
     if not per_optimizer_states(scaler):
         return "the scaler is updated"
     try:
-        at_commit.restore()  # update() may have raised with the scale changed already
+        if at_commit is not None:
+            at_commit.restore()  # update() may have raised with the scale changed already
         scaler.update()
     except Exception as error:  # noqa: BLE001  the exception on its way is the one to see
         per_optimizer_states(scaler).clear()  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ class FailOnce:
         self.model, self.at, self.calls = model, at, 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).square().mean()
+        loss: torch.Tensor = self.model(x).square().mean()
         self.calls += 1
         if self.calls == self.at + 1:
             raise torch.OutOfMemoryError("out of memory")

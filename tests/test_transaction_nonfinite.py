@@ -68,7 +68,9 @@ class TestFused:
         reads = HostReads()
         with reads:
             train(model, optimizer, step, scale)
-        assert reads.found == []
+        # The fused Adagrad of torch 2.6 reads a number by itself; our own reads would be more.
+        expected = 1 if name == "Adagrad" and torch.__version__.startswith("2.6.") else 0
+        assert len(reads.found) == expected
         now = everything(model, optimizer)
         if first:  # its state is made, as a step that is taken makes it, and holds zeros
             assert now[0] == before[0]

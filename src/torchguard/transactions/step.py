@@ -63,6 +63,7 @@ class _Block:
 
     def __init__(self, snapshot: TrainingSnapshot) -> None:
         self.snapshot = snapshot
+        self.grad_mode = torch.is_grad_enabled()
         self.stepped: list[OptimizerStep] = []
         self.pending: OptimizerStep | None = None
         self.at_commit: list[tuple[Any, Containers]] = []
@@ -245,6 +246,8 @@ class Transaction:
             if self.gate is not None:
                 self.gate.give_gradients_back()
             if exception is not None:
+                # An interrupt within optimizer.step(), which is written in Python, leaves it off.
+                torch.set_grad_enabled(block.grad_mode)
                 self._failed(block, exception)
             else:
                 self._went_through(block)

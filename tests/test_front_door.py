@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 from pathlib import Path
 
 from child_process import output_of
@@ -25,6 +26,14 @@ def test_the_stub_has_the_same_names_from_the_same_modules() -> None:
     assert imported == {**homes, "__version__": "torchguard.version"}
     [listed] = [node.value for node in stub.body if isinstance(node, ast.Assign)]
     assert ast.literal_eval(listed) == sorted(torchguard.__all__)
+
+
+def test_public_objects_say_that_they_are_torchguards() -> None:
+    """In a repr, in a traceback and in a pickle."""
+    for name in torchguard._HOME:  # type: ignore[attr-defined]
+        found = getattr(torchguard, name)
+        assert found.__module__ == "torchguard", name
+        assert pickle.loads(pickle.dumps(found)) is found  # noqa: S301 - made here
 
 
 def test_dir_shows_the_public_names_and_the_rooms() -> None:

@@ -216,6 +216,7 @@ def patching() -> None:
 
 def examination() -> int:
     report = torchguard.doctor(only=["resize-locked"])
+    assert_type(report, torchguard.DoctorReport)
     for row in report.rows:
         assert_type(row.id, str)
         status: str = row.bare.status

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchguard._public import public
 from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
 from torchguard.assignment.index import (
     Part,
@@ -29,6 +30,7 @@ Value = Any
 """A tensor or a number."""
 
 
+@public
 def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
     """Return a copy of ``t`` in which ``value`` stands at ``index``.
 
@@ -78,6 +80,7 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
     return out
 
 
+@public
 def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
     """Write ``value`` into ``t`` at ``index`` and return ``t``.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from torchguard._public import public
 from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
 from torchguard.assignment.assign import Index, Value, name_the_call, sliced_assign
 from torchguard.assignment.index import (
@@ -35,6 +36,7 @@ _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _REDUCTIONS = {"multiply": "prod", "divide": "prod", "power": "prod", "min": "amin", "max": "amax"}
 
 
+@public
 def at(t: torch.Tensor) -> At:
     """Start an update of a copy of ``t``, as JAX's ``x.at`` does.
 

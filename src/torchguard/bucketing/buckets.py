@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
+from torchguard._public import public
 from torchguard.bucketing import fit
 from torchguard.bucketing.fit import Cost, costs_of
 from torchguard.bucketing.histogram import (
@@ -36,6 +37,7 @@ _FORMAT = "torchguard.bucketing.buckets"
 _VERSION = 1
 
 
+@public
 @dataclass(frozen=True, init=False)
 class Buckets:
     """A ladder of sizes to pad to. Immutable, hashable, equal to another with the same sizes.

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from torchguard._public import public
 from torchguard._pytree import KeyPath, child_of, replace
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.masks import length_mask
@@ -20,6 +21,7 @@ Dims: TypeAlias = Any
 """The batch's own structure with, for each tensor to pad, ``{dim: axis}`` in its place."""
 
 
+@public
 class BucketCollator:
     """Make a batch of samples that differ in length, and pad it to its buckets.
 

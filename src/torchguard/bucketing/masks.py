@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
+from torchguard._public import public
 from torchguard.bucketing.padding import Side
 
 __all__ = ["length_mask"]
 
 
+@public
 def length_mask(
     lengths: torch.Tensor | Sequence[int],
     size: int,

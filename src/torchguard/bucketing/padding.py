@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets
 
 __all__ = ["Fill", "Padded", "Side", "pad_to_bucket", "unpad"]
@@ -34,6 +35,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _CAT_DIMENSIONS = 4
 
 
+@public
 class Padded(NamedTuple):
     """A tensor at its bucket's size, and how much of it is real."""
 
@@ -42,6 +44,7 @@ class Padded(NamedTuple):
     """Of the real part, along the padded dimension."""
 
 
+@public
 def pad_to_bucket(
     x: torch.Tensor,
     dim: int,
@@ -107,6 +110,7 @@ def pad_to_bucket(
     return Padded(_join(x, padding, dim, side, out), length)
 
 
+@public
 def unpad(x: torch.Tensor, dim: int, length: int, side: Side = "right") -> torch.Tensor:
     """Return a view of the real part of a padded tensor.
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from torchguard._public import public
 from torchguard.bucketing.fit import plan
 from torchguard.bucketing.histogram import Observed, observe, positive_integer, sums
 
@@ -37,6 +38,7 @@ def _area(a: int, b: int) -> float:
     return float(a) * b
 
 
+@public
 @dataclass(frozen=True, init=False)
 class PairBuckets:
     """A few shapes (a, b), cheapest first. Immutable, hashable, comparable.

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchguard._public import public
 from torchguard.checkpoint.whole_file import (
     locked,
     remove_abandoned,
@@ -22,6 +23,7 @@ from torchguard.errors import SaveError
 __all__ = ["checkpoint_folder"]
 
 
+@public
 @contextlib.contextmanager
 def checkpoint_folder(
     path: str | os.PathLike[str], *, keep: int = 1, fsync: bool = True

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.errors import DamagedFileError
 
@@ -18,6 +19,7 @@ _ZIP_BEGINS = b"PK\x03\x04"
 _CHUNK = 1 << 20
 
 
+@public
 def load(f: Any, *args: Any, check: bool | None = None, **options: Any) -> Any:
     """Load what was saved, from a file that is whole.
 

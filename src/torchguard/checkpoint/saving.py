@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from torchguard._public import public
 from torchguard._torch import patch, version_of
 from torchguard.checkpoint.whole_file import is_replaceable, is_temporary, replace_file
 from torchguard.errors import SaveError, TornSaveError
@@ -24,6 +25,7 @@ _ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22
 _TRIES = 5  # with on_torn="retry": a loop that steps faster than it saves would never end
 
 
+@public
 def save(
     obj: Any,
     f: Any,

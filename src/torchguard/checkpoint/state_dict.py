@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torchguard._public import public
 from torchguard._torch import tensors_loaded_by_copies
 from torchguard.rollback.block import rollback_on_error
 
@@ -29,6 +30,7 @@ _LIKE_PARAMETER = {
 }
 
 
+@public
 def load_state_dict(
     target: torch.nn.Module | torch.optim.Optimizer,
     state: Mapping[str, Any],

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from torchguard._public import public
 from torchguard.defects.catalog import FAMILIES, BrokenDefect, Defect, Family, all_defects
 from torchguard.defects.child import ENVIRONMENT, Task
 from torchguard.defects.report import DoctorReport, Environment, Row, Verdict
@@ -41,6 +42,7 @@ class DoctorProgress:
     """Estimated seconds until the end; the estimate improves with every row that is done."""
 
 
+@public
 def doctor(
     only: Iterable[str] | None = None,
     family: Family | None = None,

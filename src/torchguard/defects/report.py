@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from torchguard._public import public
 from torchguard.defects.catalog import Family
 
 FORMAT = 2
@@ -98,6 +99,7 @@ class Environment:
     """Version of somebody else's distribution named ``torchguard``, if it is installed."""
 
 
+@public
 @dataclass(frozen=True)
 class DoctorReport:
     """What :func:`torchguard.doctor` found: a row for each defect, in the order of the catalog."""

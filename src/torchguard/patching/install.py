@@ -9,6 +9,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from torchguard._public import public
 from torchguard._torch import DYNAMO, dynamo_is_imported, fill_tables, patch, rebuild_dynamo_tables
 from torchguard._torch.imports import on_import
 from torchguard.patching.guards import GUARDS, GuardName
@@ -22,6 +23,7 @@ _paths: dict[str, list[str]] = {}
 _waiting: list[str] = []  # guards of Dynamo that is not imported yet
 
 
+@public
 class Installation:
     """What :func:`install` did; call :meth:`uninstall`, or use it in a ``with`` statement."""
 
@@ -71,6 +73,7 @@ class Installation:
         return f"Installation(names={self.names!r}, skipped={self.skipped!r})"
 
 
+@public
 def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     """Switch guards on for the whole process: for applications, not for libraries.
 
@@ -158,6 +161,7 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     return installation
 
 
+@public
 def uninstall(*names: GuardName) -> None:
     """Undo guards, however often they were installed; without names all of them.
 
@@ -175,6 +179,7 @@ def uninstall(*names: GuardName) -> None:
             forget()
 
 
+@public
 def installed() -> tuple[str, ...]:
     """Return the names of the guards in force, in the order they were installed.
 
@@ -185,6 +190,7 @@ def installed() -> tuple[str, ...]:
     return tuple(name for name in list(_holders) if _is_in_force(name))
 
 
+@public
 def get_original(path: str) -> Any:
     """Return what torch itself has at a path such as ``"torch.Tensor.resize_"``, patched or not.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchguard._public import public
 from torchguard._torch import version_of, without_torch_function
 from torchguard.rollback.consistency import is_container, tensors_in
 from torchguard.rollback.interrupts import finish
@@ -106,6 +107,7 @@ class Rollback:
                     tensor.grad = gradient
 
 
+@public
 def rollback_on_error(
     *objects: object, data: bool = False
 ) -> contextlib.AbstractContextManager[None]:

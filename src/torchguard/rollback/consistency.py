@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchguard._public import public
 from torchguard._torch import without_torch_function
 from torchguard.errors import InconsistentTensorError
 from torchguard.rollback.snapshot import (
@@ -25,6 +26,7 @@ from torchguard.rollback.snapshot import (
 _ELEMENTS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 
 
+@public
 def is_consistent(tensor: torch.Tensor) -> bool:
     """Whether every element of ``tensor`` lies inside its storage.
 
@@ -49,6 +51,7 @@ def is_consistent(tensor: torch.Tensor) -> bool:
         return _fault(tensor) is None
 
 
+@public
 def check_consistent(obj: object) -> None:
     """Raise if any tensor in ``obj`` has a shape its storage can't back.
 
@@ -79,6 +82,7 @@ def check_consistent(obj: object) -> None:
         )
 
 
+@public
 def repair_(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` if it is consistent; else make it a 1-D view of its whole storage.
 

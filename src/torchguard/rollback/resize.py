@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
+from torchguard._public import public
 from torchguard._torch import (
     has_torch_function_unary,
     overriding,
@@ -183,7 +184,7 @@ class _SafeResize(Protocol):
 safe_resize_: _SafeResize = describe(
     guard_resize_(torch.Tensor.resize_, helper=True),
     name="safe_resize_",
-    module=__name__,
+    module="torchguard",
     signature="(tensor: torch.Tensor, *size: int | Sequence[int], "
     "memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor",
     doc="""Resize a tensor in place; if that fails, nothing about it has changed.
@@ -209,6 +210,7 @@ safe_resize_: _SafeResize = describe(
 )
 
 
+@public
 def safe_resize_as_(
     tensor: _Tensor,
     template: torch.Tensor,
@@ -243,6 +245,7 @@ def safe_resize_as_(
         raise
 
 
+@public
 def safe_set_(
     tensor: _Tensor,
     source: torch.Tensor | torch.UntypedStorage | torch.TypedStorage | None = None,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from torchguard._public import public
 from torchguard._torch import DYNAMO, patch
 from torchguard._torch.imports import on_import
 from torchguard.rollback import compiled_code, interception, scope_stack
@@ -168,6 +169,7 @@ class Guarded(contextlib.ContextDecorator):
 def guarded(function: _Function, /, *, data: bool = False) -> _Function: ...
 @overload
 def guarded(function: None = None, /, *, data: bool = False) -> Guarded: ...
+@public
 def guarded(function: Any = None, /, *, data: bool = False) -> Any:
     """Make every operation in a scope exception-safe, each ``out=`` variant included.
 

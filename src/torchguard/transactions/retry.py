@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from torchguard._public import public
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
@@ -37,6 +38,7 @@ class Halved:
     at_least: int = 1
 
 
+@public
 def halved(at_least: int = 1) -> Halved:
     """Retry a step that ran out of memory in parts of half the size.
 

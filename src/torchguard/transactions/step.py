@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 from typing_extensions import Self
 
+from torchguard._public import public
 from torchguard._torch.optimizers import call_while_tracing, per_optimizer_states
 from torchguard.errors import UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
@@ -41,6 +42,7 @@ from torchguard.transactions.state import Containers, TrainingSnapshot, Training
 __all__ = ["Transaction", "TransactionStats", "transaction"]
 
 
+@public
 @dataclass(frozen=True)
 class TransactionStats:
     """What a transaction has done so far."""
@@ -520,6 +522,7 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         step.after_step(optimizer)
 
 
+@public
 def transaction(
     model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | Iterable[Optimizer],

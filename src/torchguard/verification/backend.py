@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchguard._public import public
 from torchguard._torch import (
     fake_inputs,
     has_own_dispatch,
@@ -158,6 +159,7 @@ class VerifiedBackend:
         return hash((VerifiedBackend, self._options))
 
 
+@public
 def verified_backend(
     inner: str | Compiler = "inductor",
     *,

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 import torch
 from typing_extensions import ParamSpec, Self
 
+from torchguard._public import public
 from torchguard._torch import (
     compile_in_place,
     default_backend,
@@ -98,6 +99,7 @@ def verified(
     run_twice: Collection[str] = (),
     **compile_options: Any,
 ) -> Decorator: ...
+@public
 def verified(
     function: Any = None,
     /,

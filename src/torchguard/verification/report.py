@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from torchguard._public import public
+
 if TYPE_CHECKING:
     from torchguard.equivalence.compare import Difference
     from torchguard.verification.fallback import Fallback
@@ -24,6 +26,7 @@ __all__ = [
 Status = Literal["compiled", "verified", "mismatched", "unverified"]
 
 
+@public
 @dataclass
 class GraphRecord:
     """One compiled graph."""
@@ -59,6 +62,7 @@ class GraphRecord:
     """The script that shows the difference, where one was written."""
 
 
+@public
 @dataclass(frozen=True)
 class VerificationReport:
     """The graphs compiled so far; printed, it is a table."""
@@ -115,6 +119,7 @@ ALL_GRAPHS: list[GraphRecord] = []
 """Of every backend of this process. Appending to a list is one step, so it needs no lock."""
 
 
+@public
 def verification_report() -> VerificationReport:
     """Return what has become of every graph this process has compiled with a check.
 

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import ParamSpec, Unpack
 
 from torchguard import _torch
+from torchguard._public import public
 from torchguard.bucketing.decorator.spec import (
     MaskingOptions,
     Options,
@@ -68,6 +69,7 @@ def bucketed(
 def bucketed(function: None = None, /, **options: Unpack[Options]) -> Decorator: ...
 @overload
 def bucketed(function: None = None, /, **options: Unpack[MaskingOptions]) -> MaskingDecorator: ...
+@public
 def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - each is described
     """Pad named dims to a few static sizes, run, and cut the outputs back to size.
 

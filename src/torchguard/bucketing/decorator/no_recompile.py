@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 import torch
 
 from torchguard import _torch
+from torchguard._public import public
 from torchguard.errors import RecompileError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _scopes = threading.local()
 def no_recompile(function: _Function, /) -> _Function: ...
 @overload
 def no_recompile(function: None = None, /) -> contextlib.AbstractContextManager[None]: ...
+@public
 def no_recompile(function: Any = None, /) -> Any:
     """Raise where anything would be compiled, for a loop that has to run at full speed.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.decorator.call import Caller
 
@@ -17,6 +18,7 @@ _STEP = 4
 _LOSES_ABOVE = 0.5
 
 
+@public
 @dataclass(frozen=True)
 class BucketedStats:
     """A picture of one moment."""
@@ -116,6 +118,7 @@ class AxisReport:
         return self.best[max(self.best)][1] > _LOSES_ABOVE
 
 
+@public
 @dataclass(frozen=True)
 class BucketedReport:
     """What other buckets would change."""

@@ -1,0 +1,18 @@
+"""Marks what users import from ``torchguard``."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+__all__ = ["public"]
+
+_Object = TypeVar("_Object")
+
+
+def public(named: _Object) -> _Object:
+    """Let a function or a class say that it is ``torchguard``'s, not that of the module it is in.
+
+    Its repr, tracebacks and pickles then name what users import, wherever the code moves.
+    """
+    named.__module__ = "torchguard"
+    return named

@@ -288,7 +288,7 @@ UNDOS = [
 def test_each_restored_item_is_needed(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave one kind of state out of the undo: one of the changes above is seen then."""
     if UNDOS[left_out] == "clear_autocast_cache":
-        pytest.skip("has a test of its own")
+        pytest.skip("test_a_weight_that_autocast_has_cast_is_cast_again")
     undos = TrainingSnapshot.undos
 
     def without_one(self: TrainingSnapshot) -> Iterator[Callable[[], None]]:
@@ -312,6 +312,24 @@ def test_each_restored_item_is_needed(left_out: int, monkeypatch: pytest.MonkeyP
                 raise Failure
         seen += changed(training, before)
     assert seen
+
+
+def test_a_weight_that_autocast_has_cast_is_cast_again() -> None:
+    """The block casts a weight that it has changed; autocast would keep that cast."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torchguard.transaction(model, optimizer, undo="copy")
+    x = torch.ones(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(x).detach().clone()
+        torch.clear_autocast_cache()
+        with pytest.raises(Failure):
+            with step:
+                with torch.no_grad():
+                    model.weight.add_(1)
+                assert not torch.equal(model(x), expected)
+                raise Failure
+        assert torch.equal(model(x), expected)
 
 
 # ---- after the commit ----

@@ -190,9 +190,8 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
                     except BaseException as error:
                         undo_out(saved, error)
                         raise
-                except (
-                    BaseException
-                ) as error:  # an interrupt in the clause above: see interrupts.py
+                # An interrupt in the clause above: see interrupts.py.
+                except BaseException as error:
                     undo_out(saved, error)
                     raise
         operation = Operation(statistics, args, {**kwargs, "out": out}, data=False)

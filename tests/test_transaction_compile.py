@@ -1,0 +1,118 @@
+"""transaction() around compiled code: the same bits and the same graphs as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import torchguard
+from torchguard.transactions.step import Transaction
+
+PLACES = ("forward", "backward", "between the optimizers", "after the optimizers")
+
+
+class Failure(Exception):  # noqa: N818  as pytest.raises(Failure) reads
+    """What a step raises here."""
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+
+
+def train(
+    backend: str, *, guarded: bool, failing: str | None = None, step_compiled: bool = False
+) -> tuple[list[Any], int]:
+    """Train four steps, the third of which fails once; return all state, and the graphs made.
+
+    A step that raises before both optimizers have stepped is taken again, as its rollback allows.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    counter = CompileCounterWithBackend(backend)
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 2)
+    )
+    first = torch.optim.AdamW(model[0].parameters(), lr=0.01, foreach=True)
+    second = torch.optim.SGD([*model[1].parameters(), *model[4].parameters()], 0.01, momentum=0.9)
+    compiled: Any = torch.compile(model, backend=counter)
+    steps: list[Callable[[], Any]] = [first.step, second.step]
+    if step_compiled:
+        steps = [torch.compile(each, backend=counter) for each in steps]
+    block = torchguard.transaction(model, [first, second]) if guarded else nullcontext()
+
+    def one_step(number: int, fails: str | None) -> None:
+        def reach(place: str) -> None:
+            if place == fails:
+                raise Failure
+
+        with block:
+            loss = compiled(batch(number)).square().mean()
+            reach("forward")
+            loss.backward()
+            reach("backward")
+            steps[0]()
+            reach("between the optimizers")
+            steps[1]()
+            reach("after the optimizers")
+        first.zero_grad()
+        second.zero_grad()
+
+    for number in range(4):
+        if number == 2 and failing is not None:
+            with pytest.raises(Failure):
+                one_step(number, failing)
+            # A failure after the optimizers leaves a step that counts; where the step is compiled,
+            # its hooks do not run, and all of it is undone.
+            if isinstance(block, Transaction) and block.committed:
+                assert failing == "after the optimizers"
+                first.zero_grad()
+                second.zero_grad()
+                continue
+        one_step(number, None)
+    tensors = [value.clone() for value in model.state_dict().values()]
+    for optimizer in (first, second):
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return [*tensors, torch.get_rng_state()], counter.frame_count
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("step_compiled", [False, True], ids=["eager step", "compiled step"])
+def test_success_differs_in_no_bit_and_no_graph(step_compiled: bool) -> None:
+    """Compared with the same loop without a transaction."""
+    plain, graphs = train("aot_eager", guarded=False, step_compiled=step_compiled)
+    found, its_graphs = train("aot_eager", guarded=True, step_compiled=step_compiled)
+    assert same(found, plain)
+    assert its_graphs == graphs > 0
+
+
+@pytest.mark.parametrize("step_compiled", [False, True], ids=["eager step", "compiled step"])
+@pytest.mark.parametrize("failing", PLACES)
+def test_a_step_that_fails_is_as_if_it_had_not_begun(failing: str, step_compiled: bool) -> None:
+    """Compared with a run that never failed; without a transaction it is another one."""
+    clean, _ = train("aot_eager", guarded=False, step_compiled=step_compiled)
+    found, _ = train("aot_eager", guarded=True, failing=failing, step_compiled=step_compiled)
+    assert same(found, clean)
+    if failing != "after the optimizers":
+        bare, _ = train("aot_eager", guarded=False, failing=failing, step_compiled=step_compiled)
+        assert not same(bare, clean)
+
+
+@pytest.mark.slow
+def test_under_inductor() -> None:
+    """Model and optimizers compiled; the failure comes between the two optimizers."""
+    clean, graphs = train("inductor", guarded=False, step_compiled=True)
+    found, its_graphs = train(
+        "inductor", guarded=True, failing="between the optimizers", step_compiled=True
+    )
+    assert same(found, clean)
+    assert its_graphs == graphs

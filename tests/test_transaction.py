@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from child_process import output_of
 from torch import Tensor, nn
 
 import torchguard
@@ -434,6 +435,42 @@ def test_what_cannot_be_undone_is_refused() -> None:
         torchguard.transaction(3, optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="undo is 'some'"):
         torchguard.transaction(model, optimizer, undo="some")  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_steps_inside_backward_is_refused() -> None:
+    """It has stepped before it is known whether the step succeeds."""
+    in_backward = pytest.importorskip("torch.distributed.optim")._apply_optimizer_in_backward
+    model = nn.Linear(2, 2)
+    in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(TypeError, match="weight inside backward"):
+        torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_model_that_fsdp_has_sharded_is_refused() -> None:
+    """One rank has a part of each parameter only."""
+    program = """
+    import os, socket, torch, torch.distributed as dist, torchguard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    device = torch.device("cpu")
+    whole = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=device)
+    parts = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    fully_shard(parts[0], mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    for model in (whole, parts):
+        try:
+            torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
+        except TypeError as error:
+            print(str(error).partition(",")[0])
+    dist.destroy_process_group()
+    """
+    assert output_of(program).splitlines() == [
+        "transaction: model is sharded by FSDP",
+        "transaction: 0 is sharded by FSDP",
+    ]
 
 
 def test_without_copies_the_guarantee_is_weak_and_a_torn_step_is_told() -> None:

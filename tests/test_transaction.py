@@ -437,6 +437,31 @@ def test_what_cannot_be_undone_is_refused() -> None:
         torchguard.transaction(model, optimizer, undo="some")  # type: ignore[arg-type]
 
 
+def test_stats_count_what_was_put_back() -> None:
+    """By kind; what the block has left alone is not among it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        with pytest.raises(Failure), step:
+            model(torch.ones(4, 2)).sum().backward()
+            raise Failure
+    one = {"gradients": 4, "buffers": 3, "RNG states": 1}
+    assert step.stats().put_back == {kind: 2 * count for kind, count in one.items()}
+    assert step.stats().rollbacks == {"Failure": 2}
+    np.random.rand()  # noqa: NPY002 - the global one
+    with pytest.raises(Failure), step:
+        np.random.rand()  # noqa: NPY002 - the global one
+        raise Failure
+    assert step.stats().put_back["RNG states"] == 3
+    with pytest.raises(Failure), step:
+        model(torch.ones(4, 2)).sum().backward()
+        step.training.optimizers[0].step()
+        raise Failure
+    assert step.stats().put_back == {kind: 2 * count for kind, count in one.items()} | {
+        "RNG states": 3
+    }  # the last one was a commit
+
+
 def test_an_optimizer_that_steps_inside_backward_is_refused() -> None:
     """It has stepped before it is known whether the step succeeds."""
     in_backward = pytest.importorskip("torch.distributed.optim")._apply_optimizer_in_backward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import operator
+import pickle
 import random
 import sys
 from collections import deque
@@ -55,6 +56,10 @@ class Copies:
         for saved in self.others:
             saved.restore()
 
+    def written(self) -> int:
+        """Return how many of the tensors were written since, as far as version counters tell."""
+        return _different(versions_of(self.plain), self.versions)
+
     def __len__(self) -> int:
         return len(self.plain) + len(self.others)
 
@@ -82,6 +87,10 @@ def _is_plain(tensor: Tensor) -> bool:
             step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
         )
     )
+
+
+def _different(now: Sequence[Any], before: Sequence[Any]) -> int:
+    return sum(map(operator.ne, now, before))
 
 
 def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> None:
@@ -182,6 +191,14 @@ class RandomState(NamedTuple):
         """Read the default generators: torch's of each device in use, Python's and numpy's."""
         states = [(set_state, get_state()) for get_state, set_state in rng_generators()]
         return cls(states, random.getstate(), _numpy_state())
+
+    def changed(self) -> int:
+        """Return how many of the generators have moved on."""
+        now = RandomState.capture()
+        pairs = zip(now.torch, self.torch, strict=True)
+        moved = [not torch.equal(one, other) for (_, one), (_, other) in pairs]
+        moved += [now.python != self.python, pickle.dumps(now.numpy) != pickle.dumps(self.numpy)]
+        return sum(moved)
 
     def restore(self) -> None:
         """Set the generators back."""
@@ -426,6 +443,26 @@ class TrainingSnapshot:
         for undo in self.undos():
             undo()
 
+    def changed(self) -> dict[str, int]:
+        """Count what is not as it was, by kind.
+
+        Of parameters and gradients as far as version counters tell.
+        """
+        gradients = sum(
+            parameter.grad is not before
+            for parameter, before in zip(self._survey.all_parameters, self._gradients, strict=True)
+        )
+        if self._gradient_copies is not None:
+            gradients += self._gradient_copies.written()
+        survey = self._survey
+        return {
+            "parameters": _different(versions_of(survey.parameters), self.versions),
+            "gradients": gradients,
+            # batch_norm writes its statistics without moving their version counters.
+            "buffers": call_unseen(_count_different, survey, self._buffers),
+            "RNG states": self._random.changed(),
+        }
+
     def undos(self) -> Iterator[Callable[[], None]]:
         """Yield what puts back each kind of state, in the order in which that has to happen."""
         yield self._restore_modules
@@ -527,6 +564,17 @@ def _concatenated(flat: list[list[Tensor]]) -> list[Tensor]:
 def _split(survey: _Survey, copies: list[Tensor]) -> None:
     for tensors, lengths, source in zip(survey.flat_buffers, survey.lengths, copies, strict=True):
         copy_all(tensors, list(source.split(lengths)))
+
+
+def _count_different(survey: _Survey, copies: list[Tensor]) -> int:
+    """Return how many buffers have other bits than their copies; a NaN equals itself."""
+    return sum(
+        not torch.equal(tensor.view(torch.uint8), copied.view(torch.uint8))
+        for tensors, lengths, source in zip(
+            survey.flat_buffers, survey.lengths, copies, strict=True
+        )
+        for tensor, copied in zip(tensors, source.split(lengths), strict=True)
+    )
 
 
 class StateContainers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import warnings
@@ -59,6 +60,10 @@ class TransactionStats:
     skipped: int = 0
     """Steps of optimizers that ``skip_nonfinite`` has skipped."""
 
+    put_back: dict[str, int] = field(default_factory=dict)
+    """What rollbacks have found changed, by kind: ``parameters``, ``gradients``, ``buffers`` and
+    ``RNG states``. Of parameters and gradients, as far as version counters tell."""
+
 
 class _Block:
     """One ``with`` statement: the training before it, and what its optimizers have done."""
@@ -71,6 +76,7 @@ class _Block:
         self.at_commit: list[tuple[Any, Containers]] = []
         self.also_at_commit: list[Callable[[], None]] = []
         self.foreign: str | None = None
+        self.changed: dict[str, int] | None = None
         self.rolled_back = False
 
 
@@ -97,6 +103,7 @@ class Transaction:
         self._undo_option = undo
         self._commits = 0
         self._rollbacks: Counter[str] = Counter()
+        self._put_back: Counter[str] = Counter()
         self._seconds = 0.0
         self.committed = False
         """Whether the last block counts: it went through, or every optimizer had stepped."""
@@ -207,12 +214,13 @@ class Transaction:
                 yield f", and statistics over the batch are those of the parts: {names}"
 
     def stats(self) -> TransactionStats:
-        """Return how many blocks were committed and rolled back, and the time it took."""
+        """Return how many blocks were committed and rolled back, with what and in what time."""
         return TransactionStats(
             self._commits,
             dict(self._rollbacks),
             self._seconds * 1e6,
             0 if self.gate is None else self.gate.skipped,
+            {kind: count for kind, count in self._put_back.items() if count},
         )
 
     # The with statement. Rollback explains why __exit__ is no plain method.
@@ -308,6 +316,7 @@ class Transaction:
         self._rollbacks[cause] += 1
         problems: list[str] = []
         finish(self._undo, block, problems)
+        self._put_back.update(block.changed or {})
         if problems:
             raise UnrecoverableStepError(
                 f"the training step could not be undone: {'; '.join(problems)}"
@@ -315,6 +324,9 @@ class Transaction:
 
     def _undo(self, block: _Block, problems: list[str]) -> None:
         problems.clear()  # an interrupt lets it begin again
+        if block.changed is None:
+            with contextlib.suppress(Exception):  # a number for stats() is not worth an undo
+                block.changed = block.snapshot.changed()
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # what persist() says of a failure
             for step in reversed(block.stepped):

@@ -437,6 +437,22 @@ def test_what_cannot_be_undone_is_refused() -> None:
         torchguard.transaction(model, optimizer, undo="some")  # type: ignore[arg-type]
 
 
+def test_scopes_of_torch_that_the_block_has_not_left_are_closed() -> None:
+    """An interrupt inside of ``torch.autocast.__exit__`` leaves autocast on, and its counter."""
+    model = nn.Linear(2, 2)
+    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(Failure), step:
+        torch.autocast("cpu", dtype=torch.float16, cache_enabled=False).__enter__()
+        torch.set_grad_enabled(False)
+        raise Failure
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+    assert torch.is_autocast_cache_enabled()
+    assert torch.is_grad_enabled()
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
+
+
 def test_stats_count_what_was_put_back() -> None:
     """By kind; what the block has left alone is not among it."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())

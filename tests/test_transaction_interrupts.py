@@ -57,10 +57,6 @@ def test_a_step_that_is_interrupted_is_undone_or_counts(case: Case) -> None:
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupted += 1
-                # torch.autocast.__exit__ is written in Python: an interrupt there leaves it on,
-                # for the whole thread, with a transaction or without.
-                torch.set_autocast_enabled("cpu", False)
-                torch.set_grad_enabled(True)
             now = state_of(training)
             if not differences(now, before):
                 undone += 1

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torchguard._torch import (
 )
 
 __all__ = [
+    "ThreadModes",
     "UndoMutations",
     "buffers_restored",
     "isolated",
@@ -58,24 +59,53 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], b
         yield scope.enter_context(rng_state_restored())
 
 
-@contextlib.contextmanager
-def _modes_restored() -> Iterator[None]:
-    """Restore grad mode and autocast.
+class ThreadModes(NamedTuple):
+    """Grad mode and autocast, as this thread has them."""
 
-    A graph has nodes that set them and nodes that set them back, and no ``finally``: where it
-    raises in between they stay.
-    """
-    with torch.set_grad_enabled(torch.is_grad_enabled()):
-        before = [
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """Of each device, whether it is on and to which dtype it casts."""
+
+    caches: bool
+    nesting: int
+    """How many autocast scopes are open; the outermost clears the cache of casts when it ends."""
+
+    @classmethod
+    def capture(cls) -> ThreadModes:
+        """Read them."""
+        autocast = tuple(
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
             for device in ("cpu", "cuda", "xpu")
-        ]
-        try:
-            yield
-        finally:
-            for device, enabled, dtype in before:
-                torch.set_autocast_enabled(device, enabled)
-                torch.set_autocast_dtype(device, dtype)
+        )
+        # Nothing reads the counter but what changes it.
+        nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), nesting)
+
+    def restore(self) -> None:
+        """Set them back, where a scope was left without its ``__exit__``, or in the middle of it.
+
+        ``torch.autocast`` and ``torch.no_grad`` are written in Python: an interrupt in their
+        ``__exit__`` leaves them on. The nodes of a graph that set them have no ``finally``.
+        """
+        torch.set_grad_enabled(self.grad)
+        for device, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.caches)
+        while torch.autocast_increment_nesting() <= self.nesting:
+            pass
+        while torch.autocast_decrement_nesting() > self.nesting:
+            pass
+
+
+@contextlib.contextmanager
+def _modes_restored() -> Iterator[None]:
+    before = ThreadModes.capture()
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from torchguard._public import public
 from torchguard._torch.optimizers import call_while_tracing, per_optimizer_states
+from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
 from torchguard.rollback.interrupts import finish
@@ -70,7 +71,7 @@ class _Block:
 
     def __init__(self, snapshot: TrainingSnapshot) -> None:
         self.snapshot = snapshot
-        self.grad_mode = torch.is_grad_enabled()
+        self.modes = ThreadModes.capture()
         self.stepped: list[OptimizerStep] = []
         self.pending: OptimizerStep | None = None
         self.at_commit: list[tuple[Any, Containers]] = []
@@ -256,8 +257,6 @@ class Transaction:
             if self.gate is not None:
                 self.gate.give_gradients_back()
             if exception is not None:
-                # An interrupt within optimizer.step(), which is written in Python, leaves it off.
-                torch.set_grad_enabled(block.grad_mode)
                 self._failed(block, exception)
             else:
                 self._went_through(block)
@@ -295,6 +294,7 @@ class Transaction:
         self._commits += 1
 
     def _failed(self, block: _Block, exception: BaseException | None) -> None:
+        block.modes.restore()  # an interrupt may have come inside of torch.autocast or no_grad
         if block.pending is not None:
             pending, block.pending = block.pending, None
             if pending.fail(exception):

@@ -72,6 +72,8 @@ def ends_the_process(call: Callable[[], Any]) -> bool:
     child = os.fork()
     if child == 0:  # pragma: no cover
         faulthandler.disable()
+        # The threads of the OpenMP pool do not exist in a fork; waiting for them never ends.
+        torch.set_num_threads(1)
         outcome_of(call)
         os._exit(0)
     _, status = os.waitpid(child, 0)

@@ -60,7 +60,7 @@ def no_recompile(function: Any = None, /) -> Any:
         >>> with no_recompile():  # doctest: +ELLIPSIS
         ...     double(torch.ones(3))
         Traceback (most recent call last):
-        torchguard.errors.RecompileError: no_recompile: <lambda> was about to compile with x ...
+        torchguard.RecompileError: no_recompile: <lambda> was about to compile with x ...
     """
     return _scope() if function is None else _scope()(function)
 

@@ -453,6 +453,29 @@ def test_scopes_of_torch_that_the_block_has_not_left_are_closed() -> None:
     assert torch.autocast_decrement_nesting() == 0
 
 
+def test_the_hooks_of_optimizers_go_with_the_last_transaction() -> None:
+    """Optimizers are watched while there is a transaction, and cost nothing after it."""
+    program = """
+    import gc, torch, torchguard
+    from torch.optim import optimizer
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    def watched():
+        return len(optimizer._global_optimizer_pre_hooks)
+    before = watched()
+    steps = [torchguard.transaction(model, sgd) for _ in range(2)]
+    print(watched() - before)
+    del steps[0]
+    gc.collect()
+    print(watched() - before)
+    del steps[0]
+    gc.collect()
+    print(watched() - before)
+    torchguard.transaction(model, sgd)
+    """
+    assert output_of(program).split() == ["1", "1", "0"]
+
+
 def test_stats_count_what_was_put_back() -> None:
     """By kind; what the block has left alone is not among it."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())

@@ -481,7 +481,7 @@ def _raised_inside(exception: BaseException | None, owner: Any) -> bool:
 # Every optimizer of the process calls these; they look whether a transaction is open.
 
 _open: list[Transaction] = []
-_alive: weakref.WeakSet[Transaction] = weakref.WeakSet()
+_alive: set[int] = set()  # ids; a WeakSet may still hold the one whose finalizer runs
 _handles: list[Any] = []
 
 
@@ -489,11 +489,12 @@ def _watch(step: Transaction) -> None:
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
-    _alive.add(step)
-    weakref.finalize(step, _forget)
+    _alive.add(id(step))
+    weakref.finalize(step, _forget, id(step))
 
 
-def _forget() -> None:
+def _forget(identity: int) -> None:
+    _alive.discard(identity)
     if not _alive:
         while _handles:
             _handles.pop().remove()

@@ -14,5 +14,11 @@ def public(named: _Object) -> _Object:
 
     Its repr, tracebacks and pickles then name what users import, wherever the code moves.
     """
+    home = named.__module__
     named.__module__ = "torchguard"
+    if isinstance(named, type):  # what writes the reference asks the methods too
+        for member in vars(named).values():
+            function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+            if getattr(function, "__module__", None) == home:
+                function.__module__ = "torchguard"
     return named

@@ -1,7 +1,7 @@
 """``save`` against ``torch.save``, and ``load_state_dict`` against torch's own.
 
-Target of ``load_state_dict``: at most 1 ms more, for a state of ResNet-50's size
-(320 tensors, 100 MB) and for one of 1,000 small parameters.
+Target of ``load_state_dict``: at most 5 % more, or 1 ms where that is more than 5 %. It is 5 % for
+both: a state of ResNet-50's size (320 tensors, 100 MB) and one of 1,000 small parameters.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if __package__ in {None, ""}:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torchguard
-from benchmarks.harness import AddedTarget, Comparison, Side, measure
+from benchmarks.harness import Comparison, Side, Target, measure
 from benchmarks.program import Benchmark, Results, Setting
 
 MEGABYTE = 1 << 20
-MILLISECOND = AddedTarget(microseconds=1000)
+FIVE_PER_CENT = Target(1.05)
 SIZES = ((1, "1 MB"), (1024, "1 GB"))
 # 161 parameters and 157 buffers that are saved: 53 convolutions, each with its BatchNorm, and one
 # linear layer. The sizes are ResNet-50's number of parameters spread evenly.
@@ -55,7 +55,7 @@ def states() -> Iterator[Comparison]:
             what=f"{len(state)} tensors, {size / MEGABYTE:.1f} MB",
             baseline=Side("module.load_state_dict(state)", names),
             guarded=Side("torchguard.load_state_dict(module, state)", names),
-            target=MILLISECOND,
+            target=FIVE_PER_CENT,
         )
 
 

@@ -424,6 +424,17 @@ def test_an_optimizer_that_the_transaction_does_not_know_is_named() -> None:
             raise Failure
 
 
+def test_several_modules_and_optimizers_may_be_any_iterable() -> None:
+    """As the annotations say: the values of a dict, a generator; a Sequential is one module."""
+    models = {"first": nn.Sequential(nn.Linear(2, 2)), "second": nn.Linear(2, 2)}
+    optimizers = (torch.optim.SGD(each.parameters(), 0.1) for each in models.values())
+    step = torchguard.transaction(models.values(), optimizers)
+    assert step.training.modules == tuple(models.values())
+    assert len(step.optimizers) == 2
+    one = torchguard.transaction(models["first"], step.optimizers[0])
+    assert one.training.modules == (models["first"],)
+
+
 def test_what_cannot_be_undone_is_refused() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -78,7 +78,6 @@ class _Block:
         self.also_at_commit: list[Callable[[], None]] = []
         self.foreign: str | None = None
         self.changed: dict[str, int] | None = None
-        self.rolled_back = False
 
 
 class Transaction:
@@ -627,7 +626,10 @@ def transaction(
 def _several(value: Any, kind: Any = object, name: str = "") -> list[Any]:
     if value is None:
         return []
-    values = list(value) if isinstance(value, (list, tuple, set)) else [value]
+    several = (list, tuple, set) if kind is object else Iterable
+    # A Sequential is both a module and an iterable of modules: it is one.
+    one = not isinstance(value, several) or (kind is not object and isinstance(value, kind))
+    values = [value] if one else list(value)
     for each in values:
         if not isinstance(each, kind):
             raise TypeError(

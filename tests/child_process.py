@@ -43,14 +43,26 @@ def output_of(program: str, *arguments: str, folder: Path | None = None) -> str:
     return done.stdout
 
 
-def run_ranks(program: Path) -> list[dict[str, Any]]:
-    """Run a program on two ranks, given rank and port; return the JSON each prints last."""
+# How a rank ends. Gloo's threads may hold tensors that Python knows; one that frees such a tensor
+# while the interpreter finalizes ends the process with "terminate called without an active
+# exception", whether or not the group was destroyed: DDP and Dynamo's cache keep it alive.
+# https://github.com/pytorch/pytorch/issues/190489, https://github.com/pytorch/pytorch/pull/179291
+END_RANK = "import os, sys; sys.stdout.flush(); os._exit(0)"
+
+
+def run_ranks(program: str, folder: Path) -> list[dict[str, Any]]:
+    """Run a program on two ranks, given rank and port; return the JSON each prints last.
+
+    The program is written to ``folder``, with the line by which a rank ends.
+    """
+    path = folder / "rank.py"
+    path.write_text(f"{textwrap.dedent(program)}\n{END_RANK}\n")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(program), str(rank), port],
+            [sys.executable, "-W", "ignore", str(path), str(rank), port],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -152,9 +152,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    program = tmp_path_factory.mktemp("ranks") / "worker.py"
-    program.write_text(WORKER)
-    return run_ranks(program)
+    return run_ranks(WORKER, tmp_path_factory.mktemp("ranks"))
 
 
 def test_both_ranks_take_the_bucket_of_the_longer(results: list[dict[str, Any]]) -> None:

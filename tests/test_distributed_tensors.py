@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from child_process import run_ranks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
@@ -117,9 +114,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    program: Path = tmp_path_factory.mktemp("ranks") / "worker.py"
-    program.write_text(WORKER)
-    return run_ranks(program)
+    return run_ranks(WORKER, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", ["FSDP2", "tensor parallel"])

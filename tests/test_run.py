@@ -13,6 +13,7 @@ import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from child_process import END_RANK
 
 from torchguard.patching.guards import GUARDS
 
@@ -289,7 +290,7 @@ class TestGuards:
     def test_torchrun(self, tmp_path: Path) -> None:
         """They are on in every rank of torchrun."""
         write(tmp_path / "behaves.py", BEHAVIOUR)
-        program = """
+        program = f"""
             import torch.distributed as ranks
             from behaves import behaviour
             ranks.init_process_group("gloo")
@@ -298,6 +299,7 @@ class TestGuards:
             if ranks.get_rank() == 0:
                 print("seen:", *seen)
             ranks.destroy_process_group()
+            {END_RANK}
         """
         write(tmp_path / "trains.py", program)
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from child_process import output_of
+from child_process import END_RANK, output_of
 from torch import Tensor, nn
 
 import torchguard
@@ -523,7 +523,7 @@ def test_an_optimizer_that_steps_inside_backward_is_refused() -> None:
 
 def test_a_model_that_fsdp_has_sharded_is_refused() -> None:
     """One rank has a part of each parameter only."""
-    program = """
+    program = f"""
     import os, socket, torch, torch.distributed as dist, torchguard
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     with socket.socket() as free:
@@ -541,6 +541,7 @@ def test_a_model_that_fsdp_has_sharded_is_refused() -> None:
         except TypeError as error:
             print(str(error).partition(",")[0])
     dist.destroy_process_group()
+    {END_RANK}
     """
     assert output_of(program).splitlines() == [
         "transaction: model is sharded by FSDP",

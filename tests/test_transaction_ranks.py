@@ -215,9 +215,10 @@ PRELUDE = ""
 def results(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[dict[str, Any]]:
-    program = tmp_path_factory.mktemp("ranks") / "worker.py"
-    program.write_text(WORKER.format(tests=str(request.path.parent), prelude=PRELUDE))
-    return run_ranks(program)
+    return run_ranks(
+        WORKER.format(tests=str(request.path.parent), prelude=PRELUDE),
+        tmp_path_factory.mktemp("ranks"),
+    )
 
 
 def test_without_a_failure_it_is_the_usual_loop_of_ddp(results: list[dict[str, Any]]) -> None:

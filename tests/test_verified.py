@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from child_process import output_of
+from child_process import END_RANK, output_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -1011,6 +1011,7 @@ def test_all_ranks_take_the_same_step(tmp_path: Path) -> None:
             with open({str(tmp_path)!r} + f"/rank{{rank}}", "w") as file:
                 file.write(f"{{steps}} {{statuses}} {{model.layer.weight.grad.tolist()}}")
             dist.destroy_process_group()
+            {END_RANK}
 
         if __name__ == "__main__":
             mp.spawn(train, nprocs=2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from child_process import output_of
+from child_process import END_RANK, output_of
 from test_verified import spoiling
 
 from torchguard import MiscompilationWarning, verified_backend
@@ -198,6 +198,7 @@ def test_two_ranks_with_other_sizes_do_not_wait_for_each_other(tmp_path: Path) -
             with open({str(tmp_path)!r} + f"/rank{{rank}}", "w") as file:
                 file.write(f"{{right}} {{[graph.runs for graph in backend.stats().graphs]}}")
             dist.destroy_process_group()
+            {END_RANK}
 
         if __name__ == "__main__":
             mp.spawn(work, nprocs=2)

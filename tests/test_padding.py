@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, default_collate
 
+from torchguard import bucketed
 from torchguard.bucketing import padding
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
@@ -343,7 +344,9 @@ def test_bad_arguments_are_named() -> None:
         (lambda: pad_to_bucket(x, 2, BUCKETS), IndexError, "dim is 2"),
         (lambda: pad_to_bucket(x, 1, Buckets([4])), ValueError, "size is 5, but the largest"),
         (lambda: pad_to_bucket(x, 1, 4), ValueError, "x has 5 in dim 1, more than 4"),
-        (lambda: pad_to_bucket(x, 1, [8]), TypeError, "buckets is a list"),  # type: ignore[arg-type]
+        (lambda: pad_to_bucket(x, 1, {8}), TypeError, "buckets is a set"),  # type: ignore[arg-type]
+        (lambda: pad_to_bucket(x, 1, []), ValueError, "Buckets: "),
+        (lambda: pad_to_bucket(x, 1, [4]), ValueError, "size is 5, but the largest"),
         (lambda: pad_to_bucket(x, 1, 8, side="top"), ValueError, "side is 'top'"),  # type: ignore[arg-type]
         (lambda: pad_to_bucket(x, 1, 8, value=lambda *_: torch.zeros(5)), ValueError, "broadcast"),
         (lambda: unpad(x, 1, 6), ValueError, "length is 6, but x of shape"),
@@ -353,6 +356,26 @@ def test_bad_arguments_are_named() -> None:
     ]:
         with pytest.raises(error, match=message):
             call()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("buckets", [[16, 8], (8, 16), range(8, 17, 8)])
+def test_a_list_of_sizes_is_taken_as_buckets(buckets: Any) -> None:
+    """By pad_to_bucket, compiled or not, by BucketCollator and by bucketed."""
+    x = torch.ones(2, 9)
+    assert pad_to_bucket(x, 1, buckets).tensor.shape == (2, 16)
+    compiled = torch.compile(
+        lambda x: pad_to_bucket(x, 1, buckets).tensor,
+        fullgraph=True,
+        backend="eager",
+        dynamic=False,
+    )
+    assert compiled(x).shape == (2, 16)
+    for each in (buckets, {"t": buckets}):
+        collate = BucketCollator(each, {"ids": {1: "t"}})
+        assert collate([{"ids": torch.ones(9)}])["ids"].shape == (1, 16)
+        double = bucketed(lambda x: 2 * x, dims={"x": {1: "t"}}, buckets=each)
+        assert double(x).shape == (2, 9)
+        assert double.stats().hits == {(16,): 1}
 
 
 @pytest.mark.usefixtures("way")
@@ -652,7 +675,8 @@ def test_what_the_collate_function_keeps_is_not_changed() -> None:
         ((BUCKETS, {"ids": 1}), TypeError, r"dims\['ids'\] is 1"),
         ((BUCKETS, {"ids": {1: 2}}), TypeError, "expected {dimension: axis name}"),
         (({"s": BUCKETS}, {"ids": {1: "t"}}), ValueError, "no buckets for 't'"),
-        ((8, {"ids": {1: "t"}}), TypeError, "buckets is a int"),
+        ((8, {"ids": {1: "t"}}), TypeError, "buckets is 8, expected Buckets, a list of sizes or"),
+        (({"t": 8}, {"ids": {1: "t"}}), TypeError, "buckets of 't' is 8, expected Buckets"),
     ],
 )
 def test_a_bad_collator_is_refused_at_once(

@@ -31,10 +31,29 @@ from torchguard.bucketing.histogram import (
 )
 from torchguard.bucketing.pairs import fit_pairs
 
-__all__ = ["Buckets"]
+__all__ = ["Buckets", "as_buckets"]
 
 _FORMAT = "torchguard.bucketing.buckets"
 _VERSION = 1
+
+
+def as_buckets(given: Any, what: str, otherwise: str = "") -> Buckets:
+    """Return a ladder as it is, and a list of sizes as a ladder.
+
+    Args:
+        given: what a caller passed.
+        what: the function and its argument, for the message: ``"pad_to_bucket: buckets"``.
+        otherwise: what else the argument may be, for the message.
+
+    Raises:
+        TypeError: neither of the two.
+        ValueError: sizes that make no ladder.
+    """
+    if isinstance(given, Buckets):
+        return given
+    if isinstance(given, (list, tuple, range)):
+        return Buckets(given)
+    raise TypeError(f"{what} is {given!r}, expected Buckets, a list of sizes{otherwise}")
 
 
 @public

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from torchguard._public import public
 from torchguard._pytree import KeyPath, child_of, replace
-from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.buckets import Buckets, as_buckets
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Side, pad_to_bucket
 
@@ -66,7 +66,7 @@ class BucketCollator:
 
     def __init__(
         self,
-        buckets: Buckets | Sequence[int] | Mapping[str, Buckets],
+        buckets: Buckets | Sequence[int] | Mapping[str, Buckets | Sequence[int]],
         dims: Dims,
         *,
         fill: Any = None,
@@ -78,14 +78,16 @@ class BucketCollator:
         axes = _axes(dims, "dims")
         if not axes:
             raise ValueError("BucketCollator: dims names no dimension to pad")
-        if isinstance(buckets, (list, tuple, range)):
-            buckets = Buckets(buckets)
-        if not isinstance(buckets, (Buckets, Mapping)):
-            raise TypeError(
-                f"BucketCollator: buckets is a {type(buckets).__name__}, expected Buckets, a list "
-                "of sizes or {axis: Buckets}"
+        if isinstance(buckets, Mapping):
+            ladders = {
+                axis: as_buckets(each, f"BucketCollator: buckets of {axis!r}")
+                for axis, each in buckets.items()
+            }
+        else:
+            ladders = dict.fromkeys(
+                axes, as_buckets(buckets, "BucketCollator: buckets", " or {axis: Buckets}")
             )
-        self._buckets = dict.fromkeys(axes, buckets) if isinstance(buckets, Buckets) else buckets
+        self._buckets = ladders
         missing = sorted(axes - self._buckets.keys())
         if missing:
             raise ValueError(f"BucketCollator: no buckets for {', '.join(map(repr, missing))}")

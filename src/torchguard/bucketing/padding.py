@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from torchguard._public import public
-from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.buckets import Buckets, as_buckets
 
 __all__ = ["Fill", "Padded", "Side", "pad_to_bucket", "unpad"]
 
@@ -48,7 +48,7 @@ class Padded(NamedTuple):
 def pad_to_bucket(
     x: torch.Tensor,
     dim: int,
-    buckets: Buckets | int,
+    buckets: Buckets | Sequence[int] | int,
     *,
     value: Fill = 0,
     side: Side = "right",
@@ -63,7 +63,7 @@ def pad_to_bucket(
     Args:
         x: a tensor of any dtype and device with at least one dimension.
         dim: the dimension to pad; negative counts from the end.
-        buckets: the ladder, or the one size to pad to.
+        buckets: the ladder, its sizes in a list, or the one size to pad to.
         value: what the padding holds. A number that the dtype can hold; ``"repeat-last"``, the
             element next to the padding; ``"arange"``, each position's index along ``dim``,
             so that position numbers go on; or a function of ``x`` and the missing length, which
@@ -148,16 +148,17 @@ def _dimension(x: torch.Tensor, dim: int, operation: str) -> int:
     return dim % dimensions
 
 
-def _size(length: int, dim: int, buckets: Buckets | int) -> int:
-    if isinstance(buckets, Buckets):
-        if is_dynamo_compiling():  # bisect is C code, which Dynamo can't follow
-            for size in buckets.sizes:
+def _size(length: int, dim: int, buckets: Buckets | Sequence[int] | int) -> int:
+    if isinstance(buckets, (Buckets, list, tuple, range)):
+        if is_dynamo_compiling():  # bisect and numpy are C code, which Dynamo can't follow
+            for size in buckets.sizes if isinstance(buckets, Buckets) else sorted(buckets):
                 if length <= size:
                     return size
-        return buckets.bucket_for(length)
+        return as_buckets(buckets, "pad_to_bucket: buckets").bucket_for(length)
     if isinstance(buckets, bool) or not isinstance(buckets, int):
         raise TypeError(
-            f"pad_to_bucket: buckets is a {type(buckets).__name__}, expected Buckets or one size"
+            f"pad_to_bucket: buckets is a {type(buckets).__name__}, expected Buckets, a list of "
+            "sizes or one size"
         )
     if buckets < length:
         raise ValueError(f"pad_to_bucket: x has {length} in dim {dim}, more than {buckets}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from torchguard.bucketing.buckets import Buckets, total_cost
+from torchguard.bucketing.buckets import Buckets, as_buckets, total_cost
 from torchguard.bucketing.histogram import observe
 
 __all__ = ["GivenBuckets", "Ladder", "ladders_of", "read_plan", "write_plan"]
@@ -113,13 +113,8 @@ def ladders_of(
         raise ValueError('bucketed: no buckets: pass buckets={...}, buckets="auto" or plan=')
     by_name = dict(given) if isinstance(given, Mapping) else dict.fromkeys(axes, given)
     for name, buckets in by_name.items():
-        if isinstance(buckets, (list, tuple, range)):
-            by_name[name] = buckets = Buckets(buckets)  # noqa: PLW2901
-        if not (isinstance(buckets, Buckets) or buckets == "auto"):
-            raise TypeError(
-                f"bucketed: buckets of {name!r} is {buckets!r}, expected Buckets, a list of sizes "
-                "or 'auto'"
-            )
+        if buckets != "auto":
+            by_name[name] = as_buckets(buckets, f"bucketed: buckets of {name!r}", " or 'auto'")
         if name not in axes:
             raise ValueError(f"bucketed: buckets names {name!r}, but dims has {', '.join(axes)}")
     missing = [name for name in axes if name not in by_name]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import inspect
-import sys
-from collections.abc import Callable
-from types import CellType, CodeType, FrameType, TracebackType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from types import CellType
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -19,17 +17,16 @@ from torchguard._torch.tensors import version_of
 
 __all__ = [
     "FORWARD_HOOKS",
-    "FusedProgress",
     "call_unseen",
     "call_while_tracing",
     "copy_all",
-    "fused_progress",
     "hooks_registered",
     "init_group",
+    "init_group_arguments",
+    "lists_of_init_group",
     "members_of",
     "per_optimizer_states",
     "step_without_hooks",
-    "subtract",
     "unwrap_steps",
     "versions_of",
     "wrap_step",
@@ -72,24 +69,38 @@ def per_optimizer_states(scaler: Any) -> dict[int, dict[str, Any]] | None:
 
 
 @functools.cache
-def _parameters_of_init_group(function: Callable[..., Any]) -> tuple[str, ...]:
+def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Make the state of a group as ``step()`` would: by ``_init_group``, which returns it in lists.
+def init_group_arguments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of what ``_init_group`` takes after the group; none if there is no such."""
+    make = getattr(type(optimizer), "_init_group", None)
+    return () if make is None else _parameters_of(make)[2:]  # after self and group
+
+
+def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, list[Any]]:
+    """Make the state of a group as ``step()`` would: by ``_init_group``. Return its lists by name.
 
     The lists differ by optimizer and release. AdamW's on 2.6 has ``amsgrad`` among them, which is
     no list but the option of that name, so an argument named like an option gets the option.
     https://github.com/pytorch/pytorch/blob/v2.6.0/torch/optim/adamw.py#L132
     """
-    make = getattr(optimizer, "_init_group", None)
-    if make is None:
-        return
-    names = _parameters_of_init_group(make.__func__ if inspect.ismethod(make) else make)
-    first = 2 if inspect.ismethod(make) else 1  # after self and group
+    names = init_group_arguments(optimizer)
     # SGD names the list that it fills "params", as the group names its parameters.
-    make(group, *[[] if name == "params" else group.get(name, []) for name in names[first:]])
+    arguments = [[] if name == "params" else group.get(name, []) for name in names]
+    if names:
+        optimizer._init_group(group, *arguments)  # type: ignore[attr-defined]
+    return lists_of_init_group(optimizer, arguments)
+
+
+def lists_of_init_group(
+    optimizer: torch.optim.Optimizer, arguments: Sequence[Any]
+) -> dict[str, list[Any]]:
+    """Return the lists among what ``_init_group`` was called with, by name."""
+    names = init_group_arguments(optimizer)
+    pairs = zip(names, arguments, strict=True)
+    return {name: value for name, value in pairs if isinstance(value, list)}
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -128,88 +139,6 @@ def call_while_tracing(function: Callable[[], int]) -> None:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-class FusedProgress(NamedTuple):
-    """How far a fused ``step()`` got before it raised, read from its traceback."""
-
-    stepped: list[torch.Tensor]
-    """Parameters whose kernel has run."""
-
-    counted: list[torch.Tensor]
-    """Step counters that were incremented for a kernel that has not run."""
-
-    overcounted: list[torch.Tensor]
-    """Step counters from which ``found_inf`` has yet to be subtracted; their kernel has run."""
-
-
-def fused_progress(
-    optimizer: torch.optim.Optimizer, traceback: TracebackType | None
-) -> FusedProgress | None:
-    """Read from a traceback which kernels of a fused ``step()`` have run; None if it can't be told.
-
-    Nothing else tells: a fused kernel does not move the version counters of what it writes
-    (measured on 2.6 to 2.15). ``step`` takes one group after the other, and within a group
-    ``_fused_adam`` and its like take one device and dtype after the other: increment the step
-    counters, run the kernel, and with a GradScaler subtract ``found_inf`` from the counters.
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L802
-    """
-    groups = optimizer.param_groups
-    progress: FusedProgress | None = None
-    while traceback is not None:
-        frame, offset = traceback.tb_frame, traceback.tb_lasti
-        name, held = frame.f_code.co_name, frame.f_locals
-        if name == "wrapper" and held.get("self") is optimizer:
-            finished = "out" in held  # what step() returned: a hook after it has raised
-            progress = FusedProgress(_with_gradient(groups if finished else []), [], [])
-        elif name == "step" and held.get("self") is optimizer:
-            place = next((i for i, g in enumerate(groups) if g is held.get("group")), 0)
-            progress = FusedProgress(_with_gradient(groups[:place]), [], [])
-        elif name.startswith("_fused_") and progress is not None:
-            return _progress_in_group(progress, frame, offset)
-        traceback = traceback.tb_next
-    return progress
-
-
-def _with_gradient(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
-    return [p for group in groups for p in group["params"] if p.grad is not None]
-
-
-def _progress_in_group(before: FusedProgress, frame: FrameType, offset: int) -> FusedProgress:
-    held = frame.f_locals
-    current = held.get("device_params")
-    if current is None:  # no kernel of this group yet
-        return before
-    stepped, counters = list(before.stepped), held.get("device_state_steps") or []
-    for lists, _ in held["grouped_tensors"].values():
-        if lists[0][0] is current[0]:
-            break
-        stepped += lists[0]
-    kernel, correction = _offsets(frame.f_code)
-    if offset >= correction:
-        return FusedProgress(stepped + current, [], counters)
-    return FusedProgress(stepped, counters if offset >= kernel else [], [])
-
-
-@functools.cache
-def _offsets(code: CodeType) -> tuple[int, int]:
-    """Return where the kernel is named in the code of ``_fused_adam``, and the correction."""
-    kernel = correction = sys.maxsize
-    for instruction in dis.get_instructions(code):
-        argument = instruction.argval
-        if isinstance(argument, str) and argument.startswith("_fused_"):
-            kernel = min(kernel, instruction.offset)
-        elif argument == "_foreach_sub_":
-            correction = min(correction, instruction.offset)
-    return kernel, correction
-
-
-def subtract(counters: list[torch.Tensor], amount: Any) -> None:
-    """Subtract a number, or a tensor of one element, from step counters."""
-    if counters and isinstance(amount, torch.Tensor):
-        torch._foreach_sub_(counters, [amount.to(counters[0].device)] * len(counters))
-    elif counters:
-        torch._foreach_sub_(counters, amount)
 
 
 def wrap_step(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], Any]) -> None:

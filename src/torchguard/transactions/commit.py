@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchguard._torch import has_own_dispatch
+from torchguard._torch.fused import FusedProgress, FusedWitness, has_fused_lists
 from torchguard._torch.optimizers import (
     call_unseen,
-    fused_progress,
     init_group,
     step_without_hooks,
-    subtract,
 )
 from torchguard.errors import OptimizerStateError, UnrecoverableStepError
 from torchguard.rollback.interrupts import finish
@@ -51,17 +51,31 @@ def steps_in_one_call(optimizer: Optimizer) -> bool:
     A fused SGD with dampening is not among them: its first step makes the momentum buffers.
     """
     step: Any = type(optimizer).step
-    return step.__module__.startswith("torch.optim.") and all(
-        group.get("fused") and not group.get("differentiable") and not group.get("dampening")
-        for group in optimizer.param_groups
+    return (
+        step.__module__.startswith("torch.optim.")
+        and has_fused_lists(optimizer)
+        and all(
+            group.get("fused")
+            and not group.get("differentiable")
+            and not group.get("dampening")
+            and not any(map(has_own_dispatch, _one_of_each_type(group["params"])))
+            for group in optimizer.param_groups
+        )
     )
+
+
+def _one_of_each_type(tensors: list[Tensor]) -> Iterable[Tensor]:
+    return dict(zip(map(type, tensors), tensors, strict=True)).values()
 
 
 class Prepared(NamedTuple):
     """What a fused step was found fit to be called with."""
 
     parameters: list[Tensor]
-    state: StateContainers
+    state: StateContainers | None
+    """None where state was made for it: if that is undone, the next step has to make it again."""
+
+    witness: FusedWitness
 
 
 class OptimizerStep:
@@ -92,10 +106,11 @@ class OptimizerStep:
             written = [each for group in optimizer.param_groups for each in group["params"]]
             self._copies = Copies([*written, *state_tensors(optimizer)])
         if in_one_call:
-            self._prepare()
+            self.prepared = self._prepare()
             self._signals = SignalsHeldBack()
+            call_unseen(self.prepared.witness.begin, optimizer)
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Prepared:
         optimizer = self.optimizer
         groups = optimizer.param_groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -106,14 +121,16 @@ class OptimizerStep:
             and optimizer.state is self._state.copies[0][0]
             and same_objects(parameters, before.parameters)
         ):
-            return
+            return before
         try:
             call_unseen(_make_state, optimizer)
             _check(optimizer)
+            witness = call_unseen(_witness_of, optimizer)
         except BaseException:
             self._restore_containers()
             raise
-        self.prepared = Prepared(parameters, self._state)
+        found = self._state if self._state.are_current(optimizer) else None
+        return Prepared(parameters, found, witness)
 
     @property
     def is_copied(self) -> bool:
@@ -122,6 +139,8 @@ class OptimizerStep:
 
     def succeed(self) -> None:
         """Let go of what was held for the step. A signal that was held back arrives now."""
+        if self.in_one_call and self.prepared is not None:
+            self.prepared.witness.end(self.optimizer)
         if self._signals is not None:
             signals, self._signals = self._signals, None
             signals.let_go()
@@ -153,32 +172,40 @@ class OptimizerStep:
 
     def _finish(self, error: BaseException | None) -> bool:
         optimizer = self.optimizer
-        progress = None if error is None else fused_progress(optimizer, error.__traceback__)
+        assert self.prepared is not None  # it is in one call
+        self.prepared.witness.end(optimizer)
+        try:
+            progress: FusedProgress | None = call_unseen(self.prepared.witness.progress)
+            if progress is not None:
+                call_unseen(progress.take_back_counts)
+        except Exception as again:  # noqa: BLE001  the device is lost, whatever it says
+            progress, error = None, error or again
         if progress is None:
             raise UnrecoverableStepError(
-                f"{_name(optimizer)}.step() raised, and it can't be told how far it got: load a "
-                "checkpoint, or use undo='copy'"
+                f"{_name(optimizer)}.step() raised within one of its fused kernels, or it can't be "
+                "told how far it got: load a checkpoint, or use undo='copy'"
             ) from error
+        if not progress.stepped:
+            self._restore_containers()
+            return False
+        if not progress.all_stepped:
+            self._step_the_others(progress.stepped, error)
+        return True
+
+    def _step_the_others(self, stepped: list[Tensor], error: BaseException | None) -> None:
+        gradients = [parameter.grad for parameter in stepped]
         try:
-            call_unseen(subtract, progress.counted, 1)
-            call_unseen(subtract, progress.overcounted, getattr(optimizer, "found_inf", 0))
-            if not progress.stepped:
-                self._restore_containers()
-                return False
-            gradients = [parameter.grad for parameter in progress.stepped]
-            for parameter in progress.stepped:
+            for parameter in stepped:
                 parameter.grad = None
-            try:
-                call_unseen(step_without_hooks(optimizer))
-            finally:
-                for parameter, gradient in zip(progress.stepped, gradients, strict=True):
-                    parameter.grad = gradient
+            call_unseen(step_without_hooks(self.optimizer))
         except Exception as again:  # noqa: BLE001  whatever it is, the step is torn
             raise UnrecoverableStepError(
-                f"{_name(optimizer)}.step() raised after some of its kernels had run, and the "
+                f"{_name(self.optimizer)}.step() raised after some of its kernels had run, and the "
                 f"others raised again ({again}): load a checkpoint"
             ) from error
-        return True
+        finally:
+            for parameter, gradient in zip(stepped, gradients, strict=True):
+                parameter.grad = gradient
 
     def _restore_containers(self) -> None:
         for container, before in self._state.copies:
@@ -194,6 +221,10 @@ def _make_state(optimizer: Optimizer) -> None:
         init_group(optimizer, group)
         if group.get("momentum") and "dampening" in group:
             _make_momentum(optimizer, group["params"])
+
+
+def _witness_of(optimizer: Optimizer) -> FusedWitness:
+    return FusedWitness([init_group(optimizer, group) for group in optimizer.param_groups])
 
 
 def _make_momentum(optimizer: Optimizer, parameters: list[Tensor]) -> None:

@@ -148,7 +148,8 @@ def test_a_step_that_overflowed_and_raises_changes_nothing(name: str, operator: 
         fault = AfterKernel(operator, kernel)
         with contextlib.suppress(Failure), step, fault:
             scaler.step(optimizer)
-        # The Adagrad of torch 2.6 asks found_inf first, and calls no kernel.
+        # The Adagrad of torch 2.6 does not say that its kernel reads found_inf, so the scaler
+        # reads it and calls no step().
         assert fault.left < 0 or name == "Adagrad"
         assert everything(parameters, optimizer) == before
         assert step.committed == (fault.left >= 0)

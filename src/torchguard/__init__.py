@@ -27,6 +27,7 @@ _PUBLIC = {
     "bucketing.masks": ("length_mask",),
     "bucketing.padding": ("Padded", "pad_to_bucket", "unpad"),
     "bucketing.pairs": ("PairBuckets",),
+    "bucketing.sampler": ("BucketBatchSampler",),
     "checkpoint.folder": ("checkpoint_folder",),
     "checkpoint.loading": ("load",),
     "checkpoint.saving": ("save",),

@@ -9,6 +9,7 @@ from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Padded, pad_to_bucket, unpad
 from torchguard.bucketing.pairs import PairBuckets
+from torchguard.bucketing.sampler import BucketBatchSampler
 from torchguard.checkpoint.folder import checkpoint_folder
 from torchguard.checkpoint.loading import load
 from torchguard.checkpoint.saving import save
@@ -53,6 +54,7 @@ from torchguard.verification.report import GraphRecord, VerificationReport, veri
 from torchguard.version import __version__
 
 __all__ = [
+    "BucketBatchSampler",
     "BucketCollator",
     "BucketedReport",
     "BucketedStats",

@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import default_collate
 
 from torchguard._public import public
-from torchguard._pytree import KeyPath, child_of, replace
+from torchguard._pytree import KeyPath, child_of, flatten, key_paths, keystr, replace
 from torchguard.bucketing.buckets import Buckets, as_buckets
+from torchguard.bucketing.histogram import positive_integer
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Side, pad_to_bucket
 
@@ -46,6 +47,12 @@ class BucketCollator:
         mask_key: put a bool mask (B, S), True where a sample is real, into the batch, a
             mapping, under this; with several axes ``{axis: key}``. Masks that the samples have
             themselves are named in ``dims`` like everything else.
+        batch_sizes: ``{size: rows}`` as of :class:`torchguard.BucketBatchSampler`, or one number
+            of rows: batches with fewer get rows of padding, so that the last ones of an epoch
+            have no shape of their own. Such a row is a sample of length 0: all of it holds
+            ``fill``, and its mask is False. Tensors that ``dims`` does not name get rows too, and
+            ``fill`` has to say what is in them: ``{"label": -100}``, which ``cross_entropy``
+            leaves out. With several axes ``{axis: {size: rows}}``, for the axis of the sampler.
 
     Raises:
         TypeError: ``dims`` does not name dimensions of tensors.
@@ -74,6 +81,7 @@ class BucketCollator:
         side: Side = "right",
         length_key: str | None = None,
         mask_key: str | Mapping[str, str] | None = None,
+        batch_sizes: int | Mapping[int, int] | Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
         axes = _axes(dims, "dims")
         if not axes:
@@ -91,7 +99,9 @@ class BucketCollator:
         missing = sorted(axes - self._buckets.keys())
         if missing:
             raise ValueError(f"BucketCollator: no buckets for {', '.join(map(repr, missing))}")
-        _check_fill(fill, dims, "fill")
+        self._batch_sizes = _batch_sizes(batch_sizes, ladders)
+        if self._batch_sizes is None:
+            _check_fill(fill, dims, "fill")
         self._dims = dims
         self._fill = fill
         self._collate_fn = collate_fn
@@ -121,6 +131,8 @@ class BucketCollator:
             if axis not in lengths:
                 raise ValueError(f"BucketCollator: no sample has axis {axis!r} to make a mask of")
             size = self._buckets[axis].bucket_for(real[axis])
+            if self._batch_sizes is not None:
+                lengths[axis] += [0] * (self._rows(real) - len(samples))
             _put(batch, key, length_mask(lengths[axis], size, side=self._side), "mask_key")
         return batch
 
@@ -168,7 +180,58 @@ class BucketCollator:
                     "tensor; what collate_fn returns has to be a rectangle before it can be padded"
                 )
         real = _lengths(parts)
-        return replace(batch, {part.path: self._pad(part, self._buckets) for part in parts}), real
+        padded = {part.path: self._pad(part, self._buckets) for part in parts}
+        if self._batch_sizes is not None:
+            padded = self._with_rows(batch, padded, self._rows(real))
+        return replace(batch, padded), real
+
+    def _rows(self, real: Mapping[str, int]) -> int:
+        """Return how many rows a batch of these lengths gets."""
+        axis, sizes = self._batch_sizes  # type: ignore[misc]
+        return sizes[self._buckets[axis].bucket_for(real[axis])]
+
+    def _with_rows(
+        self, batch: Any, padded: dict[KeyPath, torch.Tensor], wanted: int
+    ) -> dict[KeyPath, torch.Tensor]:
+        """Return the tensors of a batch, those that are padded and all others, with more rows."""
+        leaves, treedef = flatten(batch)
+        tensors = {
+            path: leaf
+            for path, leaf in zip(key_paths(treedef), leaves, strict=True)
+            if isinstance(leaf, torch.Tensor) and leaf.dim()
+        }
+        tensors.update(padded)
+        for path in _paths(self._fill):
+            if path not in tensors:
+                raise KeyError(
+                    f"BucketCollator: {keystr('fill', path)} is given, but the batch has no tensor "
+                    f"{keystr('batch', path)}"
+                )
+        rows = next(iter(padded.values())).shape[0]
+        if rows > wanted:
+            raise ValueError(
+                f"BucketCollator: a batch has {rows} rows, but batch_sizes has {wanted} for its "
+                "size: is it that of the sampler?"
+            )
+        filled = dict(padded)
+        for path, tensor in tensors.items():
+            if tensor.shape[0] != rows:  # nothing with a row for each sample
+                continue
+            fill = _at(self._fill, path)
+            if fill is None and path not in padded:
+                raise ValueError(
+                    f"BucketCollator: batch_sizes adds rows of padding to {keystr('batch', path)} "
+                    "too, and fill does not say what they hold: pass it, such as -100 for a label "
+                    "that torch's losses leave out"
+                )
+            # A rule along the padded dimension, arange say, is none along the batch.
+            value: Any = 0 if fill is None else fill
+            if not isinstance(value, (bool, int, float, complex)):
+                value = "repeat-last"
+            if rows == wanted:  # see now that it fits the dtype, not at the end of the epoch
+                pad_to_bucket(tensor[:1], 0, 2, value=value)
+            filled[path] = pad_to_bucket(tensor, 0, wanted, value=value).tensor
+        return filled
 
     def _pad(self, part: _Part, buckets: Mapping[str, Buckets | int]) -> torch.Tensor:
         tensor: torch.Tensor = part.value
@@ -279,6 +342,42 @@ def _mask_keys(given: Any, axes: set[str]) -> dict[str, str]:
     return dict(given)
 
 
+def _batch_sizes(
+    given: Any, buckets: Mapping[str, Buckets]
+) -> tuple[str, Mapping[int, int]] | None:
+    """Return which axis decides on the number of rows, and ``{size: rows}``."""
+    if given is None:
+        return None
+    axes = ", ".join(sorted(buckets))
+    if not isinstance(given, (int, Mapping)) or isinstance(given, bool):
+        raise TypeError(
+            f"BucketCollator: batch_sizes is {given!r}, expected sampler.batch_sizes, a dict "
+            "{size: rows}, or a number of rows"
+        )
+    by_size = {} if isinstance(given, int) else given
+    named = any(isinstance(each, Mapping) for each in by_size.values())
+    if by_size and not named and len(buckets) > 1:
+        raise ValueError(
+            f"BucketCollator: dims has axes {axes}: pass batch_sizes={{axis: {{size: rows}}}} for "
+            "the one that the sampler was given the lengths of"
+        )
+    axis, *more = by_size if named else buckets
+    if axis not in buckets or (named and more):
+        raise ValueError(f"BucketCollator: batch_sizes is {given!r}, expected one axis of {axes}")
+    ladder = buckets[axis]
+    sizes: Any = dict.fromkeys(ladder, given) if isinstance(given, int) else given
+    sizes = sizes[axis] if named else sizes
+    missing = [size for size in ladder if size not in sizes]
+    if missing:
+        raise ValueError(
+            f"BucketCollator: batch_sizes has no {missing[0]}, which is a bucket of {axis!r}: "
+            "give collator and sampler the same buckets"
+        )
+    for size in ladder:
+        positive_integer(sizes[size], f"batch_sizes[{size}]", "BucketCollator")
+    return axis, sizes
+
+
 def _is_leaf(dims: Any) -> bool:
     return isinstance(dims, Mapping) and bool(dims) and all(type(key) is int for key in dims)
 
@@ -326,3 +425,15 @@ def _part(fill: Any, key: Any) -> Any:
     if isinstance(fill, Mapping):
         return fill.get(key)
     return fill[key] if _is_sequence(fill) and key < len(fill) else None
+
+
+def _at(fill: Any, path: KeyPath) -> Any:
+    for key in path:
+        fill = _part(fill, key)
+    return fill
+
+
+def _paths(fill: Any) -> list[KeyPath]:
+    """Return the path of each fill that is given."""
+    leaves, treedef = flatten(fill)
+    return [path for path, leaf in zip(key_paths(treedef), leaves, strict=True) if leaf is not None]

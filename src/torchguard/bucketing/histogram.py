@@ -13,7 +13,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Observed", "Sizes", "batch_maxima", "observe", "positive_integer", "sums", "with_prior"]
+__all__ = [
+    "Observed",
+    "Sizes",
+    "batch_maxima",
+    "integers",
+    "observe",
+    "positive_integer",
+    "sums",
+    "with_prior",
+]
 
 Sizes: TypeAlias = Iterable[int] | Mapping[int, float] | NDArray[np.integer[Any]]
 """What a function that takes observed sizes accepts: one size per observation, or a
@@ -52,7 +61,7 @@ def observe(sizes: Sizes, operation: str) -> Observed:
     """
     if isinstance(sizes, Mapping):
         return _from_histogram(sizes, operation)
-    array = _as_array(sizes, operation)
+    array = integers(sizes, operation)
     if array.ndim != 1:
         raise ValueError(f"{operation}: sizes has shape {array.shape}, expected one dimension")
     if not array.size:
@@ -72,37 +81,40 @@ def observe(sizes: Sizes, operation: str) -> Observed:
     return Observed(distinct, counts.astype(np.float64))
 
 
-def _as_array(sizes: Any, operation: str) -> NDArray[Any]:
+def integers(values: Any, operation: str, name: str = "sizes") -> NDArray[Any]:
     """Make an integer array of a list, an array, a tensor or an iterator, and of nothing else."""
-    expected = "expected integers: a list, a numpy array, a tensor, or {size: how often}"
-    if isinstance(sizes, (str, bytes, bytearray, memoryview)) or not isinstance(sizes, Iterable):
-        raise TypeError(f"{operation}: sizes is a {type(sizes).__name__}, {expected}")
-    if hasattr(sizes, "__array__"):
+    expected = "expected integers: a list, a numpy array, a tensor"
+    if name == "sizes":
+        expected += ", or {size: how often}"
+    refused = (str, bytes, bytearray, memoryview, Mapping)
+    if isinstance(values, refused) or not isinstance(values, Iterable):
+        raise TypeError(f"{operation}: {name} is a {type(values).__name__}, {expected}")
+    if hasattr(values, "__array__"):
         try:
-            array = np.asarray(sizes)
+            array = np.asarray(values)
         except (TypeError, RuntimeError) as error:  # a tensor on a GPU, or one with a gradient
             raise TypeError(
-                f"{operation}: sizes can't be read as an array ({error}); pass sizes.tolist()"
+                f"{operation}: {name} can't be read as an array ({error}); pass {name}.tolist()"
             ) from error
         if array.dtype.kind not in "iu":
-            raise TypeError(f"{operation}: sizes has dtype {array.dtype}, {expected}")
+            raise TypeError(f"{operation}: {name} has dtype {array.dtype}, {expected}")
         return array
-    listed = list(sizes)
+    listed = list(values)
     types = set(map(type, listed))
     if types != {int}:
-        for position, size in enumerate(listed):
-            if isinstance(size, (bool, np.bool_)) or not _is_integer(size):
+        for position, value in enumerate(listed):
+            if isinstance(value, (bool, np.bool_)) or not _is_integer(value):
                 raise TypeError(
-                    f"{operation}: sizes[{position}] is {size!r} ({type(size).__name__}), "
+                    f"{operation}: {name}[{position}] is {value!r} ({type(value).__name__}), "
                     "expected an integer"
                 )
-        listed = [operator.index(size) for size in listed]
+        listed = [operator.index(value) for value in listed]
     try:
         return np.array(listed, dtype=np.int64)
     except OverflowError:
-        where = next(i for i, size in enumerate(listed) if abs(size) > _LARGEST)
+        where = next(i for i, value in enumerate(listed) if abs(value) > _LARGEST)
         raise ValueError(
-            f"{operation}: sizes[{where}] is {listed[where]}, expected 1 to 2**53"
+            f"{operation}: {name}[{where}] is {listed[where]}, expected 1 to 2**53"
         ) from None
 
 
@@ -115,7 +127,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _from_histogram(histogram: Mapping[Any, Any], operation: str) -> Observed:
-    seen = _as_array(list(histogram), operation)
+    seen = integers(list(histogram), operation)
     for size, weight in histogram.items():
         number = isinstance(weight, (int, float, np.integer, np.floating))
         if not number or isinstance(weight, bool) or not 0 <= weight < math.inf:

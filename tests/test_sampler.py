@@ -1,0 +1,396 @@
+"""BucketBatchSampler: batches of one bucket, each item once, ranks in step, resumable."""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_left
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from torchguard import BucketBatchSampler, BucketCollator, Buckets
+from torchguard.bucketing.steps import plan_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LADDER = [4, 8, 12, 20]
+
+lengths_drawn = st.lists(st.integers(0, 20), min_size=1, max_size=120)
+worlds = st.integers(1, 5)
+budgets = st.one_of(
+    st.fixed_dictionaries({"tokens": st.integers(20, 90)}),
+    st.fixed_dictionaries({"batch_size": st.integers(1, 9)}),
+    st.fixed_dictionaries({"tokens": st.integers(400, 3000), "cost": st.just("quadratic")}),
+)
+
+
+def bucket_of(length: int) -> int:
+    return LADDER[bisect_left(LADDER, length)]
+
+
+def of_all_ranks(world: int, *arguments: Any, **options: Any) -> list[BucketBatchSampler]:
+    return [
+        BucketBatchSampler(*arguments, **options, rank=rank, world_size=world)
+        for rank in range(world)
+    ]
+
+
+def some_steps(world: int, *arguments: Any, **options: Any) -> list[BucketBatchSampler]:
+    """Return the ranks' samplers, if drop_last leaves anything."""
+    try:
+        return of_all_ranks(world, *arguments, **options)
+    except ValueError as error:
+        assume("leaves out all" not in str(error))
+        raise
+
+
+def epochs(sampler: BucketBatchSampler, number: int) -> list[list[list[int]]]:
+    return [list(sampler) for _ in range(number)]
+
+
+# Against what the sampler promises, said in the plainest way.
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths_drawn, budgets, worlds, st.booleans(), st.integers(0, 3))
+def test_every_item_comes_once_on_all_ranks_together(
+    lengths: list[int], budget: dict[str, Any], world: int, shuffle: bool, epoch: int
+) -> None:
+    """Some come twice only where the items of a step do not come out even: fewer than W a step."""
+    samplers = of_all_ranks(world, lengths, LADDER, **budget, shuffle=shuffle)
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    missing = set(range(len(lengths)))
+    for step in zip(*samplers, strict=True):
+        given = [index for batch in step for index in batch]
+        assert missing >= set(given)
+        missing -= set(given)
+        assert len(given) - len(set(given)) < world
+        assert len({len(batch) for batch in step}) == 1
+    assert not missing
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths_drawn, budgets, worlds, st.booleans(), st.booleans())
+def test_ranks_take_the_same_bucket_and_rows_in_every_step(
+    lengths: list[int], budget: dict[str, Any], world: int, shuffle: bool, drop_last: bool
+) -> None:
+    """The bucket is that of a batch's longest item, which is what BucketCollator pads to."""
+    samplers = some_steps(world, lengths, LADDER, **budget, shuffle=shuffle, drop_last=drop_last)
+    drawn = [list(sampler) for sampler in samplers]
+    assert {len(batches) for batches in drawn} == {len(samplers[0])}
+    for step in zip(*drawn, strict=True):
+        shapes = {(len(batch), bucket_of(max(lengths[index] for index in batch))) for batch in step}
+        assert len(shapes) == 1
+        [(rows, size)] = shapes
+        full = samplers[0].batch_sizes[size]
+        assert rows == full if drop_last else 0 < rows <= full
+        price = size**2 if budget.get("cost") else size
+        assert full == budget.get("batch_size") or full == max(1, budget["tokens"] // price)
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths_drawn, budgets, worlds, st.integers(0, 9))
+def test_the_same_seed_and_epoch_give_the_same_order(
+    lengths: list[int], budget: dict[str, Any], world: int, seed: int
+) -> None:
+    """Whatever was drawn before, and an epoch that is finished is followed by the next."""
+    first, second = (
+        of_all_ranks(world, lengths, LADDER, **budget, seed=seed)[-1] for _ in range(2)
+    )
+    in_turn = epochs(first, 3)
+    for epoch in (2, 0, 1):
+        second.set_epoch(epoch)
+        assert list(second) == in_turn[epoch]
+    assert list(second) == in_turn[2]
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths_drawn, budgets, worlds, st.data())
+def test_what_is_resumed_equals_what_is_not_interrupted(
+    lengths: list[int], budget: dict[str, Any], world: int, data: st.DataObject
+) -> None:
+    """At any batch of any epoch, through JSON, with set_epoch called by a trainer or not."""
+    whole = epochs(BucketBatchSampler(lengths, LADDER, **budget, rank=0, world_size=world), 3)
+    sampler = BucketBatchSampler(lengths, LADDER, **budget, rank=0, world_size=world)
+    epoch = data.draw(st.integers(0, 1))
+    stop = data.draw(st.integers(0, len(sampler)))
+    sampler.set_epoch(epoch)
+    passing = iter(sampler)
+    taken = [next(passing) for _ in range(stop)]
+    state = json.loads(json.dumps(sampler.state_dict()))
+    resumed = BucketBatchSampler(lengths, LADDER, **budget, rank=0, world_size=world)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["steps"] == stop % len(sampler)
+    if data.draw(st.booleans()) and stop < len(sampler):
+        resumed.set_epoch(epoch)
+    if stop == len(sampler):
+        assert list(resumed) == whole[epoch + 1]
+    else:
+        assert taken + list(resumed) == whole[epoch]
+        assert list(resumed) == whole[epoch + 1]
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths_drawn, budgets, worlds)
+def test_all_ranks_in_turn_are_the_ranks_interleaved(
+    lengths: list[int], budget: dict[str, Any], world: int
+) -> None:
+    """rank="all" is what something that deals one batch to each process takes."""
+    each = [list(sampler) for sampler in of_all_ranks(world, lengths, LADDER, **budget)]
+    together = BucketBatchSampler(lengths, LADDER, **budget, rank="all", world_size=world)
+    batches = list(together)
+    assert len(batches) == len(together)
+    assert [batches[rank::world] for rank in range(world)] == each
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_drawn, budgets, worlds, st.booleans())
+def test_shapes_out_of_the_collator_are_those_of_the_plan(
+    lengths: list[int], budget: dict[str, Any], world: int, drop_last: bool
+) -> None:
+    """(rows, size) of each batch is one of ``batch_sizes``, the last ones included."""
+    samplers = some_steps(world, lengths, LADDER, **budget, drop_last=drop_last)
+    collate = BucketCollator(LADDER, {1: "t"}, batch_sizes=samplers[0].batch_sizes)
+    planned = {(rows, size) for size, rows in samplers[0].batch_sizes.items()}
+    rows = [torch.ones(length) for length in lengths]
+    for step in zip(*samplers, strict=True):
+        shapes = {tuple(collate([rows[index] for index in batch]).shape) for batch in step}
+        assert len(shapes) == 1
+        assert shapes <= planned
+
+
+def test_shuffle_false_keeps_the_order_of_the_data() -> None:
+    """By bucket, the items of each as they come."""
+    sampler = BucketBatchSampler([3, 7, 2, 8, 4, 5, 1, 1], [4, 8], batch_size=2, shuffle=False)
+    assert epochs(sampler, 2) == [[[0, 2], [4, 6], [1, 7], [3, 5]]] * 2
+
+
+# The plan.
+
+
+def brute_force(items: list[int], rows: list[int], prices: list[float], world: int) -> float:
+    """Try all ways in which leftovers stay or move up."""
+
+    def cost_of(stays: tuple[bool, ...]) -> float:
+        total, moved = 0.0, 0
+        for own, each, price, stay in zip(items, rows, prices, stays, strict=True):
+            whole, left = divmod(own + moved, world * each)
+            steps = whole + (1 if stay and left else 0)
+            if moved and own < world * steps:
+                return float("inf")
+            total += steps * world * each * price
+            moved = 0 if stay else left
+        return total
+
+    ways = product([False, True], repeat=len(items) - 1)
+    return min(cost_of((*stays, True)) for stays in ways)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=6), worlds)
+def test_leftovers_stay_or_move_up_whichever_costs_least(
+    drawn: list[tuple[int, int]], world: int
+) -> None:
+    items = [own for own, _ in drawn]
+    rows = sorted((each for _, each in drawn), reverse=True)
+    prices = [float(2 + 3 * place) for place in range(len(drawn))]
+    found = plan_steps(items, rows, prices, ranks=world)
+    assert found.cost == brute_force(items, rows, prices, world)
+
+
+def test_a_large_ladder_is_planned_in_no_time() -> None:
+    """512 buckets, all with leftovers."""
+    lengths = np.random.default_rng(0).integers(1, 4097, 20_000)
+    begun = time.process_time()
+    sampler = BucketBatchSampler(lengths, Buckets.multiples_of(8, 4096), tokens=1 << 17)
+    assert sum(map(len, sampler)) == 20_000
+    assert time.process_time() - begun < 5
+
+
+def test_leftovers_move_up_where_that_is_cheaper() -> None:
+    """One item of 4 beside 3 of 5 makes one batch of 5, not two."""
+    sampler = BucketBatchSampler([4, 5, 5, 5], [4, 5], tokens=20, shuffle=False)
+    [batch] = sampler
+    assert sorted(batch) == [0, 1, 2, 3]
+
+
+def test_drop_last_leaves_out_others_in_every_epoch() -> None:
+    sampler = BucketBatchSampler([5] * 11, [8], batch_size=4, drop_last=True)
+    assert len(sampler) == 2
+    seen = {index for epoch in epochs(sampler, 20) for batch in epoch for index in batch}
+    assert seen == set(range(11))
+
+
+# Passes over it.
+
+
+def test_an_epoch_that_was_not_finished_is_not_followed_by_the_next() -> None:
+    """A look at the first batch on one rank alone does not put it an epoch ahead."""
+    sampler = BucketBatchSampler(range(1, 21), LADDER, batch_size=2)
+    looked_at = next(iter(sampler))
+    assert looked_at == next(iter(sampler))
+    assert sampler.epoch == 0
+
+
+def test_epochs_differ_and_so_do_seeds() -> None:
+    one, other = (BucketBatchSampler([5] * 64, [8], batch_size=4, seed=seed) for seed in (0, 1))
+    drawn = [*epochs(one, 3), *epochs(other, 3)]
+    assert len({json.dumps(epoch) for epoch in drawn}) == 6
+
+
+class Rows:
+    """A dataset of rows that are as long as said, and hold their index."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "ids": [index] * self.lengths[index],
+            "labels": torch.full((self.lengths[index],), 1),
+        }
+
+
+def loader_of(rows: Rows, sampler: BucketBatchSampler, workers: int) -> DataLoader[Any]:
+    collate = BucketCollator(
+        LADDER,
+        {"ids": {1: "t"}, "labels": {1: "t"}},
+        fill={"ids": -1, "labels": -100},
+        batch_sizes=sampler.batch_sizes,
+    )
+    data: Any = rows
+    return DataLoader(data, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
+
+
+def items_of(batch: dict[str, torch.Tensor]) -> list[int]:
+    return [int(row[0]) for row in batch["ids"] if row[0] >= 0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_with_workers_is_resumed_exactly(workers: int) -> None:
+    """Workers fetch ahead, so the training says how many batches it has taken."""
+    random = np.random.default_rng(3)
+    rows = Rows(random.integers(1, 21, 150).tolist())
+
+    def make() -> BucketBatchSampler:
+        return BucketBatchSampler(rows.lengths, LADDER, tokens=40)
+
+    whole = [items_of(batch) for batch in loader_of(rows, make(), workers)]
+    sampler = make()
+    taken = []
+    for step, batch in enumerate(loader_of(rows, sampler, workers), start=1):
+        taken.append(items_of(batch))
+        if step == 7:
+            state = sampler.state_dict(step)
+            break
+    resumed = make()
+    resumed.load_state_dict(state)
+    rest = [items_of(batch) for batch in loader_of(rows, resumed, workers)]
+    assert taken + rest == whole
+    assert sorted(index for batch in taken + rest for index in batch) == list(range(150))
+
+
+def test_shapes_of_an_epoch_are_few_and_static() -> None:
+    rows = Rows(np.random.default_rng(4).integers(1, 21, 333).tolist())
+    sampler = BucketBatchSampler(rows.lengths, LADDER, tokens=60)
+    shapes = {tuple(batch["labels"].shape) for batch in loader_of(rows, sampler, 0)}
+    assert shapes == {(15, 4), (7, 8), (5, 12), (3, 20)}
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (([5, 30, 31], LADDER), {"tokens": 64}, ValueError,
+         r"lengths\[1\] is 30, but the largest bucket is 20: leave out or cut the 2 items"),
+        (([5], LADDER), {}, ValueError, "tokens is None and batch_size is None: pass one of them"),
+        (([5], LADDER), {"tokens": 9, "batch_size": 1}, ValueError, "pass one of them"),
+        (([5, 20], LADDER), {"tokens": 16}, ValueError,
+         "one item of bucket 20 costs 20: pass tokens=20"),
+        (([5], LADDER), {"tokens": 16, "cost": "cubic"}, ValueError, "cost is 'cubic'"),
+        (([], LADDER), {"tokens": 64}, ValueError, r"lengths has shape \(0,\)"),
+        (([[5]], LADDER), {"tokens": 64}, TypeError, r"lengths\[0\] is \[5\]"),
+        ((np.ones((2, 2), int), LADDER), {"tokens": 64}, ValueError, r"shape \(2, 2\)"),
+        (([5, -1], LADDER), {"tokens": 64}, ValueError, "a length is -1"),
+        (([5.0], LADDER), {"tokens": 64}, TypeError, r"lengths\[0\] is 5.0"),
+        (({5: 3}, LADDER), {"tokens": 64}, TypeError, "lengths is a dict"),
+        (([5], 8), {"tokens": 64}, TypeError, "buckets is 8, expected Buckets, a list of sizes"),
+        (([5], LADDER), {"tokens": 64, "rank": 0}, ValueError, "pass both, or neither"),
+        (([5], LADDER), {"tokens": 64, "world_size": 2}, ValueError, "pass both, or neither"),
+        (([5], LADDER), {"tokens": 64, "rank": 2, "world_size": 2}, ValueError,
+         "rank is 2, expected 0 to 1"),
+        (([5], LADDER), {"tokens": 64, "seed": -1}, ValueError, "seed is -1"),
+        (([5] * 9, LADDER), {"batch_size": 10, "drop_last": True}, ValueError,
+         "leaves out all 9 items"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(
+    arguments: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        BucketBatchSampler(*arguments, **options)
+
+
+def test_lengths_may_be_a_list_an_array_or_a_tensor() -> None:
+    given: list[Any] = [
+        [3, 7, 20],
+        np.array([3, 7, 20]),
+        torch.tensor([3, 7, 20]),
+        iter([3, 7, 20]),
+    ]
+    drawn = [list(BucketBatchSampler(each, LADDER, tokens=64)) for each in given]
+    assert drawn == [drawn[0]] * 4
+
+
+def test_a_bucket_without_items_may_be_above_the_budget() -> None:
+    """A ladder for the longest there can be is no reason to refuse short data."""
+    assert list(BucketBatchSampler([5], [8, 4096], tokens=64)) == [[0]]
+
+
+def test_a_state_of_another_sampler_is_refused_in_the_middle_of_an_epoch() -> None:
+    one = BucketBatchSampler([5] * 40, [8], batch_size=4)
+    other = BucketBatchSampler([5] * 40, [8], batch_size=4, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="world_size was 1 and is 2"):
+        other.load_state_dict(one.state_dict(3))
+    with pytest.raises(ValueError, match="steps is 11, but an epoch has 10"):
+        one.state_dict(11)
+    one.set_epoch(4)
+    other.load_state_dict(one.state_dict(0))
+    assert other.epoch == 4
+
+
+class BatchSamplerShard:
+    """Deals batches out, as accelerate's class of this name does."""
+
+    def __init__(self, batch_sampler: Any, num_processes: int) -> None:
+        self.batch_sampler, self.num_processes = batch_sampler, num_processes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(self.batch_sampler):
+            if number % self.num_processes == 0:
+                yield batch
+
+
+def test_batches_of_one_rank_are_not_dealt_out_again() -> None:
+    """Each rank would see only a part of its items."""
+    rank_0, every = (
+        BucketBatchSampler([5] * 40, [8], batch_size=4, rank=rank, world_size=2)
+        for rank in (0, "all")
+    )
+    with pytest.raises(ValueError, match="pass rank='all', world_size=2"):
+        list(BatchSamplerShard(rank_0, 2))
+    assert list(BatchSamplerShard(rank_0, 1)) == list(BatchSamplerShard(every, 2))

@@ -110,6 +110,18 @@ for lengths in ((60, 60), (59, 60), (60, 40), (64, 41), (41, 64)):
     growing(torch.ones(lengths[rank]))
     result["growing"].append(len(checks))
 
+# Two dims: the longest of each rank together, which no rank may have.
+pairs = bucketed(
+    lambda x: x * 2, dims=({0: "b", 1: "t"},), buckets=[(4, 16), (16, 4), (8, 8)], group=True,
+)
+for shapes in (((3, 10), (4, 2)), ((2, 5), (7, 2)), ((16, 2), (3, 16))):
+    x = torch.ones(shapes[rank])
+    try:
+        assert torch.equal(pairs(x), 2 * x)
+    except ValueError as error:
+        result["pairs_error"] = str(error)
+result["pairs"] = [[list(sizes), count] for sizes, count in pairs.stats().hits.items()]
+
 # DDP training against the same training without padding and without ranks.
 torch.manual_seed(0)
 
@@ -159,6 +171,13 @@ def test_both_ranks_take_the_bucket_of_the_longer(results: list[dict[str, Any]])
     for result in results:
         assert result["hits"] == [[[4], 1], [[8], 1], [[16], 2]]
         assert result["shapes"] == [4, 8, 16]
+
+
+def test_both_ranks_take_the_pair_that_holds_either(results: list[dict[str, Any]]) -> None:
+    """And where none does, the error names both sizes on both ranks."""
+    for result in results:
+        assert result["pairs"] == [[[4, 16], 1], [[8, 8], 1]]
+        assert "axes 'b' and 't' are 16 and 16" in result["pairs_error"]
 
 
 def test_what_one_rank_can_not_run_is_an_error_on_both(results: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from torchguard.bucketing.decorator.api import bucketed
 from torchguard.bucketing.decorator.no_recompile import no_recompile
 from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats
 from torchguard.bucketing.masks import length_mask
-from torchguard.bucketing.padding import Padded, pad_to_bucket, unpad
+from torchguard.bucketing.padding import Padded, PaddedPair, pad_to_bucket, unpad
 from torchguard.bucketing.pairs import PairBuckets
 from torchguard.bucketing.sampler import BucketBatchSampler
 from torchguard.checkpoint.folder import checkpoint_folder
@@ -69,6 +69,7 @@ __all__ = [
     "NonResizableStorageError",
     "OptimizerStateError",
     "Padded",
+    "PaddedPair",
     "PaddingLeakError",
     "PairBuckets",
     "PatchConflictError",

@@ -30,6 +30,7 @@ from torchguard import (
     NonResizableStorageError,
     OptimizerStateError,
     Padded,
+    PaddedPair,
     PaddingLeakError,
     PairBuckets,
     PatchConflictError,
@@ -97,6 +98,7 @@ def buckets() -> None:
     assert_type(Buckets.fit(lengths, batch_size=2), Buckets)
     pairs = PairBuckets([(16, 16), (64, 64)])
     assert_type(pairs.bucket_for(3, 20), tuple[int, int])
+    assert_type(torchguard.pad_to_bucket(torch.ones(3, 20), (0, 1), pairs), PaddedPair)
 
     x = torch.ones(2, 5)
     padded = torchguard.pad_to_bucket(x, 1, ladder, value=-1, side="left")

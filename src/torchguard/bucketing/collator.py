@@ -11,10 +11,12 @@ from torch.utils.data import default_collate
 
 from torchguard._public import public
 from torchguard._pytree import KeyPath, child_of, flatten, key_paths, keystr, replace
-from torchguard.bucketing.buckets import Buckets, as_buckets
+from torchguard.bucketing.axes import all_sizes, buckets_by_axes
+from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.histogram import positive_integer
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Side, pad_to_bucket
+from torchguard.bucketing.pairs import PairBuckets
 
 __all__ = ["BucketCollator"]
 
@@ -33,7 +35,9 @@ class BucketCollator:
     the DataLoader's workers, and can be pickled if that can.
 
     Args:
-        buckets: a ladder or a list of sizes for every axis, or ``{axis: ladder}``.
+        buckets: a ladder or a list of sizes for every axis, or ``{axis: ladder}``; for two axes
+            :class:`PairBuckets`, in the order in which ``dims`` names them, or
+            ``{(axis, axis): pairs}``.
         dims: which dimensions of which tensors to pad, in the batch's own structure:
             ``{"ids": {1: "t"}, "audio": {"wave": {2: "s"}}}``. An integer key is a dimension,
             the value names its axis; tensors that share an axis must be equally long.
@@ -73,7 +77,7 @@ class BucketCollator:
 
     def __init__(
         self,
-        buckets: Buckets | Sequence[int] | Mapping[str, Buckets | Sequence[int]],
+        buckets: Buckets | PairBuckets | Sequence[int] | Mapping[Any, Any],
         dims: Dims,
         *,
         fill: Any = None,
@@ -86,20 +90,14 @@ class BucketCollator:
         axes = _axes(dims, "dims")
         if not axes:
             raise ValueError("BucketCollator: dims names no dimension to pad")
-        if isinstance(buckets, Mapping):
-            ladders = {
-                axis: as_buckets(each, f"BucketCollator: buckets of {axis!r}")
-                for axis, each in buckets.items()
-            }
-        else:
-            ladders = dict.fromkeys(
-                axes, as_buckets(buckets, "BucketCollator: buckets", " or {axis: Buckets}")
-            )
-        self._buckets = ladders
-        missing = sorted(axes - self._buckets.keys())
-        if missing:
-            raise ValueError(f"BucketCollator: no buckets for {', '.join(map(repr, missing))}")
-        self._batch_sizes = _batch_sizes(batch_sizes, ladders)
+        if isinstance(buckets, Mapping):  # it may be a dict of more axes than these
+            names = {key: key if isinstance(key, tuple) else (key,) for key in buckets}
+            buckets = {key: each for key, each in buckets.items() if axes.keys() & {*names[key]}}
+        self._buckets = buckets_by_axes(tuple(axes), buckets, "BucketCollator")
+        self._batch_sizes = _batch_sizes(
+            batch_sizes,
+            {axis: each for (axis, *_), each in self._buckets.items() if isinstance(each, Buckets)},
+        )
         if self._batch_sizes is None:
             _check_fill(fill, dims, "fill")
         self._dims = dims
@@ -108,6 +106,7 @@ class BucketCollator:
         self._side: Side = side
         self._length_key = length_key
         self._mask_keys = _mask_keys(mask_key, axes)
+        self._batch_axis = _batch_axis(dims)
         if self._mask_keys and collate_fn is not default_collate:
             raise ValueError(
                 "BucketCollator: mask_key and collate_fn are both given: how long each sample was "
@@ -124,16 +123,19 @@ class BucketCollator:
         lengths: dict[str, list[int]] = {}
         if self._collate_fn is default_collate:
             samples, lengths = self._evened(samples)
-        batch, real = self._padded(self._collate_fn(samples))
+        batch, real, sizes = self._padded(self._collate_fn(samples))
         if self._length_key is not None:
             _put(batch, self._length_key, real, "length_key")
         for axis, key in self._mask_keys.items():
             if axis not in lengths:
                 raise ValueError(f"BucketCollator: no sample has axis {axis!r} to make a mask of")
-            size = self._buckets[axis].bucket_for(real[axis])
             if self._batch_sizes is not None:
-                lengths[axis] += [0] * (self._rows(real) - len(samples))
-            _put(batch, key, length_mask(lengths[axis], size, side=self._side), "mask_key")
+                lengths[axis] += [0] * (self._rows(sizes) - len(samples))
+            mask = length_mask(lengths[axis], sizes[axis], side=self._side)
+            if self._batch_axis in sizes:  # rows that pad the batch are not real
+                rows = sizes[self._batch_axis]
+                mask = pad_to_bucket(mask, 0, rows, side=self._side).tensor
+            _put(batch, key, mask, "mask_key")
         return batch
 
     def _evened(self, samples: list[Any]) -> tuple[list[Any], dict[str, list[int]]]:
@@ -170,8 +172,8 @@ class BucketCollator:
                 found.append(part._replace(value=tensor, dims=dims))
         return found
 
-    def _padded(self, batch: Any) -> tuple[Any, dict[str, int]]:
-        """Pad a batch to its buckets; also return the length of each axis before."""
+    def _padded(self, batch: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
+        """Pad a batch to its buckets; also return the length of each axis, and its bucket."""
         parts = list(_parts(batch, self._dims, self._fill, "batch"))
         for part in parts:
             if not isinstance(part.value, torch.Tensor):
@@ -180,15 +182,16 @@ class BucketCollator:
                     "tensor; what collate_fn returns has to be a rectangle before it can be padded"
                 )
         real = _lengths(parts)
-        padded = {part.path: self._pad(part, self._buckets) for part in parts}
+        sizes = all_sizes(self._buckets, real)
+        padded = {part.path: self._pad(part, sizes) for part in parts}
         if self._batch_sizes is not None:
-            padded = self._with_rows(batch, padded, self._rows(real))
-        return replace(batch, padded), real
+            padded = self._with_rows(batch, padded, self._rows(sizes))
+        return replace(batch, padded), real, sizes
 
-    def _rows(self, real: Mapping[str, int]) -> int:
-        """Return how many rows a batch of these lengths gets."""
-        axis, sizes = self._batch_sizes  # type: ignore[misc]
-        return sizes[self._buckets[axis].bucket_for(real[axis])]
+    def _rows(self, sizes: Mapping[str, int]) -> int:
+        """Return how many rows a batch of these buckets gets."""
+        axis, rows = self._batch_sizes  # type: ignore[misc]
+        return rows[sizes[axis]]
 
     def _with_rows(
         self, batch: Any, padded: dict[KeyPath, torch.Tensor], wanted: int
@@ -233,11 +236,11 @@ class BucketCollator:
             filled[path] = pad_to_bucket(tensor, 0, wanted, value=value).tensor
         return filled
 
-    def _pad(self, part: _Part, buckets: Mapping[str, Buckets | int]) -> torch.Tensor:
+    def _pad(self, part: _Part, sizes: Mapping[str, int]) -> torch.Tensor:
         tensor: torch.Tensor = part.value
         fill = 0 if part.fill is None else part.fill
         for dim, axis in part.dims.items():
-            tensor = pad_to_bucket(tensor, dim, buckets[axis], value=fill, side=self._side).tensor
+            tensor = pad_to_bucket(tensor, dim, sizes[axis], value=fill, side=self._side).tensor
         return tensor
 
 
@@ -321,7 +324,7 @@ def _put(batch: Any, key: str, value: Any, what: str) -> None:
     batch[key] = value  # type: ignore[index]
 
 
-def _mask_keys(given: Any, axes: set[str]) -> dict[str, str]:
+def _mask_keys(given: Any, axes: dict[str, None]) -> dict[str, str]:
     if given is None:
         return {}
     if isinstance(given, str):
@@ -348,6 +351,11 @@ def _batch_sizes(
     """Return which axis decides on the number of rows, and ``{size: rows}``."""
     if given is None:
         return None
+    if not buckets:
+        raise ValueError(
+            "BucketCollator: batch_sizes and pairs: name dim 0 in dims, as the first axis of the "
+            "pairs, which then say how many rows a batch gets"
+        )
     axes = ", ".join(sorted(buckets))
     if not isinstance(given, (int, Mapping)) or isinstance(given, bool):
         raise TypeError(
@@ -386,16 +394,17 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _axes(dims: Dims, path: str) -> set[str]:
+def _axes(dims: Dims, path: str) -> dict[str, None]:
+    """Return the axes in their order; a dict in place of a set, which has none."""
     if dims is None:
-        return set()
+        return {}
     if _is_leaf(dims):
         for axis in dims.values():
             if not isinstance(axis, str):
                 raise TypeError(
                     f"BucketCollator: {path} is {dims!r}, expected {{dimension: axis name}}"
                 )
-        return set(dims.values())
+        return dict.fromkeys(dims.values())
     if isinstance(dims, Mapping):
         items: Any = dims.items()
     elif _is_sequence(dims):
@@ -405,7 +414,18 @@ def _axes(dims: Dims, path: str) -> set[str]:
             f"BucketCollator: {path} is {dims!r}, expected {{dimension: axis name}}, such as "
             "{1: 't'}"
         )
-    return set().union(*(_axes(inner, f"{path}[{key!r}]") for key, inner in items))
+    return {axis: None for key, inner in items for axis in _axes(inner, f"{path}[{key!r}]")}
+
+
+def _batch_axis(dims: Dims) -> str | None:
+    """Return the axis of the batch's own dimension, if it is padded."""
+    if dims is None:
+        return None
+    if _is_leaf(dims):
+        axis: str | None = dims.get(0)
+        return axis
+    inside = dims.values() if isinstance(dims, Mapping) else dims
+    return next((axis for axis in map(_batch_axis, inside) if axis is not None), None)
 
 
 def _check_fill(fill: Any, dims: Dims, path: str) -> None:

@@ -18,7 +18,7 @@ from torchguard._public import public
 from torchguard.bucketing.fit import plan
 from torchguard.bucketing.histogram import Observed, observe, positive_integer, sums
 
-__all__ = ["PairBuckets", "PairCost", "Pairs", "fit_pairs"]
+__all__ = ["PairBuckets", "PairCost", "Pairs", "fit_pairs", "holding", "in_order"]
 
 Pairs: TypeAlias = Iterable[tuple[int, int]] | Mapping[tuple[int, int], float]
 """One (a, b) per observation, or a histogram that maps each to how often it was seen."""
@@ -65,10 +65,12 @@ class PairBuckets:
         Raises:
             ValueError: none does.
         """
-        for shape in self.shapes:
-            if a <= shape[0] and b <= shape[1]:
-                return shape
-        raise ValueError(f"PairBuckets.bucket_for: no bucket of {list(self.shapes)} holds {(a, b)}")
+        shape = holding(self.shapes, a, b)
+        if shape is None:
+            raise ValueError(
+                f"PairBuckets.bucket_for: no bucket of {list(self.shapes)} holds {(a, b)}"
+            )
+        return shape
 
     def waste(self, pairs: Pairs, cost: PairCost = _area) -> float:
         """Return what padding adds to the cost, as a share of the cost without.
@@ -91,6 +93,20 @@ class PairBuckets:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.shapes)})"
+
+
+def holding(shapes: Iterable[tuple[int, int]], a: int, b: int) -> tuple[int, int] | None:
+    """Return the first shape that holds (a, b), None if none does."""
+    for shape in shapes:  # a loop: Dynamo follows it on every release
+        if a <= shape[0] and b <= shape[1]:
+            return shape
+    return None
+
+
+def in_order(shapes: Iterable[tuple[int, int]]) -> PairBuckets:
+    """Return the buckets of shapes that come cheapest first already."""
+    ranks = {(a, b): rank for rank, (a, b) in enumerate(shapes, start=1)}
+    return PairBuckets(ranks, lambda a, b: ranks[a, b])
 
 
 def fit_pairs(

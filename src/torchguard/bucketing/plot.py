@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +13,9 @@ from torchguard.bucketing.histogram import Observed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_pairs"]
 
 _COUNTS = 32
 _BLUE, _RED, _GREY, _LIGHT = "#2b6ca3", "#c2452d", "#555555", "#a9c6de"
@@ -29,14 +30,7 @@ def draw(
     waste: float,
 ) -> None:
     """Draw three panels: where the sizes fall, each bucket's waste, waste against count."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
-    except ImportError:
-        raise ImportError(
-            "Buckets.plot needs matplotlib: pip install 'torchguard-runtime[plot]'"
-        ) from None
-    # A Figure of its own, not pyplot's: nothing of the caller's plots or backend is touched.
-    figure = Figure(figsize=(9.0, 8.4), layout="constrained")
+    figure = _figure(8.4)
     histogram, shares, curve = figure.subplots(3, 1, height_ratios=(3, 2, 3))
     shares.sharex(histogram)
     _draw_sizes(histogram, buckets, observed)
@@ -45,6 +39,37 @@ def draw(
     for axes in (histogram, shares, curve):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
+
+
+def draw_pairs(
+    shapes: Sequence[tuple[int, int]],
+    observed: Mapping[tuple[int, int], float],
+    path: str | os.PathLike[str],
+) -> None:
+    """Draw where pairs of sizes fall, and each bucket as a rectangle from the origin."""
+    figure = _figure(6.0)
+    axes = figure.subplots()
+    first, second = zip(*observed, strict=True)
+    most = max(observed.values())
+    areas = [6 + 54 * count / most for count in observed.values()]
+    axes.scatter(first, second, areas, color=_BLUE, alpha=0.5, linewidths=0)
+    for a, b in shapes:
+        axes.plot([a, a, 0], [0, b, b], color=_RED, linewidth=1)
+    axes.set(xlim=(0, None), ylim=(0, None), xlabel="first size", ylabel="second size")
+    axes.set_title(f"{sum(observed.values()):,.0f} observed pairs and {len(shapes)} buckets (red)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def _figure(height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+    except ImportError:
+        raise ImportError(
+            "Buckets.plot needs matplotlib: pip install 'torchguard-runtime[plot]'"
+        ) from None
+    # A Figure of its own, not pyplot's: nothing of the caller's plots or backend is touched.
+    return Figure(figsize=(9.0, height), layout="constrained")
 
 
 def _draw_sizes(axes: Axes, buckets: Sequence[int], observed: Observed) -> None:

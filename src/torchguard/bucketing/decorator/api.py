@@ -85,7 +85,8 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
             ``{"ids": {1: "t"}, "batch": {"audio": {2: "s"}}}``. Inputs that share a name are
             equally long.
         buckets: a :class:`Buckets` or a list of sizes for every axis, ``{axis: Buckets}``, or
-            ``"auto"``: powers of two as they are needed, fitted once after 32 calls.
+            ``"auto"``: powers of two as they are needed, fitted once after 32 calls. For two axes
+            :class:`PairBuckets`, in the order of ``dims``, or ``{(axis, axis): PairBuckets}``.
         fill: what padding holds, by argument: a number, ``"repeat-last"``, ``"arange"`` or a
             function, as ``value`` of :func:`pad_to_bucket`; 0 where nothing is said. Say it
             where it means something (labels: -100): only what is left at 0 is varied by the check.

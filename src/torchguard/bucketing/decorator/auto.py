@@ -1,4 +1,4 @@
-"""The ladder of each axis: given, read from a plan file, grown, or fitted to what arrives."""
+"""The ladders of the axes: given, read from a plan file, grown, or fitted to what arrives."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from torchguard.bucketing.buckets import Buckets, as_buckets, total_cost
+from torchguard.bucketing.axes import buckets_by_axes
+from torchguard.bucketing.buckets import Buckets, total_cost
+from torchguard.bucketing.decorator.pair_ladder import PairLadder
 from torchguard.bucketing.histogram import observe
+from torchguard.bucketing.pairs import PairBuckets, in_order
 
-__all__ = ["GivenBuckets", "Ladder", "ladders_of", "read_plan", "write_plan"]
-
-GivenBuckets: TypeAlias = Buckets | Literal["auto"]
+__all__ = ["Ladder", "ladders_of", "read_plan", "write_plan"]
 
 _FORMAT = "torchguard.cli.plan"
 _VERSION = 1
@@ -31,22 +32,43 @@ class Ladder:
     """The buckets of one axis, which may change.
 
     Args:
+        axes: the axis.
         given: the buckets; ``"auto"`` begins with powers of two, as they are needed, and
             fits them once to the first calls.
         growing: whether a size above the largest adds a bucket.
     """
 
-    def __init__(self, given: GivenBuckets, *, growing: bool) -> None:
+    def __init__(self, axes: tuple[str, ...], given: Any, *, growing: bool) -> None:
+        self.axes = axes
         self.automatic = given == "auto"
-        self.buckets = None if isinstance(given, str) else given
+        self.buckets: Buckets | None = None if isinstance(given, str) else given
         self._growing = growing or self.automatic
         self.fitting = self.automatic
         self._lock = threading.Lock()
 
-    def bucket_for(self, size: int) -> int | None:
-        """Return the bucket for a size, None if there is none and none may be added."""
+    def shapes(self) -> list[dict[str, int]]:
+        """Return each bucket, by axis."""
+        return [{self.axes[0]: size} for size in self.buckets or ()]
+
+    def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
+        """Return the bucket for the size of its axis, None if none may be added."""
         with self._lock:
-            return self._bucket_for(size)
+            bucket = self._bucket_for(sizes[self.axes[0]])
+        return None if bucket is None else {self.axes[0]: bucket}
+
+    def least(self, axis: str, sizes: Mapping[str, int]) -> int:
+        """Return the smallest size of an axis that gets the same bucket as ``sizes``."""
+        smaller = [each for each in self.buckets or () if each < sizes[axis]]
+        return max(smaller, default=0) + 1
+
+    def too_large(self, sizes: Mapping[str, int], label: str) -> str:
+        """Return why a size of an argument has no bucket, and what to do."""
+        (axis,) = self.axes
+        largest = None if self.buckets is None else self.buckets.sizes[-1]
+        return (
+            f"axis {axis!r} is {sizes[axis]} in {label}, but the largest bucket is {largest}: add "
+            "a larger one"
+        )
 
     def _bucket_for(self, size: int) -> int | None:
         if self.fitting:  # powers of two, as they are needed
@@ -64,21 +86,23 @@ class Ladder:
         self.buckets = Buckets([*sizes, bucket])
         return bucket
 
-    def observe(self, seen: Mapping[int, int], compiled: Iterable[int]) -> bool:
+    def observe(
+        self, arrived: Mapping[tuple[int, ...], int], compiled: Iterable[tuple[int, ...]]
+    ) -> bool:
         """Fit an automatic ladder once enough calls were seen; tell whether it has changed.
 
         Args:
-            seen: how often each size arrived.
+            arrived: how often each size did, by ``(size,)``.
             compiled: the buckets that have run: they cost nothing more.
         """
-        seen = {size: count for size, count in seen.items() if size > 0}
+        seen = {size: count for (size,), count in arrived.items() if size > 0}
         if not self.fitting or sum(seen.values()) < _OBSERVED_CALLS:
             return False
         self.fitting = False
         observed = observe(seen, "bucketed")
         price = _WORTH_COMPILING * total_cost(observed, "linear", "bucketed")
         largest = int(observed.sizes[-1])
-        there = sorted(set(compiled))
+        there = sorted({size for (size,) in compiled})
         fitted = Buckets.fit(
             seen,
             None,
@@ -94,9 +118,9 @@ class Ladder:
 
 
 def ladders_of(
-    axes: Iterable[str], given: Any, plan: Mapping[str, Buckets] | Buckets | None, *, growing: bool
-) -> dict[str, Ladder]:
-    """Give each axis its ladder.
+    axes: Iterable[str], given: Any, plan: Any, *, growing: bool
+) -> dict[str, Ladder | PairLadder]:
+    """Give each axis its ladder; two axes that have their buckets together share one.
 
     Raises:
         TypeError: neither buckets nor ``"auto"``.
@@ -111,21 +135,16 @@ def ladders_of(
         given = plan
     if given is None:
         raise ValueError('bucketed: no buckets: pass buckets={...}, buckets="auto" or plan=')
-    by_name = dict(given) if isinstance(given, Mapping) else dict.fromkeys(axes, given)
-    for name, buckets in by_name.items():
-        if buckets != "auto":
-            by_name[name] = as_buckets(buckets, f"bucketed: buckets of {name!r}", " or 'auto'")
-        if name not in axes:
-            raise ValueError(f"bucketed: buckets names {name!r}, but dims has {', '.join(axes)}")
-    missing = [name for name in axes if name not in by_name]
-    if missing:
-        raise ValueError(f"bucketed: no buckets for {', '.join(map(repr, missing))}")
-    return {name: Ladder(by_name[name], growing=growing) for name in axes}
+    found: dict[str, Ladder | PairLadder] = {}
+    for names, buckets in buckets_by_axes(axes, given, "bucketed", auto=True).items():
+        kind = Ladder if len(names) == 1 else PairLadder
+        found |= dict.fromkeys(names, kind(names, buckets, growing=growing))
+    return {axis: found[axis] for axis in axes}
 
 
 def write_plan(
     path: str | os.PathLike[str],
-    ladders: Mapping[str, Ladder],
+    ladders: Mapping[str, Ladder | PairLadder],
     seen: Mapping[tuple[int, ...], int],
 ) -> None:
     """Write ladders and the sizes seen to a JSON file that :func:`read_plan` reads."""
@@ -139,17 +158,24 @@ def write_plan(
         "buckets": {
             name: list(ladder.buckets.sizes)
             for name, ladder in ladders.items()
-            if ladder.buckets is not None
+            if isinstance(ladder.buckets, Buckets)
         },
         "observed": {name: sorted(counts.items()) for name, counts in sizes.items()},
     }
+    pairs = [
+        {"axes": ladder.axes, "shapes": ladder.buckets.shapes}
+        for ladder in dict.fromkeys(ladders.values())
+        if isinstance(ladder.buckets, PairBuckets)
+    ]
+    if pairs:
+        document["pairs"] = pairs
     target = Path(path)
     unfinished = target.with_name(target.name + ".part")
     unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(target)
 
 
-def read_plan(path: str | os.PathLike[str]) -> dict[str, Buckets] | Buckets:
+def read_plan(path: str | os.PathLike[str]) -> dict[Any, Buckets | PairBuckets] | Buckets:
     """Read the ladders that :func:`write_plan` wrote, or ``python -m torchguard plan --json``.
 
     The latter is one ladder, for every axis.
@@ -165,6 +191,11 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Buckets] | Buckets:
             return Buckets.from_json(text)
         if document["format"] != _FORMAT or document["version"] != _VERSION:
             raise ValueError("another format or version")  # noqa: TRY301
-        return {name: Buckets(sizes) for name, sizes in document["buckets"].items()}
+        read: dict[Any, Buckets | PairBuckets] = {
+            name: Buckets(sizes) for name, sizes in document["buckets"].items()
+        }
+        for each in document.get("pairs", ()):
+            read[tuple(each["axes"])] = in_order(each["shapes"])
+        return read  # noqa: TRY300
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"bucketed: {os.fspath(path)!r} is not a plan: {error}") from None

@@ -373,14 +373,16 @@ class Caller:
         """Fit automatic ladders once enough calls were seen."""
         changed = False
         seen = self.seen
-        for index, ladder in enumerate(self.spec.ladders.values()):
+        axes = list(self.spec.ladders)
+        for ladder in dict.fromkeys(self.spec.ladders.values()):
             if not ladder.fitting:
                 continue
-            sizes: Counter[int] = Counter()
+            places = [axes.index(axis) for axis in ladder.axes]
+            sizes: Counter[tuple[int, ...]] = Counter()
             for combination, count in seen.items():
-                sizes[combination[index]] += count
-            ran_with = {buckets[index] for buckets in self.counts if buckets}
-            changed |= ladder.observe(sizes, ran_with)
+                sizes[tuple(combination[place] for place in places)] += count
+            ran = {tuple(each[place] for place in places) for each in self.counts if each}
+            changed |= ladder.observe(sizes, ran)
         self._fitting = any(ladder.fitting for ladder in self.spec.ladders.values())
         if changed:
             self._plans.clear()

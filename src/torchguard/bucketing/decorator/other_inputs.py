@@ -157,9 +157,8 @@ def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
     windows: dict[str, tuple[int, int]] = {}
     sizes: Sizes = dict(plan.sizes)
     for axis, size in plan.sizes.items():
-        ladder = spec.ladders[axis].buckets
-        smaller = [b for b in (ladder.sizes if ladder else ()) if b < plan.buckets[axis]]
-        shortest = max((size + 1) // 2, max(smaller, default=0) + 1, 2)
+        # Of two axes that share their buckets, the first may be cut already.
+        shortest = max((size + 1) // 2, spec.ladders[axis].least(axis, sizes), 2)
         if shortest >= size:
             continue
         start = _window([m for m in masks if m.axis == axis], size, shortest, spec.options["side"])

@@ -18,7 +18,7 @@ from torchguard._pytree import KeyPath, flatten, unflatten
 from torchguard._torch import SymbolicSizes, without_fake_tensor_logs
 from torchguard.bucketing.decorator.compile import COMPILING
 from torchguard.bucketing.decorator.outputs import Narrow, Output, Steps, declared_steps
-from torchguard.bucketing.decorator.plan import Call, Plan, real_extras
+from torchguard.bucketing.decorator.plan import Call, Plan, mask_shape, real_extras
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import (
@@ -242,8 +242,7 @@ class OutputShapes:
             extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
             for argument, mask in self.spec.masks.items():
                 if hints and argument in extras:
-                    made = extras[argument]
-                    extras[argument] = world.empty((*made.shape[:-1], mask.axis), made)
+                    extras[argument] = world.empty(mask_shape(plan.inputs, mask), extras[argument])
             inputs = {
                 each.index: world.empty(each.symbolic(hints), call.leaves[each.index])
                 for each in plan.inputs

@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from torchguard import _torch
 from torchguard._pytree import TreeDef, flatten, key_paths, keystr, unflatten
+from torchguard.bucketing.decorator.masking import Mask
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
 
@@ -35,6 +36,7 @@ __all__ = [
     "fresh_extras",
     "leaf_key",
     "make_extras",
+    "mask_shape",
     "real_extras",
     "sizes_of",
 ]
@@ -369,21 +371,20 @@ def find_buckets(spec: Spec, sizes: Sizes, inputs: Iterable[Input]) -> Sizes | N
         ValueError: it may not.
     """
     found: Sizes = {}
-    for axis, size in sizes.items():
-        ladder = spec.ladders[axis]
-        bucket = ladder.bucket_for(size)
+    for ladder in dict.fromkeys(spec.ladders.values()):
+        bucket = ladder.bucket_for(sizes)
         if bucket is None and spec.options["overflow"] == "error":
-            assert ladder.buckets is not None
-            largest = ladder.buckets.sizes[-1]
-            label = next((e.label for e in inputs for _, name in e.axes if name == axis), axis)
+            label = next(
+                each.label for each in inputs if any(axis in ladder.axes for _, axis in each.axes)
+            )
             raise ValueError(
-                f"bucketed: axis {axis!r} is {size} in {label}, but the largest bucket is "
-                f"{largest}: add a larger one, or pass overflow='grow', 'eager' or 'dynamic'"
+                f"bucketed: {ladder.too_large(sizes, label)}, or pass overflow='grow', 'eager' or "
+                "'dynamic'"
             )
         if bucket is None:
             return None
-        found[axis] = bucket
-    return found
+        found |= bucket
+    return {axis: found[axis] for axis in sizes}
 
 
 def make_extras(
@@ -399,12 +400,30 @@ def make_extras(
         # Above the largest bucket nothing is padded, but the function may insist on a mask.
         wanted = buckets is not None or argument in spec.required
         if given.get(argument) is None and wanted:
-            holder, dim = _holder(inputs, mask.axis)
-            batch = holder.shape[:1] if dim else ()
-            size = sizes[mask.axis]
-            padded = size if buckets is None else buckets[mask.axis]
-            made[argument] = mask.make(batch, size, padded, spec.options["side"], holder.device)
+            made[argument] = _made_mask(spec, mask, inputs, sizes, buckets or sizes)
     return made
+
+
+def _made_mask(
+    spec: Spec, mask: Mask, inputs: Sequence[Input], sizes: Sizes, buckets: Sizes
+) -> torch.Tensor:
+    """Make a mask, (S,) or (B, S); rows that pad a batch are not real."""
+    holder, dim = _holder(inputs, mask.axis)
+    side = spec.options["side"]
+    rows = holder.shape[:1] if dim else ()
+    made = mask.make(rows, sizes[mask.axis], buckets[mask.axis], side, holder.device)
+    batch = mask_shape(inputs, mask)[0]
+    if dim and isinstance(batch, str) and buckets[batch] != rows[0]:
+        with torch.inference_mode(False), torch.no_grad():
+            padded = pad_to_bucket(made, 0, buckets[batch], value=mask.fill, side=side).tensor
+            made = padded.clone()  # of version 0: a later one says that the function wrote to it
+    return made
+
+
+def mask_shape(inputs: Iterable[Input], mask: Mask) -> tuple[int | str, ...]:
+    """Return the shape of a mask, (S,) or (B, S), with names in place of sizes that vary."""
+    holder, dim = _holder(inputs, mask.axis)
+    return (dict(holder.axes).get(0, holder.shape[0]), mask.axis) if dim else (mask.axis,)
 
 
 def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:
@@ -431,9 +450,7 @@ def real_extras(spec: Spec, plan: Plan, *, with_masks: bool = False) -> dict[str
         if mask is None:
             wanted[argument] = value
         elif with_masks or argument in spec.required:
-            size = plan.sizes[mask.axis]
-            shape, side = tuple(value.shape[:-1]), spec.options["side"]
-            wanted[argument] = mask.make(shape, size, size, side, value.device)
+            wanted[argument] = _made_mask(spec, mask, plan.inputs, plan.sizes, plan.sizes)
     return wanted
 
 

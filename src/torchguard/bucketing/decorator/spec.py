@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, get_args
 
@@ -20,6 +20,7 @@ from torchguard._pytree import KeyPath, children, keystr
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.auto import Ladder, ladders_of, read_plan
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
+from torchguard.bucketing.decorator.pair_ladder import PairLadder
 from torchguard.bucketing.padding import Side
 
 __all__ = [
@@ -162,8 +163,8 @@ class Spec:
     """By argument."""
     lengths: Mapping[str, str]
     """The argument that takes the size of an axis, by axis."""
-    ladders: dict[str, Ladder]
-    """The buckets of each axis, which may change."""
+    ladders: dict[str, Ladder | PairLadder]
+    """The buckets of each axis, which may change; two axes may share them."""
     parameters: tuple[str, ...]
     """Names of what can be given by position."""
     required: frozenset[str]
@@ -273,7 +274,27 @@ class Spec:
         elif mask is not None and value is not None:
             if not isinstance(value, torch.Tensor) or not value.dim():
                 raise TypeError(f"bucketed: {name} is {value!r}, expected a mask, a tensor")
-            yield Found(name, (), value, ((value.dim() - 1, mask.axis),), mask.fill)
+            axes = [(value.dim() - 1, mask.axis)]
+            batch = _batch_axis(self.dims.values(), mask.axis)
+            # One row, as of a mask (1, 1, T, T), is that of every row of the batch.
+            if batch is not None and value.dim() > 1 and (value.dim() == 2 or value.shape[0] != 1):  # noqa: PLR2004
+                axes.insert(0, (0, batch))
+            yield Found(name, (), value, tuple(axes), mask.fill)
+
+
+def _batch_axis(dims: Iterable[Any], axis: str) -> str | None:
+    """Return the axis of dim 0 of the first tensor that has ``axis`` behind it, if it has one."""
+    of_tensors = (names for spec in dims for names in _dims_of_tensors(spec))
+    first = next((names.get(0) for names in of_tensors if axis in names.values()), None)
+    return None if first == axis else first
+
+
+def _dims_of_tensors(spec: Any) -> Iterator[dict[int, str | None]]:
+    if isinstance(spec, Mapping) and all(type(key) is int for key in spec):
+        yield {dim: _name(each, "dims") for dim, each in spec.items()}
+    elif isinstance(spec, (Mapping, list, tuple)):
+        for inner in spec.values() if isinstance(spec, Mapping) else spec:
+            yield from _dims_of_tensors(inner)
 
 
 def _name(axis: Any, where: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.decorator.call import Caller
+from torchguard.bucketing.pairs import PairBuckets, fit_pairs, holding
+from torchguard.bucketing.plot import draw_pairs
 
 __all__ = ["AxisReport", "BucketedReport", "BucketedStats", "report_of", "stats_of"]
 
@@ -103,10 +106,12 @@ class AxisReport:
     """One axis: the buckets there are, and the best ones of other counts."""
 
     axis: str
-    buckets: tuple[int, ...]
+    """Its name; ``"b x t"`` for two that share their buckets."""
+    buckets: tuple[Any, ...]
+    """Sizes, or pairs of them."""
     waste: float
     """Over the sizes seen that have a bucket."""
-    best: dict[int, tuple[tuple[int, ...], float]]
+    best: dict[int, tuple[tuple[Any, ...], float]]
     """By count: the best buckets for what was seen, and their waste."""
 
     @property
@@ -132,12 +137,12 @@ class BucketedReport:
             lines += [
                 "",
                 (
-                    f"{each.axis}: {len(each.buckets)} buckets {' '.join(map(str, each.buckets))}, "
+                    f"{each.axis}: {len(each.buckets)} buckets {_listed(each.buckets)}, "
                     f"waste {100 * each.waste:.1f} %"
                 ),
             ]
             lines += [
-                f"  the best {count}: {' '.join(map(str, sizes))}, waste {100 * waste:.1f} %"
+                f"  the best {count}: {_listed(sizes)}, waste {100 * waste:.1f} %"
                 for count, (sizes, waste) in each.best.items()
             ]
             lines.append(
@@ -157,29 +162,60 @@ def report_of(caller: Caller, path: str | os.PathLike[str] | None) -> BucketedRe
     """
     with caller.lock:
         seen = caller.seen
-    ladders = caller.spec.ladders
+    names = list(caller.spec.ladders)
+    ladders = list(dict.fromkeys(caller.spec.ladders.values()))
     axes = []
-    for index, (axis, ladder) in enumerate(ladders.items()):
-        sizes: Counter[int] = Counter()
+    for ladder in ladders:
+        places = [names.index(axis) for axis in ladder.axes]
+        sizes: Counter[Any] = Counter()
         for combination, count in seen.items():
-            sizes[combination[index]] += count
+            sizes[tuple(combination[place] for place in places)] += count
         buckets = ladder.buckets
-        held = {
-            size: count
-            for size, count in sizes.items()
-            if buckets is not None and 0 < size <= buckets.sizes[-1]
-        }
+        held = {key: count for key, count in sizes.items() if buckets and _holds(buckets, key)}
         if buckets is None or not held:
             raise ValueError("bucketed: nothing to report yet: call the function first")
-        counts = sorted({max(len(buckets) - _STEP, 1), len(buckets), len(buckets) + _STEP})
-        best = {}
-        for count in counts:
-            fitted = Buckets.fit(held, count)
-            best[count] = (fitted.sizes, fitted.waste(held))
-        axes.append(AxisReport(axis, buckets.sizes, buckets.waste(held), best))
-        if path is not None:
-            target = Path(path)
-            if len(ladders) > 1:
-                target = target.with_name(f"{target.stem}-{axis}{target.suffix}")
-            buckets.plot(held, target)
+        target = None if path is None else Path(path)
+        if target is not None and len(ladders) > 1:
+            target = target.with_name(f"{target.stem}-{'-'.join(ladder.axes)}{target.suffix}")
+        axes.append(_report_of_axis(" x ".join(ladder.axes), buckets, held, target))
     return BucketedReport(stats_of(caller), tuple(axes))
+
+
+def _report_of_axis(
+    axis: str,
+    buckets: Buckets | PairBuckets,
+    held: dict[tuple[int, ...], int],
+    path: Path | None,
+) -> AxisReport:
+    """Compare buckets with the best of 4 fewer, as many and 4 more."""
+    counts = sorted({max(len(buckets) - _STEP, 1), len(buckets), len(buckets) + _STEP})
+    best: dict[int, tuple[tuple[Any, ...], float]] = {}
+    if isinstance(buckets, PairBuckets):
+        pairs = {(a, b): count for (a, b), count in held.items()}
+        for count in counts:
+            pairs_fitted = fit_pairs(pairs, count)
+            best[count] = (pairs_fitted.shapes, pairs_fitted.waste(pairs))
+        if path is not None:
+            draw_pairs(buckets.shapes, pairs, path)
+        return AxisReport(axis, buckets.shapes, buckets.waste(pairs), best)
+    sizes = {size: count for (size,), count in held.items()}
+    for count in counts:
+        fitted = Buckets.fit(sizes, count)
+        best[count] = (fitted.sizes, fitted.waste(sizes))
+    if path is not None:
+        buckets.plot(sizes, path)
+    return AxisReport(axis, buckets.sizes, buckets.waste(sizes), best)
+
+
+def _holds(buckets: Buckets | PairBuckets, sizes: tuple[int, ...]) -> bool:
+    if min(sizes) <= 0:
+        return False
+    if isinstance(buckets, PairBuckets):
+        return holding(buckets, *sizes) is not None
+    return sizes[0] <= buckets.sizes[-1]
+
+
+def _listed(buckets: Iterable[Any]) -> str:
+    return " ".join(
+        "x".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in buckets
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -61,15 +63,18 @@ def warm_up(
             f"bucketed: the buckets of {empty[0]!r} are 'auto' and none is known yet: warm up "
             "after some calls, or pass plan="
         )
-    sizes = [each.buckets.sizes for each in spec.ladders.values() if each.buckets is not None]
     combinations = [
-        dict(zip(spec.ladders, each, strict=True)) for each in itertools.product(*sizes)
+        dict(collections.ChainMap(*each))
+        for each in itertools.product(
+            *(ladder.shapes() for ladder in dict.fromkeys(spec.ladders.values()))
+        )
     ]
+    # The largest first: what runs out of memory does so at once.
+    combinations.sort(key=lambda buckets: math.prod(buckets.values()), reverse=True)
     modules = all_reachable_modules(caller.cache.function, (*owner, *args))
     shown = sys.stderr.isatty() if progress is None else progress
     with _Bar(sys.stderr, len(combinations), shown=shown) as bar:
-        # The longest first: what runs out of memory does so at once.
-        for done, buckets in enumerate(reversed(combinations)):
+        for done, buckets in enumerate(combinations):
             bar.show(done, buckets)
             sized = call.with_leaves(
                 {

@@ -1,0 +1,431 @@
+"""Two dims at once: batch x length, height x width have a few shapes, and not K1 x K2."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchguard import (
+    BucketCollator,
+    Buckets,
+    PaddedPair,
+    PaddingLeakError,
+    PairBuckets,
+    RecompileError,
+    bucketed,
+    no_recompile,
+    pad_to_bucket,
+    unpad,
+)
+from torchguard.bucketing.decorator.pair_ladder import PairLadder
+
+PAIRS = PairBuckets([(8, 16), (4, 32), (2, 64)])
+SHAPES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=5)
+
+
+class Counting:
+    """A backend that runs graphs as they are and keeps the shapes of their inputs."""
+
+    def __init__(self) -> None:
+        self.graphs: list[tuple[int, ...]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs += [tuple(each.shape) for each in inputs if isinstance(each, torch.Tensor)]
+        return graph.forward
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, 2 * x), 1)
+
+
+def cheapest(shapes: list[tuple[int, int]], a: int, b: int) -> tuple[int, int] | None:
+    """Return what look-up has to find, by trying all shapes."""
+    fitting = [(x * y, x, y) for x, y in shapes if a <= x and b <= y]
+    return min(fitting)[1:] if fitting else None
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes=SHAPES, arriving=SHAPES)
+def test_each_call_takes_the_cheapest_shape_that_holds_both(
+    shapes: list[tuple[int, int]], arriving: list[tuple[int, int]]
+) -> None:
+    """Against brute force, outputs against the plain function, sizes above as an error."""
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return scaled(x)
+
+    wrapped = bucketed(
+        function, dims={"x": {0: "b", 1: "t"}}, buckets=PairBuckets(shapes), check_padding="never",
+        outputs={0: "b", 1: lambda t: 2 * t},
+    )  # fmt: skip
+    for a, b in arriving:
+        x = torch.randn(a, b)
+        wanted = cheapest(shapes, a, b)
+        if wanted is None:
+            with pytest.raises(ValueError, match=f"axes 'b' and 't' are {a} and {b} \\(in x\\)"):
+                wrapped(x)
+            continue
+        output = wrapped(x)
+        assert seen[-1] == wanted
+        # The second copy begins behind the padding of the first: only what is before is compared.
+        assert torch.equal(output[:, :b], x)
+    assert set(wrapped.stats().hits) <= set(shapes)
+
+
+@settings(deadline=None, max_examples=200)
+@given(shapes=SHAPES, a=st.integers(1, 12), b=st.integers(1, 12))
+def test_the_least_size_of_a_bucket_is_the_smallest_that_gets_it(
+    shapes: list[tuple[int, int]], a: int, b: int
+) -> None:
+    """The check cuts inputs no shorter than what their bucket can be entered with."""
+    ladder = PairLadder(("b", "t"), PairBuckets(shapes), growing=False)
+    bucket = cheapest(shapes, a, b)
+    if bucket is None:
+        return
+    sizes = {"b": a, "t": b}
+    assert ladder.least("b", sizes) == min(
+        n for n in range(1, a + 1) if cheapest(shapes, n, b) == bucket
+    )
+    assert ladder.least("t", sizes) == min(
+        n for n in range(1, b + 1) if cheapest(shapes, a, n) == bucket
+    )
+
+
+def test_three_pairs_are_three_static_graphs() -> None:
+    """And warming up compiles those three, not the product of the sizes."""
+    torch.compiler.reset()
+    backend = Counting()
+    wrapped = bucketed(
+        lambda x: x * 2, dims={"x": {0: "b", 1: "t"}}, buckets=PAIRS, compile={"backend": backend}
+    )
+    wrapped.warmup(torch.ones(1, 5))
+    assert sorted(backend.graphs) == [(2, 64), (4, 32), (8, 16)]
+    with no_recompile():
+        for a, b in ((1, 3), (7, 9), (3, 20), (2, 33), (1, 64), (8, 16)):
+            x = torch.randn(a, b)
+            assert torch.equal(wrapped(x), 2 * x)
+    assert wrapped.stats().graphs == 3
+    assert wrapped.stats().hits == {(2, 64): 3, (4, 32): 1, (8, 16): 2}
+    assert wrapped.stats().axes == ("b", "t")
+
+
+def test_no_recompile_names_a_pair_that_is_not_compiled() -> None:
+    wrapped = bucketed(
+        lambda x: x * 2, dims={"x": {0: "b", 1: "t"}}, buckets=PAIRS, compile={"backend": "eager"}
+    )
+    with no_recompile(), pytest.raises(RecompileError, match="b: 3 -> 4 in x, t: 17 -> 32 in x"):
+        wrapped(torch.ones(3, 17))
+
+
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Over all that is real: rows that pad the batch must not count."""
+    real = mask[..., None]
+    return (x * real).sum((0, 1)) / real.sum()
+
+
+@pytest.mark.parametrize("buckets", [PAIRS, {"b": [8], "t": [16, 64]}], ids=["pair", "apart"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_masks_have_the_rows_of_the_padded_batch(buckets: Any, side: Any) -> None:
+    """Made where the caller gives none, extended where he does; padded rows are not real."""
+    options: Any = {
+        "dims": {"x": {0: "b", 1: "t"}},
+        "buckets": buckets,
+        "mask": {"mask": ("t", "real")},
+        "side": side,
+    }
+    wrapped = bucketed(masked_mean, **options)
+    x = torch.randn(3, 11, 2, requires_grad=True)
+    expected = x.mean((0, 1))
+    torch.testing.assert_close(wrapped(x), expected)
+    mask = torch.rand(3, 11) < 0.7
+    found = wrapped(x, mask)
+    torch.testing.assert_close(found, masked_mean(x, mask))
+    wanted = torch.autograd.grad(masked_mean(x, mask).sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), x)[0], wanted)
+
+
+def test_a_mask_for_every_row_is_not_extended() -> None:
+    """One of (1, 1, T) broadcasts over the batch."""
+
+    def function(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask[0], x, 0)
+
+    wrapped = bucketed(
+        function,
+        dims={"x": {0: "b", 1: "t"}},
+        buckets=PAIRS,
+        mask={"mask": ("t", "real")},
+    )
+    x, mask = torch.randn(3, 5), torch.ones(1, 1, 5, dtype=torch.bool)
+    assert torch.equal(wrapped(x, mask), x)
+
+
+def test_padding_of_the_batch_that_leaks_is_refused() -> None:
+    wrapped = bucketed(
+        lambda x: x - x.mean(0, keepdim=True), dims={"x": {0: "b", 1: "t"}}, buckets=PAIRS
+    )
+    with pytest.raises(PaddingLeakError, match=r"b: 3 -> 4 in x, t: 32 -> 32 in x"):
+        wrapped(torch.randn(3, 32))
+
+
+def test_what_only_one_pair_can_be_is_checked_as_one_dim_is() -> None:
+    """Each pair is proven once; another size in it is not checked again."""
+    runs = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        runs.append(tuple(x.shape))
+        return x * 2
+
+    wrapped = bucketed(
+        function, dims={"x": {0: "b", 1: "t"}}, buckets=PAIRS, outputs={0: "b", 1: "t"}
+    )
+    wrapped(torch.ones(3, 20))
+    assert len(runs) > 1
+    runs.clear()
+    wrapped(torch.ones(3, 19))
+    assert runs == [(4, 32)]
+
+
+@pytest.mark.parametrize(
+    ("dims", "buckets", "message"),
+    [
+        ({0: "b"}, PAIRS, "buckets are pairs, but dims names 'b': pass Buckets, or name the other"),
+        ({0: "a", 1: "b", 2: "c"}, PAIRS, "buckets are pairs, but dims names .*say which two"),
+        ({0: "b", 1: "t"}, {"t": PAIRS, "b": [4]}, "buckets of 't' are for 2 axes: name both"),
+        ({0: "b", 1: "t"}, {("b", "t"): Buckets([4])}, "buckets of 'b', 't' are for 1 axes"),
+        ({0: "b", 1: "t"}, {("b", "u"): PAIRS}, "buckets names 'u', but dims has b, t"),
+        ({0: "b", 1: "t"}, {("b", "t"): PAIRS, "t": [4]}, "buckets has 't' twice"),
+        ({0: "b", 1: "t"}, {("b", "b"): PAIRS}, "buckets has 'b' twice"),
+        ({0: "a", 1: "b", 2: "c"}, {("a", "b"): PAIRS}, "no buckets for 'c'"),
+    ],
+)
+def test_pairs_that_do_not_fit_the_dims_are_refused(dims: Any, buckets: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"bucketed: {message}"):
+        bucketed(lambda x: x, dims={"x": dims}, buckets=buckets)
+    if "names 'u'" not in message:
+        with pytest.raises(ValueError, match=f"BucketCollator: {message}"):
+            BucketCollator(buckets, {"x": dims})
+
+
+def test_a_call_without_one_of_the_two_dims_is_refused() -> None:
+    wrapped = bucketed(lambda x, y=None: x, dims={"x": {0: "b"}, "y": {0: "t"}}, buckets=PAIRS)
+    with pytest.raises(ValueError, match="no argument of the call has axis 't'"):
+        wrapped(torch.ones(3))
+
+
+def test_pairs_and_a_ladder_go_side_by_side() -> None:
+    shapes = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return x * 2
+
+    wrapped = bucketed(
+        function,
+        dims={"x": {0: "c", 1: "h", 2: "w"}},
+        buckets={("h", "w"): [(8, 16), (16, 8)], "c": [3, 4]},
+        check_padding="never",
+        outputs={0: "c", 1: "h", 2: "w"},
+    )
+    assert wrapped(torch.ones(2, 5, 12)).shape == (2, 5, 12)
+    assert wrapped(torch.ones(4, 9, 2)).shape == (4, 9, 2)
+    assert shapes == [(3, 8, 16), (4, 16, 8)]
+    assert len(wrapped.report().axes) == 2
+
+
+@pytest.mark.parametrize(
+    ("overflow", "shape"), [("grow", (8, 128)), ("eager", (5, 70)), ("dynamic", (5, 70))]
+)
+def test_sizes_that_no_pair_holds(overflow: Any, shape: tuple[int, int]) -> None:
+    """A new pair has sizes of the others where they suffice, and twice the largest elsewhere."""
+    shapes = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return x * 2
+
+    wrapped = bucketed(
+        function, dims={"x": {0: "b", 1: "t"}}, buckets=PAIRS, overflow=overflow,
+        check_padding="never", outputs={0: "b", 1: "t"},
+    )  # fmt: skip
+    x = torch.randn(5, 70)
+    assert torch.equal(wrapped(x), 2 * x)
+    assert shapes[-1] == shape
+    wrapped(torch.ones(6, 16))
+    assert shapes[-1] == (8, 16)  # what was there is still the cheapest
+
+
+def test_automatic_pairs_are_fitted_once() -> None:
+    shapes = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return x * 2
+
+    wrapped = bucketed(
+        function, dims={"x": {0: "b", 1: "t"}}, buckets={("b", "t"): "auto"},
+        check_padding="never", outputs={0: "b", 1: "t"},
+    )  # fmt: skip
+    arriving = [(3, 40), (20, 6)] * 20
+    for a, b in arriving:
+        assert wrapped(torch.ones(a, b)).shape == (a, b)
+    assert shapes[:2] == [(4, 64), (32, 8)]
+    assert shapes[-2:] == [(3, 40), (20, 6)]
+    wrapped(torch.ones(4, 50))  # larger than any so far: the coarse bucket that has run
+    assert shapes[-1] == (4, 64)
+    wrapped(torch.ones(40, 70))
+    assert shapes[-1] == (64, 128)
+
+
+def test_a_plan_keeps_pairs(tmp_path: Path) -> None:
+    options: Any = {"dims": {"x": {0: "b", 1: "t"}}}
+    wrapped = bucketed(lambda x: x * 2, buckets=PAIRS, **options)
+    wrapped(torch.ones(3, 20))
+    wrapped.save_plan(tmp_path / "plan.json")
+    again = bucketed(lambda x: x * 2, plan=tmp_path / "plan.json", **options)
+    again(torch.ones(3, 20))
+    assert again.stats().hits == {(4, 32): 1}
+
+
+def test_the_report_compares_with_other_pairs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    wrapped = bucketed(lambda x: x * 2, dims={"x": {0: "b", 1: "t"}}, buckets=PAIRS)
+    for a, b in ((3, 20), (7, 10), (2, 50)):
+        wrapped(torch.ones(a, b))
+    report = wrapped.report(tmp_path / "pairs.png")
+    assert (tmp_path / "pairs.png").stat().st_size > 1000
+    (axis,) = report.axes
+    assert axis.axis == "b x t"
+    assert axis.buckets == PAIRS.shapes
+    seen = [(3, 20), (7, 10), (2, 50)]
+    assert axis.waste == pytest.approx(PAIRS.waste(seen))
+    assert axis.best[3] == (((3, 20), (7, 10), (2, 50)), 0.0)
+    assert "b x t: 3 buckets 2x64 4x32 8x16" in str(report)
+
+
+# ---- pad_to_bucket, BucketCollator ----
+
+
+@settings(deadline=None, max_examples=60)
+@given(a=st.integers(0, 8), b=st.integers(0, 16), side=st.sampled_from(["left", "right"]))
+def test_padding_two_dims_equals_torch_pad(a: int, b: int, side: Any) -> None:
+    x = torch.randn(a, 3, b)
+    padded, lengths = pad_to_bucket(x, (0, -1), PAIRS, value=7, side=side)
+    rows, columns = PAIRS.bucket_for(a, b)
+    own = [columns - b, rows - a]
+    pads = [n for missing in own for n in ((missing, 0) if side == "left" else (0, missing))]
+    pads = [*pads[:2], 0, 0, *pads[2:]]
+    assert torch.equal(padded, nn.functional.pad(x, pads, value=7))
+    assert lengths == (a, b)
+    assert torch.equal(unpad(padded, (0, -1), lengths, side), x)
+
+
+def test_a_padded_pair_has_gradients_buffers_and_is_compiled() -> None:
+    x = torch.randn(3, 20, requires_grad=True)
+    padded = pad_to_bucket(x, (0, 1), PAIRS)
+    assert isinstance(padded, PaddedPair)
+    padded.tensor.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 20))  # type: ignore[arg-type]
+    buffer = torch.full((4, 32), 9.0)
+    into = pad_to_bucket(x.detach(), (0, 1), PAIRS, out=buffer)
+    assert into.tensor is buffer
+    assert torch.equal(buffer, padded.tensor)
+    full = torch.ones(4, 32)
+    assert pad_to_bucket(full, (0, 1), PAIRS).tensor is full
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        return pad_to_bucket(x, (0, 1), PAIRS).tensor * 2
+
+    compiled = torch.compile(inside, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x.detach()), 2 * padded.tensor)
+
+
+@pytest.mark.parametrize(
+    ("dim", "buckets", "error", "message"),
+    [
+        (0, PAIRS, TypeError, "expected two dims, such as"),
+        ((0, 1), Buckets([8]), TypeError, "expected two dims, such as"),
+        ((0, 1, 0), PAIRS, TypeError, "expected two dims, such as"),
+        ((0, -2), PAIRS, ValueError, "the same dimension twice"),
+        ((0, 2), PAIRS, IndexError, "dim is 2"),
+    ],
+)
+def test_bad_pairs_of_dims_are_named(
+    dim: Any, buckets: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pad_to_bucket(torch.ones(3, 5), dim, buckets)
+
+
+def test_unpad_wants_as_many_lengths_as_dims() -> None:
+    with pytest.raises(TypeError, match="expected two of either or one"):
+        unpad(torch.ones(3, 5), (0, 1), 2)
+
+
+def test_the_collator_pads_batch_and_length_together() -> None:
+    """The masks of rows that pad the batch say that nothing is real; and it can be pickled."""
+    samples = [{"ids": torch.arange(1, n + 1), "labels": torch.ones(n)} for n in (9, 20, 3)]
+    collate = BucketCollator(
+        PAIRS,
+        {"ids": {0: "b", 1: "t"}, "labels": {0: "b", 1: "t"}},
+        fill={"labels": -100},
+        mask_key={"t": "mask"},
+        length_key="real",
+    )
+    batch = pickle.loads(pickle.dumps(collate))(samples)  # noqa: S301 - our own
+    assert batch["ids"].shape == batch["mask"].shape == (4, 32)
+    assert batch["mask"].sum(1).tolist() == [9, 20, 3, 0]
+    assert batch["real"] == {"b": 3, "t": 20}
+    assert (batch["labels"] == -100).sum() == 4 * 32 - 9 - 20 - 3
+    with pytest.raises(ValueError, match="no bucket of"):
+        collate(samples * 3)
+
+
+# ---- a real model ----
+
+
+@pytest.mark.slow
+def test_a_transformer_trains_on_batch_x_length_as_without_padding() -> None:
+    """Outputs, loss and gradients of BERT, with masks made and given."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=48, max_position_embeddings=64, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, num_labels=4,
+    )  # fmt: skip
+    model = transformers.BertForTokenClassification(config).train()
+    wrapped = bucketed(
+        model,
+        dims={"input_ids": {0: "b", 1: "t"}, "labels": {0: "b", 1: "t"}},
+        buckets=Buckets.fit_pairs([(8, 8), (2, 30), (4, 16)], 3),
+        mask={"attention_mask": ("t", "real")},
+        fill={"labels": -100},
+    )
+
+    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+    for lengths in ([7, 5, 3, 8, 2], [12, 16, 9], [25]):
+        b, t = len(lengths), max(lengths)
+        ids = torch.randint(1, 50, (b, t))
+        mask = (torch.arange(t) < torch.tensor(lengths)[:, None]).long()
+        labels = torch.randint(0, 4, (b, t)).masked_fill(mask == 0, -100)
+        for masks in ({}, {"attention_mask": mask}):
+            expected = model(input_ids=ids, labels=labels, **masks)
+            found = wrapped(input_ids=ids, labels=labels, **masks)
+            assert found.logits.shape == (b, t, 4)
+            torch.testing.assert_close(found.loss, expected.loss)
+            for one, other in zip(gradients(found.loss), gradients(expected.loss), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-6)
+    assert len(wrapped.stats().hits) == 3

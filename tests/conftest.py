@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -76,6 +77,9 @@ def no_residue() -> Iterator[None]:
     if "torchguard.rollback.scope" in sys.modules:  # what scopes keep until uninstall()
         sys.modules["torchguard.rollback.scope"].forget()
     found = residue()
+    if found:  # a transaction that is part of a cycle stands until it is collected
+        gc.collect()
+        found = residue()
     if found:
         from torchguard._torch import patch  # noqa: PLC0415
 

@@ -20,6 +20,7 @@ __all__ = [
     "call_unseen",
     "call_while_tracing",
     "copy_all",
+    "fused_sgd_skips_half",
     "hooks_registered",
     "init_group",
     "init_group_arguments",
@@ -130,6 +131,25 @@ def copy_all(targets: list[Any], sources: list[Any]) -> None:
     """Copy each source into its target: one call of torch, on a GPU one kernel per dtype."""
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+@functools.cache
+def fused_sgd_skips_half() -> bool:
+    """Whether fused SGD on the CPU leaves bfloat16 and float16 parameters as they are.
+
+    Up to 2.13 its kernel computes a whole vector of elements and does not store it; nor does it
+    read the momentum of these dtypes rightly.
+    https://github.com/pytorch/pytorch/issues/191763
+    """
+
+    def parameter_moves() -> bool:
+        parameter = torch.zeros(64, dtype=torch.bfloat16, device="cpu")
+        options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1.0}
+        options |= {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+        torch._fused_sgd_([parameter], [torch.ones_like(parameter)], [], **options)
+        return bool(parameter.all())
+
+    return not call_unseen(parameter_moves)
 
 
 def call_while_tracing(function: Callable[[], int]) -> None:

@@ -102,6 +102,8 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         ``"optimizer"``: an optimizer's ``step()`` that raises has changed nothing. Fused kernels
         are called with state that is made and checked before; for any other step the parameters
         and the state are copied, where half of the free memory is enough for it.
+        Fused kernels on the CPU get copies of what they misread: other layouts of gradients and
+        state, and half precision in SGD.
         ``"numpy"``: a tensor never writes to a read-only array or buffer, ``frombuffer`` keeps
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 

@@ -239,7 +239,7 @@ def _make_momentum(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     states = [optimizer.state[each] for each in with_gradient]
     if all(state.get("momentum_buffer") is None for state in states):
         for parameter, state in zip(with_gradient, states, strict=True):
-            state["momentum_buffer"] = torch.full_like(parameter.grad, -0.0)  # type: ignore[arg-type]
+            state["momentum_buffer"] = torch.full_like(parameter, -0.0)
 
 
 def _check(optimizer: Optimizer) -> None:

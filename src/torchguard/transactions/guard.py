@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchguard._torch import patch
 from torchguard._torch.optimizers import unwrap_steps, wrap_step
+from torchguard.transactions import fused
 from torchguard.transactions.commit import (
     IN_TRANSACTION,
     OptimizerStep,
@@ -49,7 +50,7 @@ class _Last:
 
 def replacements() -> Mapping[str, patch.Make]:
     """Return what ``install("optimizer")`` patches; optimizers are reached through their hooks."""
-    return {_SCALER: _guard_lazy_init}
+    return {_SCALER: _guard_lazy_init, **fused.replacements()}
 
 
 def not_needed() -> str | None:

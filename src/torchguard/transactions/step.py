@@ -22,11 +22,13 @@ from torch.optim.optimizer import (
 from typing_extensions import Self
 
 from torchguard._public import public
+from torchguard._torch import patch
 from torchguard._torch.optimizers import call_while_tracing, per_optimizer_states
 from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
 from torchguard.rollback.interrupts import finish
+from torchguard.transactions import fused
 from torchguard.transactions.commit import (
     IN_TRANSACTION,
     OptimizerStep,
@@ -488,15 +490,17 @@ def _watch(step: Transaction) -> None:
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
+        patch.apply(fused.replacements().items())
     _alive.add(id(step))
     weakref.finalize(step, _forget, id(step))
 
 
 def _forget(identity: int) -> None:
     _alive.discard(identity)
-    if not _alive:
+    if not _alive and _handles:
         while _handles:
             _handles.pop().remove()
+        patch.undo(fused.replacements(), leave_conflicts=True)
 
 
 _compiled = False  # whether a compiled function has an optimizer's step in it
@@ -549,8 +553,11 @@ def transaction(
     """Make ``with step:`` blocks that leave the training as it was if they raise.
 
     Equals plain code on success: no bit, no gradient, no random number and no compiled graph
-    differs. If the block raises, whatever it raises, everything is bit for bit as it was when the
-    block began, and the exception goes on, the very object: parameters, gradients, buffers, the
+    differs, but for fused steps on the CPU that torch computes wrong (``fused-layout`` and
+    ``sgd-fused-half`` in the doctor's table), which are right while there is a transaction.
+
+    If the block raises, whatever it raises, everything is bit for bit as it was when the block
+    began, and the exception goes on, the very object: parameters, gradients, buffers, the
     optimizer's state and options, scaler, schedulers, random states, ``training`` and
     ``requires_grad``, attributes and hooks of modules. Once every optimizer has stepped the step
     counts: an exception after that leaves a whole step, and carries a note that says so.

@@ -262,6 +262,77 @@ SGD_FUSED_SKIP = Defect(
 )
 
 
+# --- fused-layout
+
+
+def _fused_layout() -> str | None:
+    """Step over an expanded gradient and over a transposed one, and look at what was used.
+
+    The fused CPU kernels of SGD, Adam, AdamW and Adagrad walk over as many elements as the
+    parameter has, from the first address of each tensor, and look at no strides. The gradient of
+    a sum is expanded, as ``torch.autograd.grad`` returns it: what follows it in memory is used.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cpu/FusedSGDKernel.cpp
+
+    On a GPU such tensors are refused: https://github.com/pytorch/pytorch/issues/106951
+    """
+    numbers = torch.arange(1.0, 7.0)  # what lies behind the expanded gradient is memory of ours
+    gradients = {"expanded": numbers[:1].expand(2, 3), "transposed": numbers.view(3, 2).t()}
+    wrong: list[str] = []
+    for layout, gradient in gradients.items():
+        parameter = Parameter(torch.zeros(2, 3))
+        parameter.grad = gradient
+        optimizer = _SGD([parameter], lr=1.0, fused=True)
+        with torch.no_grad():
+            optimizer.step()
+            count = int((parameter != -gradient).sum())
+        if count:
+            wrong.append(f"{count} of 6 with the gradient {layout}")
+    return f"weights updated wrongly: {', '.join(wrong)}" if wrong else None
+
+
+FUSED_LAYOUT = Defect(
+    id="fused-layout",
+    summary="fused optimizers on CPU misread gradients that are expanded or transposed",
+    upstream=(),
+    family="memory",
+    probe=_fused_layout,
+    guards=("optimizer",),
+    advice="Set p.grad to a contiguous tensor (g.contiguous()), or leave fused off on CPU.",
+    limits="A step that torch.compile has compiled is as torch makes it.",
+)
+
+
+# --- sgd-fused-half
+
+
+def _sgd_fused_half() -> str | None:
+    """Step over bfloat16 weights, more of them than the widest vector holds.
+
+    The kernel of fused SGD computes a whole vector of bfloat16 or float16 elements, and does not
+    store it: the weights stay as they are, whatever the gradient. Elements after the last whole
+    vector are updated.
+    """
+    parameter = Parameter(torch.zeros(64, dtype=torch.bfloat16))
+    parameter.grad = torch.ones(64, dtype=torch.bfloat16)
+    optimizer = _SGD([parameter], lr=1.0, fused=True)
+    with torch.no_grad():
+        optimizer.step()
+    stayed = int((parameter == 0).sum())
+    return f"{stayed} of 64 bfloat16 weights did not move in step()" if stayed else None
+
+
+SGD_FUSED_HALF = Defect(
+    id="sgd-fused-half",
+    summary="SGD(fused=True) on CPU does not update bfloat16 and float16 parameters",
+    upstream=("https://github.com/pytorch/pytorch/issues/191763",),
+    family="memory",
+    probe=_sgd_fused_half,
+    guards=("optimizer",),
+    advice="Leave fused off for SGD on CPU with parameters in bfloat16 or float16.",
+    limits="A step that torch.compile has compiled is as torch makes it.",
+)
+
+
 # --- oom-retry
 
 _BATCH = 4

@@ -1,0 +1,251 @@
+"""Fused steps on the CPU: right for any layout of memory, and for bfloat16 and float16."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_optimizer_guard import FailAt
+from torch import nn
+
+import torchguard
+from torchguard.transactions import fused
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "SGD": lambda p, **k: torch.optim.SGD(p, lr=0.1, **k),
+    "SGD with momentum": lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, **k),
+    "SGD with dampening": lambda p, **k: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, dampening=0.5, **k
+    ),
+    "Adam": lambda p, **k: torch.optim.Adam(p, lr=0.1, **k),
+    "Adam with amsgrad": lambda p, **k: torch.optim.Adam(p, lr=0.1, amsgrad=True, **k),
+    "AdamW": lambda p, **k: torch.optim.AdamW(p, lr=0.1, **k),
+    "Adagrad": lambda p, **k: torch.optim.Adagrad(p, lr=0.1, **k),
+}
+# Each has the elements of a contiguous tensor, in another place.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t.clone(),
+    "transposed": lambda t: t.t().contiguous().t(),
+    "with gaps": lambda t: torch.stack((t, t + 1), dim=-1)[..., 0],
+    "expanded": lambda t: t[:1].clone().expand_as(t),
+}
+SHAPE = 24, 20
+HALF = [torch.bfloat16, torch.float16]
+Step = Callable[[Callable[[], Any]], Any]
+
+
+@pytest.fixture(params=["install", "transaction"])
+def guard(request: pytest.FixtureRequest) -> Callable[..., contextlib.AbstractContextManager[Any]]:
+    if request.param == "install":
+        return lambda *_: torchguard.install("optimizer")
+
+    @contextlib.contextmanager
+    def transactions(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        module = nn.Module()
+        module.register_parameter("weight", parameter)
+        step = torchguard.transaction(module, optimizer)
+        plain = optimizer.step
+
+        def in_block() -> None:
+            with step:
+                plain()
+
+        optimizer.step = in_block  # type: ignore[assignment, method-assign]
+        yield
+        del optimizer.step  # it holds the transaction, which holds the optimizer
+
+    return transactions
+
+
+def numbers(seed: int, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("of_gradient", LAYOUTS)
+@pytest.mark.parametrize("of_parameter", ["contiguous", "transposed", "with gaps"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_layouts_do_not_matter(name: str, of_parameter: str, of_gradient: str, guard: Any) -> None:
+    """The bits are those of contiguous tensors; the gradient stays the user's, to the stride."""
+    expected = nn.Parameter(numbers(0))
+    reference = OPTIMIZERS[name]([expected], fused=True)
+    parameter = nn.Parameter(LAYOUTS[of_parameter](expected.detach()))
+    optimizer = OPTIMIZERS[name]([parameter], fused=True)
+    beside = parameter.detach().as_strided((24, 20), (40, 2), 1) if "gaps" in of_parameter else None
+    before = beside.clone() if beside is not None else None
+    with guard(parameter, optimizer):
+        for seed in range(1, 4):
+            gradient = LAYOUTS[of_gradient](numbers(seed))
+            strides, version = gradient.stride(), gradient._version
+            parameter.grad = gradient
+            optimizer.step()
+            assert parameter.grad is gradient
+            assert (gradient.stride(), gradient._version) == (strides, version)
+            assert torch.equal(gradient, LAYOUTS[of_gradient](numbers(seed)))
+    for seed in range(1, 4):
+        expected.grad = LAYOUTS[of_gradient](numbers(seed)).contiguous()
+        reference.step()
+    assert torch.equal(parameter, expected)
+    for kind, value in reference.state[expected].items():
+        assert torch.equal(optimizer.state[parameter][kind], value), kind
+    if beside is not None and before is not None:
+        assert torch.equal(beside, before)
+
+
+def test_without_the_guard_a_transposed_gradient_gives_a_wrong_update() -> None:
+    """The test above can fail."""
+    parameter = nn.Parameter(torch.zeros(SHAPE))
+    parameter.grad = LAYOUTS["transposed"](numbers(0))
+    torch.optim.SGD([parameter], lr=1.0, fused=True).step()
+    assert not torch.equal(parameter, -numbers(0))
+
+
+def test_the_gradient_of_a_sum_as_autograd_returns_it() -> None:
+    """torch.autograd.grad returns an expanded tensor of one number."""
+    parameter = nn.Parameter(torch.zeros(SHAPE))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    (parameter.grad,) = torch.autograd.grad(parameter.sum(), parameter)
+    assert parameter.grad.stride() == (0, 0)
+    with torchguard.install("optimizer"):
+        optimizer.step()
+    assert torch.equal(parameter, torch.full(SHAPE, -1.0))
+
+
+@pytest.mark.parametrize("name", ["SGD with momentum", "Adam with amsgrad", "Adagrad"])
+def test_a_model_that_becomes_channels_last_keeps_its_moments(name: str, guard: Any) -> None:
+    """Module.to(memory_format=...) changes parameters and gradients, not the optimizer's state."""
+    torch.manual_seed(0)
+    plain, other = nn.Conv2d(3, 4, 3, bias=False), nn.Conv2d(3, 4, 3, bias=False)
+    other.load_state_dict(plain.state_dict())
+    reference = OPTIMIZERS[name](plain.parameters(), foreach=False)
+    optimizer = OPTIMIZERS[name](other.parameters(), fused=True)
+    with guard(other.weight, optimizer):
+        for seed in range(3):
+            if seed == 1:
+                other.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            for module, each in ((plain, reference), (other, optimizer)):
+                module(numbers(seed, (2, 3, 8, 8))).square().sum().backward()
+                each.step()
+                each.zero_grad()
+    assert torch.allclose(plain.weight, other.weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_a_scaler_finds_the_gradient_unscaled(layout: str, dtype: torch.dtype) -> None:
+    """A fused kernel divides the gradient by the scale; what it divided was a copy."""
+    parameter = nn.Parameter(torch.zeros(SHAPE, dtype=dtype))
+    optimizer: Any = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    gradient = LAYOUTS[layout](numbers(0).to(dtype))
+    expected = gradient.contiguous() / 4
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    parameter.grad = gradient
+    with torchguard.install("optimizer"):
+        optimizer.step()
+    assert parameter.grad is gradient
+    assert torch.equal(gradient.contiguous(), expected)
+    assert torch.equal(parameter, -expected)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {"maximize": True}],
+    ids=str,
+)
+def test_half_precision_is_trained(options: dict[str, Any], dtype: torch.dtype, guard: Any) -> None:
+    """As in float32, each step rounded; torch up to 2.13 leaves most of the elements alone."""
+    weight = numbers(0, (77,)).to(dtype)
+    parameter = nn.Parameter(weight.clone())
+    optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True, **options)
+    exact = nn.Parameter(weight.float())
+    reference = torch.optim.SGD([exact], lr=0.1, fused=True, **options)
+    with guard(parameter, optimizer):
+        for seed in range(1, 4):
+            parameter.grad = numbers(seed, (77,)).to(dtype)
+            exact.grad = parameter.grad.float()
+            optimizer.step()
+            reference.step()
+            with torch.no_grad():
+                exact.copy_(exact.to(dtype))
+                for state in reference.state.values():
+                    if state.get("momentum_buffer") is not None:
+                        state["momentum_buffer"].copy_(state["momentum_buffer"].to(dtype))
+    assert torch.equal(parameter.float(), exact)
+    buffer = optimizer.state[parameter].get("momentum_buffer")
+    assert buffer is None or buffer.dtype == dtype
+
+
+def test_a_closure_makes_the_gradient_inside_of_step() -> None:
+    parameter = nn.Parameter(torch.zeros(SHAPE))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+
+    def closure() -> torch.Tensor:
+        (parameter.grad,) = torch.autograd.grad((2 * parameter).sum(), parameter)
+        parameter.grad = LAYOUTS["transposed"](numbers(0))
+        return parameter.sum()
+
+    with torchguard.install("optimizer"):
+        optimizer.step(closure)
+    assert torch.equal(parameter, -numbers(0))
+
+
+@pytest.mark.parametrize("name", ["SGD with momentum", "SGD with dampening", "Adam with amsgrad"])
+def test_each_operator_of_a_step_fails_in_turn(name: str) -> None:
+    """With copies too, the step has happened wholly or not at all."""
+
+    def made() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        weights = [numbers(0), numbers(1).double(), numbers(2).bfloat16(), numbers(3)]
+        parameters = [nn.Parameter(each) for each in weights]
+        groups = [{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.1}]
+        for seed, each in enumerate(parameters):
+            each.grad = LAYOUTS["transposed"](numbers(9 + seed).to(each.dtype))
+        return parameters, OPTIMIZERS[name](groups, fused=True)
+
+    def seen(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
+        found = [each.tolist() for each in parameters]
+        states = optimizer.state.values()
+        return found + [
+            {key: None if value is None else value.tolist() for key, value in state.items()}
+            for state in states
+        ]
+
+    with torchguard.install("optimizer"):
+        before = seen(*made())
+        parameters, optimizer = made()
+        optimizer.step()
+        after = seen(parameters, optimizer)
+        for place in itertools.count():
+            parameters, optimizer = made()
+            gradients = [each.grad for each in parameters]
+            try:
+                with FailAt(place):
+                    optimizer.step()
+            except torch.OutOfMemoryError:
+                assert seen(parameters, optimizer) in (before, after), f"operator {place}"
+                assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True))
+            else:
+                break
+    assert place > 3
+
+
+def test_other_code_sees_torch_again() -> None:
+    """After the last guard the kernels are called as torch calls them."""
+    places = [path.rpartition(".") for path in fused.replacements()]
+
+    def standing() -> list[Any]:
+        return [getattr(sys.modules[module], name) for module, _, name in places]
+
+    before = standing()
+    module = nn.Linear(2, 2)
+    step = torchguard.transaction(module, torch.optim.SGD(module.parameters(), fused=True))
+    assert not set(standing()) & set(before)
+    with torchguard.install("optimizer"):
+        pass
+    assert not set(standing()) & set(before)
+    del step
+    assert standing() == before

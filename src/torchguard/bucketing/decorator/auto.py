@@ -50,6 +50,10 @@ class Ladder:
         """Return each bucket, by axis."""
         return [{self.axes[0]: size} for size in self.buckets or ()]
 
+    def largest(self, axis: str) -> int | None:  # noqa: ARG002 - there is one
+        """Return the largest size that it will ever have a bucket for; None if it may grow."""
+        return None if self._growing or self.buckets is None else self.buckets.sizes[-1]
+
     def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
         """Return the bucket for the size of its axis, None if none may be added."""
         with self._lock:

@@ -15,6 +15,7 @@ from torchguard._pytree import flatten, unflatten
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator import no_recompile
 from torchguard.bucketing.decorator.compile import CompileCache, compiling
+from torchguard.bucketing.decorator.engine import Engine
 from torchguard.bucketing.decorator.leak_check import check_padding
 from torchguard.bucketing.decorator.missing_dims import explain_failure
 from torchguard.bucketing.decorator.output_shapes import (
@@ -39,6 +40,7 @@ from torchguard.bucketing.decorator.plan import (
     sizes_of,
 )
 from torchguard.bucketing.decorator.proofs import Proofs
+from torchguard.bucketing.decorator.rent import Choice
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.reachable import reachable_modules
@@ -69,6 +71,7 @@ class Caller:
         self.counts: dict[tuple[int, ...], BucketCount] = {}
         self.proofs = Proofs(shared=spec.options["group"] is not None, masks=spec.masks)
         self.output_shapes = OutputShapes(cache.function, spec, name)
+        self.engine = Engine(spec, cache)
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._plans: dict[Any, Plan] = {}
         self._around: Callable[[], tuple[Any, ...]] | None = None
@@ -145,7 +148,11 @@ class Caller:
     def _run(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
         extras = fresh_extras(self.spec, call, plan) if plan.extras else None
         args, kwargs = call.bind(extras, plan.pad(call.leaves))
-        return self._finish(plan, run(*args, **kwargs), call)
+        if not plan.marks or plan.ready:
+            return self._finish(plan, run(*args, **kwargs), call)
+        with _torch.marked_dynamic(plan.marked(call.leaves, extras)):
+            output = run(*args, **kwargs)
+        return self._finish(plan, output, call)
 
     def _finish(self, plan: Plan, output: Any, *given: Any) -> Any:
         """Slice the output and count the call, given as a :class:`Call` or what makes one."""
@@ -224,6 +231,8 @@ class Caller:
                 # A check may contain collectives, so all ranks make it or none does.
                 shortest=shortest,
             )
+        plan = self.engine.begin(plan, call)
+        with self.lock:
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
             self._plans[key] = plan
@@ -256,6 +265,22 @@ class Caller:
     # ---- the first call of a shape ----
 
     def _run_carefully(self, plan: Plan, call: Call) -> Any:
+        if plan.choice is None:
+            return self._run_first(plan, call)
+        return self.engine.run(plan, call, self._run_turn, self._forget)
+
+    def _run_turn(self, plan: Plan, call: Call) -> Any:
+        if plan.ready and not self._always:
+            return self._run(plan, plan.variant.run, call)
+        return self._run_first(plan, call)
+
+    def _forget(self, choice: Choice) -> None:
+        """Forget the plans of a bucket that something else runs from now on."""
+        with self.lock:
+            for key in [key for key, plan in self._plans.items() if plan.choice is choice]:
+                del self._plans[key]
+
+    def _run_first(self, plan: Plan, call: Call) -> Any:
         try:
             if self._to_be_checked(plan):
                 check_padding(self.output_shapes, plan, call, self.proofs)
@@ -292,7 +317,8 @@ class Caller:
         """Return a variant's function, to be called once, that notes what compiling took."""
         variant = plan.variant
         if no_recompile.refused() and not variant.compiled_for:
-            shapes = tuple((each.label, each.padded(plan.buckets)) for each in plan.inputs)
+            sizes = plan.buckets or plan.sizes
+            shapes = tuple((each.label, each.padded(sizes)) for each in plan.inputs)
             compiled, around = self.cache.keys_compiled(), plan.specialization.around
             news = no_recompile.news(plan, shapes, around, compiled)
             raise RecompileError(f"no_recompile: {self.name} was about to compile {news}")
@@ -356,6 +382,7 @@ class Caller:
             ValueError: they are above the largest bucket.
         """
         plan, call = self.plan_for(owner, args, kwargs)
+        plan = self.engine.padded(plan, call)
         if not plan.buckets:
             raise ValueError(
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -25,11 +25,43 @@ from torchguard import _torch
 if TYPE_CHECKING:
     from torchguard.bucketing.decorator.plan import Specialization
 
-__all__ = ["COMPILING", "CompileCache", "Variant", "alone", "compiler_for", "compiling"]
+__all__ = [
+    "COMPILING",
+    "CompileCache",
+    "Compilers",
+    "RangesKey",
+    "Variant",
+    "alone",
+    "compiler_for",
+    "compiling",
+]
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Label and padded shape of each input."""
+
+
+class Compilers(NamedTuple):
+    """What compiles a function; None in each place where nothing does."""
+
+    static: Compiler | None = None
+    """For static sizes."""
+    ranges: Compiler | None = None
+    """For sizes that are marked, each with its bounds."""
+    dynamic: Compiler | None = None
+    """For the sizes above the largest bucket."""
+
+
+class RangesKey(NamedTuple):
+    """What one graph with symbolic sizes is compiled for."""
+
+    shapes: tuple[tuple[str, tuple[int | str, ...]], ...]
+    """Label and shape of each input, with the name of an axis for a size that is a symbol."""
+    around: tuple[Any, ...]
+    """As in ``Specialization``."""
+    bounds: tuple[tuple[str, int, int | None], ...]
+    """(axis, smallest, largest) of each symbol, None where the ladder may grow."""
+
 
 COMPILING = threading.RLock()
 """Held while something compiles for the first time or is checked: both change settings of
@@ -80,20 +112,19 @@ class CompileCache:
 
     Args:
         function: what runs, not compiled.
-        static: compiles it for static sizes, None if nothing does.
-        dynamic: compiles it for the sizes above the largest bucket, None if nothing does.
+        compilers: what compiles it.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], static: Compiler | None, dynamic: Compiler | None
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], compilers: Compilers) -> None:
         self.function = function
-        self.static = static
+        self.static = compilers.static
         self.variants: dict[Any, Variant] = {}
+        self.eager = Variant(function)
+        self._ranges = compilers.ranges
         self._above: Callable[..., Any] = function
-        self._compiles_above = dynamic is not None
-        if dynamic is not None:
-            self._above = dynamic(_separated(function, "beyond_buckets"))
+        self._compiles_above = compilers.dynamic is not None
+        if compilers.dynamic is not None:
+            self._above = compilers.dynamic(_separated(function, "beyond_buckets"))
 
     def variant_for(self, shapes: Shapes | None, specialization: Specialization) -> Variant:
         """Return what runs inputs of these padded shapes; None for sizes above the buckets."""
@@ -105,20 +136,30 @@ class CompileCache:
             # Dynamo compiles anew for each of these anyway. With a function of its own a call
             # finds one entry in Dynamo's cache: in a list of several, threads walk past theirs.
             key = (shapes, specialization.around)
+        return self._variant(key)
+
+    def variant_of_ranges(self, key: RangesKey) -> Variant:
+        """Return what runs inputs of all sizes between some bounds."""
+        return self._variant(key)
+
+    def _variant(self, key: Any) -> Variant:
         found = self.variants.get(key)
         if found is None:
             found = self.variants[key] = self._new(key)
         return found
 
     def _new(self, key: Any) -> Variant:
-        if self.static is None or key == "transformed":
+        ranges = isinstance(key, RangesKey)
+        compiler = self._ranges if ranges else self.static
+        if compiler is None or key == "transformed":
             return Variant(self.function)
         if key is None:
             return Variant(self._above, compiles=self._compiles_above)
         # Dynamo keeps the sizes it has seen under this name, in a file too.
         sizes = "_".join("x".join(map(str, shape)) for _, shape in key[0])
-        copied = _separated(self.function, f"bucket_{sizes}")
-        compiled = _torch.compiles_inside(self.static(copied), alone)
+        bounds = "".join(f"_{low}_to_{high}" for _, low, high in key.bounds) if ranges else ""
+        copied = _separated(self.function, f"bucket_{sizes}{bounds}")
+        compiled = _torch.compiles_inside(compiler(copied), alone)
         return Variant(
             compiled,
             copied.__code__,
@@ -144,12 +185,8 @@ def compiling(variant: Variant, specialization: Specialization) -> Iterator[None
         variant.compiled_for.add(specialization)
 
 
-def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Any, Any]:
-    """Split what the user wraps into what runs and what compiles it.
-
-    Returns:
-        The function or module itself, not compiled; its compiler for static sizes, or None;
-        and a compiler for dynamic sizes, or None.
+def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Compilers]:
+    """Split what the user wraps into what runs, not compiled, and what compiles it.
 
     Raises:
         ValueError: compiled twice, or with ``dynamic=True``.
@@ -158,8 +195,8 @@ def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[
     found = _torch.compiler_of(given)
     if found is None:
         if not options:
-            return given, None, None
-        return given, *_compilers(options)
+            return given, Compilers()
+        return given, _compilers(options)
     original, settings = found
     if options:
         raise ValueError(
@@ -172,10 +209,10 @@ def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[
             "symbolic: compile it without, or pass the function itself and compile={...}"
         )
     # Without dynamic=False a second size above the buckets makes it symbolic.
-    return original, settings, settings
+    return original, Compilers(settings, settings, settings)
 
 
-def _compilers(options: bool | Mapping[str, Any]) -> tuple[Compiler, Compiler]:
+def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
     if options is not True and not isinstance(options, Mapping):
         raise TypeError(
             f"bucketed: compile is {options!r}, expected True or a dict of torch.compile's "
@@ -188,15 +225,16 @@ def _compilers(options: bool | Mapping[str, Any]) -> tuple[Compiler, Compiler]:
         )
     arguments.pop("dynamic", None)
 
-    def static(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(function, dynamic=False, **arguments)
-        return compiled
+    def compiler(*, dynamic: bool | None) -> Compiler:
+        def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+            compiled: Callable[..., Any] = torch.compile(function, dynamic=dynamic, **arguments)
+            return compiled
 
-    def dynamic(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(function, dynamic=True, **arguments)
-        return compiled
+        return compile_
 
-    return static, dynamic
+    # Marks make sizes symbols with any dynamic=. None does so behind a graph break too, where
+    # nothing is marked: with False each size would be compiled there.
+    return Compilers(compiler(dynamic=False), compiler(dynamic=None), compiler(dynamic=True))
 
 
 def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:

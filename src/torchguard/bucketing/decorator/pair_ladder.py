@@ -38,6 +38,12 @@ class PairLadder:
         """Return each bucket, by axis."""
         return [dict(zip(self.axes, each, strict=True)) for each in self.buckets or ()]
 
+    def largest(self, axis: str) -> int | None:
+        """Return the largest size that it will ever have a bucket for; None if it may grow."""
+        index = self.axes.index(axis)
+        sizes = [each[index] for each in self.buckets or ()]
+        return None if self._growing else max(sizes, default=None)
+
     def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
         """Return the cheapest bucket for both sizes, None if none holds them or may be added."""
         a, b = (sizes[axis] for axis in self.axes)

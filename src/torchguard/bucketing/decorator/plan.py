@@ -26,6 +26,7 @@ __all__ = [
     "BucketCount",
     "Call",
     "Input",
+    "Mark",
     "Plan",
     "Signature",
     "Specialization",
@@ -225,6 +226,16 @@ class Pad(NamedTuple):
     """(dim, size)."""
 
 
+class Mark(NamedTuple):
+    """A size that is a symbol in a compiled graph."""
+
+    where: int | str
+    """The index of a leaf, or an argument that is made where the caller leaves it out."""
+    dim: int
+    smallest: int
+    largest: int | None
+
+
 def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
     """Return how to pad these dims of an input: (dim, size) each."""
     shape, fill = each.shape, each.fill
@@ -260,7 +271,7 @@ class Plan:
     inputs: tuple[Input, ...]
     sizes: Sizes
     buckets: Sizes
-    """Empty for a size above the largest bucket that runs without padding."""
+    """Empty where nothing is padded: a size above the largest bucket, or another engine."""
     side: Side
     variant: Any
     """The function that runs, as :class:`torchguard.bucketing.decorator.compile.Variant`."""
@@ -278,6 +289,13 @@ class Plan:
     """The smallest sizes that any rank of a group has."""
     real: int = 1
     padded: int = 1
+    how: str = "static"
+    """What runs it, as :data:`torchguard.bucketing.decorator.rent.How`."""
+    choice: Any = None
+    """Of its bucket, where something else than a static graph may run it."""
+    turns: dict[str, Plan] = field(default_factory=dict)
+    """The same call in other ways, as long as it is not decided which is taken."""
+    marks: tuple[Mark, ...] = ()
 
     def __post_init__(self) -> None:
         pads = []
@@ -293,6 +311,16 @@ class Plan:
         for axis, size in self.sizes.items():
             self.real *= size
             self.padded *= self.buckets.get(axis, size)
+
+    def marked(
+        self, leaves: list[Any], extras: Mapping[str, Any] | None
+    ) -> list[tuple[torch.Tensor, int, int, int | None]]:
+        """Return the tensors of :attr:`marks`, for ``marked_dynamic``."""
+        found = []
+        for where, *mark in self.marks:
+            tensor = leaves[where] if isinstance(where, int) else (extras or {})[where]
+            found.append((tensor, *mark))
+        return found
 
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""

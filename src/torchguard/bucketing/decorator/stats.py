@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class BucketedStats:
     """Inputs whose padding is read, and 0 in it was shown to be neutral, though not declared."""
     compiled: bool = True
     """Whether anything compiles: ``compile=`` was given, or what ``torch.compile`` made."""
+    engines: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """By bucket what runs it and why, with ``engine="ranges"`` or ``"auto"``."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -58,6 +60,7 @@ class BucketedStats:
             "axes": list(self.axes),
             "relies_on_fill_0": list(self.relies_on_fill_0),
             "compiled": self.compiled,
+            "engines": {"x".join(map(str, sizes)): text for sizes, text in self.engines.items()},
         }
 
     def __str__(self) -> str:
@@ -74,6 +77,10 @@ class BucketedStats:
             lines.append(f"{' x '.join(map(str, sizes)):>{width}} {count:>10,}")
         if self.overflowed:
             lines.append(f"{'above':>{width}} {self.overflowed:>10,}")
+        lines += [
+            f"{' x '.join(map(str, sizes)):>{width}} runs {text}"
+            for sizes, text in self.engines.items()
+        ]
         if self.relies_on_fill_0:
             lines.append(f"relies on fill 0 in the padding of {', '.join(self.relies_on_fill_0)}")
         return "\n".join(lines)
@@ -98,6 +105,7 @@ def stats_of(caller: Caller) -> BucketedStats:
         axes=tuple(caller.spec.ladders),
         relies_on_fill_0=caller.proofs.relies_on_zero,
         compiled=caller.cache.static is not None,
+        engines=caller.engine.described(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 import sys
@@ -13,12 +14,13 @@ from typing import Any, TextIO
 import torch
 from typing_extensions import Self
 
+from torchguard import _torch
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import alone
 from torchguard.bucketing.decorator.outputs import Output
-from torchguard.bucketing.decorator.plan import Call, Input, find_inputs
-from torchguard.bucketing.decorator.spec import Sizes
+from torchguard.bucketing.decorator.plan import Call, Input, Plan, find_inputs
+from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side, pad_to_bucket
 from torchguard.equivalence.isolate import (
     buffers_restored,
@@ -71,6 +73,8 @@ def warm_up(
     ]
     # The largest first: what runs out of memory does so at once.
     combinations.sort(key=lambda buckets: math.prod(buckets.values()), reverse=True)
+    if spec.options["engine"] != "static":
+        combinations = _sizes_within(spec, combinations)
     modules = all_reachable_modules(caller.cache.function, (*owner, *args))
     shown = sys.stderr.isatty() if progress is None else progress
     with _Bar(sys.stderr, len(combinations), shown=shown) as bar:
@@ -92,19 +96,42 @@ def _compile(caller: Caller, call: Call) -> None:
     """Compile the variant for inputs that have the sizes of a bucket, backward included."""
     args, kwargs = call.bind()
     plan, call = caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
+    if plan.choice is None:
+        _run(caller, plan, call)
+    else:
+        caller.engine.warm(plan, call, functools.partial(_run, caller, again=True))
+
+
+def _run(caller: Caller, plan: Plan, call: Call, *, again: bool = False) -> None:
+    """Run a plan and its backward once, uncounted; one that is warm only ``again``."""
     variant = plan.variant
-    if not variant.compiles or plan.specialization in variant.warmed_for:
+    warm = not variant.compiles or plan.specialization in variant.warmed_for
+    if warm and not again:
         return
-    args, kwargs = call.bind(plan.extras)
-    run = caller.compiled(plan)
-    for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs else 1):
-        output = (run if turn == 0 else variant.run)(*args, **kwargs)
+    args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
+    run = variant.run if warm else caller.compiled(plan)
+    for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs and not warm else 1):
+        with _torch.marked_dynamic(plan.marked(call.leaves, plan.extras)):
+            output = (run if turn == 0 else variant.run)(*args, **kwargs)
         begun = time.perf_counter()
         with alone():
             send_backward([Differentiable(leaf) for leaf in Output.of(output).leaves], {}, {})
-        if turn == 0:
+        if turn == 0 and not warm:
             variant.seconds += time.perf_counter() - begun
     variant.warmed_for.add(plan.specialization)
+
+
+def _sizes_within(spec: Spec, buckets: list[Sizes]) -> list[Sizes]:
+    """Return sizes to compile where nothing is padded: one within each bucket."""
+    # What is timed should have as much padding as a call has on average.
+    found = [
+        {axis: (spec.ladders[axis].least(axis, each) + size) // 2 for axis, size in each.items()}
+        for each in buckets
+    ]
+    if spec.options["engine"] == "ranges":
+        # torch.compile makes a size of 1 a constant, so it has a graph of its own.
+        found += [{**found[-1], axis: 1} for axis in spec.ladders if found[-1][axis] > 1]
+    return found
 
 
 def _sized(tensor: torch.Tensor, each: Input, buckets: Sizes, side: Side) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing_extensions import ParamSpec, Self
 from torchguard import _torch
 from torchguard.bucketing.decorator.auto import write_plan
 from torchguard.bucketing.decorator.call import Caller
-from torchguard.bucketing.decorator.compile import CompileCache, compiler_for
+from torchguard.bucketing.decorator.compile import CompileCache, Compilers, compiler_for
 from torchguard.bucketing.decorator.spec import MaskingOptions, Spec
 from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats, report_of, stats_of
 from torchguard.bucketing.decorator.warmup import warm_up
@@ -89,7 +89,7 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
         vars(self).pop("stats", None)  # what verified() has put on a function
         self._given = function
         self._options = options
-        self._original, self._static, self._dynamic = compiler_for(function, options["compile"])
+        self._original, self._compilers = compiler_for(function, options["compile"])
         if isinstance(self._original, torch.nn.Module):
             raise TypeError("bucketed: wrap the module, not its compiled call")
         self._caller: Caller | None = None
@@ -110,7 +110,7 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
 
     def _new_caller(self, spec: Spec) -> Caller:
         name = getattr(self._original, "__qualname__", type(self._original).__name__) + "()"
-        return _caller_of(self._original, self._static, self._dynamic, spec, name)
+        return _caller_of(self._original, self._compilers, spec, name)
 
     def _bucketed_caller(self) -> tuple[Caller, tuple[Any, ...]]:
         return self._alone(), ()
@@ -207,10 +207,11 @@ _NOT_TRACING = frozenset({None, False})
 """What Dynamo's frame callback is outside of a compiled function."""
 
 
-def _caller_of(function: Any, static: Any, dynamic: Any, spec: Spec, name: str) -> Caller:
+def _caller_of(function: Any, compilers: Compilers, spec: Spec, name: str) -> Caller:
     """Return a caller with statistics and compiled variants of its own."""
-    above = dynamic if spec.options["overflow"] == "dynamic" else None
-    return Caller(CompileCache(function, static, above), spec, name)
+    if spec.options["overflow"] != "dynamic":
+        compilers = compilers._replace(dynamic=None)
+    return Caller(CompileCache(function, compilers), spec, name)
 
 
 def _seems_a_method(function: Any) -> bool:
@@ -306,9 +307,9 @@ def _parts(
     in_place = getattr(given, "_compiled_call_impl", None)
     found = _torch.compiler_of(in_place)
     if found is None:
-        module, static, dynamic = compiler_for(given, options["compile"])
+        module, compilers = compiler_for(given, options["compile"])
     else:
-        module, (_, static, dynamic) = given, compiler_for(in_place, options["compile"])
+        module, (_, compilers) = given, compiler_for(in_place, options["compile"])
     if isinstance(module, (BucketedModule, torch.jit.ScriptModule)):
         raise TypeError(f"bucketed: function is a {type(module).__name__}: wrap the module inside")
     if not isinstance(module, torch.nn.Module):
@@ -321,7 +322,7 @@ def _parts(
             "function"
         )
     spec = Spec.of(own.forward, options, bound=True)
-    return module, options, given, _caller_of(own.forward, static, dynamic, spec, name)
+    return module, options, given, _caller_of(own.forward, compilers, spec, name)
 
 
 _classes: dict[type, type[Any]] = {}

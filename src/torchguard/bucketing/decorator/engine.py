@@ -1,0 +1,406 @@
+"""How a bucket is run: eager, by a static graph, or by a graph with symbolic sizes in bounds.
+
+``static`` pads to the bucket; it needs none of this. ``ranges`` compiles one graph for all sizes
+of the ladder, without padding, and falls back where the function does not allow that. ``auto``
+decides for each bucket while calls arrive: :mod:`torchguard.bucketing.decorator.rent` counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchguard import _torch
+from torchguard._pytree import flatten
+from torchguard.bucketing.decorator import no_recompile
+from torchguard.bucketing.decorator.compile import CompileCache, RangesKey
+from torchguard.bucketing.decorator.plan import Call, Mark, Plan, make_extras
+from torchguard.bucketing.decorator.rent import Choice, How, Prices, Range
+from torchguard.bucketing.decorator.spec import Spec
+from torchguard.errors import PaddingLeakError, RecompileError
+
+__all__ = ["Engine"]
+
+_RUNS_TO_COMPARE = 5
+# As often as torch compiles a function anew before it gives up and runs it uncompiled.
+_COMPILED_OFTEN = 8
+# Until a graph was compiled nobody knows what one costs: seconds with inductor, and with others.
+_ASSUMED, _ASSUMED_CHEAP = 5.0, 0.5
+
+Run = Callable[[Plan, Call], Any]
+
+
+class Engine:
+    """Chooses what runs each bucket of one function.
+
+    Args:
+        spec: what was declared of it.
+        cache: what runs, and how it is compiled.
+    """
+
+    def __init__(self, spec: Spec, cache: CompileCache) -> None:
+        self.kind: str = spec.options["engine"]
+        self._spec = spec
+        self._cache = cache
+        self._prices = Prices(_assumed_price(spec))
+        self._choices: dict[Any, Choice] = {}
+        self._ranges: dict[RangesKey, Range] = {}
+        self._lock = threading.RLock()
+        self._clock = Clock()
+
+    def begin(self, plan: Plan, call: Call) -> Plan:
+        """Return the plan for a call that is not padded unless its bucket is run static.
+
+        Args:
+            plan: of a static graph.
+            call: not padded.
+        """
+        if self.kind == "static" or not plan.buckets or plan.specialization.transformed:
+            return plan
+        shapes = tuple((each.label, each.padded(plan.buckets)) for each in plan.inputs)
+        # torch.compile makes sizes 0 and 1 constants, so they have graphs of their own.
+        constant = tuple(size for size in plan.sizes.values() if size < 2)  # noqa: PLR2004
+        key = (shapes, plan.specialization.around, constant)
+        with self._lock:
+            choice = self._choices.get(key)
+            if choice is None:
+                choice = self._choices[key] = self._new_choice(plan, call)
+            plan.choice = choice
+            return self._as(plan, call, choice.now())
+
+    def run(self, plan: Plan, call: Call, run: Run, forget: Callable[[Choice], None]) -> Any:
+        """Run a call as its bucket is run now, and as it was run before where that can't be.
+
+        Args:
+            plan: of :meth:`begin`.
+            call: not padded.
+            run: runs a plan.
+            forget: forgets the plans of a bucket, because another one runs it from now on.
+        """
+        choice = plan.choice
+        with self._lock:
+            before = plan.how if choice.settled else None
+            how = choice.turn(may_compile=not no_recompile.refused())
+        refused: dict[How, str] = {}
+        while True:
+            target = self._target(plan, call, how)
+            try:
+                output = self._timed(target, call, run)
+                break
+            except Exception as error:
+                reason = self._reason_to_refuse(how, error)
+                with self._lock:
+                    instead = choice.instead_of({*refused, how})
+                if reason is None or instead is None:
+                    raise
+                refused[how] = reason
+                how = instead
+        with self._lock:
+            # Not earlier: where nothing else ran either, it was the call.
+            for each, reason in refused.items():
+                choice.refuse(each, reason)
+            choice.judge()
+            after = choice.how if choice.settled else None
+        if before != after:
+            forget(choice)
+        # A call whose bucket is not settled comes here again.
+        plan.ready = target is plan and choice.settled
+        return output
+
+    def padded(self, plan: Plan, call: Call) -> Plan:
+        """Return the plan that pads this call, whatever runs its bucket."""
+        return plan if plan.choice is None else self._target(plan, call, "static")
+
+    def warm(self, plan: Plan, call: Call, run: Run) -> None:
+        """Compile all that may run a bucket; where that is not decided, time it and decide.
+
+        Args:
+            plan: of :meth:`begin`.
+            call: of the size of the bucket.
+            run: runs a plan, so that nothing is changed by it.
+        """
+        choice = plan.choice
+        if self.kind == "ranges":
+            how: How | None = choice.how
+            while how is not None:
+                reason = self._warmed(self._target(plan, call, how), call, run)
+                if reason is None:
+                    return
+                choice.refuse(how, reason)
+                how = choice.how
+            return
+        for how in choice.order:
+            if how not in choice.refused and how != "eager":
+                reason = self._warmed(self._target(plan, call, how), call, run)
+                if reason is not None:
+                    choice.refuse(how, reason)
+        for _ in range(_RUNS_TO_COMPARE):
+            for how in choice.order:
+                if how not in choice.refused:
+                    self._time_once(self._target(plan, call, how), call, run)
+        with self._lock:
+            choice.settle_on_fastest()
+
+    def described(self) -> dict[tuple[int, ...], str]:
+        """Return what runs each bucket, and why."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        with self._lock:
+            for choice in self._choices.values():
+                found.setdefault(choice.buckets, []).append(choice.described())
+        return {key: "; ".join(dict.fromkeys(texts)) for key, texts in sorted(found.items())}
+
+    # ---- what may run a bucket ----
+
+    def _new_choice(self, plan: Plan, call: Call) -> Choice:
+        buckets = tuple(plan.buckets.values())
+        if self._cache.static is None:
+            return Choice.of_one("eager", buckets, "nothing compiles: pass compile=True")
+        reason = self._why_no_ranges(plan, call)
+        if reason is not None and self.kind == "ranges":
+            raise ValueError(f"bucketed: engine='ranges' is refused: {reason}; use engine='static'")
+        whole = self._range_of(plan, whole=True)
+        if self.kind == "ranges":
+            return Choice.in_order(buckets, whole, self._range_of(plan, whole=False))
+        choice = Choice.by_rent(buckets, whole, self._prices)
+        if reason is not None:
+            choice.refuse("ranges", reason)
+        return choice
+
+    def _why_no_ranges(self, plan: Plan, call: Call) -> str | None:
+        """Return why sizes may not be symbols here, None if they may."""
+        if any(
+            type(call.leaves[each.index]) not in {torch.Tensor, torch.nn.Parameter}
+            for each in plan.inputs
+        ):
+            return "sizes of tensor subclasses can't be marked as symbols"
+        compiled = plan.variant.run
+        if (
+            "cuda" in _devices(plan)
+            and _torch.autotunes(compiled)
+            and _torch.bounds_of_padding_are_wrong()
+        ):
+            return (
+                "on this torch, max-autotune on CUDA runs kernels that write behind the end of a "
+                "buffer where sizes are symbols (https://github.com/pytorch/pytorch/issues/169760)"
+            )
+        if self.kind == "auto" and plan.variant.cuda_graphs:
+            return "a CUDA graph is recorded for each size"
+        return None
+
+    def _range_of(self, plan: Plan, *, whole: bool) -> Range:
+        """Return the sizes that one graph is for: those of the whole ladder, or of the bucket."""
+        bounds = []
+        for axis, size in plan.sizes.items():
+            ladder = self._spec.ladders[axis]
+            # Of two axes together the least size of one depends on that of the other.
+            own = 2 if whole or len(ladder.axes) > 1 else ladder.least(axis, plan.sizes)
+            low = max(own, 2)
+            high = ladder.largest(axis) if whole else plan.buckets[axis]
+            if size >= low and (high is None or high > low):
+                bounds.append((axis, low, high))
+        names = {axis for axis, _, _ in bounds}
+        shapes = tuple((each.label, each.symbolic(names)) for each in plan.inputs)
+        key = RangesKey(shapes, plan.specialization.around, tuple(bounds))
+        return self._ranges.setdefault(key, Range(key))
+
+    # ---- plans ----
+
+    def _target(self, plan: Plan, call: Call, how: How) -> Plan:
+        """Return the plan that runs a call in this way: the given one, or one beside it."""
+        if plan.how == how and plan.choice.settled:
+            return plan
+        found = plan.turns.get(how)
+        if found is None:
+            found = plan.turns[how] = self._as(plan, call, how)
+        return found
+
+    def _as(self, plan: Plan, call: Call, how: How) -> Plan:
+        choice = plan.choice
+        buckets = dict(zip(plan.sizes, choice.buckets, strict=True)) if how == "static" else {}
+        extras = make_extras(self._spec, call, plan.inputs, plan.sizes, buckets or None)
+        marks: list[Mark] = []
+        if how == "static":
+            shapes = tuple((each.label, each.padded(buckets)) for each in plan.inputs)
+            variant = self._cache.variant_for(shapes, plan.specialization)
+        elif how == "eager":
+            variant = self._cache.eager
+        else:
+            key = choice.ranges[how].key
+            variant = self._cache.variant_of_ranges(key)
+            marks = list(_marks(self._spec, plan, key, extras))
+        return replace(
+            plan, how=how, buckets=buckets, extras=extras, variant=variant, marks=tuple(marks),
+            slices={}, turns={}, ready=False, real=1, padded=1,
+        )  # fmt: skip
+
+    # ---- one turn ----
+
+    def _timed(self, target: Plan, call: Call, run: Run) -> Any:
+        """Run a plan and note what it took, of forward and of the backward through it."""
+        choice, how = target.choice, target.how
+        if choice.prices is None:
+            return self._counted(target, call, run)
+        compiles = _will_compile(target)
+        device = target.inputs[0].device
+
+        def took(seconds: float) -> None:
+            with self._lock:
+                choice.took(how, seconds, compiled=compiles)
+
+        def took_backward(seconds: float) -> None:
+            with self._lock:
+                choice.took(how, seconds, compiled=compiles, backward=True)
+
+        # Of a call that compiles the seconds of the host count.
+        stop = self._clock.start(torch.device("cpu") if compiles else device)
+        output = self._counted(target, call, run)
+        stop(took)
+        if torch.is_grad_enabled() and not choice.settled:
+            self._clock.time_backward(output, device, took_backward)
+        return output
+
+    def _counted(self, target: Plan, call: Call, run: Run) -> Any:
+        """Run a plan, and give ranges up that are compiled anew for each size."""
+        range_ = target.choice.ranges.get(target.how)
+        if range_ is None or _will_compile(target) or target.ready:
+            return run(target, call)
+        graphs = _torch.graphs_compiled()
+        output = run(target, call)
+        with self._lock:
+            range_.compiled_anew += _torch.graphs_compiled() > graphs
+            if range_.compiled_anew > _COMPILED_OFTEN:
+                times = range_.compiled_anew
+                target.choice.refuse(target.how, f"compiled anew {times} times for other sizes")
+        return output
+
+    def _reason_to_refuse(self, how: str, error: Exception) -> str | None:
+        """Return why a bucket can't be run in this way, None if it is the call that failed."""
+        if isinstance(error, RecompileError):
+            return None
+        if isinstance(error, PaddingLeakError):
+            return "padding changes the answer"
+        if how != "eager" and isinstance(error, _torch.compile_failures()):
+            if how == "static" and self.kind == "ranges":
+                return None
+            return _said(error)
+        if how == "static" and str(error).startswith("bucketed:"):
+            return str(error)
+        return None
+
+    # ---- warm-up ----
+
+    def _warmed(self, target: Plan, call: Call, run: Run) -> str | None:
+        """Compile a plan; return why it can't be."""
+        compiles = _will_compile(target)
+        begun = time.perf_counter()
+        try:
+            run(target, call)
+        except Exception as error:
+            reason = self._reason_to_refuse(target.how, error)
+            if reason is None:
+                raise
+            return reason
+        choice = target.choice
+        if choice.prices is not None:
+            seconds = time.perf_counter() - begun
+            choice.took(target.how, seconds, compiled=compiles, warmed=True)
+        return None
+
+    def _time_once(self, target: Plan, call: Call, run: Run) -> None:
+        device = target.inputs[0].device
+        # Nothing else runs in a warm-up, so it may wait for the device.
+        synchronize: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        synchronize()
+        begun = time.perf_counter()
+        run(target, call)
+        synchronize()
+        seconds = time.perf_counter() - begun
+        target.choice.took(target.how, seconds, compiled=False, warmed=True)
+
+
+def _devices(plan: Plan) -> set[str]:
+    return {each.device.type for each in plan.inputs}
+
+
+def _assumed_price(spec: Spec) -> float:
+    given = spec.options["compile"]
+    backend = given.get("backend", "inductor") if isinstance(given, dict) else "inductor"
+    return _ASSUMED if backend == "inductor" else _ASSUMED_CHEAP
+
+
+def _said(error: Exception) -> str:
+    """Return why something can't be compiled in a few words."""
+    text = " ".join(str(error).split())
+    _, found, guard = text.partition("satisfy the generated guard ")
+    if found:
+        return f"a graph would hold only where {guard[:100]}"
+    _, found, rest = text.partition("as dynamic but your code specialized")
+    if found:
+        return f"the function specialized{rest[:100]}"
+    return f"{type(error).__name__}: {text[:100]}"
+
+
+def _will_compile(plan: Plan) -> bool:
+    return plan.variant.compiles and plan.specialization not in plan.variant.compiled_for
+
+
+def _marks(
+    spec: Spec, plan: Plan, key: RangesKey, extras: dict[str, torch.Tensor]
+) -> Iterator[Mark]:
+    """Yield which sizes of which tensors are symbols."""
+    bounds = {axis: (low, high) for axis, low, high in key.bounds}
+    for each in plan.inputs:
+        for dim, axis in each.axes:
+            if axis in bounds:
+                yield Mark(each.index, dim, *bounds[axis])
+    for argument, value in extras.items():
+        mask = spec.masks.get(argument)
+        if mask is not None and mask.axis in bounds:
+            yield Mark(argument, value.dim() - 1, *bounds[mask.axis])
+
+
+class Clock:
+    """Times calls. On a GPU by events in its stream, which are read once they are over.
+
+    So no call waits for the device. The seconds of a call come after some later ones.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
+
+    def start(self, device: torch.device) -> Callable[[Callable[[float], None]], None]:
+        """Begin to time; what is returned ends it, and takes what is told the seconds."""
+        self._read()
+        if device.type == "cuda":
+            begun: Any = torch.cuda.Event(enable_timing=True)
+            begun.record()
+
+            def stop_on_gpu(told: Callable[[float], None]) -> None:
+                ended: Any = torch.cuda.Event(enable_timing=True)
+                ended.record()
+                self._events.append((begun, ended, told))
+
+            return stop_on_gpu
+        at = time.perf_counter()
+        return lambda told: told(time.perf_counter() - at)
+
+    def time_backward(
+        self, output: Any, device: torch.device, told: Callable[[float], None]
+    ) -> None:
+        """Time the backward through an output, if there is one later."""
+        stop: list[Any] = []
+        leaves = [each for each in flatten(output)[0] if isinstance(each, torch.Tensor)]
+        _torch.call_around_backward(
+            leaves, lambda: stop.append(self.start(device)), lambda: stop.pop()(told)
+        )
+
+    def _read(self) -> None:
+        while self._events and self._events[0][1].query():
+            begun, ended, told = self._events.popleft()
+            told(begun.elapsed_time(ended) / 1e3)

@@ -12,6 +12,7 @@ import torch
 from typing_extensions import Self
 
 __all__ = [
+    "SavedSizes",
     "SymbolicSizes",
     "fake_inputs",
     "shape_guards",
@@ -76,12 +77,84 @@ class SymbolicSizes:
 
     def value(self, expression: Any, sizes: dict[str, int]) -> int | bool | None:
         """Put sizes in; None if something else is in the expression too."""
-        if isinstance(expression, int):
-            return expression
-        result = expression.subs({self._symbols[name]: size for name, size in sizes.items()})
-        if result.free_symbols:
-            return None
-        return bool(result) if result.is_Boolean else int(result)
+        return _value(expression, {self._symbols[name]: size for name, size in sizes.items()})
+
+    def spell(self, expression: Any) -> Any:
+        """Return an expression as lists, numbers and names, for :class:`SavedSizes`.
+
+        Raises:
+            ValueError: there is something else in it.
+        """
+        return _spelled(expression, {symbol: name for name, symbol in self._symbols.items()})
+
+
+class SavedSizes:
+    """Expressions of sizes that :meth:`SymbolicSizes.spell` has spelled, in another process.
+
+    Args:
+        names: what the symbols stand for.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        sympy: Any = importlib.import_module("sympy")
+        self._symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
+
+    def value(self, expression: Any, sizes: dict[str, int]) -> int | bool | None:
+        """Put sizes in; None if something else is in the expression too."""
+        return _value(expression, {self._symbols[name]: size for name, size in sizes.items()})
+
+    def read(self, spelled: Any) -> Any:
+        """Return the expression.
+
+        Raises:
+            ValueError: it is none, or this torch has no such function of sizes.
+        """
+        if type(spelled) is int or type(spelled) is bool:
+            return _sympified(spelled)
+        if isinstance(spelled, str) and spelled in self._symbols:
+            return self._symbols[spelled]
+        if isinstance(spelled, list) and spelled and isinstance(spelled[0], str):
+            return _function_of_sizes(spelled[0])(*map(self.read, spelled[1:]))
+        raise ValueError(f"{spelled!r} is no expression of sizes")
+
+
+def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
+    if isinstance(expression, int):
+        return expression
+    result = expression.subs(sizes)
+    if result.free_symbols:
+        return None
+    return bool(result) if result.is_Boolean else int(result)
+
+
+def _spelled(expression: Any, names: dict[Any, str]) -> Any:
+    if isinstance(expression, int):
+        return expression
+    if expression in names:
+        return names[expression]
+    if getattr(expression, "is_Integer", False):
+        return int(expression)
+    if getattr(expression, "is_Rational", False):
+        return ["Rational", int(expression.p), int(expression.q)]
+    if expression == _sympified(True) or expression == _sympified(False):
+        return bool(expression)
+    kind = type(expression).__name__
+    if not expression.args or _function_of_sizes(kind) is not type(expression):
+        raise ValueError(f"{expression} can't be spelled")
+    return [kind, *(_spelled(each, names) for each in expression.args)]
+
+
+def _sympified(value: int | bool) -> Any:
+    return importlib.import_module("sympy").sympify(value)
+
+
+def _function_of_sizes(name: str) -> Any:
+    """Return the class of sympy's, or of torch's own, that makes expressions."""
+    for home in ("torch.utils._sympy.functions", "sympy"):
+        found = getattr(importlib.import_module(home), name, None)
+        if isinstance(found, type) and issubclass(found, importlib.import_module("sympy").Basic):
+            return found
+    raise ValueError(f"there is no {name!r} of sizes")
 
 
 @contextlib.contextmanager

@@ -1,25 +1,17 @@
-"""The ladders of the axes: given, read from a plan file, grown, or fitted to what arrives."""
+"""The ladders of the axes: given, grown, or fitted to what arrives."""
 
 from __future__ import annotations
 
-import json
-import os
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torchguard.bucketing.axes import buckets_by_axes
 from torchguard.bucketing.buckets import Buckets, total_cost
 from torchguard.bucketing.decorator.pair_ladder import PairLadder
 from torchguard.bucketing.histogram import observe
-from torchguard.bucketing.pairs import PairBuckets, in_order
 
-__all__ = ["Ladder", "ladders_of", "read_plan", "write_plan"]
-
-_FORMAT = "torchguard.cli.plan"
-_VERSION = 1
+__all__ = ["Ladder", "ladders_of"]
 
 _OBSERVED_CALLS = 32
 _COARSE_FROM = 16
@@ -144,62 +136,3 @@ def ladders_of(
         kind = Ladder if len(names) == 1 else PairLadder
         found |= dict.fromkeys(names, kind(names, buckets, growing=growing))
     return {axis: found[axis] for axis in axes}
-
-
-def write_plan(
-    path: str | os.PathLike[str],
-    ladders: Mapping[str, Ladder | PairLadder],
-    seen: Mapping[tuple[int, ...], int],
-) -> None:
-    """Write ladders and the sizes seen to a JSON file that :func:`read_plan` reads."""
-    sizes: dict[str, Counter[int]] = {name: Counter() for name in ladders}
-    for combination, count in seen.items():
-        for name, size in zip(ladders, combination, strict=True):
-            sizes[name][size] += count
-    document = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "buckets": {
-            name: list(ladder.buckets.sizes)
-            for name, ladder in ladders.items()
-            if isinstance(ladder.buckets, Buckets)
-        },
-        "observed": {name: sorted(counts.items()) for name, counts in sizes.items()},
-    }
-    pairs = [
-        {"axes": ladder.axes, "shapes": ladder.buckets.shapes}
-        for ladder in dict.fromkeys(ladders.values())
-        if isinstance(ladder.buckets, PairBuckets)
-    ]
-    if pairs:
-        document["pairs"] = pairs
-    target = Path(path)
-    unfinished = target.with_name(target.name + ".part")
-    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(target)
-
-
-def read_plan(path: str | os.PathLike[str]) -> dict[Any, Buckets | PairBuckets] | Buckets:
-    """Read the ladders that :func:`write_plan` wrote, or ``python -m torchguard plan --json``.
-
-    The latter is one ladder, for every axis.
-
-    Raises:
-        OSError: the file can't be read.
-        ValueError: it is no plan.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        document = json.loads(text)
-        if "sizes" in document:
-            return Buckets.from_json(text)
-        if document["format"] != _FORMAT or document["version"] != _VERSION:
-            raise ValueError("another format or version")  # noqa: TRY301
-        read: dict[Any, Buckets | PairBuckets] = {
-            name: Buckets(sizes) for name, sizes in document["buckets"].items()
-        }
-        for each in document.get("pairs", ()):
-            read[tuple(each["axes"])] = in_order(each["shapes"])
-        return read  # noqa: TRY300
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"bucketed: {os.fspath(path)!r} is not a plan: {error}") from None

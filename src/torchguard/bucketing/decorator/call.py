@@ -16,6 +16,7 @@ from torchguard._torch import warn_user
 from torchguard.bucketing.decorator import no_recompile
 from torchguard.bucketing.decorator.compile import CompileCache, compiling
 from torchguard.bucketing.decorator.engine import Engine
+from torchguard.bucketing.decorator.kept import KeptWork
 from torchguard.bucketing.decorator.leak_check import check_padding
 from torchguard.bucketing.decorator.missing_dims import explain_failure
 from torchguard.bucketing.decorator.output_shapes import (
@@ -70,7 +71,8 @@ class Caller:
         self.lock = threading.Lock()
         self.counts: dict[tuple[int, ...], BucketCount] = {}
         self.proofs = Proofs(shared=spec.options["group"] is not None, masks=spec.masks)
-        self.output_shapes = OutputShapes(cache.function, spec, name)
+        self.kept = KeptWork(cache.function, spec, name, compiles=cache.static is not None)
+        self.output_shapes = OutputShapes(cache.function, spec, name, self.kept)
         self.engine = Engine(spec, cache)
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._plans: dict[Any, Plan] = {}
@@ -162,6 +164,8 @@ class Caller:
             real = slice_output(plan, output)
             if real is UNKNOWN:
                 call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
+                if plan.ready:
+                    self.kept.begin()
                 self.output_shapes.learn(plan, output, call)
                 real = slice_output(plan, output)
             output = real
@@ -282,8 +286,12 @@ class Caller:
 
     def _run_first(self, plan: Plan, call: Call) -> Any:
         try:
-            if self._to_be_checked(plan):
+            self.kept.begin()
+            if self._to_be_checked(plan) and (
+                self._always or not self.kept.proves(plan, call, self.proofs)
+            ):
                 check_padding(self.output_shapes, plan, call, self.proofs)
+                self.kept.note_proof(plan, call, self.proofs)
             run = plan.variant.run
             if plan.variant.compiles and plan.specialization not in plan.variant.compiled_for:
                 run = self.compiled(plan)
@@ -322,6 +330,8 @@ class Caller:
             compiled, around = self.cache.keys_compiled(), plan.specialization.around
             news = no_recompile.news(plan, shapes, around, compiled)
             raise RecompileError(f"no_recompile: {self.name} was about to compile {news}")
+
+        self.kept.load_compiled()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with compiling(variant, plan.specialization):
@@ -387,7 +397,9 @@ class Caller:
             raise ValueError(
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
             )
+        self.kept.begin()
         check_padding(self.output_shapes, plan, call, self.proofs, anew=True)
+        self.kept.note_proof(plan, call, self.proofs)
 
     def plan_for(
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -8,15 +8,16 @@ ever read off a size that happens to equal a bucket.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchguard._pytree import KeyPath, flatten, unflatten
-from torchguard._torch import SymbolicSizes, without_fake_tensor_logs
+from torchguard._torch import SavedSizes, SymbolicSizes, without_fake_tensor_logs
 from torchguard.bucketing.decorator.compile import COMPILING
+from torchguard.bucketing.decorator.kept import KeptWork
 from torchguard.bucketing.decorator.outputs import Narrow, Output, Steps, declared_steps
 from torchguard.bucketing.decorator.plan import Call, Plan, mask_shape, real_extras
 from torchguard.bucketing.decorator.spec import Sizes, Spec
@@ -92,7 +93,7 @@ _Run: TypeAlias = "Callable[[SymbolicSizes], Any]"
 class _Formula:
     """How the sizes of every leaf of an output depend on the axes."""
 
-    world: SymbolicSizes
+    world: SymbolicSizes | SavedSizes
     sizes: tuple[Any, ...]
     """For each leaf: expressions for its dims, or for an integer; None for anything else."""
     conditions: tuple[Any, ...]
@@ -114,6 +115,43 @@ class _Formula:
                     sizes.append(None)
             conditions = tuple(world.conditions())
         return cls(world, tuple(sizes), conditions, output.paths)
+
+    @classmethod
+    def read(cls, kept: Any, axes: Iterable[str]) -> _Formula:
+        """Return what :meth:`spell` has spelled.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if "error" in kept:
+            raise ValueError(kept["error"])
+        world = SavedSizes(axes)
+        sizes = [
+            tuple(map(world.read, each)) if type(each) is list else each and world.read(each["is"])
+            for each in kept["sizes"]
+        ]
+        conditions = tuple(map(world.read, kept["conditions"]))
+        return cls(world, tuple(sizes), conditions, [tuple(path) for path in kept["paths"]])
+
+    def spell(self) -> dict[str, Any]:
+        """Return it as what JSON can hold.
+
+        Raises:
+            ValueError: it can't.
+        """
+        spell = self.world.spell  # type: ignore[union-attr]  # what was read is not spelled again
+        if any(type(key) not in (str, int) for path in self.paths for key in path):
+            raise ValueError("a key of the output is neither a text nor a number")
+        sizes = [
+            [spell(size) for size in each]
+            if isinstance(each, tuple)
+            else None
+            if each is None
+            else {"is": spell(each)}
+            for each in self.sizes
+        ]
+        conditions = [spell(each) for each in self.conditions]
+        return {"paths": self.paths, "sizes": sizes, "conditions": conditions}
 
     def at(self, sizes: Sizes, *, unconditionally: bool = False) -> list[Any] | None:
         """Put sizes in; None where its conditions do not hold, unless ``unconditionally``."""
@@ -139,12 +177,14 @@ class OutputShapes:
         function: what runs, not compiled.
         spec: what was declared of it.
         name: of the function, for messages.
+        kept: what another process has found out, and what the next one may use.
     """
 
-    def __init__(self, function: Callable[..., Any], spec: Spec, name: str) -> None:
+    def __init__(self, function: Callable[..., Any], spec: Spec, name: str, kept: KeptWork) -> None:
         self.function = function
         self.spec = spec
         self.name = name
+        self._kept = kept
         self._formulas: dict[Any, _Formula | None] = {}
 
     def learn(self, plan: Plan, whole: Any, call: Call) -> None:
@@ -236,7 +276,24 @@ class OutputShapes:
         return self._formulas[key]
 
     def _run_without_data(self, plan: Plan, call: Call, hints: Sizes) -> _Formula:
-        """Run the function on tensors without data, at the real sizes or with symbols."""
+        """Run the function on tensors without data, at the real sizes or with symbols.
+
+        Where another process has done so, and the function is the same, nothing is run.
+        """
+        kept = self._kept.formula(plan, call, hints)
+        if kept is not None:
+            return _Formula.read(kept, plan.sizes)
+        try:
+            formula = self._derive(plan, call, hints)
+        except Exception as error:
+            told = str(error).partition("\n")[0]
+            self._kept.note_formula(plan, call, hints, {"error": told or type(error).__name__})
+            raise
+        with contextlib.suppress(ValueError):  # it is derived again by the next process
+            self._kept.note_formula(plan, call, hints, formula.spell())
+        return formula
+
+    def _derive(self, plan: Plan, call: Call, hints: Sizes) -> _Formula:
 
         def run(world: SymbolicSizes) -> Any:
             extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)

@@ -31,9 +31,31 @@ class Proofs:
     def covers(self, plan: Plan) -> bool:
         """Whether its bucket was proven with about as much padding, or with more."""
         shares = self._shares.get(self._bucket(plan))
-        return shares is not None and all(
+        return shares is not None and self.would_cover(plan, shares)
+
+    def would_cover(self, plan: Plan, shares: Iterable[float]) -> bool:
+        """Whether a proof with so much padding covers a plan."""
+        return all(
             now <= _GROWS * before for now, before in zip(self._of(plan), shares, strict=True)
         )
+
+    def key(self, plan: Plan) -> tuple[Any, ...]:
+        """Return what a proof is of: the bucket, and what leads the function another way."""
+        return self._bucket(plan)
+
+    def shares(self, plan: Plan) -> tuple[float, ...]:
+        """Return with how much padding a plan's bucket was proven, for what was real."""
+        return self._shares[self._bucket(plan)]
+
+    def adopt(
+        self, plan: Plan, shares: Iterable[float], neutral: Iterable[str], *, tried: bool
+    ) -> None:
+        """Take over what another process has proven of a plan's bucket."""
+        self._shares[self._bucket(plan)] = tuple(shares)
+        if neutral:
+            self.add_neutral(plan, neutral)
+        if tried:
+            self.add_tried(plan)
 
     def add(self, plan: Plan) -> None:
         """Note that its bucket is proven with its padding."""

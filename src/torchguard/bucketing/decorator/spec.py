@@ -18,9 +18,10 @@ from typing_extensions import Required
 
 from torchguard._pytree import KeyPath, children, keystr
 from torchguard._torch import warn_user
-from torchguard.bucketing.decorator.auto import Ladder, ladders_of, read_plan
+from torchguard.bucketing.decorator.auto import Ladder, ladders_of
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
 from torchguard.bucketing.decorator.pair_ladder import PairLadder
+from torchguard.bucketing.decorator.plan_file import PlanFile, read_plan
 from torchguard.bucketing.padding import Side
 
 __all__ = [
@@ -182,6 +183,7 @@ class Spec:
     """The names in the signature."""
     others: str | None
     """The name of ``**kwargs``, if the function has it."""
+    plan: PlanFile | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any], options: MaskingOptions, *, bound: bool) -> Spec:
@@ -199,7 +201,8 @@ class Spec:
         axes = tuple(dict.fromkeys(_axis_names(options["dims"], "dims")))
         plan = None if options["plan"] is None else read_plan(options["plan"])
         growing = options["overflow"] == "grow"
-        ladders = ladders_of(axes, options["buckets"], plan, growing=growing)
+        planned = None if plan is None else plan.buckets
+        ladders = ladders_of(axes, options["buckets"], planned, growing=growing)
         positional, keywords, variadic, others, required = _parameters(function)
         if bound and positional:
             positional = positional[1:]
@@ -221,6 +224,7 @@ class Spec:
             required=required,
             explicit=frozenset((*positional, *keywords)),
             others=others,
+            plan=plan,
         )
         spec._check_names(dims, _name_of(function))
         return spec

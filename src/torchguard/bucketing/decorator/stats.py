@@ -15,7 +15,14 @@ from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.pairs import PairBuckets, fit_pairs, holding
 from torchguard.bucketing.plot import draw_pairs
 
-__all__ = ["AxisReport", "BucketedReport", "BucketedStats", "report_of", "stats_of"]
+__all__ = [
+    "AxisReport",
+    "BucketedReport",
+    "BucketedStats",
+    "observed_sizes",
+    "report_of",
+    "stats_of",
+]
 
 _STEP = 4
 _LOSES_ABOVE = 0.5
@@ -159,6 +166,17 @@ class BucketedReport:
                 + ("; even 4 more buckets would not help" if each.padding_loses else "")
             )
         return "\n".join(lines)
+
+
+def observed_sizes(caller: Caller) -> dict[str, Counter[int]]:
+    """Return how often each size was called, by axis."""
+    with caller.lock:
+        seen = caller.seen
+    sizes: dict[str, Counter[int]] = {axis: Counter() for axis in caller.spec.ladders}
+    for combination, count in seen.items():
+        for counts, size in zip(sizes.values(), combination, strict=True):
+            counts[size] += count
+    return sizes
 
 
 def report_of(caller: Caller, path: str | os.PathLike[str] | None) -> BucketedReport:

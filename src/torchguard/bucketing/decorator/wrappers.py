@@ -16,11 +16,17 @@ import torch
 from typing_extensions import ParamSpec, Self
 
 from torchguard import _torch
-from torchguard.bucketing.decorator.auto import write_plan
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import CompileCache, Compilers, compiler_for
+from torchguard.bucketing.decorator.plan_file import write_plan
 from torchguard.bucketing.decorator.spec import MaskingOptions, Spec
-from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats, report_of, stats_of
+from torchguard.bucketing.decorator.stats import (
+    BucketedReport,
+    BucketedStats,
+    observed_sizes,
+    report_of,
+    stats_of,
+)
 from torchguard.bucketing.decorator.warmup import warm_up
 
 __all__ = ["BoundMethod", "Bucketed", "BucketedModule", "module_around"]
@@ -71,9 +77,16 @@ class _Methods:
         caller.verify(owner, inputs, keywords)
 
     def save_plan(self, path: str | os.PathLike[str]) -> None:
-        """Write the buckets, and the sizes seen, to a file for ``plan=``."""
+        """Write the buckets to a file for ``plan=``, and what the next process need not do again.
+
+        That is the check of the padding, the sizes of outputs and, where torch can
+        (2.7 and later), what Inductor has compiled in this process. The file is replaced in one
+        step. With what was compiled it is as trusted as code.
+        """
         caller, _ = self._bucketed_caller()
-        write_plan(path, caller.spec.ladders, caller.seen)
+        ladders = caller.spec.ladders.values()
+        buckets = {each.axes: each.buckets for each in ladders if each.buckets is not None}
+        write_plan(path, buckets, observed_sizes(caller), caller.kept.document())
 
 
 # ---- a function ----

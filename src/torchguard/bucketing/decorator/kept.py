@@ -1,0 +1,303 @@
+"""What a plan keeps for the next process: proofs of the padding, output sizes, what was compiled.
+
+Each proof and each formula names what the function was made of (see
+:mod:`torchguard.bucketing.decorator.fingerprint`) when it was made, and counts only where that,
+torch, Python and torchguard are the same. What was compiled needs no such check: torch finds it
+by a hash of the graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchguard import _torch
+from torchguard._torch import warn_user
+from torchguard.bucketing.decorator.fingerprint import (
+    Parts,
+    UnknownValue,
+    fingerprint,
+    spell_key,
+)
+from torchguard.bucketing.decorator.plan import Call, Plan
+from torchguard.bucketing.decorator.proofs import Proofs
+from torchguard.bucketing.decorator.spec import Sizes, Spec
+from torchguard.equivalence.collective import largest_of_all_ranks
+from torchguard.version import __version__
+
+__all__ = ["KeptWork"]
+
+_OPTIONS = ("dims", "fill", "mask", "lengths", "outputs", "side")
+"""On which an answer depends; those that are left out say when to check and what to compile."""
+
+_NAMED = 3
+
+
+class KeptWork:
+    """What the plan of a function has kept, and what is to be kept of this process.
+
+    Args:
+        function: what runs, not compiled.
+        spec: what was declared of it, and the plan.
+        name: of the function, for messages.
+        compiles: whether anything compiles it.
+
+    Raises:
+        ValueError: the plan is damaged.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], spec: Spec, name: str, *, compiles: bool
+    ) -> None:
+        self._function = function
+        self._spec = spec
+        self._name = name
+        self._compiles = compiles
+        self._lock = threading.Lock()
+        self._functions: list[Parts] = []
+        # What is read is never what this process has noted: it remembers that by itself, and
+        # checks again where its own rules say so.
+        self._read_proofs: dict[str, Any] = {}
+        self._read_formulas: dict[str, Any] = {}
+        self._proofs: dict[str, Any] = {}
+        self._formulas: dict[str, Any] = {}
+        self._compiled: Any = None
+        self._unknown: str | None = None
+        self._said = False
+        self._latest: tuple[Plan, Parts] | None = None
+        kept = {} if spec.plan is None else spec.plan.kept
+        if kept:
+            self._read(kept)
+
+    def _read(self, kept: Mapping[str, Any]) -> None:
+        assert self._spec.plan is not None
+        try:
+            self._compiled = kept["compiled"]
+            before = {name: kept[name] for name in _versions()}
+            changed = [
+                f"{name} is {now}, and was {before[name]}"
+                for name, now in _versions().items()
+                if now != before[name]
+            ]
+            ladder = kept["ladder"]
+            if not changed:
+                self._functions = [dict(each) for each in kept["functions"]]
+                self._read_proofs = {key: dict(each) for key, each in kept["proofs"].items()}
+                self._read_formulas = {key: dict(each) for key, each in kept["formulas"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"bucketed: {self._spec.plan.path!r} is damaged: {error!r}") from None
+        if changed:
+            self._compiled = None
+            self._say(" and ".join(changed))
+        elif ladder != self._ladder():
+            # Buckets that were there before are proven still.
+            self._say(f"the buckets are {_listed(self._ladder())}, and were {_listed(ladder)}")
+
+    def begin(self) -> None:
+        """Forget what the function was made of: a call may begin another one."""
+        self._latest = None
+
+    # ---- the proof of the padding ----
+
+    def proves(self, plan: Plan, call: Call, proofs: Proofs) -> bool:
+        """Whether the plan has a proof for a call's bucket; if so, it is added to ``proofs``.
+
+        All ranks of a group say the same, because a check has collectives.
+        """
+        if self._spec.plan is None:
+            return False
+        found = self._found(self._read_proofs, lambda: proofs.key(plan), plan, call)
+        proven = found is not None and proofs.would_cover(plan, found["shares"])
+        group = self._spec.options["group"]
+        if group is not None:
+            (missing,) = largest_of_all_ranks(group, [int(not proven)])
+            proven = not missing
+        if proven and found is not None:
+            proofs.adopt(plan, found["shares"], found["neutral"], tried=found["tried"])
+        return proven
+
+    def note_proof(self, plan: Plan, call: Call, proofs: Proofs) -> None:
+        """Keep that a call's bucket was proven, if it can be told of which function."""
+        self._note(
+            self._proofs,
+            lambda: proofs.key(plan),
+            plan,
+            call,
+            {
+                "shares": proofs.shares(plan),
+                "neutral": sorted(proofs.neutral(plan)),
+                "tried": proofs.tried(plan),
+            },
+        )
+
+    # ---- the sizes of outputs ----
+
+    def formula(self, plan: Plan, call: Call, hints: Sizes) -> Any:
+        """Return what was kept of a run without data; None if nothing was."""
+        found = self._found(self._read_formulas, lambda: _run_key(plan, hints), plan, call)
+        return None if found is None else found["formula"]
+
+    def note_formula(self, plan: Plan, call: Call, hints: Sizes, formula: Any) -> None:
+        """Keep what a run without data has told."""
+        self._note(self._formulas, lambda: _run_key(plan, hints), plan, call, {"formula": formula})
+
+    # ---- what was compiled ----
+
+    def load_compiled(self) -> None:
+        """Give torch's caches what was compiled, once, before anything is."""
+        with self._lock:
+            compiled, self._compiled = self._compiled, None
+        if compiled is None:
+            return
+        problem = _torch.load_artifacts(compiled)
+        if problem is not None and self._spec.plan is not None:
+            warn_user(f"bucketed: {self._spec.plan.path}: what was compiled is not used: {problem}")
+
+    # ---- the file ----
+
+    def document(self) -> dict[str, Any]:
+        """Return all that is to be kept, as what JSON can hold."""
+        compiled = None
+        if self._compiles:
+            compiled, problem = _torch.save_artifacts()
+            if problem is not None:
+                warn_user(f"bucketed: save_plan keeps nothing of what was compiled: {problem}")
+        if self._unknown is not None:
+            warn_user(
+                "bucketed: save_plan keeps no proof of the padding: whether "
+                f"{self._name} has changed could not be told, because {self._unknown}"
+            )
+        with self._lock:
+            # What was not used keeps its place: it names the function that it is of.
+            proofs = {**self._read_proofs, **self._proofs}
+            formulas = {**self._read_formulas, **self._formulas}
+            used = sorted({each["of"] for each in (*proofs.values(), *formulas.values())})
+            return {
+                **_versions(),
+                "ladder": self._ladder(),
+                "functions": [self._functions[index] for index in used],
+                "proofs": _renumbered(proofs, used),
+                "formulas": _renumbered(formulas, used),
+                "compiled": compiled,
+            }
+
+    # ---- helpers ----
+
+    def _ladder(self) -> dict[str, list[Any]]:
+        return {
+            " x ".join(each.axes): [list(b) if isinstance(b, tuple) else b for b in each.buckets]
+            for each in self._spec.ladders.values()
+            if each.buckets is not None
+        }
+
+    def _found(
+        self, entries: Mapping[str, Any], key: Callable[[], Any], plan: Plan, call: Call
+    ) -> Any:
+        """Return an entry, if it was made for the function as it is now."""
+        if not entries:
+            return None
+        try:
+            found = entries.get(_digest(key()))
+            if found is None:
+                return None
+            now = self._made_of(plan, call)
+        except UnknownValue as error:
+            self._say(f"whether {self._name} has changed can't be told, because {error}")
+            return None
+        before = self._functions[found["of"]]
+        if before != now:
+            self._say(_differences(before, now))
+            return None
+        return found
+
+    def _note(
+        self,
+        entries: dict[str, Any],
+        key: Callable[[], Any],
+        plan: Plan,
+        call: Call,
+        entry: dict[str, Any],
+    ) -> None:
+        try:
+            digest, now = _digest(key()), self._made_of(plan, call)
+        except UnknownValue as error:
+            self._unknown = str(error)
+            return
+        with self._lock:
+            if now not in self._functions:
+                self._functions.append(now)
+            entries[digest] = {**entry, "of": self._functions.index(now)}
+
+    def _made_of(self, plan: Plan, call: Call) -> Parts:
+        """Return what the function, and the modules it is given, are made of now."""
+        if self._latest is not None and self._latest[0] is plan:
+            return self._latest[1]
+        given = zip(call.labels(), call.leaves, strict=True)
+        roots = {
+            "the function": self._function,
+            **dict(zip(("self",), call.owner, strict=False)),
+            **{label: leaf for label, leaf in given if isinstance(leaf, torch.nn.Module)},
+        }
+        inputs = {
+            each.label: (call.leaves[each.index].dtype, each.device.type) for each in plan.inputs
+        }
+        options: Mapping[str, Any] = self._spec.options
+        settings = {f"option {name}": options[name] for name in _OPTIONS if options[name]}
+        parts = fingerprint(roots, {**settings, "dtype or device of the inputs": inputs})
+        self._latest = (plan, parts)
+        return parts
+
+    def _say(self, changed: str) -> None:
+        """Say once what the plan does not hold for."""
+        if self._said or self._spec.plan is None:
+            return
+        self._said = True
+        warn_user(
+            f"bucketed: {self._spec.plan.path}: {changed}: what the plan has kept of that is not "
+            "used; padding is checked and sizes of outputs are derived again"
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "torchguard": __version__,
+    }
+
+
+def _renumbered(entries: Mapping[str, Any], used: list[int]) -> dict[str, Any]:
+    return {key: {**each, "of": used.index(each["of"])} for key, each in entries.items()}
+
+
+def _digest(key: Any) -> str:
+    return hashlib.sha256(spell_key(key).encode()).hexdigest()[:24]
+
+
+def _run_key(plan: Plan, hints: Sizes) -> Any:
+    """Return what a run without data depends on: with symbols, or at the sizes of the call."""
+    shapes = [(each.label, each.padded(plan.buckets)) for each in plan.inputs]
+    # In a run with symbols the sizes are hints alone.
+    sizes = sorted(hints) if hints else [each.shape for each in plan.inputs]
+    return shapes, bool(hints), sizes, tuple(plan.specialization)
+
+
+def _differences(before: Parts, now: Parts) -> str:
+    """Name what has changed, is new, or is gone."""
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    new = [name for name in now if name not in before]
+    gone = [name for name in before if name not in now]
+    for names, verb in ((changed, "changed"), (new, "is new"), (gone, "is gone")):
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            return f"{', '.join(names[:_NAMED])}{more} {verb}"
+    return "the order of its parts has changed"
+
+
+def _listed(ladder: Mapping[str, Any]) -> str:
+    return ", ".join(f"{axis}: {' '.join(map(str, sizes))}" for axis, sizes in ladder.items())

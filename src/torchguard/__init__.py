@@ -25,6 +25,7 @@ _PUBLIC = {
     "bucketing.decorator.no_recompile": ("no_recompile",),
     "bucketing.decorator.stats": ("BucketedReport", "BucketedStats"),
     "bucketing.masks": ("length_mask",),
+    "bucketing.packed": ("packed",),
     "bucketing.padding": ("Padded", "PaddedPair", "pad_to_bucket", "unpad"),
     "bucketing.pairs": ("PairBuckets",),
     "bucketing.sampler": ("BucketBatchSampler",),

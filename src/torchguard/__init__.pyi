@@ -7,6 +7,7 @@ from torchguard.bucketing.decorator.api import bucketed
 from torchguard.bucketing.decorator.no_recompile import no_recompile
 from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats
 from torchguard.bucketing.masks import length_mask
+from torchguard.bucketing.packed import packed
 from torchguard.bucketing.padding import Padded, PaddedPair, pad_to_bucket, unpad
 from torchguard.bucketing.pairs import PairBuckets
 from torchguard.bucketing.sampler import BucketBatchSampler
@@ -100,6 +101,7 @@ __all__ = [
     "load",
     "load_state_dict",
     "no_recompile",
+    "packed",
     "pad_to_bucket",
     "repair_",
     "rollback_on_error",

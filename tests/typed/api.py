@@ -148,6 +148,8 @@ def bucketed() -> None:
         return (x * mask).sum(1)
 
     options = {"x": {1: "t"}}
+    assert_type(torchguard.packed(["x"], tokens=[8])["dims"], dict[str, dict[int, str]])
+    torchguard.bucketed(masked, **torchguard.packed(["x"], tokens=[8]), check_padding="never")
     sums = torchguard.bucketed(masked, dims=options, buckets=[16], mask="mask", fill={"x": 0})
     assert_type(sums(torch.ones(2, 5)), torch.Tensor)
 

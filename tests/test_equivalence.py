@@ -16,13 +16,14 @@ from torch import nn
 
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import COMPILING, PADDING, close, judge
+from torchguard.equivalence.copies import run_on_copies as run
 from torchguard.equivalence.copies import why_not_copied
 from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.run import (
+    Given,
     Gradient,
     Outcome,
     Output,
-    run,
     run_undoing_mutations,
 )
 
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 def undone(function: Callable[..., Any], *leaves: Any, **options: Any) -> Outcome:
     """Run a function that returns one tensor and takes its leaves as they are."""
     return run_undoing_mutations(
-        lambda given: function(*given),
+        function,
         leaves,
-        prepare=list,
+        prepare=lambda given: Given(given, given, {}),
         read=lambda output: (None, [Output(output)]),
         names=dict(enumerate("abc")),
         **options,

@@ -33,7 +33,8 @@ from torchguard import (
 )
 from torchguard.equivalence.compare import COMPILING, judge
 from torchguard.equivalence.copies import copy_inputs
-from torchguard.equivalence.run import Outcome, run
+from torchguard.equivalence.copies import run_on_copies as run
+from torchguard.equivalence.run import Outcome
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.minify import Case, minified
 

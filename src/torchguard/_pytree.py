@@ -3,13 +3,18 @@
 What :mod:`torch.utils._pytree` does, for more kinds of node without registering them: every
 mapping (transformers' ``BatchEncoding``, ``ModelOutput``), every dataclass, every named tuple. A
 container is rebuilt from a copy of itself, so that what it holds besides its items stays.
+
+And which modules and tensors a function can reach: by arguments, closure, globals, ``self``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -17,10 +22,13 @@ import torch
 __all__ = [
     "KeyPath",
     "TreeDef",
+    "all_reachable_modules",
     "children",
     "flatten",
     "key_paths",
     "keystr",
+    "reachable_modules",
+    "reachable_tensors",
     "replace",
     "unflatten",
     "with_children",
@@ -182,3 +190,58 @@ def keystr(name: str, path: KeyPath, tree: Any = None) -> str:
         name += f".{key}" if attribute and type(node) is not dict else f"[{key!r}]"
         node = dict(children(node) or ()).get(key)
     return name
+
+
+# ---- what a function can reach ----
+
+
+def reachable_modules(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
+    """Return the modules a function can reach, without what is inside them.
+
+    Arguments, what it is bound to, its closure and the globals it names, and what is right
+    inside these: a model in a list, or an attribute of the object a method belongs to.
+    """
+    found = {
+        id(each): each
+        for each in _candidates(function, arguments)
+        if isinstance(each, torch.nn.Module)
+    }
+    return list(found.values())
+
+
+def reachable_tensors(function: Any, arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors a function can reach, as :func:`reachable_modules` the modules."""
+    return [each for each in _candidates(function, arguments) if isinstance(each, torch.Tensor)]
+
+
+def _candidates(function: Any, arguments: Iterable[Any]) -> list[Any]:
+    candidates = [*_around(function), *arguments]
+    for candidate in list(candidates):
+        inside = children(candidate)
+        if inside is not None:
+            candidates += [part for _, part in inside]
+        elif not isinstance(candidate, (type, torch.Tensor, torch.nn.Module, ModuleType)):
+            candidates += vars(candidate).values() if hasattr(candidate, "__dict__") else ()
+    return candidates
+
+
+def _around(function: Any) -> list[Any]:
+    """Return a function and what it holds."""
+    if isinstance(function, functools.partial):
+        return [*_around(function.func), *function.args, *function.keywords.values()]
+    owner = getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    found = [function, owner]
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                found.append(cell.cell_contents)
+        found += [function.__globals__.get(name) for name in code.co_names]
+    return found
+
+
+def all_reachable_modules(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
+    """Return every module a function can reach, those inside others too."""
+    found = {id(m): m for top in reachable_modules(function, arguments) for m in top.modules()}
+    return list(found.values())

@@ -32,6 +32,7 @@ __all__ = [
     "rebuild_dynamo_tables",
     "skip_frames",
     "tracing_unseen",
+    "uncompiled",
 ]
 
 
@@ -57,6 +58,16 @@ def dynamo_is_imported() -> bool:
     if "torch._dynamo" in sys.modules:
         importlib.import_module("torch._dynamo")
     return hasattr(sys.modules.get("torch._dynamo"), "optimize")
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled functions inside eagerly; the stance is that of the whole process."""
+    if not dynamo_is_imported():
+        yield  # nothing is compiled yet, and set_stance() would import Dynamo: seconds
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def rebuild_dynamo_tables() -> None:

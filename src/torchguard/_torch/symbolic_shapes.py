@@ -20,8 +20,10 @@ __all__ = [
     "symbols_of",
     "tracing_again",
     "tracing_context",
-    "without_fake_tensor_logs",
 ]
+
+
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class SymbolicSizes:
@@ -53,9 +55,14 @@ class SymbolicSizes:
 
     def __enter__(self) -> Self:
         self._mode.__enter__()
+        # torch logs pages about an operation that fails on tensors without data; who runs a
+        # function here expects that it may.
+        self._level = _LOGGER.level
+        _LOGGER.setLevel(logging.CRITICAL + 1)
         return self
 
     def __exit__(self, *failure: object) -> None:
+        _LOGGER.setLevel(self._level)
         self._mode.__exit__(*failure)
 
     def empty(self, shape: tuple[int | str, ...], like: torch.Tensor) -> torch.Tensor:
@@ -155,18 +162,6 @@ def _function_of_sizes(name: str) -> Any:
         if isinstance(found, type) and issubclass(found, importlib.import_module("sympy").Basic):
             return found
     raise ValueError(f"there is no {name!r} of sizes")
-
-
-@contextlib.contextmanager
-def without_fake_tensor_logs() -> Iterator[None]:
-    """Keep torch from logging pages about an operation that fails on tensors without data."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 # ---- the graph that Dynamo is compiling ----

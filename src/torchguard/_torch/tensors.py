@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -75,14 +76,10 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def has_saved_tensors_hooks() -> bool:
-    """Whether ``saved_tensors_hooks`` are on, which see what autograd saves."""
-    autograd: Any = torch._C._autograd
-    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    if top is not None:
-        return top(True) is not None  # True: those that tracing sees too
+def _saved_tensors_hooks_cannot_be_disabled() -> bool:
     # torch 2.6 can't be asked, but it refuses to switch hooks off where there are some:
     # https://github.com/pytorch/pytorch/blob/v2.6.0/aten/src/ATen/SavedTensorHooks.cpp
+    autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
         return False
     try:
@@ -92,6 +89,16 @@ def has_saved_tensors_hooks() -> bool:
     finally:
         autograd._saved_tensors_hooks_enable()
     return False
+
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+# True: those that tracing sees too.
+has_saved_tensors_hooks: Callable[[], object] = (
+    _saved_tensors_hooks_cannot_be_disabled
+    if _top_hooks is None
+    else functools.partial(_top_hooks, True)
+)
+"""Return something true where ``saved_tensors_hooks`` are on, which see what autograd saves."""
 
 
 def has_own_dispatch(tensor: torch.Tensor) -> bool:

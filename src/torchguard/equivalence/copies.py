@@ -1,4 +1,4 @@
-"""Copies of a call's inputs: every storage once, and the views of it built anew.
+"""Run a graph on copies of its inputs: every storage once, and the views of it built anew.
 
 What a graph does depends on strides, on which inputs share memory, and on which is a view
 of which: all of that is in the copies, and nothing done to them reaches the originals.
@@ -6,13 +6,17 @@ of which: all of that is in the copies, and nothing done to them reaches the ori
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import fx
 
-from torchguard._torch import base_of, has_own_dispatch
+from torchguard._torch import base_of, has_own_dispatch, set_version, version_of
+from torchguard.equivalence.isolate import isolated
+from torchguard.equivalence.run import Gradient, Outcome
 
 __all__ = [
     "Cast",
@@ -20,6 +24,7 @@ __all__ = [
     "Copies",
     "bytes_of",
     "copy_inputs",
+    "run_on_copies",
     "tensors_of",
     "why_not_copied",
 ]
@@ -202,3 +207,160 @@ class _NotALeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ARG004 - torch's signature
         return gradient, None
+
+
+# ---- a graph on copies ----
+
+
+def run_on_copies(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    owned: Sequence[torch.Tensor] = (),
+    cast: Cast | None = None,
+    change: Change | None = None,
+) -> Outcome:
+    """Call ``function`` on copies of the inputs, and send a gradient backward.
+
+    Tensors that the graph owns hold copies of their data meanwhile; they are the first
+    inputs of the outcome. See :func:`torchguard.equivalence.isolate.isolated` for what is
+    restored; hooks and ``.grad`` of the inputs see nothing, for the run has copies.
+
+    Args:
+        function: a graph, or what a compiler has made of one.
+        inputs: can be copied, see :func:`why_not_copied`.
+        owned: tensors that the graph has as attributes, such as an optimizer's parameters.
+        cast: runs with other dtypes.
+        change: changes the values of the copies first.
+
+    Raises:
+        torch.OutOfMemoryError: a second run does not fit into memory.
+    """
+    copies = copy_inputs([*owned, *inputs], cast, change)
+    with _holding(owned, copies.values):
+        copies.sources[: len(owned)] = [
+            tensor if tensor.requires_grad else None for tensor in owned
+        ]
+        outcome = _outcome(function, copies, len(owned))
+        outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
+    return outcome
+
+
+@contextlib.contextmanager
+def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]:
+    """Let tensors have other data for a while; neither their holders nor autograd notice it."""
+    # Setting .data exchanges the memory: the object stays, and with it what autograd, an optimizer
+    # and the graph's attribute refer to.
+    before = [(tensor, tensor.data, version_of(tensor)) for tensor in owned]
+    try:
+        for tensor, copy in zip(owned, copies, strict=False):
+            tensor.data = copy.detach()
+        yield
+    finally:
+        for tensor, data, version in before:
+            tensor.data = data
+            if version is not None:
+                set_version(tensor, version)
+
+
+def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:
+    outcome = Outcome(inputs=copies.values)
+    given = copies.values[owned:]
+    # Called as a module, a graph that raises prints a traceback of its own.
+    called = function.forward if isinstance(function, fx.GraphModule) else function
+    with isolated() as has_drawn:
+        tensors = {
+            place: value
+            for place, value in enumerate(copies.values)
+            if isinstance(value, torch.Tensor)
+        }
+        versions = {place: version_of(tensor) for place, tensor in tensors.items()}
+        functions = {place: tensor.grad_fn for place, tensor in tensors.items()}
+        try:
+            returned = called(*given)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a graph raises is its outcome
+            outcome.error = error.with_traceback(None)
+            return outcome
+        outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        outcome.structure = len(outcome.outputs)
+        outcome.random = has_drawn()
+        # None: inference tensors count no writes.
+        outcome.mutated = frozenset(
+            place
+            for place, version in versions.items()
+            if version is None or version != version_of(tensors[place])
+        )
+        outcome.sharing = _sharing(outcome.outputs, copies.values)
+        # An input that was written to has a history now, and a gradient to send back through it.
+        results = [
+            tensor
+            for place, tensor in tensors.items()
+            if place >= owned and tensor.grad_fn is not functions[place]
+        ]
+        try:
+            outcome.gradients = _gradients([*outcome.outputs, *results], copies.sources)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - likewise
+            outcome.backward_error = error.with_traceback(None)
+    return outcome
+
+
+def _gradients(results: list[Any], sources: list[Any]) -> dict[Hashable, Gradient]:
+    """Send a fixed random gradient backward through every differentiable result."""
+    ends = [
+        value
+        for value in results
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.grad_fn is not None
+    ]
+    wanted = {place: source for place, source in enumerate(sources) if source is not None}
+    if not ends or not wanted:
+        return {}
+    sent = [_cotangent(tensor, number) for number, tensor in enumerate(ends)]
+    arrived = torch.autograd.grad(ends, list(wanted.values()), sent, allow_unused=True)
+    return {
+        place: Gradient(value, f"input {place}")
+        for place, value in zip(wanted, arrived, strict=True)
+    }
+
+
+def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+    # The same numbers in every precision: double precision judges the others.
+    rounded = drawn.to(torch.bfloat16).to(torch.float64)
+    if tensor.is_complex():
+        rounded = torch.view_as_complex(rounded)
+    return rounded.to(device=tensor.device, dtype=tensor.dtype)
+
+
+def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]]:
+    spans = [(f"output {i}", _span(value)) for i, value in enumerate(outputs)]
+    others = [(f"input {i}", _span(value)) for i, value in enumerate(inputs)]
+    return frozenset(
+        (name, other)
+        for position, (name, span) in enumerate(spans)
+        for other, other_span in [*spans[:position], *others]
+        if span is not None and other_span is not None and _overlap(span, other_span)
+    )
+
+
+def _span(value: Any) -> tuple[torch.device, int, int] | None:
+    """Return the device, the first address and the address behind the last element."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    if not value.numel() or not value.untyped_storage().nbytes():
+        return None
+    # From the first element to the last: what lies between may belong to another view, but then
+    # eager and compiled code are seen to overlap alike.
+    last = sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    first = value.data_ptr()
+    return value.device, first, first + (last + 1) * value.element_size()
+
+
+def _overlap(one: tuple[torch.device, int, int], other: tuple[torch.device, int, int]) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]

@@ -2,7 +2,8 @@
 
 :func:`isolated` restores everything but the memory of tensors. For that there are two ways:
 copies of the inputs (:mod:`torchguard.equivalence.copies`), which a compiled function can be
-called with, and :class:`UndoMutations`, which sees the operators of a function that runs eagerly.
+called with, and :class:`torchguard.equivalence.run.UndoMutations`, which sees the operators of a
+function that runs eagerly.
 """
 
 from __future__ import annotations
@@ -17,25 +18,18 @@ import numpy as np
 import torch
 
 from torchguard._torch import (
-    OPERATOR_CLASSES,
-    TorchDispatchMode,
-    dynamo_is_imported,
     has_saved_tensors_hooks,
-    schema_of,
     set_version,
     version_of,
 )
 
 __all__ = [
     "ThreadModes",
-    "UndoMutations",
     "buffers_restored",
     "isolated",
     "module_state_restored",
     "rng_generators",
     "rng_state_restored",
-    "storage_address",
-    "uncompiled",
     "without_autocast_cache",
 ]
 
@@ -49,14 +43,17 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], b
     weights. The caller's saved-tensors hooks are not called. Yields a function that says whether
     the code drew random numbers of torch.
     """
-    with contextlib.ExitStack() as scope:
-        scope.enter_context(_modes_restored())
-        scope.enter_context(without_autocast_cache())
+    with _modes_restored(), module_state_restored(modules), rng_state_restored() as has_drawn:
+        # Else a cast that was kept before is taken for a weight that is perturbed here, and one
+        # that is kept here for the weight of the caller.
+        torch.set_autocast_cache_enabled(False)
+        unseen: Any = contextlib.nullcontext()
         if has_saved_tensors_hooks():
-            hooks = torch.autograd.graph.saved_tensors_hooks
-            scope.enter_context(hooks(lambda saved: saved, lambda saved: saved))
-        scope.enter_context(module_state_restored(modules))
-        yield scope.enter_context(rng_state_restored())
+            # torch has no switch for the caller's hooks; the innermost pair is the one it calls.
+            # https://pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks
+            unseen = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with unseen:
+            yield has_drawn
 
 
 class ThreadModes(NamedTuple):
@@ -162,16 +159,6 @@ def without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled functions inside eagerly; the stance is that of the whole process."""
-    if not dynamo_is_imported():
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 # ---- modules ----
 
 
@@ -239,10 +226,10 @@ def _restore_in_order(changed: dict[int, Any], before: dict[int, Any]) -> None:
 
 @contextlib.contextmanager
 def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Copy the values of buffers and copy them back: for what :class:`UndoMutations` can't see.
+    """Copy the values of buffers and copy them back.
 
-    That is compiled code, and a run on tensors without data, which writes to buffers that are
-    real.
+    For what :class:`torchguard.equivalence.run.UndoMutations` can't see: compiled code, and a run
+    on tensors without data, which writes to buffers that are real.
     """
     before = [
         (buffer, buffer.detach().clone(), version_of(buffer))
@@ -258,117 +245,3 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
                 buffer.copy_(values)
                 if version is not None:
                     set_version(buffer, version)
-
-
-# ---- memory ----
-
-
-class UndoMutations(TorchDispatchMode):
-    """A scope whose mutations of memory from outside can be undone, and that is deterministic.
-
-    The mode sees every operator. A storage that was there before is copied before the first
-    operator that writes it, and :meth:`undo` copies it back. Dropout keeps everything: which
-    elements it drops depends on the shape, so with it a padded run could never equal the real one.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators: set[str] = set()
-        """The names of the operators that ran."""
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._versions: list[tuple[torch.Tensor, int | None]] = []
-        self._own: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_overload = isinstance(func, OPERATOR_CLASSES)
-        if not is_overload:  # a higher-order operator, such as flex_attention
-            return func(*args, **kwargs)
-        schema = schema_of(func)
-        self.operators.add(schema.name)
-        given = _tensors((*args, *kwargs.values()))
-        self._copy_what_is_written(schema, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            result = _deterministic(func, schema, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
-        outside = {storage_address(tensor) for tensor in given}
-        self._own.update({storage_address(made) for made in _tensors((result,))} - outside)
-        return result
-
-    @property
-    def mutated(self) -> set[int]:
-        """The addresses of storages from outside that were written."""
-        return set(self._storages)
-
-    def undo(self) -> None:
-        """Copy back what was written."""
-        for storage, copied in self._storages.values():
-            storage.copy_(copied)
-        for tensor, version in reversed(self._versions):
-            if version is not None:
-                set_version(tensor, version)
-
-    def _copy_what_is_written(self, schema: Any, args: Any, kwargs: Any) -> None:
-        for place, argument in enumerate(schema.arguments):
-            info = argument.alias_info
-            written = (info is not None and info.is_write) or argument.name in _WRITTEN_UNSAID
-            if not written:
-                continue
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            for tensor in _tensors((value,)):
-                address = storage_address(tensor)
-                if address == 0 or address in self._own:
-                    continue
-                self._versions.append((tensor, version_of(tensor)))
-                if address not in self._storages:
-                    storage = tensor.untyped_storage()
-                    self._storages[address] = (storage, storage.clone())
-
-
-# The schema of native_batch_norm does not say that it writes them.
-_WRITTEN_UNSAID = {"running_mean", "running_var"}
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's memory begins, 0 if it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # no storage: sparse, fake, nested
-        return 0
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _tensors(value)
-    return found
-
-
-def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
-    """Run a random operator deterministically, so far as that has a meaning."""
-    name = schema.name.removeprefix("aten::")
-    if name == "native_dropout":
-        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-    if name == "bernoulli_":
-        return args[0].fill_(1)
-    if name == "bernoulli":
-        return torch.ones_like(args[0])
-    names = [argument.name for argument in schema.arguments]
-    if "dropout_p" in names:
-        place = names.index("dropout_p")
-        if place < len(args):
-            args = (*args[:place], 0.0, *args[place + 1 :])
-        elif "dropout_p" in kwargs:
-            kwargs = {**kwargs, "dropout_p": 0.0}
-    result = func(*args, **kwargs)
-    if name in {"rand", "rand_like", "uniform_"}:
-        result.fill_(0.5)
-    elif name in {"randn", "randn_like", "normal_"}:
-        result.fill_(0.0)
-    return result

@@ -1,31 +1,35 @@
 """Run a function without side effects, and keep all that can be seen of the run afterwards.
 
-Two functions, for two kinds of callee. :func:`run` calls a graph, compiled or not, on copies of
-its inputs. :func:`run_undoing_mutations` calls a function eagerly that has a state of its own, such
-as a module, and undoes what it writes. Both return an :class:`Outcome`, for
-:func:`torchguard.equivalence.compare.judge`.
+Two functions, for two kinds of callee. :func:`run_undoing_mutations` calls a function eagerly that
+has a state of its own, such as a module, and undoes what it writes.
+:func:`torchguard.equivalence.copies.run_on_copies` calls a graph, compiled or not. Both return an
+:class:`Outcome`, for :func:`torchguard.equivalence.compare.judge`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 
-from torchguard._torch import set_version, version_of
-from torchguard.equivalence.copies import Cast, Change, Copies, copy_inputs
-from torchguard.equivalence.isolate import UndoMutations, isolated, storage_address
+from torchguard._torch import (
+    OPERATOR_CLASSES,
+    TorchDispatchMode,
+    schema_of,
+    set_version,
+    version_of,
+)
+from torchguard.equivalence.isolate import isolated
 
 __all__ = [
     "Buffer",
+    "Given",
     "Gradient",
     "Outcome",
     "Output",
-    "run",
+    "UndoMutations",
     "run_undoing_mutations",
     "send_backward",
 ]
@@ -47,6 +51,15 @@ class Buffer(NamedTuple):
 
     before: torch.Tensor
     after: torch.Tensor
+
+
+class Given(NamedTuple):
+    """What a function is called with."""
+
+    leaves: list[Any]
+    """Of the arguments; a write to one counts as the mutation of an input."""
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
 
 
 class Output(NamedTuple):
@@ -98,171 +111,128 @@ class Outcome:
         return [leaf for leaf in found if leaf is not None]
 
 
-# ---- on copies of the inputs ----
+# ---- undo what a function writes ----
 
 
-def run(
-    function: Callable[..., Any],
-    inputs: Sequence[Any],
-    owned: Sequence[torch.Tensor] = (),
-    cast: Cast | None = None,
-    change: Change | None = None,
-) -> Outcome:
-    """Call ``function`` on copies of the inputs, and send a gradient backward.
+class UndoMutations(TorchDispatchMode):
+    """A scope whose mutations of memory from outside can be undone, and that is deterministic.
 
-    Tensors that the graph owns hold copies of their data meanwhile; they are the first
-    inputs of the outcome. See :func:`torchguard.equivalence.isolate.isolated` for what is
-    restored; hooks and ``.grad`` of the inputs see nothing, for the run has copies.
-
-    Args:
-        function: a graph, or what a compiler has made of one.
-        inputs: can be copied, see :func:`torchguard.equivalence.copies.why_not_copied`.
-        owned: tensors that the graph has as attributes, such as an optimizer's parameters.
-        cast: runs with other dtypes.
-        change: changes the values of the copies first.
-
-    Raises:
-        torch.OutOfMemoryError: a second run does not fit into memory.
+    The mode sees every operator. A storage that was there before is copied before the first
+    operator that writes it, and :meth:`undo` copies it back. Dropout keeps everything: which
+    elements it drops depends on the shape, so with it a padded run could never equal the real one.
     """
-    copies = copy_inputs([*owned, *inputs], cast, change)
-    with _holding(owned, copies.values):
-        copies.sources[: len(owned)] = [
-            tensor if tensor.requires_grad else None for tensor in owned
-        ]
-        outcome = _outcome(function, copies, len(owned))
-        outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
-    return outcome
 
+    supports_higher_order_operators = True
 
-@contextlib.contextmanager
-def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]:
-    """Let tensors have other data for a while; neither their holders nor autograd notice it."""
-    # Setting .data exchanges the memory: the object stays, and with it what autograd, an optimizer
-    # and the graph's attribute refer to.
-    before = [(tensor, tensor.data, version_of(tensor)) for tensor in owned]
-    try:
-        for tensor, copy in zip(owned, copies, strict=False):
-            tensor.data = copy.detach()
-        yield
-    finally:
-        for tensor, data, version in before:
-            tensor.data = data
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: set[str] = set()
+        """The names of the operators that ran."""
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._versions: list[tuple[torch.Tensor, int | None]] = []
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_overload = isinstance(func, OPERATOR_CLASSES)
+        if not is_overload:  # a higher-order operator, such as flex_attention
+            return func(*args, **kwargs)
+        schema = schema_of(func)
+        self.operators.add(schema.name)
+        given = _tensors((*args, *kwargs.values()))
+        self._copy_what_is_written(schema, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result = _deterministic(func, schema, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        outside = {storage_address(tensor) for tensor in given}
+        self._own.update({storage_address(made) for made in _tensors((result,))} - outside)
+        return result
+
+    @property
+    def mutated(self) -> set[int]:
+        """The addresses of storages from outside that were written."""
+        return set(self._storages)
+
+    def undo(self) -> None:
+        """Copy back what was written."""
+        for storage, copied in self._storages.values():
+            storage.copy_(copied)
+        for tensor, version in reversed(self._versions):
             if version is not None:
                 set_version(tensor, version)
 
-
-def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:
-    outcome = Outcome(inputs=copies.values)
-    given = copies.values[owned:]
-    # Called as a module, a graph that raises prints a traceback of its own.
-    called = function.forward if isinstance(function, fx.GraphModule) else function
-    with isolated() as has_drawn:
-        tensors = {
-            place: value
-            for place, value in enumerate(copies.values)
-            if isinstance(value, torch.Tensor)
-        }
-        versions = {place: version_of(tensor) for place, tensor in tensors.items()}
-        functions = {place: tensor.grad_fn for place, tensor in tensors.items()}
-        try:
-            returned = called(*given)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a graph raises is its outcome
-            outcome.error = error.with_traceback(None)
-            return outcome
-        outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-        outcome.structure = len(outcome.outputs)
-        outcome.random = has_drawn()
-        # None: inference tensors count no writes.
-        outcome.mutated = frozenset(
-            place
-            for place, version in versions.items()
-            if version is None or version != version_of(tensors[place])
-        )
-        outcome.sharing = _sharing(outcome.outputs, copies.values)
-        # An input that was written to has a history now, and a gradient to send back through it.
-        results = [
-            tensor
-            for place, tensor in tensors.items()
-            if place >= owned and tensor.grad_fn is not functions[place]
-        ]
-        try:
-            outcome.gradients = _gradients([*outcome.outputs, *results], copies.sources)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - likewise
-            outcome.backward_error = error.with_traceback(None)
-    return outcome
+    def _copy_what_is_written(self, schema: Any, args: Any, kwargs: Any) -> None:
+        for place, argument in enumerate(schema.arguments):
+            info = argument.alias_info
+            written = (info is not None and info.is_write) or argument.name in _WRITTEN_UNSAID
+            if not written:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors((value,)):
+                address = storage_address(tensor)
+                if address == 0 or address in self._own:
+                    continue
+                self._versions.append((tensor, version_of(tensor)))
+                if address not in self._storages:
+                    storage = tensor.untyped_storage()
+                    self._storages[address] = (storage, storage.clone())
 
 
-def _gradients(results: list[Any], sources: list[Any]) -> dict[Hashable, Gradient]:
-    """Send a fixed random gradient backward through every differentiable result."""
-    ends = [
-        value
-        for value in results
-        if isinstance(value, torch.Tensor) and value.requires_grad and value.grad_fn is not None
-    ]
-    wanted = {place: source for place, source in enumerate(sources) if source is not None}
-    if not ends or not wanted:
-        return {}
-    sent = [_cotangent(tensor, number) for number, tensor in enumerate(ends)]
-    arrived = torch.autograd.grad(ends, list(wanted.values()), sent, allow_unused=True)
-    return {
-        place: Gradient(value, f"input {place}")
-        for place, value in zip(wanted, arrived, strict=True)
-    }
+# The schema of native_batch_norm does not say that it writes them.
+_WRITTEN_UNSAID = {"running_mean", "running_var"}
 
 
-def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
-    # The same numbers in every precision: double precision judges the others.
-    rounded = drawn.to(torch.bfloat16).to(torch.float64)
-    if tensor.is_complex():
-        rounded = torch.view_as_complex(rounded)
-    return rounded.to(device=tensor.device, dtype=tensor.dtype)
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory begins, 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # no storage: sparse, fake, nested
+        return 0
 
 
-def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]]:
-    spans = [(f"output {i}", _span(value)) for i, value in enumerate(outputs)]
-    others = [(f"input {i}", _span(value)) for i, value in enumerate(inputs)]
-    return frozenset(
-        (name, other)
-        for position, (name, span) in enumerate(spans)
-        for other, other_span in [*spans[:position], *others]
-        if span is not None and other_span is not None and _overlap(span, other_span)
-    )
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+    return found
 
 
-def _span(value: Any) -> tuple[torch.device, int, int] | None:
-    """Return the device, the first address and the address behind the last element."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    if not value.numel() or not value.untyped_storage().nbytes():
-        return None
-    # From the first element to the last: what lies between may belong to another view, but then
-    # eager and compiled code are seen to overlap alike.
-    last = sum(
-        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
-    )
-    first = value.data_ptr()
-    return value.device, first, first + (last + 1) * value.element_size()
+def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
+    """Run a random operator deterministically, so far as that has a meaning."""
+    name = schema.name.removeprefix("aten::")
+    if name == "native_dropout":
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    if name == "bernoulli_":
+        return args[0].fill_(1)
+    if name == "bernoulli":
+        return torch.ones_like(args[0])
+    names = [argument.name for argument in schema.arguments]
+    if "dropout_p" in names:
+        place = names.index("dropout_p")
+        if place < len(args):
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        elif "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+    result = func(*args, **kwargs)
+    if name in {"rand", "rand_like", "uniform_"}:
+        result.fill_(0.5)
+    elif name in {"randn", "randn_like", "normal_"}:
+        result.fill_(0.0)
+    return result
 
 
-def _overlap(one: tuple[torch.device, int, int], other: tuple[torch.device, int, int]) -> bool:
-    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
-
-
-# ---- with a state of its own, whose mutations are undone ----
+# ---- run it ----
 
 
 def run_undoing_mutations(
-    function: Callable[[list[Any]], Any],
+    function: Callable[..., Any],
     leaves: Sequence[Any],
     *,
-    prepare: Callable[[list[Any]], list[Any]],
+    prepare: Callable[[list[Any]], Given],
     read: Callable[[Any], tuple[Any, list[Output]]],
     names: Mapping[int, str],
     modules: Sequence[torch.nn.Module] = (),
@@ -274,11 +244,10 @@ def run_undoing_mutations(
     modules and random states are as they were. What it raises comes out.
 
     Args:
-        function: gets what ``prepare`` returns.
+        function: gets the arguments that ``prepare`` returns.
         leaves: of the arguments of a call. Where one requires grad, a new leaf of autograd's
             graph takes its place, so that the gradient does not run on into what made it.
-        prepare: makes of the leaves what the function is called with; its writes to those count
-            as mutations of an input.
+        prepare: makes of the leaves what the function is called with.
         read: flattens what the function returns: its structure, and its leaves. It runs outside
             of the scope in which operators are watched.
         names: what messages call the leaves, by position.
@@ -291,32 +260,31 @@ def run_undoing_mutations(
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
     }
     watch = UndoMutations()
-    try:
-        with isolated(modules):
-            buffers = _buffers_of(modules)
+    buffers = _buffers_of(modules)
+    with isolated(modules):
+        try:
             # Before operators are watched: to the function this is memory from outside, so that its
             # writes to it are seen.
             given = prepare([fresh.get(place, leaf) for place, leaf in enumerate(leaves)])
             with watch:
-                returned = function(given)
+                returned = function(*given.args, **given.kwargs)
             structure, outputs = read(returned)
             with watch:
                 gradients = send_backward(outputs, fresh, names, modules, held)
-            outcome = Outcome(
+            return Outcome(
                 outputs=[_kept(output) for output in outputs],
                 structure=structure,
                 gradients=gradients,
                 buffers=_written(buffers, watch.mutated),
                 mutated=frozenset(
                     place
-                    for place, value in enumerate(given)
+                    for place, value in enumerate(given.leaves)
                     if isinstance(value, torch.Tensor) and storage_address(value) in watch.mutated
                 ),
                 operators=frozenset(watch.operators),
             )
-    finally:
-        watch.undo()
-    return outcome
+        finally:
+            watch.undo()
 
 
 def _kept(output: Output) -> Any:

@@ -12,8 +12,8 @@ import torch
 from torchguard._torch import has_hooks, warn_at_compiled_call
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import COMPILING, Difference, judge
-from torchguard.equivalence.copies import bytes_of, why_not_copied
-from torchguard.equivalence.run import Outcome, run
+from torchguard.equivalence.copies import bytes_of, run_on_copies, why_not_copied
+from torchguard.equivalence.run import Outcome
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
 from torchguard.verification.options import Options
@@ -171,7 +171,7 @@ class GraphCheck:
         reason = self._why_not_run(inputs)
         if reason is not None:
             return reason
-        eager = run(self.traced.graph, inputs, self.traced.owned)
+        eager = run_on_copies(self.traced.graph, inputs, self.traced.owned)
         if eager.random and not self._draws_like_eager:
             # No inputs will change that. Ranks that check together do so until all of them have.
             self._settled = self._options.group is None
@@ -224,7 +224,7 @@ class GraphCheck:
     ) -> tuple[tuple[Difference, ...], str]:
         """Return what differs, and in words what rounding alone makes differ."""
         graph = self.traced.graph
-        compiled = run(function, inputs, self.traced.owned)
+        compiled = run_on_copies(function, inputs, self.traced.owned)
         unknown = eager.random or self.traced.owned
         verdict = judge(
             eager, compiled, COMPILING, lambda: None if unknown else exact(graph, inputs)

@@ -20,9 +20,8 @@ import torch
 from torch import fx
 
 from torchguard.equivalence.compare import COMPILING, Difference, judge
-from torchguard.equivalence.copies import copy_inputs
+from torchguard.equivalence.copies import copy_inputs, run_on_copies
 from torchguard.equivalence.isolate import isolated
-from torchguard.equivalence.run import run
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.rounding import exact
 
@@ -47,13 +46,13 @@ class Case:
 
     def differences(self, inputs: Sequence[Any]) -> tuple[Difference, ...]:
         """Return what the compiled graph does otherwise with these inputs."""
-        eager = run(self.graph, inputs)
+        eager = run_on_copies(self.graph, inputs)
         if eager.error is not None:
             return ()
-        compiled = run(self.compiled, inputs)
+        compiled = run_on_copies(self.compiled, inputs)
         verdict = judge(eager, compiled, COMPILING, lambda: exact(self.graph, inputs))
         # What eager itself does not do twice, such as reading new memory, shows nothing.
-        steady = verdict.equal or judge(eager, run(self.graph, inputs), COMPILING).equal
+        steady = verdict.equal or judge(eager, run_on_copies(self.graph, inputs), COMPILING).equal
         return verdict.differences if steady else ()
 
 

@@ -23,10 +23,10 @@ from torchguard.equivalence.compare import (
     judge,
     value_of,
 )
-from torchguard.equivalence.copies import copy_inputs, tensors_of, why_not_copied
+from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of, why_not_copied
 from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.perturb import can_be_perturbed, perturb_
-from torchguard.equivalence.run import Outcome, run
+from torchguard.equivalence.run import Outcome
 from torchguard.verification.fallback import Compiler
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.quiet import quiet
@@ -57,7 +57,7 @@ def not_by_rounding(
     if not jumps or not any(map(can_be_perturbed, chosen)):
         return list(found)
     try:
-        if not judge(eager, run(graph, inputs), COMPILING).equal:
+        if not judge(eager, run_on_copies(graph, inputs), COMPILING).equal:
             return list(found)
         for seed in range(_RUNS):
 
@@ -65,7 +65,7 @@ def not_by_rounding(
                 if learns or not some_learn:
                     perturb_(values, seed)
 
-            other = run(graph, inputs, change=change)
+            other = run_on_copies(graph, inputs, change=change)
             for jump in jumps:
                 jump.reach(other)
             if not any(jump.left.any() for jump in jumps):
@@ -85,12 +85,12 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
         return False
     try:
         with quiet():
-            eager = run(wide, inputs, cast=_wider)
+            eager = run_on_copies(wide, inputs, cast=_wider)
             if eager.error is not None or eager.backward_error is not None:
                 return False
             with tracing_again(None), rng_state_restored():
                 compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
-            return judge(eager, run(compiled, inputs, cast=_wider), COMPILING).equal
+            return judge(eager, run_on_copies(compiled, inputs, cast=_wider), COMPILING).equal
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
         return False
 
@@ -103,7 +103,7 @@ def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
     try:
         # Autocast warns of double precision, which the program does not ask for.
         with quiet():
-            return run(wide, inputs, cast=_wider)
+            return run_on_copies(wide, inputs, cast=_wider)
     except torch.OutOfMemoryError:
         return None
 

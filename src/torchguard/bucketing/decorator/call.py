@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchguard import _torch
-from torchguard._pytree import flatten, unflatten
+from torchguard._pytree import flatten, reachable_modules, unflatten
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator import no_recompile
 from torchguard.bucketing.decorator.compile import CompileCache, compiling
@@ -19,12 +19,8 @@ from torchguard.bucketing.decorator.engine import Engine
 from torchguard.bucketing.decorator.kept import KeptWork
 from torchguard.bucketing.decorator.leak_check import check_padding
 from torchguard.bucketing.decorator.missing_dims import explain_failure
-from torchguard.bucketing.decorator.output_shapes import (
-    UNKNOWN,
-    OutputShapes,
-    flattened_rows,
-    slice_output,
-)
+from torchguard.bucketing.decorator.output_shapes import OutputShapes, flattened_rows
+from torchguard.bucketing.decorator.outputs import UNKNOWN, slice_output
 from torchguard.bucketing.decorator.plan import (
     PLAIN,
     BucketCount,
@@ -40,11 +36,10 @@ from torchguard.bucketing.decorator.plan import (
     make_extras,
     sizes_of,
 )
-from torchguard.bucketing.decorator.proofs import Proofs
+from torchguard.bucketing.decorator.proofs import Proofs, Proven
 from torchguard.bucketing.decorator.rent import Choice
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
-from torchguard.equivalence.reachable import reachable_modules
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
 
 __all__ = ["Caller"]
@@ -214,15 +209,17 @@ class Caller:
         extras = make_extras(self.spec, call, inputs, sizes, buckets)
         shapes = buckets and tuple((each.label, each.padded(buckets)) for each in inputs)
         padded = {each.index for each in inputs}
+        labels = call.labels()
         others = tuple(
             (label, leaf_key(leaf))
-            for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
+            for index, (label, leaf) in enumerate(zip(labels, call.leaves, strict=True))
             if index not in padded
         )
         specialization = Specialization(around, call.signature.treedefs, others, bool(around[3]))
         with self.lock:
             plan = Plan(
                 signature=call.signature,
+                labels=labels,
                 inputs=inputs,
                 sizes=sizes,
                 buckets=buckets or {},
@@ -287,10 +284,11 @@ class Caller:
     def _run_first(self, plan: Plan, call: Call) -> Any:
         try:
             self.kept.begin()
-            if self._to_be_checked(plan) and (
+            proven = self._unproven(plan)
+            if proven is not None and (
                 self._always or not self.kept.proves(plan, call, self.proofs)
             ):
-                check_padding(self.output_shapes, plan, call, self.proofs)
+                check_padding(self.output_shapes, plan, call, proven)
                 self.kept.note_proof(plan, call, self.proofs)
             run = plan.variant.run
             if plan.variant.compiles and plan.specialization not in plan.variant.compiled_for:
@@ -311,15 +309,19 @@ class Caller:
         self._warn_of_recompiles(plan)
         return output
 
-    def _to_be_checked(self, plan: Plan) -> bool:
+    def _unproven(self, plan: Plan) -> Proven | None:
+        """Return what was proven so far, if padding this call has to be checked."""
         never = self.spec.options["check_padding"] == "never"
         if never or not plan.buckets or plan.specialization.transformed:
-            return False
+            return None
         if self._shared:
             padded = plan.shortest != plan.buckets
         else:
             padded = bool(plan.pads) and all(plan.sizes.values())
-        return padded and (self._always or not self.proofs.covers(plan))
+        if not padded:
+            return None
+        proven = self.proofs.of(plan)
+        return None if proven.covers(plan) and not self._always else proven
 
     def compiled(self, plan: Plan) -> Callable[..., Any]:
         """Return a variant's function, to be called once, that notes what compiling took."""
@@ -398,7 +400,7 @@ class Caller:
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
             )
         self.kept.begin()
-        check_padding(self.output_shapes, plan, call, self.proofs, anew=True)
+        check_padding(self.output_shapes, plan, call, self.proofs.of(plan), anew=True)
         self.kept.note_proof(plan, call, self.proofs)
 
     def plan_for(

@@ -112,26 +112,28 @@ class KeptWork:
         if self._spec.plan is None:
             return False
         found = self._found(self._read_proofs, lambda: proofs.key(plan), plan, call)
-        proven = found is not None and proofs.would_cover(plan, found["shares"])
+        proven = found is not None and proofs.of(plan).would_cover(plan, found["shares"])
         group = self._spec.options["group"]
         if group is not None:
             (missing,) = largest_of_all_ranks(group, [int(not proven)])
             proven = not missing
         if proven and found is not None:
-            proofs.adopt(plan, found["shares"], found["neutral"], tried=found["tried"])
+            known = proofs.of(plan)
+            known.adopt(plan, found["shares"], found["neutral"], tried=found["tried"])
         return proven
 
     def note_proof(self, plan: Plan, call: Call, proofs: Proofs) -> None:
         """Keep that a call's bucket was proven, if it can be told of which function."""
+        known = proofs.of(plan)
         self._note(
             self._proofs,
             lambda: proofs.key(plan),
             plan,
             call,
             {
-                "shares": proofs.shares(plan),
-                "neutral": sorted(proofs.neutral(plan)),
-                "tried": proofs.tried(plan),
+                "shares": known.shares(plan),
+                "neutral": sorted(known.neutral),
+                "tried": known.tried,
             },
         )
 

@@ -7,15 +7,24 @@ how much padding there is, nor on what it holds; or they rely on 0 in it, and 0 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._pytree import flatten, key_paths, keystr, unflatten
+from torchguard._pytree import (
+    all_reachable_modules,
+    flatten,
+    key_paths,
+    keystr,
+    reachable_tensors,
+)
+from torchguard._torch import uncompiled
 from torchguard.bucketing.decorator.compile import COMPILING
-from torchguard.bucketing.decorator.leak_error import Context, Leak, Run, compare
+from torchguard.bucketing.decorator.leak_error import Context, Run, leak_error
 from torchguard.bucketing.decorator.masking import counting, given_masks
 from torchguard.bucketing.decorator.other_inputs import (
     OTHER_VALUES,
@@ -23,14 +32,13 @@ from torchguard.bucketing.decorator.other_inputs import (
     other_fills,
     shortened,
 )
-from torchguard.bucketing.decorator.output_shapes import UNKNOWN, OutputShapes, slice_output
-from torchguard.bucketing.decorator.outputs import Output
-from torchguard.bucketing.decorator.plan import Call, Input, Plan, real_extras, sizes_of
-from torchguard.bucketing.decorator.proofs import Proofs
+from torchguard.bucketing.decorator.output_shapes import OutputShapes
+from torchguard.bucketing.decorator.outputs import UNKNOWN, Output, slice_output
+from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, real_extras, sizes_of
+from torchguard.bucketing.decorator.proofs import Proven
 from torchguard.equivalence.collective import largest_of_all_ranks
-from torchguard.equivalence.isolate import uncompiled
+from torchguard.equivalence.compare import PADDING, judge
 from torchguard.equivalence.perturb import perturb_, perturbed
-from torchguard.equivalence.reachable import all_reachable_modules, reachable_tensors
 from torchguard.equivalence.run import Output as Compared
 from torchguard.equivalence.run import run_undoing_mutations
 from torchguard.errors import PaddingLeakError
@@ -61,6 +69,14 @@ class _Case:
     """Whether the caller's inputs are cut short."""
 
 
+class _Leak(NamedTuple):
+    """What a comparison has found."""
+
+    error: PaddingLeakError | None
+    strain: float
+    """The largest difference as a share of what is allowed; 0 means equal to the last bit."""
+
+
 class _First(NamedTuple):
     """What the runs of the call itself have found, before anything is confirmed."""
 
@@ -72,7 +88,7 @@ class _First(NamedTuple):
 
 
 def check_padding(
-    shapes: OutputShapes, plan: Plan, call: Call, proofs: Proofs, *, anew: bool = False
+    shapes: OutputShapes, plan: Plan, call: Call, proven: Proven, *, anew: bool = False
 ) -> None:
     """Raise unless padding leaves the answer, the gradients and the buffers as they are.
 
@@ -82,16 +98,16 @@ def check_padding(
         shapes: knows what runs, what was declared of it, and how much of an output is real.
         plan: how the call is padded.
         call: not padded.
-        proofs: what was proven before; what is proven now is added to it.
+        proven: what was proven before; what is proven now is added to it.
         anew: whether to try again what was tried before.
 
     Raises:
         PaddingLeakError: padding changes something.
         RuntimeError: it does so on another rank only.
     """
-    checker = _Checker(shapes, call)
+    checker = _Checker(shapes, plan, call)
     case = _Case(plan, call)
-    neutral = () if anew else proofs.neutral(plan)
+    neutral = () if anew else proven.neutral
     padded = {pad.leaf for pad in plan.pads}
     undeclared = [
         each
@@ -115,27 +131,27 @@ def check_padding(
         raise checker.elsewhere()
     if leaks:
         checker.confirm(case, first.leak)
-    if depends or anew or not proofs.tried(plan):
+    if depends or anew or not proven.tried:
         if checker.try_other_values(case, undeclared, first.dependence, depends=depends):
-            proofs.add_tried(plan)
+            proven.tried = True
         if depends:
-            proofs.add_neutral(plan, checker.relying(case, undeclared))
+            proven.neutral = proven.neutral.union(checker.relying(case, undeclared))
     if suspicious:
         plan = checker.with_more_padding(case)
-    proofs.add(plan)
+    proven.add(plan)
 
 
 class _Checker:
     """Makes the runs of one check."""
 
-    def __init__(self, shapes: OutputShapes, call: Call) -> None:
+    def __init__(self, shapes: OutputShapes, plan: Plan, call: Call) -> None:
         self._shapes = shapes
         self._spec = shapes.spec
         self._group = shapes.spec.options["group"]
         self._modules = all_reachable_modules(shapes.function, (*call.owner, *call.arguments))
         # ``self`` may be a dataclass of tensors.
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
-        labels = [*call.labels(), *(keystr("self", path[1:], call.owner[0]) for path in owned)]
+        labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
 
     def agreed(self, *found: bool) -> list[bool]:
@@ -279,7 +295,12 @@ class _Checker:
                 is_new |= scope.enter_context(perturbed(weights, turn))
             yield runs, is_new
 
-    def _compare(self, case: _Case, expected: Run, got: Run, *, fills: Fills | None = None) -> Leak:
+    def _compare(
+        self, case: _Case, expected: Run, got: Run, *, fills: Fills | None = None
+    ) -> _Leak:
+        verdict = judge(expected.outcome, got.outcome, PADDING)
+        if verdict.equal:
+            return _Leak(None, verdict.strain)
         plan = case.plan
         what = sizes_of(plan)
         if fills is not None:
@@ -291,9 +312,10 @@ class _Checker:
         labels = {*plan.extras, *(each.label for each in plan.inputs)}
         masked = [name for name in self._spec.masks if name in labels]
         context = Context(what, self._shapes.name, self._modules, masked, case.others)
-        return compare(expected, got, context)
+        error = leak_error(verdict.differences[0], expected, got, context)
+        return _Leak(error, math.inf)
 
-    def _other(self, case: _Case, runs: _Runs, padded: Run, fills: Fills) -> Leak:
+    def _other(self, case: _Case, runs: _Runs, padded: Run, fills: Fills) -> _Leak:
         """Compare a padded run with one that has other values in the padding."""
         try:
             return self._compare(case, padded, runs.padded(fills), fills=fills)
@@ -303,7 +325,7 @@ class _Checker:
                 f"{_labels(case.plan, fills)} ({sizes_of(case.plan)}): {type(error).__name__}: "
                 f"{error}"
             )
-            return Leak(PaddingLeakError(message), _ROUNDING)
+            return _Leak(PaddingLeakError(message), _ROUNDING)
 
 
 class _Runs:
@@ -341,7 +363,6 @@ class _Runs:
     def padded(self, fills: Fills | None = {}) -> Run:  # noqa: B006 - it is not changed
         """Run with padding, where ``fills`` replaces what it holds; without, if that is None."""
         plan, call = self.case.plan, self.case.call
-        count = len(call.leaves)
         # Of other data only the padding is in question. Some functions do something else with a
         # mask, even one in which all is real, than without: for transformers position_ids without
         # a mask that do not count up are several packed sequences.
@@ -351,25 +372,26 @@ class _Runs:
         owned = flatten(call.owner)[0] if call.owner else []
         found: list[Output] = []
 
-        def prepare(leaves: list[Any]) -> list[Any]:
-            given = leaves[:count] if fills is None else plan.pad(leaves[:count], fills)
-            return [*given, *leaves[count:]]
-
-        def function(leaves: list[Any]) -> Any:
-            args, kwargs = call.bind(extras, leaves[:count])
-            if owned:
-                args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
-            return self._shapes.function(*args, **kwargs)
-
         def read(whole: Any) -> tuple[Any, list[Compared]]:
-            output = Output.of(whole if fills is None else self._sliced(whole))
+            if fills is not None:
+                real = slice_output(plan, whole)
+                if real is UNKNOWN:
+                    # This may run the function on tensors without data.
+                    self._shapes.learn(plan, whole, call)
+                    real = slice_output(plan, whole)
+                if self._spec.masks:
+                    self._narrows = self._shapes.narrows(plan, whole)
+                whole = real
+            output = Output.of(whole)
             found.append(output)
-            return output.paths, self._counted(output.leaves)
+            if self._spec.masks:
+                return output.paths, self._counted(output.leaves)
+            return output.paths, [Compared(leaf) for leaf in output.leaves]
 
         outcome = run_undoing_mutations(
-            function,
+            self._shapes.function,
             [*call.leaves, *owned],
-            prepare=prepare,
+            prepare=functools.partial(given_by, plan, call, extras, fills),
             read=read,
             names=self._names,
             modules=self._modules,
@@ -383,21 +405,8 @@ class _Runs:
             )
         return Run(found[0], outcome)
 
-    def _sliced(self, whole: Any) -> Any:
-        """Take the real part of a padded run's output."""
-        plan = self.case.plan
-        real = slice_output(plan, whole)
-        if real is UNKNOWN:
-            # This may run the function on tensors without data.
-            self._shapes.learn(plan, whole, self.case.call)
-            real = slice_output(plan, whole)
-        self._narrows = self._shapes.narrows(plan, whole)
-        return real
-
     def _counted(self, leaves: Sequence[Any]) -> list[Compared]:
         """Pair each leaf with the elements that count by the caller's masks."""
-        if not self._spec.masks:
-            return [Compared(leaf) for leaf in leaves]
         plan, call = self.case.plan, self.case.call
         masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
         counts = {

@@ -1,19 +1,18 @@
-"""Compare a padded run with one that is not, and say what a user can do about a difference."""
+"""Say what padding has changed, and what a user can do about it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from torchguard.bucketing.decorator.outputs import Output
-from torchguard.equivalence.compare import PADDING, Difference, judge
+from torchguard.equivalence.compare import Difference
 from torchguard.equivalence.run import Outcome
 from torchguard.errors import PaddingLeakError
 
-__all__ = ["Context", "Leak", "Run", "compare"]
+__all__ = ["Context", "Run", "leak_error"]
 
 
 class Run(NamedTuple):
@@ -22,14 +21,6 @@ class Run(NamedTuple):
     output: Output
     """The real part of what it returned."""
     outcome: Outcome
-
-
-class Leak(NamedTuple):
-    """What a comparison has found."""
-
-    error: PaddingLeakError | None
-    strain: float
-    """The largest difference as a share of what is allowed; 0 means equal to the last bit."""
 
 
 class Context(NamedTuple):
@@ -47,13 +38,9 @@ class Context(NamedTuple):
     """The inputs that have other data than the caller's."""
 
 
-def compare(expected: Run, got: Run, context: Context) -> Leak:
-    """Compare a run without padding, or with the padding that is declared, with another one."""
-    verdict = judge(expected.outcome, got.outcome, PADDING)
-    if verdict.equal:
-        return Leak(None, verdict.strain)
-    found = verdict.differences[0]
-    return Leak(PaddingLeakError(_message(found, expected, got, context)), math.inf)
+def leak_error(found: Difference, expected: Run, got: Run, context: Context) -> PaddingLeakError:
+    """Return the error for a difference between a run and one with more, or other, padding."""
+    return PaddingLeakError(_message(found, expected, got, context))
 
 
 def _message(found: Difference, expected: Run, got: Run, context: Context) -> str:

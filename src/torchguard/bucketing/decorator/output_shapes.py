@@ -1,4 +1,4 @@
-"""How much of each output is real, and take that part.
+"""How much of each output is real.
 
 The function runs once more on tensors without data whose sizes are symbols. What comes out
 says how sizes of outputs depend on sizes of inputs: L, L - 1, 2 L, (L - 1) // 2. Nothing is
@@ -10,81 +10,34 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from torchguard._pytree import KeyPath, flatten, unflatten
-from torchguard._torch import SavedSizes, SymbolicSizes, without_fake_tensor_logs
+from torchguard._pytree import KeyPath, all_reachable_modules
+from torchguard._torch import SavedSizes, SymbolicSizes, uncompiled
 from torchguard.bucketing.decorator.compile import COMPILING
 from torchguard.bucketing.decorator.kept import KeptWork
-from torchguard.bucketing.decorator.outputs import Narrow, Output, Steps, declared_steps
+from torchguard.bucketing.decorator.outputs import (
+    Narrow,
+    Output,
+    Slices,
+    declared_steps,
+    kind_of,
+)
 from torchguard.bucketing.decorator.plan import Call, Plan, mask_shape, real_extras
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import (
     buffers_restored,
     module_state_restored,
-    uncompiled,
 )
-from torchguard.equivalence.reachable import all_reachable_modules
 
 __all__ = [
-    "UNKNOWN",
     "OutputShapes",
     "flattened_rows",
     "running_without_data",
-    "slice_output",
 ]
-
-UNKNOWN: Any = object()
-"""What :func:`slice_output` returns for an output of a kind that was not seen yet."""
-
-
-class Slices(NamedTuple):
-    """What to take of an output, by index of its leaves."""
-
-    steps: tuple[tuple[int, Steps], ...] = ()
-    numbers: tuple[tuple[int, int], ...] = ()
-    """Integers that say how long something is."""
-
-
-# ---- in every call ----
-
-
-def slice_output(plan: Plan, whole: Any) -> Any:
-    """Take the real part of an output; ``UNKNOWN`` if it is not known yet what that is."""
-    if type(whole) is torch.Tensor:
-        slices = plan.slices.get(whole.shape)
-        if slices is None:
-            return UNKNOWN
-        return _slice(whole, slices.steps[0][1]) if slices.steps else whole
-    leaves, key = _flatten(whole)
-    slices = plan.slices.get(key)
-    if slices is None:
-        return UNKNOWN
-    for index, number in slices.numbers:
-        leaves[index] = number
-    for index, steps in slices.steps:
-        leaves[index] = _slice(leaves[index], steps)
-    return unflatten(leaves, whole)
-
-
-def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
-    for step in steps:
-        tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
-    return tensor
-
-
-def _flatten(whole: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of an output, and what tells it from others that are sliced otherwise."""
-    leaves, treedef = flatten(whole)
-    kinds = [leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
-    return leaves, (treedef, *kinds)
-
-
-# ---- once per shape ----
-
 
 _Run: TypeAlias = "Callable[[SymbolicSizes], Any]"
 
@@ -199,12 +152,12 @@ class OutputShapes:
             TypeError, ValueError: it can't be found out.
         """
         slices = self._slices(plan, Output.of(whole), call)
-        key = whole.shape if type(whole) is torch.Tensor else _flatten(whole)[1]
+        key = kind_of(whole)
         plan.slices[key] = slices
 
     def narrows(self, plan: Plan, whole: Any) -> dict[int, list[Narrow]]:
         """Return what :func:`slice_output` takes of an output like this, by index of its leaf."""
-        key = whole.shape if type(whole) is torch.Tensor else _flatten(whole)[1]
+        key = kind_of(whole)
         slices: Slices = plan.slices[key]
         found = {
             index: [s for s in steps if isinstance(s, Narrow)] for index, steps in slices.steps
@@ -334,7 +287,6 @@ def running_without_data(function: Callable[..., Any], call: Call) -> Iterator[N
     with (
         COMPILING,
         uncompiled(),
-        without_fake_tensor_logs(),
         module_state_restored(modules),
         buffers_restored(modules),  # they are real, and written
     ):

@@ -1,4 +1,4 @@
-"""Outputs taken apart, and what of them is real as ``outputs=`` says.
+"""Outputs taken apart, and sliced to what of them is real.
 
 Shapes: B batch, T the size of an axis.
 """
@@ -8,15 +8,28 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr
+from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
 from torchguard.bucketing.decorator.spec import Sizes
 from torchguard.bucketing.padding import Side
 
-__all__ = ["Fold", "Narrow", "Output", "Steps", "declared_steps"]
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.plan import Plan
+
+__all__ = [
+    "UNKNOWN",
+    "Fold",
+    "Narrow",
+    "Output",
+    "Slices",
+    "Steps",
+    "declared_steps",
+    "kind_of",
+    "slice_output",
+]
 
 
 _PLAIN = (int, float, complex, str, bytes, bool, torch.dtype, torch.device)
@@ -107,6 +120,60 @@ class Fold(NamedTuple):
 
 Steps: TypeAlias = "tuple[Narrow | Fold, ...]"
 """How to slice a tensor, in order."""
+
+
+class Slices(NamedTuple):
+    """What to take of an output, by index of its leaves."""
+
+    steps: tuple[tuple[int, Steps], ...] = ()
+    numbers: tuple[tuple[int, int], ...] = ()
+    """Integers that say how long something is."""
+
+
+# ---- in every call ----
+
+
+UNKNOWN: Any = object()
+"""What :func:`slice_output` returns for an output of a kind that was not seen yet."""
+
+
+def slice_output(plan: Plan, whole: Any) -> Any:
+    """Take the real part of an output; ``UNKNOWN`` if it is not known yet what that is."""
+    if type(whole) is torch.Tensor:
+        slices = plan.slices.get(whole.shape)
+        if slices is None:
+            return UNKNOWN
+        return _slice(whole, slices.steps[0][1]) if slices.steps else whole
+    leaves, key = _flatten(whole)
+    slices = plan.slices.get(key)
+    if slices is None:
+        return UNKNOWN
+    for index, number in slices.numbers:
+        leaves[index] = number
+    for index, steps in slices.steps:
+        leaves[index] = _slice(leaves[index], steps)
+    return unflatten(leaves, whole)
+
+
+def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
+    for step in steps:
+        tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
+    return tensor
+
+
+def kind_of(whole: Any) -> Any:
+    """Return what tells an output from others that are sliced otherwise."""
+    return whole.shape if type(whole) is torch.Tensor else _flatten(whole)[1]
+
+
+def _flatten(whole: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of an output, and its kind."""
+    leaves, treedef = flatten(whole)
+    kinds = [leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
+    return leaves, (treedef, *kinds)
+
+
+# ---- what outputs= says ----
 
 
 def declared_steps(

@@ -20,6 +20,7 @@ from torchguard._pytree import TreeDef, flatten, key_paths, keystr, unflatten
 from torchguard.bucketing.decorator.masking import Mask
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
+from torchguard.equivalence.run import Given
 
 __all__ = [
     "PLAIN",
@@ -35,6 +36,7 @@ __all__ = [
     "find_buckets",
     "find_inputs",
     "fresh_extras",
+    "given_by",
     "leaf_key",
     "make_extras",
     "mask_shape",
@@ -105,7 +107,8 @@ class Call(NamedTuple):
                 leaves += inside
             treedefs.append(treedef)
             starts.append(len(leaves))
-        names = spec.argument_names(len(args), tuple(kwargs))
+        known = spec.parameters
+        names = (*(known[i] if i < len(known) else f"*{i}" for i in range(len(args))), *kwargs)
         signature = Signature(names, len(args), tuple(treedefs), tuple(starts))
         return cls(signature, owner, arguments, leaves)
 
@@ -268,6 +271,8 @@ class Plan:
     """What to do with a call whose inputs have certain shapes."""
 
     signature: Signature
+    labels: list[str]
+    """How to spell each leaf of a call."""
     inputs: tuple[Input, ...]
     sizes: Sizes
     buckets: Sizes
@@ -335,6 +340,25 @@ class Plan:
             else:
                 leaves[index] = quickly(tensor) if self.ready else carefully(tensor)
         return leaves
+
+
+def given_by(
+    plan: Plan,
+    call: Call,
+    extras: Mapping[str, Any] | None,
+    fills: Mapping[int, Any] | None,
+    leaves: list[Any],
+) -> Given:
+    """Return what a function is called with for these leaves, padded unless ``fills`` is None.
+
+    Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
+    """
+    count = len(call.leaves)
+    given = leaves[:count] if fills is None else plan.pad(leaves[:count], fills)
+    args, kwargs = call.bind(extras, given)
+    if len(leaves) > count:
+        args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
+    return Given([*given, *leaves[count:]], args, kwargs)
 
 
 def sizes_of(plan: Plan) -> str:

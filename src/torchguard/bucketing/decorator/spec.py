@@ -266,11 +266,6 @@ class Spec:
             f"if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
         )
 
-    def argument_names(self, count: int, keywords: Sequence[str]) -> tuple[str, ...]:
-        """Return the name of each argument of a call; ``"*2"`` for one behind ``*args``."""
-        names = self.parameters
-        return (*(names[i] if i < len(names) else f"*{i}" for i in range(count)), *keywords)
-
     def find(self, name: str, value: Any) -> Iterator[Found]:
         """Yield the tensors of one argument that have dims to pad.
 

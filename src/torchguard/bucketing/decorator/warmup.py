@@ -15,6 +15,7 @@ import torch
 from typing_extensions import Self
 
 from torchguard import _torch
+from torchguard._pytree import all_reachable_modules
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import alone
@@ -27,7 +28,6 @@ from torchguard.equivalence.isolate import (
     module_state_restored,
     rng_state_restored,
 )
-from torchguard.equivalence.reachable import all_reachable_modules
 from torchguard.equivalence.run import Output as Differentiable
 from torchguard.equivalence.run import send_backward
 

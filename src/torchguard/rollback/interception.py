@@ -168,24 +168,27 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
         ) and shown is not None:
             call = _show(shown, args, kwargs, is_operator=is_operator)
         scope = current()
-        if scope is None or not (args and isinstance(args[0], torch.Tensor)):
+        if scope is None or not args:
             return call(*args, **kwargs)
         if (
             short
             and scope.plain
             and type(args[0]) in _PLAIN
+            # A layout takes torch 40 ns to say, so it is asked for by the one method of these that
+            # changes the shape of a sparse tensor.
             and not (resizes_sparse and args[0].layout is not _STRIDED)
         ):
             try:
                 try:
-                    return call(*args, **kwargs)
+                    # ``**kwargs`` builds a dict even of nothing, 40 ns.
+                    return call(*args, **kwargs) if kwargs else call(*args)
                 except BaseException as error:
                     undo_write(args[0], None, error)
                     raise
             except BaseException as error:  # an interrupt in the clause above: see interrupts.py
                 undo_write(args[0], None, error)
                 raise
-        data = scope.copies()
+        data = scope.copies() if isinstance(args[0], torch.Tensor) else None
         if data is None:
             return call(*args, **kwargs)
         if refuse is not None:
@@ -194,7 +197,7 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
             saved = capture(args[0])
             try:
                 try:
-                    return call(*args, **kwargs)
+                    return call(*args, **kwargs) if kwargs else call(*args)
                 except BaseException as error:
                     undo_write(args[0], saved, error, elements=writes.elements)
                     raise

@@ -138,6 +138,7 @@ def test_one_padded_token_of_256_is_enough_to_refuse_t5_in_bfloat16(given: Any) 
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
         dropout_rate=0.0,
     )  # fmt: skip
+    torch.manual_seed(0)  # with other weights the leak shows without cutting the inputs short
     refused(transformers.T5EncoderModel(config).bfloat16(), **given)
 
 
@@ -147,6 +148,7 @@ def test_one_padded_token_of_256_is_enough_to_refuse_electra_without_gradients()
         vocab_size=VOCABULARY, embedding_size=16, hidden_size=32, num_hidden_layers=2,
         num_attention_heads=4, intermediate_size=64, max_position_embeddings=256,
     )  # fmt: skip
+    torch.manual_seed(0)
     refused(transformers.ElectraModel(config))
 
 

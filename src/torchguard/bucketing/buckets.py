@@ -29,6 +29,7 @@ from torchguard.bucketing.histogram import (
     positive_integer,
     with_prior,
 )
+from torchguard.bucketing.max_padding import Bound, plan_with_bound
 from torchguard.bucketing.pairs import fit_pairs
 
 __all__ = ["Buckets", "as_buckets"]
@@ -130,6 +131,7 @@ class Buckets:
         step_cost: float = 1.0,
         already_compiled: Iterable[int] = (),
         batch_size: int = 1,
+        max_padding: float | None = None,
     ) -> Self:
         """Return the ladder that wastes least on the sizes observed: the optimum, not a search.
 
@@ -159,11 +161,15 @@ class Buckets:
             batch_size: with more than 1, ``sizes`` are those of sequences that are padded to the
                 longest of a batch of so many. Fitted is the distribution of the longest, on
                 average over all orders of the data; nothing is drawn at random.
+            max_padding: no size observed is padded by more than this share of it: 0.25 for a
+                quarter. A bucket is then the largest of its sizes, aligned, also where a cost
+                falls.
 
         Raises:
             TypeError: something is no integer (bools and floats are not).
             ValueError: no sizes, a size that is not positive, ``maximum`` below the data,
-                a bad cost, or arguments that go with another ``count``.
+                a bad cost, arguments that go with another ``count``, or a ``max_padding`` that
+                takes more than ``count`` buckets; the message says how many.
 
         Example:
             >>> from torchguard import Buckets
@@ -183,6 +189,7 @@ class Buckets:
                     f"Buckets.fit: maximum is {top}, but a size of {largest} was observed"
                 )
         planned = with_prior(observed, top, _prior(prior, maximum))
+        bound = None if max_padding is None else Bound(_share(max_padding), observed)
         if count is not None:
             if compile_cost is not None or step_cost != 1.0 or tuple(already_compiled):
                 raise ValueError(
@@ -190,20 +197,22 @@ class Buckets:
                     f"pass count=None with them, not {count!r}"
                 )
             count = positive_integer(count, "count", "Buckets.fit")
-            plan = fit.plan(planned, count, cost=cost, multiple_of=multiple_of, top=top)
-            return cls(plan.sizes)
-        return cls(
-            fit.plan_with_compile_cost(
-                planned,
-                compile_cost=_seconds(compile_cost, "compile_cost"),
-                step_cost=_seconds(step_cost, "step_cost"),
-                already_compiled=_compiled(already_compiled, maximum),
-                cost=cost,
-                multiple_of=multiple_of,
-                top=top,
-                reach=largest if maximum is None else top,
-            ).sizes
-        )
+            aligned: Any = {"cost": cost, "multiple_of": multiple_of, "top": top}
+            if bound is not None:
+                return cls(plan_with_bound(planned, bound, count=count, **aligned))
+            return cls(fit.plan(planned, count, **aligned).sizes)
+        aligned = {
+            "cost": cost,
+            "multiple_of": multiple_of,
+            "top": top,
+            "compile_cost": _seconds(compile_cost, "compile_cost"),
+            "step_cost": _seconds(step_cost, "step_cost"),
+            "already_compiled": _compiled(already_compiled, maximum),
+        }
+        if bound is not None:
+            return cls(plan_with_bound(planned, bound, count=None, **aligned))
+        reach = largest if maximum is None else top
+        return cls(fit.plan_with_compile_cost(planned, reach=reach, **aligned).sizes)
 
     fit_pairs = staticmethod(fit_pairs)
 
@@ -333,6 +342,15 @@ def _prior(prior: float | None, maximum: int | None) -> float:
     if isinstance(prior, bool) or not isinstance(prior, (int, float)) or not 0 <= prior < math.inf:
         raise ValueError(f"Buckets.fit: prior is {prior!r}, expected a number from 0 on")
     return float(prior)
+
+
+def _share(value: Any) -> float:
+    number = isinstance(value, (int, float, np.integer, np.floating))
+    if not number or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(
+            f"Buckets.fit: max_padding is {value!r}, expected a share from 0 on, such as 0.25"
+        )
+    return float(value)
 
 
 def _seconds(value: Any, name: str) -> float:

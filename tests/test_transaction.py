@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from child_process import END_RANK, output_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchguard
 from torchguard.transactions.state import TrainingSnapshot
@@ -315,6 +317,61 @@ def test_each_restored_item_is_needed(left_out: int, monkeypatch: pytest.MonkeyP
     assert seen
 
 
+@pytest.mark.parametrize("torch_function", [True, False])
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "state", "number"])
+def test_what_was_replaced_by_its_equal_before_the_block_stays(
+    kind: str, torch_function: bool
+) -> None:
+    """Two tensors of one element compare equal, and are two: what counts is identity."""
+    model = nn.BatchNorm1d(1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=kind != "number", foreach=False)
+    step = torchguard.transaction(model, optimizer)
+    for _ in range(2):
+        with step:
+            model(torch.ones(2, 1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = optimizer.state[model.weight]
+    new: Any
+    if kind == "buffer":
+        new = model.num_batches_tracked = model.get_buffer("num_batches_tracked").clone()
+    elif kind == "parameter":
+        model._parameters["bias"] = new = nn.Parameter(model.bias.detach().clone())
+    elif kind == "state":
+        state["step"] = new = state["step"].clone()
+    else:
+        state["step"] = new = float(state["step"])
+    with contextlib.nullcontext() if torch_function else torch._C.DisableTorchFunction():
+        with pytest.raises(Failure), step:
+            raise Failure
+    held = {
+        "buffer": model._buffers["num_batches_tracked"],
+        "parameter": model._parameters["bias"],
+    }
+    assert held.get(kind, state["step"]) is new
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_may_catch_what_the_step_raises_and_step_again(kind: str) -> None:
+    plain_run, guarded = Training(kind), Training(kind)
+    for training in (plain_run, guarded):
+        torch.manual_seed(1)
+        with training.step:
+            training.model(torch.ones(4, 1, 6, 6)).sum().backward()
+            if training is guarded:
+                hook = training.optimizer.register_step_pre_hook(_fail)
+                with contextlib.suppress(Failure):
+                    training.optimizer.step()
+                hook.remove()
+            training.optimizer.step()
+    for one, other in zip(plain_run.model.parameters(), guarded.model.parameters(), strict=True):
+        assert one.tolist() == other.tolist()
+
+
+def _fail(*_: Any) -> None:
+    raise Failure
+
+
 def test_a_weight_that_autocast_has_cast_is_cast_again() -> None:
     """The block casts a weight that it has changed; autocast would keep that cast."""
     model = nn.Linear(4, 4)
@@ -462,6 +519,28 @@ def test_scopes_of_torch_that_the_block_has_not_left_are_closed() -> None:
     assert torch.is_grad_enabled()
     assert torch.autocast_increment_nesting() == 1
     assert torch.autocast_decrement_nesting() == 0
+
+
+def test_a_retry_within_the_except_clause_after_a_checkpointed_forward_failed() -> None:
+    """Up to torch 2.11 its hooks on saved tensors stay as long as the exception lives."""
+    model = nn.Linear(2, 2)
+    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
+    x = torch.ones(2, 2, requires_grad=True)
+
+    def fail(_: Tensor) -> Tensor:
+        raise Failure
+
+    def nested(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(fail, x, use_reentrant=False)
+        return out
+
+    try:
+        with step:
+            checkpoint(nested, x, use_reentrant=False)
+    except Failure:
+        with step:
+            model(x).exp().sum().backward()
+    assert x.grad is not None
 
 
 def test_the_hooks_of_optimizers_go_with_the_last_transaction() -> None:

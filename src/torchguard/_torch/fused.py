@@ -85,6 +85,7 @@ class FusedWitness:
         for each in self._zeroed:
             each.zero_()
         self._is_complete = True
+        self.end(optimizer)  # an interrupt may have left those of the last step
         attributes = vars(optimizer)
         self._before = {name: attributes[name] for name in _OVERRIDDEN if name in attributes}
         init_group, step_code = (getattr(optimizer, name) for name in _OVERRIDDEN)
@@ -105,8 +106,10 @@ class FusedWitness:
         """Take back what :meth:`begin` did; what the witnesses have seen stays."""
         attributes = vars(optimizer)
         for name in _OVERRIDDEN:
-            attributes.pop(name, None)
+            if getattr(attributes.get(name), "__module__", None) == __name__:
+                del attributes[name]
         attributes.update(self._before)
+        self._before = {}
         # SGD.step() notes the momentum buffer of each parameter in its lists.
         for kernel in self._kernels():
             for witness in kernel.witnesses:

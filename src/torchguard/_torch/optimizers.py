@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import CellType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, has_torch_function_unary
 from torch.utils.hooks import RemovableHandle
 
 from torchguard._torch.modes import call_with_grad, without_torch_function
@@ -19,6 +22,7 @@ __all__ = [
     "FORWARD_HOOKS",
     "call_unseen",
     "call_while_tracing",
+    "close_checkpoints",
     "copy_all",
     "fused_sgd_skips_half",
     "hooks_registered",
@@ -27,6 +31,8 @@ __all__ = [
     "lists_of_init_group",
     "members_of",
     "per_optimizer_states",
+    "same_one_by_one",
+    "same_tensors",
     "step_without_hooks",
     "unwrap_steps",
     "versions_of",
@@ -51,6 +57,50 @@ def versions_of(tensors: list[Any]) -> list[int | None]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # there is an inference tensor among them
         return [version_of(tensor) for tensor in tensors]
+
+
+class _NotTheSame(Exception):  # noqa: N818  an answer
+    """Two tensors were compared, so they are two."""
+
+
+class _RefuseToCompare(TorchFunctionMode):
+    def __torch_function__(self, *_: Any, **__: Any) -> Any:
+        raise _NotTheSame
+
+
+_refuse_to_compare = _RefuseToCompare()
+_probe = torch.empty(0)
+
+
+def same_tensors(now: Any, before: Any) -> bool:
+    """Whether two lists, of tensors or of dicts of tensors, hold the very same tensors.
+
+    ``==`` of lists and dicts looks at identity first, in C, at a fiftieth of what a loop takes,
+    and calls ``Tensor.__eq__`` for those that differ; a mode keeps torch from comparing elements.
+    None and objects without an ``__eq__`` are fine too. Dicts may have another order.
+    """
+    try:
+        torch._C._push_on_torch_function_stack(_refuse_to_compare)
+        if has_torch_function_unary(_probe):
+            return bool(now == before)
+    except _NotTheSame:
+        return False
+    finally:
+        torch._C._pop_torch_function_stack()
+    return same_one_by_one(now, before)  # inside of torch._C.DisableTorchFunction
+
+
+def same_one_by_one(now: Any, before: Any) -> bool:
+    """Whether two lists, of any objects or of dicts of them, hold the very same objects."""
+    if len(now) != len(before):
+        return False
+    pairs = zip(now, before, strict=True)
+    return all(
+        same_one_by_one(list(one.values()), list(other.values()))
+        if isinstance(one, dict)
+        else one is other
+        for one, other in pairs
+    )
 
 
 def members_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -150,6 +200,24 @@ def fused_sgd_skips_half() -> bool:
         return bool(parameter.all())
 
     return not call_unseen(parameter_moves)
+
+
+def close_checkpoints(exception: BaseException | None) -> None:
+    """Leave the scopes that ``checkpoint`` has opened and, up to torch 2.11, not closed.
+
+    They belong to a generator that is suspended while the checkpointed function runs. If that
+    raises, its hooks on saved tensors stay until the exception goes, and a retry within the
+    ``except`` clause saves tensors that no backward gets back.
+    https://github.com/pytorch/pytorch/blob/v2.9.0/torch/utils/checkpoint.py#L490
+    """
+    module: Any = sys.modules.get("torch.utils.checkpoint")
+    code = None if module is None else getattr(inspect.unwrap(module.checkpoint), "__code__", None)
+    while code is not None and exception is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
+        for frame in reversed(frames):  # the innermost was opened last
+            if frame.f_code is code and inspect.isgenerator(frame.f_locals.get("gen")):
+                frame.f_locals["gen"].close()
+        exception = exception.__context__
 
 
 def call_while_tracing(function: Callable[[], int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from torchguard._torch.fused import FusedProgress, FusedWitness, has_fused_lists
 from torchguard._torch.optimizers import (
     call_unseen,
     init_group,
+    same_tensors,
     step_without_hooks,
 )
 from torchguard.errors import OptimizerStateError, UnrecoverableStepError
@@ -25,7 +26,6 @@ from torchguard.transactions.state import (
     Copies,
     StateContainers,
     restore_container,
-    same_objects,
     state_tensors,
 )
 
@@ -58,14 +58,11 @@ def steps_in_one_call(optimizer: Optimizer) -> bool:
             group.get("fused")
             and not group.get("differentiable")
             and not group.get("dampening")
-            and not any(map(has_own_dispatch, _one_of_each_type(group["params"])))
+            # Parameters that are DTensors; no kernel of torch takes them with plain tensors.
+            and not any(map(has_own_dispatch, group["params"][:1]))
             for group in optimizer.param_groups
         )
     )
-
-
-def _one_of_each_type(tensors: list[Tensor]) -> Iterable[Tensor]:
-    return dict(zip(map(type, tensors), tensors, strict=True)).values()
 
 
 class Prepared(NamedTuple):
@@ -81,9 +78,9 @@ class Prepared(NamedTuple):
 class OptimizerStep:
     """What is known about one call of ``step()``, from before it until it has gone through.
 
-    A step by fused kernels is prepared: its state is made and checked, and signals are held back,
-    so that what is left to fail is next to nothing; then it is undone if no kernel has run and
-    finished if one has. For any other step parameters and state are copied, with ``copies``.
+    A step by fused kernels is prepared: its state is made and checked, so that what is left to
+    fail is next to nothing; then it is undone if no kernel has run and finished if one has. For
+    any other step parameters and state are copied, with ``copies``.
     """
 
     def __init__(
@@ -101,13 +98,13 @@ class OptimizerStep:
         self.prepared = prepared
         self._signals: SignalsHeldBack | None = None
         self._state = state
+        self._counts: bool | None = None
         self._copies: Copies | None = None
         if copies:
             written = [each for group in optimizer.param_groups for each in group["params"]]
             self._copies = Copies([*written, *state_tensors(optimizer)])
         if in_one_call:
             self.prepared = self._prepare()
-            self._signals = SignalsHeldBack()
             call_unseen(self.prepared.witness.begin, optimizer)
 
     def _prepare(self) -> Prepared:
@@ -119,7 +116,7 @@ class OptimizerStep:
             before is not None
             and before.state is self._state
             and optimizer.state is self._state.copies[0][0]
-            and same_objects(parameters, before.parameters)
+            and same_tensors(parameters, before.parameters)
         ):
             return before
         try:
@@ -136,6 +133,10 @@ class OptimizerStep:
     def is_copied(self) -> bool:
         """Whether the step can be undone even after it went through."""
         return self._copies is not None
+
+    def hold_signals_back(self) -> None:
+        """Let signals wait until the step has gone through, or is undone."""
+        self._signals = SignalsHeldBack()
 
     def succeed(self) -> None:
         """Let go of what was held for the step. A signal that was held back arrives now."""
@@ -154,21 +155,30 @@ class OptimizerStep:
     def fail(self, error: BaseException | None) -> bool:
         """Undo the step that has raised, or finish it; return whether it counts.
 
+        May be called again, also after an interrupt.
+
         Raises:
             UnrecoverableStepError: neither can be done.
         """
-        try:
-            if self._copies is not None:
-                finish(self.undo)
-                return False
-            if not self.in_one_call:
-                raise UnrecoverableStepError(
-                    f"{_name(self.optimizer)}.step() raised midway and undo='none' keeps no "
-                    "copies: load a checkpoint, or use undo='auto'"
-                ) from error
-            return self._finish(error)
-        finally:
-            self.succeed()
+        if self._counts is None:
+            signals = SignalsHeldBack()
+            try:
+                self._counts = self._undo_or_finish(error)
+            finally:
+                self.succeed()
+                signals.let_go()
+        return self._counts
+
+    def _undo_or_finish(self, error: BaseException | None) -> bool:
+        if self._copies is not None:
+            finish(self.undo)
+            return False
+        if not self.in_one_call:
+            raise UnrecoverableStepError(
+                f"{_name(self.optimizer)}.step() raised midway and undo='none' keeps no copies: "
+                "load a checkpoint, or use undo='auto'"
+            ) from error
+        return self._finish(error)
 
     def _finish(self, error: BaseException | None) -> bool:
         optimizer = self.optimizer
@@ -288,11 +298,15 @@ class SignalsHeldBack:
         self._arrived: list[int] = []
         if threading.current_thread() is not threading.main_thread():
             return  # handlers run in the main thread
-        for number in _HELD_BACK:
-            handler = _get_handler(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                _set_handler(number, self._arrive)
+        try:
+            for number in _HELD_BACK:
+                handler = _get_handler(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    _set_handler(number, self._arrive)
+        except BaseException:  # one that arrived before its turn
+            self.let_go()
+            raise
 
     def _arrive(self, number: int, _: FrameType | None) -> None:
         self._arrived.append(number)
@@ -311,7 +325,7 @@ class SignalsHeldBack:
 _get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
 _HELD_BACK = tuple(
-    getattr(signal, name)
+    int(getattr(signal, name))
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )

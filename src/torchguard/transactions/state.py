@@ -25,6 +25,8 @@ from torchguard._torch.optimizers import (
     copy_all,
     hooks_registered,
     members_of,
+    same_one_by_one,
+    same_tensors,
     versions_of,
 )
 from torchguard.equivalence.isolate import rng_generators
@@ -247,8 +249,9 @@ class _Survey:
         self.structure = [members for each in self.modules for members in members_of(each)]
         self.filled = [each for each in self.structure if each]
         self.empty = [each for each in self.structure if not each]
-        self.members = _members(self.filled)
+        self.filled_copies = list(map(dict.copy, self.filled))
         self.member_copies = list(map(dict.copy, self.structure))
+        self._same_members = _comparison_of(self.modules)
         self.attributes: list[dict[str, Any]] = [each.__dict__ for each in self.modules]
         self.kinds = [type(each) for each in self.modules]
         self.hooks = [
@@ -293,9 +296,9 @@ class _Survey:
     def is_current(self, optimized: list[Tensor]) -> bool:
         """Whether modules hold the same tensors, and the tensors the same memory."""
         return (
-            same_objects(_members(self.filled), self.members)
-            and not any(map(len, self.empty))
-            and same_objects(optimized, self.optimized)
+            self._same_members(self.filled, self.filled_copies)
+            and not any(self.empty)
+            and same_tensors(optimized, self.optimized)
             and _pointers(self.tensors) == self.pointers
             and _sizes(self.shaped) == self.sizes
         )
@@ -320,12 +323,18 @@ def _others(tensors: list[Tensor], some: list[Tensor]) -> list[Tensor]:
     return [each for each in tensors if id(each) not in ids]
 
 
-def _members(structure: list[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, structure)))
+def _comparison_of(values: Iterable[Any]) -> Callable[[Any, Any], bool]:
+    """Return how to find out whether dicts hold the very same values: quickly if it can be."""
+    kinds: set[Any] = set(map(type, values))
+    compared_by_identity = all(
+        kind is type(None) or issubclass(kind, Tensor) or kind.__eq__ is object.__eq__
+        for kind in kinds
+    )
+    return same_tensors if compared_by_identity else same_one_by_one
 
 
 def _pointers(tensors: list[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _sizes(tensors: list[Tensor]) -> list[int]:
@@ -582,21 +591,21 @@ class StateContainers:
 
     def __init__(self, optimizer: Optimizer) -> None:
         state = optimizer.state
-        self.values = values_of_state(optimizer)
-        entries = list(state.values())
+        self._entries = list(state.values())
+        self._entry_copies = list(map(dict.copy, self._entries))
+        self._same_values = _comparison_of(
+            chain.from_iterable(map(dict.values, self._entry_copies))
+        )
         self.copies: list[tuple[Any, Any]] = [(state, dict(state))]
-        self.copies += zip(entries, map(dict.copy, entries), strict=True)
+        self.copies += zip(self._entries, self._entry_copies, strict=True)
 
     def are_current(self, optimizer: Optimizer) -> bool:
         """Whether the dicts hold the very same tensors and numbers."""
-        return optimizer.state is self.copies[0][0] and same_objects(
-            values_of_state(optimizer), self.values
+        return (
+            optimizer.state is self.copies[0][0]
+            and same_objects(list(optimizer.state.values()), self._entries)
+            and self._same_values(self._entries, self._entry_copies)
         )
-
-
-def values_of_state(optimizer: Optimizer) -> list[Any]:
-    """Return what the state of each parameter holds, in one list."""
-    return list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
 
 def _split_where(survey: _Survey, copies: list[Tensor], skipped: Tensor) -> None:

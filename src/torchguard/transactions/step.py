@@ -23,7 +23,11 @@ from typing_extensions import Self
 
 from torchguard._public import public
 from torchguard._torch import patch
-from torchguard._torch.optimizers import call_while_tracing, per_optimizer_states
+from torchguard._torch.optimizers import (
+    call_while_tracing,
+    close_checkpoints,
+    per_optimizer_states,
+)
 from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
@@ -33,6 +37,7 @@ from torchguard.transactions.commit import (
     IN_TRANSACTION,
     OptimizerStep,
     Prepared,
+    SignalsHeldBack,
     Undo,
     add_note,
     steps_in_one_call,
@@ -254,6 +259,7 @@ class Transaction:
         """Commit the block, or undo it."""
         began = time.perf_counter()
         block = self.saved[-1]
+        signals = None if exception is None else SignalsHeldBack()
         try:
             if self.gate is not None:
                 self.gate.give_gradients_back()
@@ -267,6 +273,8 @@ class Transaction:
             if not_needed is not None:
                 next(not_needed, None)
             self._seconds += time.perf_counter() - began
+            if signals is not None:
+                signals.let_go()
 
     def last_chance(self, depth: int) -> Generator[None, None, None]:
         """Undo the block if this is dropped before :meth:`leave` has gone through."""
@@ -287,22 +295,29 @@ class Transaction:
         self.saved.clear()
 
     def _went_through(self, block: _Block) -> None:
-        if block.pending is not None:
-            # The block has caught what optimizer.step() raised.
-            pending, block.pending = block.pending, None
-            pending.fail(None)
+        self._settle(block, None)  # the block has caught what optimizer.step() raised
         self.committed = True
         self._commits += 1
 
+    def _settle(self, block: _Block, exception: BaseException | None) -> None:
+        """Undo or finish a step that has raised. May be called again, after an interrupt."""
+        pending = block.pending
+        if pending is not None and pending.fail(exception):
+            self._has_stepped(block, pending)
+        block.pending = None
+
+    def _has_stepped(self, block: _Block, pending: OptimizerStep) -> None:
+        if self.gate is not None:
+            self.gate.after(pending.optimizer, block.snapshot.restore_buffers_where)
+        if pending not in block.stepped:
+            block.stepped.append(pending)
+        block.pending = None
+        self._note_commit(block)
+
     def _failed(self, block: _Block, exception: BaseException | None) -> None:
+        close_checkpoints(exception)
         block.modes.restore()  # an interrupt may have come inside of torch.autocast or no_grad
-        if block.pending is not None:
-            pending, block.pending = block.pending, None
-            if pending.fail(exception):
-                if self.gate is not None:
-                    self.gate.after(pending.optimizer, block.snapshot.restore_buffers_where)
-                block.stepped.append(pending)
-                self._note_commit(block)
+        self._settle(block, exception)
         if self._all_have_stepped(block):
             self.committed = True
             self._commits += 1
@@ -391,9 +406,7 @@ class Transaction:
         if not any(each is optimizer for each in self.training.optimizers):
             self._note_foreign(block, optimizer)
             return
-        if block.pending is not None:  # its exception was caught inside the block
-            pending, block.pending = block.pending, None
-            pending.fail(None)
+        self._settle(block, None)  # what the last step raised was caught inside the block
         began = time.perf_counter()
         if self.gate is not None:
             self.gate.before(optimizer)
@@ -411,6 +424,7 @@ class Transaction:
         if pending.prepared is not None:
             self._prepared[id(optimizer)] = pending.prepared
         if self.ranks is not None and last and not pending.is_copied:
+            pending.hold_signals_back()  # the others step, whatever happens to this rank
             try:
                 self.ranks.agree_to_commit()
             except BaseException:
@@ -427,11 +441,7 @@ class Transaction:
         pending = block.pending
         if self.ranks is not None and self._is_last(block, optimizer):
             self.ranks.agree_to_commit()  # if it raises, the step is undone from its copies
-        if self.gate is not None:
-            self.gate.after(optimizer, block.snapshot.restore_buffers_where)
-        block.stepped.append(pending)
-        block.pending = None
-        self._note_commit(block)
+        self._has_stepped(block, pending)
         pending.succeed()
 
     def _is_last(self, block: _Block, optimizer: Optimizer) -> bool:

@@ -17,6 +17,7 @@ from benchmarks import (
     bench_out_of_memory,
     bench_padding,
     bench_resize,
+    bench_stream,
     bench_transaction,
     bench_verified,
 )
@@ -33,6 +34,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         bench_resize.BENCHMARK,
         bench_out_of_memory.BENCHMARK,
         bench_buckets.BENCHMARK,
+        bench_stream.BENCHMARK,
         bench_padding.BENCHMARK,
         bench_fit.BENCHMARK,
         bench_assign.BENCHMARK,

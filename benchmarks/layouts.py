@@ -301,6 +301,23 @@ def _buckets(record: Record, device: str) -> str:
     return f"{table(header, rows)}\n\n{calls}"
 
 
+def _stream(record: Record, device: str) -> str:
+    """Lay out what each row took in all, and late in each phase."""
+    [summary] = of_device(record, "summary", device)
+    phases = summary["phases"]
+    rows = [
+        (
+            row["row"],
+            f"{row['total_s']:.1f} s",
+            *(f"{each['milliseconds'][row['row']]:.2f} ms" for each in phases),
+        )
+        for row in of_device(record, "rows", device)
+    ]
+    header = ("", "the whole stream, from cold", *(f"late in {each['phase']}" for each in phases))
+    found = "\n".join(f"- {line}" for line in summary["verdicts"])
+    return f"{table(header, rows)}\n\n{found}"
+
+
 def _fit(record: Record, _: str) -> str:
     rules = list(record["summary"]["mean_waste_percent"])
     rows = [
@@ -426,6 +443,7 @@ LAYOUTS: dict[str, Layout] = {
     "resize": _comparisons,
     "out_of_memory": _out_of_memory,
     "buckets": _buckets,
+    "stream": _stream,
     "padding": _comparisons,
     "fit": _fit,
     "assign": _assign,

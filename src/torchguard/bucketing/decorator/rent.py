@@ -337,13 +337,14 @@ class Choice:
             said.insert(0, self.why)
         costs = {how: each.cost for how, each in self._meters.items() if each.recent}
         if self.prices is not None and not self.settled and self.candidate is None:
-            kind: How = "ranges" if self.how == "eager" and self._may("ranges") else "static"
+            waits = self._may("ranges") and "ranges" not in self._tried
+            kind: How = "ranges" if self.how == "eager" and waits else "static"
             rent = self.ranges["ranges"].rent if kind == "ranges" else self._spent
             price = self.prices.of(kind)
             said.insert(0, f"{rent:.2g} s so far, compiling {kind} takes about {price:.2g} s")
         elif self.candidate is not None:
             said.insert(0, f"timing {self.candidate} against it")
-        if costs and (self.settled or self.candidate):
+        if len(costs) > 1 or (costs and self.settled):
             said.insert(0, ", ".join(f"{how} {1e3 * cost:.3g} ms" for how, cost in costs.items()))
         if self.how in self.ranges:
             bounds = self.ranges[self.how].key.bounds

@@ -31,6 +31,7 @@ from torchguard.bucketing.histogram import (
 )
 from torchguard.bucketing.max_padding import Bound, plan_with_bound
 from torchguard.bucketing.pairs import fit_pairs
+from torchguard.bucketing.steps import epoch_of
 
 __all__ = ["Buckets", "as_buckets"]
 
@@ -132,6 +133,7 @@ class Buckets:
         already_compiled: Iterable[int] = (),
         batch_size: int = 1,
         max_padding: float | None = None,
+        tokens: int | None = None,
     ) -> Self:
         """Return the ladder that wastes least on the sizes observed: the optimum, not a search.
 
@@ -164,6 +166,9 @@ class Buckets:
             max_padding: no size observed is padded by more than this share of it: 0.25 for a
                 quarter. A bucket is then the largest of its sizes, aligned, also where a cost
                 falls.
+            tokens: fit for :class:`torchguard.BucketBatchSampler` with this budget: of the best
+                ladders of 1 to ``count`` sizes, the one with which an epoch costs least, the
+                batches that are not full included. A few items want fewer buckets.
 
         Raises:
             TypeError: something is no integer (bools and floats are not).
@@ -176,6 +181,11 @@ class Buckets:
             >>> Buckets.fit([3, 5, 9, 10], count=None, compile_cost=4, step_cost=1)
             Buckets([5, 10])
         """
+        if tokens is not None and (batch_size != 1 or count is None or max_padding is not None):
+            raise ValueError(
+                "Buckets.fit: tokens is for the batches of BucketBatchSampler, and chooses the count "
+                "up to the one that is given: pass it without batch_size, count=None or max_padding"
+            )
         if batch_size != 1:
             sizes = batch_maxima(sizes, batch_size, "Buckets.fit")
         observed = observe(sizes, "Buckets.fit")
@@ -200,7 +210,11 @@ class Buckets:
             aligned: Any = {"cost": cost, "multiple_of": multiple_of, "top": top}
             if bound is not None:
                 return cls(plan_with_bound(planned, bound, count=count, **aligned))
-            return cls(fit.plan(planned, count, **aligned).sizes)
+            if tokens is None:
+                return cls(fit.plan(planned, count, **aligned).sizes)
+            plans = fit.plans(planned, count, **aligned)
+            epochs = [epoch_of(plan.sizes, observed, tokens, cost, "Buckets.fit") for plan in plans]
+            return cls(min(zip(epochs, plans, strict=True), key=lambda pair: pair[0].cost)[1].sizes)
         aligned = {
             "cost": cost,
             "multiple_of": multiple_of,

@@ -141,6 +141,7 @@ class BucketCollator:
     def _evened(self, samples: list[Any]) -> tuple[list[Any], dict[str, list[int]]]:
         """Pad each sample to the longest; also return how long they were, by axis."""
         parts = [self._parts_of_sample(sample, index) for index, sample in enumerate(samples)]
+        _give_empty_lists_a_dtype(parts)
         lengths: dict[str, list[int]] = {}
         for index, inside in enumerate(parts):
             for axis, length in _lengths(inside).items():
@@ -305,10 +306,24 @@ def _tensor(value: Any) -> torch.Tensor | None:
         return value
     if isinstance(value, np.ndarray) or _is_sequence(value):
         try:
-            return torch.as_tensor(value)
+            if len(value) and isinstance(value[0], torch.Tensor):
+                return torch.stack(list(value))
+            arrays = len(value) and isinstance(value[0], np.ndarray)  # one by one they are slow
+            return torch.as_tensor(np.stack(value) if arrays else value)
         except (TypeError, ValueError, RuntimeError):  # texts, or rows of different length
             return None
     return None
+
+
+def _give_empty_lists_a_dtype(samples: list[list[_Part]]) -> None:
+    """Let ``[]`` among lists of integers be integers: torch makes a float tensor of it."""
+    like = {part.path: part.value for parts in samples for part in parts if part.value.numel()}
+    for parts in samples:
+        for place, part in enumerate(parts):
+            other, shape = like.get(part.path), part.value.shape
+            if other is not None and not part.value.numel():
+                shape = shape if len(shape) == other.dim() else (0, *other.shape[1:])
+                parts[place] = part._replace(value=other.new_empty(shape))
 
 
 def _put(batch: Any, key: str, value: Any, what: str) -> None:

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchguard.bucketing.fit import Cost, costs_of
-from torchguard.bucketing.histogram import positive_integer
+from torchguard.bucketing.histogram import Observed, positive_integer
 
-__all__ = ["Steps", "draw_steps", "full_batches", "plan_steps"]
+__all__ = ["Steps", "draw_steps", "epoch_of", "full_batches", "plan_steps"]
 
 _Integers = NDArray[np.int64]
 
@@ -129,6 +129,22 @@ def plan_steps(
         moved = 0 if is_end else left
     total = sum(n * each * price for n, each, price in zip(counts, full, prices, strict=True))
     return Steps(tuple(counts), tuple(ends), total)
+
+
+def epoch_of(
+    sizes: Sequence[int], observed: Observed, tokens: int, cost: Cost, operation: str
+) -> Steps:
+    """Return the steps of an epoch over the items observed, on one rank.
+
+    Raises:
+        TypeError, ValueError: as :func:`full_batches`.
+    """
+    places = np.searchsorted(sizes, observed.sizes)
+    items = np.bincount(places, observed.weights, len(sizes)).round().astype(int).tolist()
+    rows = full_batches(
+        sizes, items, tokens=tokens, batch_size=None, cost=cost, operation=operation
+    )
+    return plan_steps(items, rows, costs_of(sizes, cost, operation).tolist())
 
 
 def draw_steps(

@@ -1,0 +1,235 @@
+"""Waste of whole epochs with ``BucketBatchSampler`` against other ways to draw batches.
+
+Waste is what a model computes on beyond the real tokens: padding inside of batches, and rows of
+padding. Every rule gets the same lengths and the same padded tokens per step in the mean: those
+that take a number of items per batch, or a sum of lengths, get the one that makes it so. Counted,
+not timed; the mean of several epochs.
+
+The rules, as their documentation states them:
+
+- random: batches of so many items in random order (torch's ``RandomSampler``).
+- transformers: its ``group_by_length``: in random order, cut into mega-batches of 50 batches
+  (or a quarter of the data), each of them sorted by length.
+  https://huggingface.co/docs/transformers/main_classes/trainer
+- torchdata: its ``BucketBatcher``: in random order, pools of 100 batches sorted by length.
+  https://docs.pytorch.org/data/0.6/generated/torchdata.datapipes.iter.BucketBatcher.html
+- lhotse: its ``DynamicBucketingSampler``: 10 buckets of equal total length, 20,000 items
+  buffered, of which a batch takes as many from one bucket as a sum of lengths allows.
+  https://lhotse.readthedocs.io/en/latest/datasets.html
+
+They pad to the longest of a batch, so nearly every batch has a shape of its own. Where shapes have
+to be static, lengths are rounded up: to multiples of 64, or to the best ladder of as many sizes as
+ours has, which ``Buckets.fit`` finds for what each of the rules made.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if __package__ in {None, ""}:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.bench_fit import generated, real
+from benchmarks.program import Benchmark, Results, Setting
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.sampler import BucketBatchSampler
+
+TOKENS = 16384
+COUNTS = (8, 16, 32, 64)
+MULTIPLE = 64
+Lengths = NDArray[np.int64]
+Batches = list[Lengths]
+"""The lengths of the items of each batch."""
+
+Rule = Callable[[Lengths, float, np.random.Generator], Batches]
+"""Takes the lengths, and how many items or tokens make a batch."""
+
+
+def _cut(lengths: Lengths, items: int) -> Batches:
+    return np.split(lengths, range(items, len(lengths), items))
+
+
+def _random(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
+    return _cut(random.permutation(lengths), round(size))
+
+
+def _in_pools(lengths: Lengths, size: float, random: np.random.Generator, pool: int) -> Batches:
+    items = round(size)
+    pools = _cut(random.permutation(lengths), items * pool)
+    return [batch for each in pools for batch in _cut(np.sort(each)[::-1], items)]
+
+
+def _grouped(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
+    return _in_pools(lengths, size, random, max(1, min(len(lengths) // (round(size) * 4), 50)))
+
+
+def _pooled(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
+    return _in_pools(lengths, size, random, 100)
+
+
+def _bucketed(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
+    buckets, buffered = 10, 20_000
+    ordered = np.sort(lengths)
+    shares = ordered.cumsum() / ordered.sum()
+    edges = ordered[np.searchsorted(shares, np.arange(1, buckets) / buckets)]
+    stream = iter(random.permutation(lengths).tolist())
+    waiting: list[list[int]] = [[] for _ in range(buckets)]
+    batches = []
+    for length in (next(stream) for _ in range(min(buffered, len(lengths)))):
+        waiting[int(np.searchsorted(edges, length))].append(length)
+    while any(waiting):
+        # A bucket that holds a whole batch, where one does; else one that holds anything.
+        ready = [each for each in waiting if sum(each) >= size] or [e for e in waiting if e]
+        bucket = ready[random.integers(len(ready))]
+        batch = [bucket.pop()]
+        while bucket and sum(batch) + bucket[-1] <= size:
+            batch.append(bucket.pop())
+        batches.append(np.array(batch))
+        for length in (each for each, _ in zip(stream, batch, strict=False)):
+            waiting[int(np.searchsorted(edges, length))].append(length)
+    return batches
+
+
+RULES: dict[str, Rule] = {
+    "random": _random,
+    "transformers": _grouped,
+    "torchdata": _pooled,
+    "lhotse": _bucketed,
+}
+
+
+def padded(batches: Batches, to: Callable[[int], int]) -> NDArray[np.int64]:
+    """Return the tokens that the model computes on in each step."""
+    return np.array([len(batch) * to(int(batch.max())) for batch in batches])
+
+
+def tuned(rule: Rule, lengths: Lengths, tokens: float) -> float:
+    """Find the size with which a step has so many padded tokens in the mean."""
+    size = tokens if rule is _bucketed else tokens / lengths.mean()
+    for _ in range(6):
+        batches = rule(lengths, max(size, 1.0), np.random.default_rng(99))
+        size = max(1.0, size * tokens / float(padded(batches, lambda length: length).mean()))
+    return size
+
+
+def steps_of(sampler: BucketBatchSampler, lengths: Lengths) -> Iterator[tuple[int, int]]:
+    """Yield the shape of each batch of an epoch, as ``BucketCollator`` makes it."""
+    sizes = np.array(list(sampler.batch_sizes))
+    for batch in sampler:
+        size = int(sizes[np.searchsorted(sizes, lengths[batch].max())])
+        yield sampler.batch_sizes[size], size
+
+
+def _row(kind: str, rule: str, lengths: Lengths, epochs: list[tuple[Any, set[Any]]]) -> Any:
+    real_tokens = int(lengths.sum())
+    steps = [tokens for tokens, _ in epochs]
+    return {
+        "kind": kind,
+        "rule": rule,
+        "items": len(lengths),
+        "waste_percent": round(
+            100 * statistics.fmean(each.sum() / real_tokens - 1 for each in steps), 2
+        ),
+        "shapes": max(len(shapes) for _, shapes in epochs),
+        "steps": round(statistics.fmean(len(each) for each in steps), 1),
+        "tokens_per_step": round(statistics.fmean(each.mean() for each in steps)),
+        "largest_step": int(max(each.max() for each in steps)),
+    }
+
+
+def compare(kind: str, lengths: Lengths, epochs: int) -> Iterator[dict[str, Any]]:
+    """Yield one row per rule and padding."""
+    ours_per_step = []
+    for count in COUNTS:
+        ladder = Buckets.fit(lengths, count, tokens=max(TOKENS, int(lengths.max())))
+        sampler = BucketBatchSampler(lengths, ladder, tokens=max(TOKENS, int(lengths.max())))
+        drawn = []
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            shapes = list(steps_of(sampler, lengths))
+            drawn.append((np.array([rows * size for rows, size in shapes]), set(shapes)))
+        row = _row(kind, f"BucketBatchSampler, {count} sizes", lengths, drawn)
+        ours_per_step.append(row["tokens_per_step"])
+        yield row
+    tokens = statistics.fmean(ours_per_step)
+    for name, rule in RULES.items():
+        size = tuned(rule, lengths, tokens)
+        made = [rule(lengths, size, np.random.default_rng(epoch)) for epoch in range(epochs)]
+        maxima = np.array([batch.max() for batch in made[0] for _ in batch])
+        top = int(lengths.max())
+        roundings: dict[str, Callable[[int], int]] = {
+            "longest": lambda length: length,
+            f"multiples of {MULTIPLE}": lambda length: -(-length // MULTIPLE) * MULTIPLE,
+            **{
+                f"{count} sizes": Buckets([*Buckets.fit(maxima, count), top]).bucket_for
+                for count in COUNTS
+            },
+        }
+        for what, to in roundings.items():
+            drawn = [
+                (padded(batches, to), {(len(each), to(int(each.max()))) for each in batches})
+                for batches in made
+            ]
+            yield _row(kind, f"{name}, {what}", lengths, drawn)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean of each rule over the kinds of lengths."""
+    names = list(dict.fromkeys(row["rule"] for row in rows))
+    mine = {name: [row for row in rows if row["rule"] == name] for name in names}
+    return {
+        "mean_waste_percent": {
+            name: round(statistics.fmean(row["waste_percent"] for row in found), 1)
+            for name, found in mine.items()
+        },
+        "mean_shapes": {
+            name: round(statistics.fmean(row["shapes"] for row in found))
+            for name, found in mine.items()
+        },
+        "largest_step_over_mean": {
+            name: round(max(row["largest_step"] / row["tokens_per_step"] for row in found), 2)
+            for name, found in mine.items()
+        },
+    }
+
+
+def run(setting: Setting) -> Results:
+    """Draw the epochs of every rule."""
+    epochs = 1 if setting.quick else setting.rounds
+    kinds = generated(np.random.default_rng(11), 2000 if setting.quick else 40_000)
+    kinds = {**kinds, **({} if setting.quick else real())}
+    rows = []
+    for kind, lengths in kinds.items():
+        for row in compare(kind, lengths, epochs):
+            rows.append(row)
+            waste, shapes = row["waste_percent"], row["shapes"]
+            print(f"{kind:17} {row['rule']:32} {waste:7.2f} % {shapes:5} shapes")
+    totals = summary(rows)
+    for name, waste in totals["mean_waste_percent"].items():
+        shapes, largest = totals["mean_shapes"][name], totals["largest_step_over_mean"][name]
+        print(f"{'mean':17} {name:32} {waste:7.1f} % {shapes:5} shapes, largest step {largest}")
+    return {"tokens": TOKENS, "epochs": epochs, "summary": totals, "rows": rows}
+
+
+BENCHMARK = Benchmark(
+    "sampler",
+    "How much padding does an epoch of `BucketBatchSampler` compute on, against other ways to "
+    "draw batches?",
+    run,
+    rounds=3,
+    quick_rounds=1,
+    rounds_of="epochs per rule",
+    devices=("cpu",),
+    threads=None,
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,389 @@
+"""BucketCollator: ragged samples become batches at their bucket's size, and at its rows."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, default_collate
+
+from torchguard._pytree import flatten
+from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.collator import BucketCollator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BUCKETS = Buckets([4, 8, 16])
+
+
+def samples(length: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "ids": torch.arange(length),
+            "labels": torch.arange(length),
+            "audio": {"wave": torch.ones(2, 10)},
+            "weight": 1.0,
+        }
+        for _ in range(3)
+    ]
+
+
+COLLATOR = BucketCollator(
+    {"t": BUCKETS, "s": Buckets([16])},
+    {"ids": {1: "t"}, "labels": {-1: "t"}, "audio": {"wave": {2: "s"}}},
+    fill={"labels": -100, "audio": {"wave": "repeat-last"}},
+    length_key="lengths",
+)
+
+
+def test_collates_then_pads_what_is_named() -> None:
+    batch = COLLATOR(samples(5))
+    assert batch["ids"].tolist() == [[0, 1, 2, 3, 4, 0, 0, 0]] * 3
+    assert batch["labels"].tolist() == [[0, 1, 2, 3, 4, -100, -100, -100]] * 3
+    assert torch.equal(batch["audio"]["wave"], torch.ones(3, 2, 16))
+    assert batch["weight"].shape == (3,)
+    assert batch["lengths"] == {"t": 5, "s": 10}
+
+
+def test_pads_in_the_workers() -> None:
+    data: Any = [sample for length in (3, 5, 9) for sample in samples(length)]
+    loader: Any = DataLoader(
+        data,
+        batch_size=3,
+        num_workers=1,
+        collate_fn=pickle.loads(pickle.dumps(COLLATOR)),  # noqa: S301
+    )
+    assert [batch["ids"].shape[1] for batch in loader] == [4, 8, 16]
+
+
+def ragged() -> list[dict[str, Any]]:
+    return [
+        {
+            "ids": torch.arange(length),
+            "labels": np.arange(length),
+            "types": [1] * length,
+            "audio": {"wave": torch.ones(2, 3 * length)},
+            "weight": 1.0,
+        }
+        for length in (3, 5, 2)
+    ]
+
+
+RAGGED = BucketCollator(
+    {"t": BUCKETS, "s": Buckets([16])},
+    {
+        "ids": {1: "t"},
+        "labels": {-1: "t"},
+        "types": {1: "t"},
+        "audio": {"wave": {2: "s"}},
+        "weight": None,
+    },
+    fill={"labels": -100, "audio": {"wave": "repeat-last"}},
+    length_key="lengths",
+    mask_key={"t": "mask"},
+)
+
+
+def test_samples_of_different_length_are_padded_each() -> None:
+    """Rows of length 3, 5 and 2: torch's own collate function says they must be equally long."""
+    batch = RAGGED(ragged())
+    assert batch["ids"].tolist() == [
+        [0, 1, 2, 0, 0, 0, 0, 0],
+        [0, 1, 2, 3, 4, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0],
+    ]
+    assert batch["labels"].tolist()[2] == [0, 1] + [-100] * 6
+    assert batch["types"].tolist()[0] == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert torch.equal(batch["audio"]["wave"], torch.ones(3, 2, 16))
+    assert batch["weight"].shape == (3,)
+    assert batch["lengths"] == {"t": 5, "s": 15}
+    assert batch["mask"].sum(1).tolist() == [3, 5, 2]
+    assert batch["mask"].shape == (3, 8)
+
+
+def test_samples_are_left_as_they_are() -> None:
+    rows = ragged()
+    RAGGED(rows)
+    assert [row["ids"].shape[0] for row in rows] == [3, 5, 2]
+    assert isinstance(rows[0]["types"], list)
+
+
+def test_padding_on_the_left_of_each_sample() -> None:
+    collate = BucketCollator(BUCKETS, {"ids": {1: "t"}}, side="left", mask_key="mask")
+    batch = collate([{"ids": torch.tensor([1, 2, 3])}, {"ids": torch.tensor([4])}])
+    assert batch["ids"].tolist() == [[0, 1, 2, 3], [0, 0, 0, 4]]
+    assert batch["mask"].tolist() == [[False, True, True, True], [False, False, False, True]]
+
+
+def test_samples_with_masks_of_their_own() -> None:
+    """What a tokenizer gives: lists of numbers, a mask among them."""
+    dims = {"input_ids": {1: "t"}, "attention_mask": {1: "t"}, "labels": {1: "t"}}
+    collate = BucketCollator(BUCKETS, dims, fill={"input_ids": 1, "labels": -100})
+    rows = [{"input_ids": [5] * n, "attention_mask": [1] * n, "labels": [5] * n} for n in (2, 7)]
+    batch = collate(rows)
+    assert batch["input_ids"].tolist() == [[5, 5, 1, 1, 1, 1, 1, 1], [5] * 7 + [1]]
+    assert batch["attention_mask"].sum(1).tolist() == [2, 7]
+    assert batch["labels"][0].tolist() == [5, 5] + [-100] * 6
+
+
+def test_ragged_samples_that_are_tensors_or_tuples() -> None:
+    rows = [torch.ones(3, 4), torch.ones(6, 4)]
+    assert BucketCollator(BUCKETS, {1: "t"})(rows).shape == (2, 8, 4)
+    pairs = [(torch.ones(3), 0), (torch.ones(6), 1)]
+    x, y = BucketCollator(BUCKETS, [{1: "t"}, None])(pairs)
+    assert (x.shape, y.tolist()) == ((2, 8), [0, 1])
+
+
+Pair = collections.namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - as torch's own tests do
+
+# Makes a sample of a length, what to pad in it, and the shapes of a batch of 48 and 55.
+NESTED: dict[str, tuple[Callable[[int], Any], Any, list[tuple[int, ...]]]] = {
+    "tensor": (torch.ones, {1: "t"}, [(2, 64)]),
+    "array": (np.ones, {1: "t"}, [(2, 64)]),
+    "list": (lambda n: list(range(n)), {1: "t"}, [(2, 64)]),
+    "list of lists": (lambda n: [[1, 2]] * n, {1: "t"}, [(2, 64, 2)]),
+    "list of arrays": (lambda n: [np.ones(2)] * n, {1: "t"}, [(2, 64, 2)]),
+    "list of tensors": (lambda n: [torch.ones(2)] * n, {1: "t"}, [(2, 64, 2)]),
+    "square": (lambda n: {"x": torch.ones(n, n)}, {"x": {1: "t", 2: "t"}}, [(2, 64, 64)]),
+    "tuple": (lambda n: (torch.ones(n), n), ({-1: "t"}, None), [(2, 64), (2,)]),
+    "tuple in dict": (lambda n: {"a": (torch.ones(n), n)}, {"a": [{1: "t"}]}, [(2, 64), (2,)]),
+    "dict in tuple": (lambda n: ({"a": [1] * n}, n), ({"a": {1: "t"}},), [(2, 64), (2,)]),
+    "dict in dict": (
+        lambda n: {"a": {"b": {"c": [1] * n}}}, {"a": {"b": {"c": {1: "t"}}}}, [(2, 64)],
+    ),
+    "named tuple": (lambda n: Pair([1] * n, n), ({1: "t"},), [(2, 64), (2,)]),
+    "user dict": (lambda n: collections.UserDict(x=[1] * n), {"x": {1: "t"}}, [(2, 64)]),
+    "text": (lambda n: {"x": [1] * n, "text": "a" * n}, {"x": {1: "t"}}, [(2, 64)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_rows_of_48_and_55_in_every_nesting(name: str) -> None:
+    make, dims, shapes = NESTED[name]
+    collate = BucketCollator([64, 128], dims)
+    leaves, _ = flatten(collate([make(48), make(55)]))
+    assert [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)] == shapes
+
+
+def test_rows_of_48_and_55_out_of_a_worker() -> None:
+    for name in ("list", "tuple in dict", "user dict"):
+        make, dims, shapes = NESTED[name]
+        data: Any = [make(length) for length in (48, 55, 55, 48)]
+        collate = BucketCollator([64, 128], dims)
+        loader: Any = DataLoader(data, batch_size=2, num_workers=1, collate_fn=collate)
+        for batch in loader:
+            assert [tuple(leaf.shape) for leaf in flatten(batch)[0]] == shapes
+
+
+def test_an_empty_list_has_the_dtype_of_the_others() -> None:
+    """torch.as_tensor([]) is float32, and would make floats of all token ids."""
+    batch = BucketCollator([4], {"x": {1: "t"}})([{"x": []}, {"x": [1, 2]}])
+    assert batch["x"].dtype == torch.int64
+    assert batch["x"].tolist() == [[0] * 4, [1, 2, 0, 0]]
+    assert BucketCollator([4], {1: "t"})([[], [[1, 2]]]).shape == (2, 4, 2)
+
+
+# Rows of padding.
+
+
+def test_rows_of_padding_are_samples_of_length_0() -> None:
+    """All of them holds the fill, and the mask is False."""
+    dims = {"ids": {1: "t"}, "labels": {1: "t"}, "positions": {1: "t"}}
+    fill = {"ids": 9, "labels": -100, "positions": "arange", "label": -1, "w": 0.0}
+    collate = BucketCollator(
+        BUCKETS,
+        dims,
+        fill=fill,
+        mask_key="mask",
+        length_key="lengths",
+        batch_sizes={4: 4, 8: 3, 16: 1},
+    )
+    row = {"ids": [1, 2], "labels": [1, 2], "positions": [0, 1], "label": 5, "w": 1.0, "text": "a"}
+    batch = collate([row, row])
+    assert batch["ids"].tolist() == [[1, 2, 9, 9]] * 2 + [[9] * 4] * 2
+    assert batch["labels"].tolist() == [[1, 2, -100, -100]] * 2 + [[-100] * 4] * 2
+    assert batch["positions"].tolist() == [[0, 1, 2, 3]] * 4
+    assert batch["label"].tolist() == [5, 5, -1, -1]
+    assert batch["w"].tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert batch["mask"].sum(1).tolist() == [2, 2, 0, 0]
+    assert batch["lengths"] == {"t": 2}
+    assert batch["text"] == ["a", "a"]
+    loss = torch.nn.functional.cross_entropy(torch.zeros(4, 8), batch["label"], ignore_index=-1)
+    assert loss == torch.nn.functional.cross_entropy(torch.zeros(2, 8), batch["label"][:2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ragged_samples_in_the_workers(workers: int) -> None:
+    loader: Any = DataLoader(
+        ragged() * 2,  # type: ignore[arg-type]
+        batch_size=3,
+        num_workers=workers,
+        collate_fn=pickle.loads(pickle.dumps(RAGGED)),  # noqa: S301
+    )
+    assert [batch["mask"].sum(1).tolist() for batch in loader] == [[3, 5, 2]] * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=5),
+    st.sampled_from([0, -7, "repeat-last"]),
+    st.sampled_from(["left", "right"]),
+)
+def test_ragged_samples_come_back_out_of_the_batch(
+    lengths: list[int], fill: Any, side: Any
+) -> None:
+    rows = [{"x": torch.randn(2, length)} for length in lengths]
+    collate = BucketCollator(BUCKETS, {"x": {2: "t"}}, fill={"x": fill}, side=side, mask_key="mask")
+    batch = collate(rows)
+    assert batch["x"].shape == (len(rows), 2, BUCKETS.bucket_for(max(lengths)))
+    for row, padded, mask in zip(rows, batch["x"], batch["mask"], strict=True):
+        assert torch.equal(padded[:, mask], row["x"])
+        if fill != "repeat-last":
+            assert (padded[:, ~mask] == fill).all()
+
+
+def test_what_is_wrong_with_ragged_samples_is_named() -> None:
+    collate = BucketCollator(BUCKETS, {"a": {1: "t"}, "b": {1: "t"}})
+    with pytest.raises(ValueError, match=r"axis 't' is 3 in samples\[1\]\['a'\] and 2 in"):
+        collate(
+            [{"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(3), "b": torch.ones(2)}]
+        )
+    with pytest.raises(KeyError, match=r"there is no samples\[0\]\['b'\]; it has keys \['a'\]"):
+        collate([{"a": torch.ones(2)}])
+    with pytest.raises(ValueError, match="mask_key and collate_fn are both given"):
+        BucketCollator(BUCKETS, {"a": {1: "t"}}, collate_fn=list, mask_key="mask")
+    with pytest.raises(ValueError, match=r"mask_key is 'mask', but dims has axes s, t"):
+        BucketCollator(BUCKETS, {"a": {1: "t", 2: "s"}}, mask_key="mask")
+    with pytest.raises(ValueError, match="the samples have 'b' themselves"):
+        BucketCollator(BUCKETS, {"a": {1: "t"}}, mask_key="b")(
+            [{"a": torch.ones(2), "b": torch.ones(2)}]
+        )
+
+
+def test_tuples_lists_and_named_tuples_keep_their_type() -> None:
+    given = [(torch.ones(5), 1)] * 2
+    for dims in ([{1: "t"}, None], ({1: "t"},)):
+        padded = BucketCollator(BUCKETS, dims, fill=[7])(given)
+        assert padded[0].tolist() == [[1.0] * 5 + [7.0] * 3] * 2
+        assert padded[1].tolist() == [1, 1]
+    named = BucketCollator(BUCKETS, [{1: "t"}])([Pair(torch.ones(5), 1)])
+    assert type(named) is Pair
+    assert named.x.shape == (1, 8)
+    bare = BucketCollator(BUCKETS, {1: "t"})([torch.ones(5)])
+    assert bare.shape == (1, 8)
+
+
+class Record:
+    """What a collate function of somebody's may return: no mapping, but it can be indexed."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.parts = parts
+
+    def __copy__(self) -> Record:
+        return Record(**self.parts)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.parts[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.parts[key] = value
+
+
+def test_a_batch_that_can_only_be_indexed_is_padded() -> None:
+    """It is copied, and the part is put into the copy."""
+    made = Record(ids=torch.ones(2, 5), other=1)
+    collate = BucketCollator(BUCKETS, {"ids": {1: "t"}}, collate_fn=lambda _: made)
+    batch = collate([])
+    assert type(batch) is Record
+    assert batch["ids"].shape == (2, BUCKETS.bucket_for(5))
+    assert batch["other"] == 1
+    assert made["ids"].shape == (2, 5)
+
+
+def test_what_the_collate_function_keeps_is_not_changed() -> None:
+    kept = default_collate(samples(5))
+    BucketCollator(BUCKETS, {"ids": {1: "t"}}, collate_fn=lambda _: kept)([])
+    assert kept["ids"].shape == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((BUCKETS, {}), ValueError, "names no dimension"),
+        ((BUCKETS, {"ids": 1}), TypeError, r"dims\['ids'\] is 1"),
+        ((BUCKETS, {"ids": {1: 2}}), TypeError, "expected {dimension: axis name}"),
+        (({"s": BUCKETS}, {"ids": {1: "t"}}), ValueError, "no buckets for 't'"),
+        ((8, {"ids": {1: "t"}}), TypeError, "buckets is 8, expected Buckets, a list of sizes or"),
+        (({"t": 8}, {"ids": {1: "t"}}), TypeError, "buckets of 't' is 8, expected Buckets"),
+    ],
+)
+def test_a_bad_collator_is_refused_at_once(
+    arguments: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        BucketCollator(*arguments)
+
+
+def test_a_fill_for_what_is_not_padded_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fill\['lables'\] is given, but not padded"):
+        BucketCollator(BUCKETS, {"labels": {1: "t"}}, fill={"lables": -100})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_sizes": {4: 2}}, ValueError, "batch_sizes has no 8, which is a bucket of 't'"),
+        ({"batch_sizes": [2, 2]}, TypeError, "expected sampler.batch_sizes"),
+        ({"batch_sizes": {"s": {4: 2}}}, ValueError, "expected one axis of t"),
+        ({"batch_sizes": 0}, ValueError, r"batch_sizes\[4\] is 0"),
+        ({"batch_sizes": 1}, ValueError, "a batch has 2 rows, but batch_sizes has 1"),
+        ({"batch_sizes": 3}, ValueError, r"rows of padding to batch\['y'\] too"),
+        ({"batch_sizes": 2}, ValueError, r"rows of padding to batch\['y'\] too"),
+        (
+            {"batch_sizes": 3, "fill": {"lables": 1}},
+            KeyError,
+            r"fill\['lables'\] is given, but the",
+        ),
+        ({"batch_sizes": 2, "fill": {"y": 0.5}}, TypeError, "value=0.5 does not fit torch.int64"),
+    ],
+)
+def test_wrong_rows_are_refused_with_the_first_batch(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """Not with the last one of an epoch, which alone has rows of padding."""
+    rows = [{"ids": [1, 2], "y": 1}, {"ids": [1], "y": 2}]
+    with pytest.raises(error, match=message):
+        BucketCollator(BUCKETS, {"ids": {1: "t"}}, **options)(rows)
+
+
+def test_rows_by_the_axis_of_the_sampler() -> None:
+    """Of two axes one decides; a number of rows is that of every size."""
+    dims, rows = {"a": {1: "t"}, "b": {1: "s"}}, [{"a": [1] * 3, "b": [1] * 7}]
+    sizes = {"t": {4: 5, 8: 2, 16: 1}}
+    batch = BucketCollator(BUCKETS, dims, batch_sizes=sizes)(rows)
+    assert (batch["a"].shape, batch["b"].shape) == ((5, 4), (5, 8))
+    assert BucketCollator(BUCKETS, dims, batch_sizes=3)(rows)["b"].shape == (3, 8)
+    with pytest.raises(ValueError, match=r"dims has axes s, t: pass batch_sizes=\{axis"):
+        BucketCollator(BUCKETS, dims, batch_sizes={4: 5, 8: 2, 16: 1})
+    made = BucketCollator(
+        BUCKETS, {"ids": {1: "t"}}, collate_fn=lambda _: Record(ids=torch.ones(2, 5)), batch_sizes=3
+    )([])
+    assert made["ids"].shape == (3, 8)
+
+
+def test_a_batch_of_another_structure_is_named() -> None:
+    for dims, error, message in [
+        ({"idz": {1: "t"}}, KeyError, r"there is no samples\[0\]\['idz'\]"),
+        ({"ids": {2: "t"}}, IndexError, "dims names dimension 2"),
+        ({"audio": {1: "t"}}, TypeError, r"batch\['audio'\] is a dict"),
+        ({"ids": {1: "t"}, "audio": {"wave": {2: "t"}}}, ValueError, "axis 't' is 5 in"),
+    ]:
+        with pytest.raises(error, match=message):
+            BucketCollator(BUCKETS, dims)(samples(5))

@@ -24,6 +24,7 @@ ours has, which ``Buckets.fit`` finds for what each of the rules made.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -112,11 +113,15 @@ def padded(batches: Batches, to: Callable[[int], int]) -> NDArray[np.int64]:
 
 def tuned(rule: Rule, lengths: Lengths, tokens: float) -> float:
     """Find the size with which a step has so many padded tokens in the mean."""
-    size = tokens if rule is _bucketed else tokens / lengths.mean()
-    for _ in range(6):
-        batches = rule(lengths, max(size, 1.0), np.random.default_rng(99))
-        size = max(1.0, size * tokens / float(padded(batches, lambda length: length).mean()))
-    return size
+    low, high = 1.0, 2.0 * tokens if rule is _bucketed else 2.0 * tokens / float(lengths.mean())
+    for _ in range(10):
+        size = math.sqrt(low * high)
+        batches = rule(lengths, size, np.random.default_rng(99))
+        if padded(batches, lambda length: length).mean() < tokens:
+            low = size
+        else:
+            high = size
+    return low
 
 
 def steps_of(sampler: BucketBatchSampler, lengths: Lengths) -> Iterator[tuple[int, int]]:

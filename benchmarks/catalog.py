@@ -18,6 +18,7 @@ from benchmarks import (
     bench_padding,
     bench_resize,
     bench_stream,
+    bench_sampler,
     bench_transaction,
     bench_verified,
 )
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         bench_stream.BENCHMARK,
         bench_padding.BENCHMARK,
         bench_fit.BENCHMARK,
+        bench_sampler.BENCHMARK,
         bench_assign.BENCHMARK,
         bench_verified.BENCHMARK,
         bench_transaction.BENCHMARK,

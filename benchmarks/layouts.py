@@ -353,6 +353,34 @@ def _fit(record: Record, _: str) -> str:
     )
 
 
+def _sampler(record: Record, _: str) -> str:
+    totals = record["summary"]
+    listed = [
+        (
+            f"**{rule}**" if "Bucket" in rule else rule,
+            f"{waste:.1f} %",
+            str(totals["mean_shapes"][rule]),
+            f"{totals['largest_step_over_mean'][rule]:.1f}",
+        )
+        for rule, waste in totals["mean_waste_percent"].items()
+    ]
+    names = [name for name in totals["mean_waste_percent"] if name.endswith((", longest", "sizes"))]
+    shown = [name for name in names if "Bucket" in name or name.endswith("longest")]
+    kinds = list(dict.fromkeys(row["kind"] for row in record["rows"]))
+    found = {(row["kind"], row["rule"]): row["waste_percent"] for row in record["rows"]}
+    rows = [(kind, *(f"{found[kind, rule]:.1f}" for rule in shown)) for kind in kinds]
+    lead = (
+        f"What an epoch computes beyond its real tokens, at about {record['tokens']:,} padded tokens "
+        f"per step in the mean; {record['epochs']} epochs, {len(kinds)} kinds of lengths. A rule "
+        "is followed by what lengths are rounded up to: the longest of the batch, multiples of 64, "
+        "or the best ladder of so many sizes for what the rule made. The largest step is over the "
+        "mean one: what memory has to hold."
+    )
+    header = ("batches", "waste, mean", "shapes, mean", "largest step")
+    each = "By kind of lengths, in percent, where the other rules pad to the longest of the batch:"
+    return "\n\n".join((lead, table(header, listed), each, table(("lengths", *shown), rows)))
+
+
 def _host(record: Record, device: str) -> str:
     rows = []
     for row in of_device(record, "rows", device):
@@ -446,6 +474,7 @@ LAYOUTS: dict[str, Layout] = {
     "stream": _stream,
     "padding": _comparisons,
     "fit": _fit,
+    "sampler": _sampler,
     "assign": _assign,
     "verified": _first_calls,
     "transaction": _transaction,

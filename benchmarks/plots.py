@@ -279,6 +279,45 @@ def _fit(record: Record, device: str, to: Path) -> None:
     _save(figure, record, to)
 
 
+def _sampler(record: Record, device: str, to: Path) -> None:
+    """Draw the waste of every rule on every kind of lengths, with its number of shapes."""
+    plt = _pyplot()
+    kinds = list(dict.fromkeys(row["kind"] for row in record["rows"]))
+    rules = [
+        rule
+        for rule in record["summary"]["mean_waste_percent"]
+        if rule.endswith(("r, 8 sizes", "r, 16 sizes", "r, 32 sizes", "longest"))
+    ]
+    found = {(row["kind"], row["rule"]): row["waste_percent"] for row in record["rows"]}
+    figure, axes = plt.subplots(figsize=(10, 0.5 * len(kinds) + 1.9), layout="constrained")
+    marks = {"8 sizes": "D", "16 sizes": "s", "32 sizes": "^"}
+    for number, rule in enumerate(rules):
+        what = rule.partition(", ")[2]
+        ours = what in marks
+        shapes = record["summary"]["mean_shapes"][rule]
+        axes.plot(
+            [found[kind, rule] for kind in kinds], range(len(kinds), 0, -1), marks.get(what, "o"),
+            color=RED if ours else OTHERS[number % len(OTHERS)], ls="",
+            mfc=RED if ours else "none", ms=7 if ours else 6, zorder=3 if ours else 2,
+            label=f"{rule}: {shapes} shapes",
+        )  # fmt: skip
+    axes.set_yticks(range(len(kinds), 0, -1), kinds)
+    axes.set_xscale("log")
+    axes.set_xticks([1, 3, 10, 30, 100, 300, 1000],
+                    ["1 %", "3 %", "10 %", "30 %", "100 %", "300 %", "1000 %"])  # fmt: skip
+    axes.minorticks_off()
+    axes.grid(color="0.93")
+    _bare(axes)
+    axes.tick_params(axis="y", length=0)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8.5, frameon=False)
+    axes.set_title(
+        f"Padding that an epoch computes on, less is better: {_machine(record, device)}",
+        fontsize=10,
+        loc="left",
+    )
+    _save(figure, record, to)
+
+
 _ASSIGN = re.compile(
     r"(?P<kind>\w+)-(?P<size>1e\d+)-(?P<compiled>compiled-)?(?P<direction>forward|backward)"
     r"-(?P<way>\w+)$"
@@ -345,6 +384,7 @@ PLOTS: dict[str, Draw] = {
     "stream": _stream,
     "padding": _per_call,
     "fit": _fit,
+    "sampler": _sampler,
     "assign": _assign,
 }
 """By the benchmark's name."""

@@ -370,11 +370,11 @@ def _sampler(record: Record, _: str) -> str:
     found = {(row["kind"], row["rule"]): row["waste_percent"] for row in record["rows"]}
     rows = [(kind, *(f"{found[kind, rule]:.1f}" for rule in shown)) for kind in kinds]
     lead = (
-        f"What an epoch computes beyond its real tokens, at about {record['tokens']:,} padded tokens "
-        f"per step in the mean; {record['epochs']} epochs, {len(kinds)} kinds of lengths. A rule "
-        "is followed by what lengths are rounded up to: the longest of the batch, multiples of 64, "
-        "or the best ladder of so many sizes for what the rule made. The largest step is over the "
-        "mean one: what memory has to hold."
+        f"What an epoch computes beyond its real tokens, at about {record['tokens']:,} padded "
+        f"tokens per step in the mean; {record['epochs']} epochs of {len(kinds)} kinds of "
+        "lengths. A rule is followed by what lengths are rounded up to: the longest of the batch, "
+        "multiples of 64, or the best ladder of so many sizes for what the rule made. The largest "
+        "step is over the mean one: what memory has to hold."
     )
     header = ("batches", "waste, mean", "shapes, mean", "largest step")
     each = "By kind of lengths, in percent, where the other rules pad to the longest of the batch:"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.terminal import Terminal
 
-from torchguard import BucketCollator, bucketed
+from torchguard import BucketBatchSampler, BucketCollator, bucketed
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.histogram import batch_maxima
 from torchguard.bucketing.lengths import read_sizes
@@ -62,6 +62,31 @@ def test_text(docstrings: list[int], tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "powers of two" in shown
     assert "multiples of 64" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("cost", ["linear", "quadratic"])
+def test_tokens(
+    cost: str, docstrings: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It shows the batches of a sampler, and its lines run as they are."""
+    path, tokens = tmp_path / "in.txt", 4096 if cost == "linear" else 1 << 20
+    path.write_text("\n".join(map(str, docstrings)))
+    assert run(str(path), "--tokens", str(tokens), "--cost", cost) == 0
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if "BucketBatchSampler(" in line)
+    names: dict[str, object] = {"lengths": docstrings, "BucketBatchSampler": BucketBatchSampler}
+    exec(line.strip(), names)  # noqa: S102 - what users paste
+    sampler = names["sampler"]
+    assert isinstance(sampler, BucketBatchSampler)
+    assert f"{len(sampler):,} batches an epoch" in shown
+    price = {size: size if cost == "linear" else size**2 for size in sampler.batch_sizes}
+    slots = sum(
+        sampler.batch_sizes[size] * price[size]
+        for batch in sampler
+        for size in [min(s for s in price if s >= max(docstrings[index] for index in batch))]
+    )
+    useful = sum(length if cost == "linear" else length**2 for length in docstrings)
+    assert f"those that are not full: {100 * (slots / useful - 1):.1f} %" in shown
 
 
 def test_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +180,8 @@ def test_bad_file(name: str, content: bytes, column: str | None, message: str) -
         ((), "1 0", "sizes[1] is 0"),
         (("--maximum", "5"), "10", "--maximum is 5, but standard input has a length of 10"),
         (("--batch", "3"), "1 2", "batch_size is 3, expected at most 2"),
+        (("--tokens", "8"), "9", "one item of bucket 9 costs 9: pass tokens=9 or more"),
+        (("--tokens", "8", "--batch", "2"), "1 2", "give one of them"),
         (("--buckets", "0"), "1", "argument --buckets"),
         (("--cost", "cubic"), "1", "argument --cost"),
         (("missing.txt",), "", "No such file"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_left
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -223,6 +223,36 @@ def test_leftovers_move_up_where_that_is_cheaper() -> None:
     assert sorted(batch) == [0, 1, 2, 3]
 
 
+@settings(max_examples=60, deadline=None)
+@given(lengths_drawn.filter(any), st.integers(20, 90), st.integers(1, 6))
+def test_a_ladder_for_a_budget_is_the_one_whose_epoch_costs_least(
+    lengths: list[int], tokens: int, count: int
+) -> None:
+    """Of the best ladders of each number of sizes: more of them leave more batches not full."""
+
+    def cost_of(ladder: Buckets) -> int:
+        sampler = BucketBatchSampler(lengths, ladder, tokens=tokens)
+        ends = [max(lengths[index] for index in batch) for batch in sampler]
+        return sum(
+            sampler.batch_sizes[ladder.bucket_for(end)] * ladder.bucket_for(end) for end in ends
+        )
+
+    lengths = [max(1, length) for length in lengths]
+    found = Buckets.fit(lengths, count, tokens=tokens)
+    others = [Buckets.fit(lengths, number) for number in range(1, count + 1)]
+    assert found in others
+    assert cost_of(found) == min(map(cost_of, others))
+
+
+def test_a_budget_that_does_not_go_with_other_arguments_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass one of them"):
+        Buckets.fit([1, 2, 3], 2, tokens=8, batch_size=2)
+    with pytest.raises(ValueError, match="tokens chooses the count by itself"):
+        Buckets.fit([1, 2, 3], None, compile_cost=1, tokens=8)
+    with pytest.raises(ValueError, match="one item of bucket 3 costs 3"):
+        Buckets.fit([1, 2, 3], 2, tokens=2)
+
+
 def test_drop_last_leaves_out_others_in_every_epoch() -> None:
     sampler = BucketBatchSampler([5] * 11, [8], batch_size=4, drop_last=True)
     assert len(sampler) == 2
@@ -239,6 +269,14 @@ def test_an_epoch_that_was_not_finished_is_not_followed_by_the_next() -> None:
     looked_at = next(iter(sampler))
     assert looked_at == next(iter(sampler))
     assert sampler.epoch == 0
+
+
+def test_an_epoch_is_over_with_its_last_batch() -> None:
+    """transformers' Trainer takes len(loader) batches and does not ask whether there are more."""
+    sampler = BucketBatchSampler(range(1, 21), LADDER, batch_size=2)
+    first, second = (list(islice(iter(sampler), len(sampler))) for _ in range(2))
+    assert first != second
+    assert sampler.epoch == 1
 
 
 def test_epochs_differ_and_so_do_seeds() -> None:

@@ -118,7 +118,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Hand out the batches of the epoch, from where :meth:`load_state_dict` left off.
 
-        A pass after one that was finished is that of the next epoch, as for ``RandomSampler``.
+        The pass after one that has handed out its last batch is the next epoch.
         """
         self._refuse_another_sharding(sys._getframe(1).f_locals.get("self"))
         if self._is_finished:
@@ -127,8 +127,9 @@ class BucketBatchSampler(Sampler[list[int]]):
         self._given = begin
         for step in self._drawn(self.epoch)[begin:]:
             self._given += 1
+            # Not after the last one: transformers' Trainer asks for len(loader) batches, no more.
+            self._is_finished = self._given == self._steps
             yield from step.tolist() if self._rank == "all" else [step[self._rank].tolist()]
-        self._is_finished = True
 
     @property
     def sampler(self) -> BucketBatchSampler:
@@ -194,8 +195,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     def _drawn(self, epoch: int) -> list[_Integers]:
         """Return the steps of an epoch, in order: (W, rows) each."""
         random = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
-        rows = list(self.batch_sizes.values())
-        steps = list(draw_steps(self._items, rows, self._plan, self._ranks, random))
+        steps = list(draw_steps(self._items, self._plan, self._ranks, random))
         return steps if random is None else [steps[n] for n in random.permutation(len(steps))]
 
     def _refuse_another_sharding(self, caller: Any) -> None:

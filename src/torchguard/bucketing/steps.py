@@ -29,6 +29,9 @@ _Integers = NDArray[np.int64]
 class Steps(NamedTuple):
     """How many steps of each bucket an epoch has."""
 
+    rows: tuple[int, ...]
+    """(K,) of a full batch of each bucket."""
+
     counts: tuple[int, ...]
     """(K,) of each bucket, those that are not full included."""
 
@@ -128,7 +131,7 @@ def plan_steps(
         counts.append(whole + (1 if left and is_end and not drop_last else 0))
         moved = 0 if is_end else left
     total = sum(n * each * price for n, each, price in zip(counts, full, prices, strict=True))
-    return Steps(tuple(counts), tuple(ends), total)
+    return Steps(tuple(rows), tuple(counts), tuple(ends), total)
 
 
 def epoch_of(
@@ -149,7 +152,6 @@ def epoch_of(
 
 def draw_steps(
     items: Sequence[_Integers],
-    rows: Sequence[int],
     plan: Steps,
     ranks: int,
     random: np.random.Generator | None,
@@ -158,13 +160,12 @@ def draw_steps(
 
     Args:
         items: (K,) the indices of the items of each bucket.
-        rows: (K,) how many a full batch of each holds.
-        plan: of these items and rows.
+        plan: of these items.
         ranks: how many batches a step has.
         random: shuffles the items; without it they stay in order.
     """
     moved: _Integers = np.empty(0, np.int64)
-    for own, each, count, is_end in zip(items, rows, plan.counts, plan.ends, strict=True):
+    for own, each, count, is_end in zip(items, *plan[:3], strict=True):
         shuffled = own if random is None else random.permutation(own)
         # Where others have moved up, each batch begins with an item of the bucket's own.
         first = count * ranks if moved.size else 0

@@ -14,6 +14,7 @@ from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.fit import costs_of, plans
 from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
 from torchguard.bucketing.lengths import FORMATS, read_sizes
+from torchguard.bucketing.steps import epoch_of
 from torchguard.cli.output import interrupted, positive_int
 
 __all__ = ["add_parser"]
@@ -54,6 +55,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="plan for the longest of random batches of N: what the model sees",
     )
+    parser.add_argument(
+        "--tokens",
+        type=positive_int,
+        metavar="N",
+        help="plan for the batches of BucketBatchSampler: as many of one bucket as N tokens hold",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, .pdf)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the buckets; - to print")
     parser.set_defaults(command=_main, parser=parser)
@@ -74,6 +81,11 @@ def _run(options: argparse.Namespace) -> None:
     sizes = _read(options, name)
     observed = observe(sizes, name)
     single = observed
+    if options.batch > 1 and options.tokens is not None:
+        raise ValueError(
+            "--batch is for batches drawn at random, --tokens for those of BucketBatchSampler: "
+            "give one of them"
+        )
     if options.batch > 1:
         observed = observe(batch_maxima(_histogram(observed), options.batch, name), name)
     if options.maximum is not None and options.maximum < observed.sizes[-1]:
@@ -88,6 +100,7 @@ def _run(options: argparse.Namespace) -> None:
             cost=options.cost,
             multiple_of=options.multiple_of,
             maximum=options.maximum,
+            tokens=options.tokens,
         )
         top = buckets.sizes[-1]
         curve = plans(
@@ -149,6 +162,7 @@ def _report(
         f"{len(buckets)} buckets: {listed}",
         f"waste: {_percent(waste)} ({options.cost} cost)",
         *_why_more(waste, costs[min(len(buckets), len(costs)) - 1] / useful - 1, observed, buckets),
+        *_batches(options, observed, buckets, useful),
         "",
         "waste of the best ladder, by number of buckets",
         *_columns([_percent(cost / useful - 1) for cost in costs]),
@@ -169,7 +183,35 @@ def _report(
         "to use them, where 't' is the dimension that varies:",
         f"  {_line(options, buckets)}",
     ]
+    if options.tokens is not None:
+        sampled = f"lengths, {list(buckets)}, tokens={options.tokens}"
+        sampled += "" if options.cost == "linear" else f", cost={options.cost!r}"
+        lines += [
+            f"  sampler = BucketBatchSampler({sampled})",
+            f"  collate = BucketCollator({list(buckets)}, {{'input_ids': {{1: 't'}}}},",
+            "                           batch_sizes=sampler.batch_sizes)",
+            "  DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _batches(
+    options: argparse.Namespace, observed: Observed, buckets: Buckets, useful: float
+) -> list[str]:
+    """Say how large the batches of a budget are, and what an epoch of them wastes."""
+    if options.tokens is None:
+        return []
+    epoch = epoch_of(buckets.sizes, observed, options.tokens, options.cost, "plan")
+    shapes = [
+        f"{rows} x {size}"
+        for rows, size, count in zip(epoch.rows, buckets, epoch.counts, strict=True)
+        if count
+    ]
+    waste = _percent(epoch.cost / useful - 1)
+    return [
+        f"batches of {options.tokens:,} tokens: {', '.join(shapes)}",
+        f"{sum(epoch.counts):,} batches an epoch, waste with those that are not full: {waste}",
+    ]
 
 
 def _why_more(waste: float, best: float, observed: Observed, buckets: Buckets) -> list[str]:

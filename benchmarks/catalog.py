@@ -17,8 +17,8 @@ from benchmarks import (
     bench_out_of_memory,
     bench_padding,
     bench_resize,
-    bench_stream,
     bench_sampler,
+    bench_stream,
     bench_transaction,
     bench_verified,
 )

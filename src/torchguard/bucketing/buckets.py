@@ -183,8 +183,8 @@ class Buckets:
         """
         if tokens is not None and (batch_size != 1 or count is None or max_padding is not None):
             raise ValueError(
-                "Buckets.fit: tokens is for the batches of BucketBatchSampler, and chooses the count "
-                "up to the one that is given: pass it without batch_size, count=None or max_padding"
+                "Buckets.fit: tokens is for the batches of BucketBatchSampler, and chooses how "
+                "many sizes up to count: pass it without batch_size, count=None or max_padding"
             )
         if batch_size != 1:
             sizes = batch_maxima(sizes, batch_size, "Buckets.fit")

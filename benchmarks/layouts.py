@@ -451,9 +451,19 @@ def _transaction(record: Record, device: str) -> str:
         for row in of_device(record, "faults", device)
     ]
     header = ("cleaned up by", "training", "fault points", "wrong", "raises again", "counts")
+    held = [
+        (row["what"], str(row["held"]), str(row["buffers"]), str(row["deepcopy"]))
+        for row in record.get("memory", [])
+    ]
     return "\n\n".join(
         (
             _comparisons(record, device),
+            (
+                "Bytes of tensors that a block holds when its optimizer has stepped. Random states "
+                "are 5056 of them; the rest is buffers, and without a fused optimizer parameters "
+                "and state."
+            ),
+            table(("optimizer", "held", "buffers", "deep copy of state dicts"), held),
             (
                 "Each operator of a step raises, once before and once after it has run; then the "
                 "same batch is tried again. Wrong: something differs from a run that never failed. "

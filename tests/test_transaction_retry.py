@@ -16,7 +16,8 @@ from torch import nn
 from transformers import BatchEncoding
 
 import torchguard
-from torchguard.transactions.retry import _parts, _samples, is_out_of_memory
+from torchguard._torch import is_out_of_memory
+from torchguard.transactions.retry import _parts, _samples
 
 # B batch, F features
 B, F = 8, 4

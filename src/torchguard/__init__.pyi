@@ -4,6 +4,7 @@ from torchguard.assignment.at import at
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
+from torchguard.bucketing.decorator.measured import WarmupReport
 from torchguard.bucketing.decorator.no_recompile import no_recompile
 from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats
 from torchguard.bucketing.masks import length_mask
@@ -85,6 +86,7 @@ __all__ = [
     "TransactionStats",
     "UnrecoverableStepError",
     "VerificationReport",
+    "WarmupReport",
     "__version__",
     "at",
     "bucketed",

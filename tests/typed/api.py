@@ -45,6 +45,7 @@ from torchguard import (
     TransactionStats,
     UnrecoverableStepError,
     VerificationReport,
+    WarmupReport,
 )
 from torchguard.verification import VerifiedBackend
 
@@ -130,6 +131,7 @@ def bucketed() -> None:
         return wrapped(x)
 
     assert_type(warm(torch.ones(2, 5)), torch.Tensor)
+    assert_type(wrapped.warmup(torch.ones(2, 5)), WarmupReport)
     assert_type(wrapped.stats(), BucketedStats)
     assert_type(wrapped.stats().compiled, bool)
     assert_type(wrapped.report(), BucketedReport)

@@ -11,6 +11,7 @@ from torchguard._torch.artifacts import *
 from torchguard._torch.compile import *
 from torchguard._torch.dynamic_sizes import *
 from torchguard._torch.dynamo import *
+from torchguard._torch.memory import *
 from torchguard._torch.modes import *
 from torchguard._torch.modules import *
 from torchguard._torch.schemas import *

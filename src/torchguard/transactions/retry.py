@@ -18,15 +18,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchguard._public import public
 from torchguard._pytree import KeyPath, children, keystr, with_children
+from torchguard._torch import is_out_of_memory
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from torchguard.transactions.step import Transaction
 
-__all__ = ["Halved", "differs_in_parts", "halved", "is_out_of_memory", "run"]
+__all__ = ["Halved", "differs_in_parts", "halved", "run"]
 
 # What PyTorch says on devices that have no class of exception for it.
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONSTANTS = (*_SCALARS, torch.Size, torch.dtype, torch.device)
 
@@ -208,17 +208,6 @@ def _remember(step: Transaction, size: int, samples: int) -> None:
 
 
 # --- what an exception holds -----------------------------------------------------------------
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory ran out.
-
-    That is ``torch.OutOfMemoryError``, the ``RuntimeError`` of PyTorch's CPU allocator ("can't
-    allocate memory"), cuBLAS' CUBLAS_STATUS_ALLOC_FAILED, and Python's ``MemoryError``.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _release(error: BaseException | None) -> None:

@@ -8,7 +8,9 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import torch
@@ -19,6 +21,7 @@ from torchguard._pytree import all_reachable_modules
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import alone
+from torchguard.bucketing.decorator.measured import WarmupReport
 from torchguard.bucketing.decorator.outputs import Output
 from torchguard.bucketing.decorator.plan import Call, Input, Plan, find_inputs
 from torchguard.bucketing.decorator.spec import Sizes, Spec
@@ -36,6 +39,7 @@ __all__ = ["warm_up"]
 _WIDTH = 30
 # The first call of a CUDA graph warms up, the second records, the third replays.
 _CUDA_GRAPH_TURNS = 3
+_TIMED = 2
 
 
 def warm_up(
@@ -45,11 +49,12 @@ def warm_up(
     kwargs: Mapping[str, Any],
     *,
     progress: bool | None,
-) -> None:
-    """Compile every combination of buckets for an example like this one.
+) -> WarmupReport:
+    """Compile every combination of buckets for an example like this one, and time a call in each.
 
     Raises:
         ValueError: an automatic ladder has no bucket yet.
+        torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
     """
     spec = caller.spec
     if caller.cache.static is None and spec.options["compile"] is None:
@@ -77,29 +82,104 @@ def warm_up(
         combinations = _sizes_within(spec, combinations)
     modules = all_reachable_modules(caller.cache.function, (*owner, *args))
     shown = sys.stderr.isatty() if progress is None else progress
+    found = _Found()
     with _Bar(sys.stderr, len(combinations), shown=shown) as bar:
         for done, buckets in enumerate(combinations):
             bar.show(done, buckets)
-            sized = call.with_leaves(
-                {
-                    each.index: _sized(call.leaves[each.index], each, buckets, spec.options["side"])
-                    for each in inputs
-                }
-            )
             # Not isolated(): Dynamo guards on whether autocast's cache is on.
             with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
-                _compile(caller, sized)
+                _warm_up_one(caller, call, inputs, buckets, found)
         bar.show(len(combinations), {})
+    if found.left_out and len(found.left_out) == len(combinations):
+        raise found.errors[-1]
+    if found.left_out:
+        _warn_of_left_out(list(spec.ladders), found.left_out, len(combinations))
+    compiled = [each for each in caller.cache.variants.values() if each.warmed_for]
+    return WarmupReport(
+        tuple(spec.ladders),
+        found.seconds,
+        sum(each.seconds for each in compiled) / max(len(compiled), 1),
+        found.left_out,
+    )
 
 
-def _compile(caller: Caller, call: Call) -> None:
-    """Compile the variant for inputs that have the sizes of a bucket, backward included."""
+@dataclass
+class _Found:
+    """What warming up finds, by the sizes of a bucket."""
+
+    seconds: dict[tuple[int, ...], float] = field(default_factory=dict)
+    left_out: dict[tuple[int, ...], str] = field(default_factory=dict)
+    errors: list[Exception] = field(default_factory=list)
+
+
+def _warm_up_one(
+    caller: Caller, call: Call, inputs: Sequence[Input], buckets: Sizes, found: _Found
+) -> None:
+    """Compile one bucket and time it; note where it does not fit into memory."""
+    side, key = caller.spec.options["side"], tuple(buckets[axis] for axis in caller.spec.ladders)
+    try:
+        sized = call.with_leaves(
+            {each.index: _sized(call.leaves[each.index], each, buckets, side) for each in inputs}
+        )
+        seconds = _compile(caller, sized)
+    except Exception as error:
+        if not _torch.is_out_of_memory(error):
+            raise
+        # Its frames hold what it had in memory already: the next bucket needs that.
+        for each in (error, error.__cause__, error.__context__):
+            traceback.clear_frames(None if each is None else each.__traceback__)
+        found.errors.append(error.with_traceback(None))
+        found.left_out[key] = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return
+    if seconds is not None:
+        found.seconds[key] = seconds
+
+
+def _warn_of_left_out(
+    axes: Sequence[str], left_out: Mapping[tuple[int, ...], str], count: int
+) -> None:
+    shown = "; ".join(
+        ", ".join(f"{axis} = {size}" for axis, size in zip(axes, sizes, strict=True))
+        for sizes in left_out
+    )
+    warn_user(
+        f"bucketed: warmup() left out {len(left_out)} of {count} buckets, which do not fit into "
+        f"memory: {shown} ({next(iter(left_out.values()))}). Calls of these sizes will run out of "
+        "memory, too: leave them out of buckets=, or make the batch smaller"
+    )
+
+
+def _compile(caller: Caller, call: Call) -> float | None:
+    """Compile the variant for inputs that have the sizes of a bucket, backward included.
+
+    Returns:
+        The seconds of a call, the better of two; None where nothing is compiled, or where the
+        engine times what it has to choose from by itself.
+    """
     args, kwargs = call.bind()
     plan, call = caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
-    if plan.choice is None:
-        _run(caller, plan, call)
-    else:
+    if plan.choice is not None:
         caller.engine.warm(plan, call, functools.partial(_run, caller, again=True))
+        return None
+    _run(caller, plan, call)
+    if not plan.variant.compiles:
+        return None
+    seconds = []
+    for _ in range(_TIMED):
+        _wait(call.leaves)
+        begun = time.perf_counter()
+        _run(caller, plan, call, again=True)
+        _wait(call.leaves)
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
+
+
+def _wait(leaves: Sequence[Any]) -> None:
+    """Wait for the devices of tensors."""
+    for kind in {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}:
+        wait = getattr(getattr(torch, kind, None), "synchronize", None)
+        if wait is not None:
+            wait()
 
 
 def _run(caller: Caller, plan: Plan, call: Call, *, again: bool = False) -> None:
@@ -124,10 +204,13 @@ def _run(caller: Caller, plan: Plan, call: Call, *, again: bool = False) -> None
 def _sizes_within(spec: Spec, buckets: list[Sizes]) -> list[Sizes]:
     """Return sizes to compile where nothing is padded: one within each bucket."""
     # What is timed should have as much padding as a call has on average.
-    found = [
-        {axis: (spec.ladders[axis].least(axis, each) + size) // 2 for axis, size in each.items()}
-        for each in buckets
-    ]
+    found = []
+    for each in buckets:
+        sizes = dict(each)
+        # One after the other: with both sizes of a pair shorter it may have another bucket.
+        for axis, size in each.items():
+            sizes[axis] = (spec.ladders[axis].least(axis, sizes) + size) // 2
+        found.append(sizes)
     if spec.options["engine"] == "ranges":
         # torch.compile makes a size of 1 a constant, so it has a graph of its own.
         found += [{**found[-1], axis: 1} for axis in spec.ladders if found[-1][axis] > 1]

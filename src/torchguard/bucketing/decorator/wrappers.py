@@ -18,6 +18,7 @@ from typing_extensions import ParamSpec, Self
 from torchguard import _torch
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import CompileCache, Compilers, compiler_for
+from torchguard.bucketing.decorator.measured import WarmupReport
 from torchguard.bucketing.decorator.plan_file import write_plan
 from torchguard.bucketing.decorator.spec import MaskingOptions, Spec
 from torchguard.bucketing.decorator.stats import (
@@ -53,19 +54,26 @@ class _Methods:
         """Return what other buckets would change; with ``path``, draw it (extra ``plot``)."""
         return report_of(self._bucketed_caller()[0], path)
 
-    def warmup(self, *example: Any, progress: bool | None = None, **keywords: Any) -> None:
-        """Compile every bucket, with the example cut or padded to its size.
+    def warmup(self, *example: Any, progress: bool | None = None, **keywords: Any) -> WarmupReport:
+        """Compile every bucket, the largest first, with the example cut or padded to its size.
 
         Parameters, buffers, gradients and random state stay as they are. With gradients on,
-        the backward is compiled too.
+        the backward is compiled too. A bucket that runs out of memory is left out, with a
+        warning; then two calls in each are timed.
 
         Args:
             example: arguments as in a call.
             progress: whether to show a bar; by default on a terminal.
             keywords: likewise.
+
+        Returns:
+            What a call in each bucket takes, which goes into ``Buckets.fit(cost=...)``.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
         """
         caller, owner = self._bucketed_caller()
-        warm_up(caller, owner, example, keywords, progress=progress)
+        return warm_up(caller, owner, example, keywords, progress=progress)
 
     def verify(self, *inputs: Any, **keywords: Any) -> None:
         """Check these inputs now: raise unless padding leaves answer and gradients as they are.

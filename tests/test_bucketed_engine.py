@@ -191,6 +191,15 @@ class TestRanges:
             assert wrapped(torch.ones(size)).shape == (size,)
         assert wrapped.stats().graphs == 1
 
+    def test_of_two_axes_with_buckets_together(self) -> None:
+        pairs = Buckets.fit_pairs([(2, 5), (4, 8), (3, 16)], 3)
+        wrapped = bucketed(
+            lambda x: x * 2, **by_name(dims={"x": {0: "b", 1: "t"}}, buckets={("b", "t"): pairs})
+        )
+        for size in ((2, 5), (3, 7), (4, 8), (3, 16), (2, 2)):
+            assert torch.equal(wrapped(torch.ones(size)), torch.full(size, 2.0))
+        assert (wrapped.stats().graphs, wrapped.stats().waste) == (1, 0.0)
+
     def test_are_warm_after_warmup(self) -> None:
         wrapped = bucketed(lambda x: (x * x).sum(), **by_name("aot_eager"))
         wrapped.warmup(torch.ones(5, requires_grad=True))
@@ -399,6 +408,35 @@ class TestAuto:
         [choice] = caller.engine._choices.values()
         assert choice._meters["eager"].count == 4
         assert len(choice._meters["eager"]._backward) == 4
+
+    def test_reads_the_clock_of_a_gpu_once_it_is_over(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No call waits for the device."""
+        over: list[bool] = []
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                pass
+
+            def query(self) -> bool:
+                return bool(over)
+
+            def elapsed_time(self, _: Any) -> float:
+                return 250.0
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        told: list[float] = []
+        clock, device = engine.Clock(), torch.device("cuda")
+        clock.start(device)(told.append)
+        clock.start(device)(told.append)
+        assert told == []
+        over.append(True)
+        clock.start(torch.device("cpu"))
+        assert told == [0.25, 0.25]
 
     def test_leaves_static_out_where_padding_leaks(self) -> None:
         wrapped = bucketed(lambda x: x * x.mean(), **by_name("aot_eager", engine="auto"))

@@ -437,6 +437,26 @@ def _imports(record: Record, device: str) -> str:
     return f"Medians of {record['rows'][0]['n']} processes.\n\n{table(header, rows)}"
 
 
+def _cold_start(record: Record, device: str) -> str:
+    rows = [
+        (
+            row["what"],
+            "{median:.1f} s [{q1:.1f}, {q3:.1f}]".format_map(row["seconds"]),
+            str(row["checks"]),
+            str(row["derivations"]),
+            str(row["graphs_compiled"]),
+            str(row["cpp_compilations"]),
+            "" if row["target"] is None else f"{row['target']}: {row['verdict']}",
+        )
+        for row in of_device(record, "rows", device)
+    ]
+    header = (
+        "start", "seconds [quartiles]", "runs for checks", "derivations", "graphs compiled",
+        "runs of the C++ compiler", "target",
+    )  # fmt: skip
+    return f"Medians of {record['rows'][0]['n']} processes each.\n\n{table(header, rows)}"
+
+
 def _transaction(record: Record, device: str) -> str:
     """Lay out the times, and how the fault points ended, a line for each way and case."""
     totals = [
@@ -482,6 +502,7 @@ LAYOUTS: dict[str, Layout] = {
     "out_of_memory": _out_of_memory,
     "buckets": _buckets,
     "stream": _stream,
+    "cold_start": _cold_start,
     "padding": _comparisons,
     "fit": _fit,
     "sampler": _sampler,

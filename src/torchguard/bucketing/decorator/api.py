@@ -114,7 +114,9 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
             function that does not allow it falls back, as ``stats()`` says. ``"auto"``: eager until
             a graph would have paid for itself, then the faster of the two.
         plan: a file that ``save_plan`` wrote, or ``python -m torchguard plan --json``, in
-            place of ``buckets``.
+            place of ``buckets``. What the former kept of its process (the check of the padding,
+            sizes of outputs, compiled code) is not done again while the function is the
+            same. As trusted as code.
         group: a group of ``torch.distributed``, or True for all ranks: every rank takes the
             bucket of the longest. Each rank has to make the same calls.
 

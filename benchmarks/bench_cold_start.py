@@ -53,7 +53,8 @@ def _counted(owner: Any, name: str, counts: dict[str, int], what: str) -> None:
     original = getattr(owner, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        counts[what] += 1
+        # The preprocessor runs in each process, for a hash of torch's headers.
+        counts[what] += " -E " not in str(args[0]) if what == "cpp_compilations" else 1
         return original(*args, **kwargs)
 
     counts[what] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -195,6 +196,40 @@ class TestFingerprint:
 
         monkeypatch.setattr(nn.functional, "gelu", other)
         assert parts(program()) != before
+
+    def test_a_function_that_torch_itself_calls_was_replaced(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """nn.GELU calls functional.gelu, and a package its own apply_rotary_pos_emb."""
+        gelu = nn.GELU()
+        before = fingerprint({"f": nn.GELU.forward, "self": gelu}, {})
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.functional, "gelu", lambda x, approximate="none": x)
+            assert fingerprint({"f": nn.GELU.forward, "self": gelu}, {}) != before
+        alone = fingerprint({"self": gelu}, {})
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.GELU, "forward", lambda self, x: x)
+            assert fingerprint({"self": gelu}, {}) != alone
+        assert fingerprint({"f": nn.GELU.forward, "self": gelu}, {}) == before
+
+    def test_a_function_in_an_installed_package_was_replaced(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        installed: Any = importlib.import_module("sympy.core.add")  # any that is not looked into
+
+        before = fingerprint({"f": installed.Add.flatten}, {})
+        monkeypatch.setattr(installed, "_addsort", lambda args: None)
+        assert fingerprint({"f": installed.Add.flatten}, {}) != before
+
+    def test_a_forward_set_on_the_object_counts(self) -> None:
+        def given(model: Any) -> None:
+            model.inner.forward = model.inner.project.forward
+
+        assert parts(program(), given) != parts(program())
+
+    def test_a_bound_method_of_c_brings_its_table(self) -> None:
+        first, second = ({"a": 1}.get, {"a": 2}.get)
+        assert fingerprint({"f": first}, {}) != fingerprint({"f": second}, {})
 
     def test_the_environment_that_is_read_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def reads(x: torch.Tensor) -> torch.Tensor:
@@ -643,7 +678,7 @@ import torchguard.bucketing.decorator.leak_check as leak_check
 runs = {"g++": 0, "checks": 0}
 build, run = cpp_builder.run_compile_cmd, leak_check.run_undoing_mutations
 def building(command, *args, **kwargs):
-    runs["g++"] += 1
+    runs["g++"] += " -E " not in command  # the preprocessor, for a hash of torch's headers
     return build(command, *args, **kwargs)
 def running(*args, **kwargs):
     runs["checks"] += 1

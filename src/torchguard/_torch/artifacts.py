@@ -26,6 +26,9 @@ import torch
 __all__ = ["load_artifacts", "save_artifacts"]
 
 
+_SMALL_SOURCE = 4096  # bytes
+
+
 def save_artifacts() -> tuple[dict[str, Any] | None, str | None]:
     """Return all that Inductor has compiled or loaded in this process, and why it can't be.
 
@@ -43,7 +46,7 @@ def save_artifacts() -> tuple[dict[str, Any] | None, str | None]:
     libraries = {
         str(path.relative_to(folder)): _encoded(path.read_bytes())
         for folder in _cache_folders()
-        for path in _mapped_libraries(folder)
+        for path in (*_mapped_libraries(folder), *_instruction_checks(folder))
     }
     return {"artifacts": _encoded(saved[0]), "machine": _machine(), "libraries": libraries}, None
 
@@ -114,6 +117,17 @@ def _mapped_libraries(folder: Path) -> list[Path]:
     paths = {parts[5] for parts in (line.split(maxsplit=5) for line in lines) if len(parts) > 5}  # noqa: PLR2004
     found = (Path(path) for path in sorted(paths) if path.endswith(".so"))
     return [path for path in found if folder in path.parents]
+
+
+def _instruction_checks(folder: Path) -> list[Path]:
+    """Return the libraries with which Inductor tries whether the CPU has an instruction.
+
+    It compiles four of them in each process whose cache has none, and loads them in another one.
+    https://github.com/pytorch/pytorch/blob/main/torch/_inductor/cpu_vec_isa.py
+    """
+    small = (path for path in folder.glob("??/*.cpp") if path.stat().st_size < _SMALL_SOURCE)
+    found = (path for path in small if b"_chk_kernel" in path.read_bytes())
+    return [path.with_suffix(".so") for path in found if path.with_suffix(".so").exists()]
 
 
 def _write_if_missing(target: Path, content: bytes) -> None:

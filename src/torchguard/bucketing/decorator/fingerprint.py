@@ -105,6 +105,8 @@ def fingerprint(roots: Mapping[str, Any], settings: Mapping[str, Any]) -> Parts:
         # is known at the end only, so this is repeated until no further name is found.
         walk = _Walk(set(names), constant)
         try:
+            for space in (torch, torch.Tensor, torch.nn.functional):
+                walk.parts[f"functions put into {_name(space)}"] = _hashed(walk.replaced(space))
             for name, root in (*roots.items(), *settings.items()):
                 spelled = walk.spell(root, name)
                 walk.parts.setdefault(name, _hashed(spelled))  # a module has its own under it
@@ -152,6 +154,7 @@ class _Walk:
         self._everything = not _DYNAMIC.isdisjoint(names)
         self._constant = constant
         self._labels: dict[int, str] = {}
+        self._spaces: dict[int, str] = {}
         self._kept: list[Any] = []  # so that no id is given twice
         self._left = _MOST
 
@@ -163,7 +166,7 @@ class _Walk:
         if self._left < 0:
             raise UnknownValue(f"it can reach more than {_MOST:,} values, the last in {where}")
         if isinstance(value, enum.Enum):
-            return f"{_name(type(value))}.{value.name}"
+            return f"{_name(type(value))}.{value.name} {self.spell(value.value, where)}"
         if isinstance(value, _BY_REPR) and _is_foundation(type(value)):
             return f"{type(value).__name__} {value!r}"
         if isinstance(value, torch.Tensor):
@@ -198,7 +201,10 @@ class _Walk:
         kind = type(value)
         if isinstance(value, _STATELESS):
             name = getattr(value, "__qualname__", getattr(value, "name", ""))
-            return f"{_name(kind)} {name}"
+            owner = getattr(value, "__self__", None)  # of table.get
+            if isinstance(owner, (types.ModuleType, type, type(None))):
+                return f"{_name(kind)} {name}"
+            return f"{_name(kind)} {name} of {self.spell(owner, where)}"
         if isinstance(value, (dict, types.MappingProxyType)):
             items = [
                 f"{self.spell(key, where)}: {self.spell(each, _at(where, key))}"
@@ -253,7 +259,9 @@ class _Walk:
             inner = getattr(function, "_torchdynamo_orig_callable", None)
             if inner is not None:
                 return f"{_name(function)} {self.spell(inner, where)}"
-            spelled = [_name(function) if _is_foundation(function) else _file_of(home)]
+            spelled = [_name(function)]
+            if not _is_foundation(function):
+                spelled += [_file_of(home), self.replaced(sys.modules[home])]
         else:
             spelled = [self._code(code, where), self._defaults(function, where)]
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -324,12 +332,13 @@ class _Walk:
 
     def _class(self, kind: type) -> str:
         if _is_foundation(kind):
-            return _name(kind)
+            replaced = self.replaced(kind) if issubclass(kind, torch.nn.Module) else ""
+            return f"{_name(kind)} {replaced}"
         return self._node(kind, f"class {_name(kind)}", self._members)
 
     def _members(self, kind: type, where: str) -> str:
         if _is_installed(_home(kind)):
-            return _file_of(_home(kind))
+            return f"{_file_of(_home(kind))} {self.replaced(kind)}"
         spelled = [self.spell(base, where) for base in kind.__bases__]
         # torch calls forward() without naming it, so with a base of torch everything counts.
         every = self._everything or not _is_plain(kind, {object})
@@ -338,6 +347,27 @@ class _Walk:
             if used and name not in _OF_A_CLASS:
                 spelled.append(f"{name}: {self.spell(value, f'{where}.{name}')}")
         return " ".join(spelled)
+
+    def replaced(self, space: Any) -> str:
+        """Spell what somebody has put into a class or a module that is not looked into.
+
+        ``functional.scaled_dot_product_attention = mine`` changes what torch's own modules and
+        those of installed packages compute.
+        """
+        known = self._spaces.get(id(space))
+        if known is None:
+            self._kept.append(space)
+            self._spaces[id(space)] = ""  # it may reach itself
+            spelled = []
+            for each in space.__mro__ if isinstance(space, type) else (space,):
+                home = each.__name__ if isinstance(each, types.ModuleType) else _home(each)
+                spelled += [
+                    f"{each.__name__}.{name}: {self.spell(value, f'{each.__name__}.{name}')}"
+                    for name, value in sorted(vars(each).items(), key=lambda item: str(item[0]))
+                    if isinstance(value, types.FunctionType) and _is_foreign(value, home)
+                ]
+            known = self._spaces[id(space)] = " ".join(spelled)
+        return known
 
     def _object(self, value: Any, where: str) -> str:
         kind = type(value)
@@ -354,7 +384,7 @@ class _Walk:
         return " ".join(
             f"{name}: {self.spell(each, f'{where}.{name}')}"
             for name, each in sorted(state.items(), key=lambda item: str(item[0]))
-            if (every or name in self._names) and name not in _NOT_READ
+            if (every or name in self._names or callable(each)) and name not in _NOT_READ
         )
 
     def _module(self, module: torch.nn.Module, where: str) -> str:
@@ -452,6 +482,14 @@ def _is_module_of_foundation(name: str) -> bool:
     # The user may have a code.py, too.
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is None or _STANDARD_LIBRARY in Path(file).resolve().parents
+
+
+def _is_foreign(function: types.FunctionType, home: str) -> bool:
+    """Whether a function is not of the package that it lies in."""
+    own = _home(function)
+    if _is_module_of_foundation(own) and _is_module_of_foundation(home):
+        return False
+    return own.partition(".")[0] != home.partition(".")[0]
 
 
 def _is_plain(kind: type, plain: set[type]) -> bool:

@@ -497,20 +497,22 @@ _handles: list[Any] = []
 
 
 def _watch(step: Transaction) -> None:
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before_step))
-        _handles.append(register_optimizer_step_post_hook(_after_step))
-        patch.apply(fused.replacements().items())
-    _alive.add(id(step))
+    with patch.lock:  # other threads make transactions too, or collect their last one
+        _alive.add(id(step))
+        if not _handles:
+            _handles.append(register_optimizer_step_pre_hook(_before_step))
+            _handles.append(register_optimizer_step_post_hook(_after_step))
+            patch.apply(fused.replacements().items())
     weakref.finalize(step, _forget, id(step))
 
 
 def _forget(identity: int) -> None:
-    _alive.discard(identity)
-    if not _alive and _handles:
-        while _handles:
-            _handles.pop().remove()
-        patch.undo(fused.replacements(), leave_conflicts=True)
+    with patch.lock:
+        _alive.discard(identity)
+        if not _alive and _handles:
+            while _handles:
+                _handles.pop().remove()
+            patch.undo(fused.replacements(), leave_conflicts=True)
 
 
 _compiled = False  # whether a compiled function has an optimizer's step in it

@@ -12,7 +12,7 @@ from torchguard.cli.output import interrupted, positive_float, positive_int, wri
 
 if TYPE_CHECKING:
     from torchguard.verification import VerificationReport
-    from torchguard.verification.fuzz.trial import Trial
+    from torchguard.verification.fuzz import Trial
 
 __all__ = ["add_parser"]
 

@@ -10,10 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-@pytest.fixture(autouse=True)
-def benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
+pytestmark = pytest.mark.usefixtures("benchmarks_can_be_imported")
 
 
 def test_a_row_runs_in_a_process_of_its_own(tmp_path: Path) -> None:

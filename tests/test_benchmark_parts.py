@@ -17,10 +17,7 @@ import torchguard
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-@pytest.fixture(autouse=True)
-def benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
+pytestmark = pytest.mark.usefixtures("benchmarks_can_be_imported")
 
 
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -12,12 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("benchmarks_can_be_imported")]
 
 
 def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,10 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-@pytest.fixture(autouse=True)
-def benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
+pytestmark = pytest.mark.usefixtures("benchmarks_can_be_imported")
 
 
 @pytest.fixture(scope="module", params=["file", "module"])

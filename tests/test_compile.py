@@ -20,7 +20,9 @@ import torchguard
 from torchguard import install
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -44,13 +46,6 @@ class Counting:
     def __call__(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         self.graphs.append([f"{node.op} {node.target}" for node in module.graph.nodes])
         return self._compile(module, inputs)
-
-
-@pytest.fixture(autouse=True)
-def clean_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def outcome(

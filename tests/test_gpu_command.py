@@ -18,10 +18,7 @@ from child_process import output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-@pytest.fixture(autouse=True)
-def benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
+pytestmark = pytest.mark.usefixtures("benchmarks_can_be_imported")
 
 
 HEAD: dict[str, Any] = {

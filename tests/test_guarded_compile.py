@@ -14,10 +14,10 @@ from ways import outcome_of
 from torchguard import guarded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class Counting:
@@ -39,13 +39,6 @@ class Counting:
     @property
     def counts(self) -> tuple[int, int]:
         return self.graphs, self.runs
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def stack() -> int:

@@ -21,17 +21,12 @@ from torchguard import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 IN_BUCKETS: dict[str, Any] = {"dims": {"x": {0: "t"}}, "buckets": Buckets([4, 8])}
 LENGTHS = (3, 6, 2)
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def wrong(graph: torch.fx.GraphModule, _: list[Any]) -> Any:

@@ -1,0 +1,27 @@
+"""Dynamo as it is before anything was compiled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Forget what was compiled, before the test and after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def fresh_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_dynamo: None) -> None:
+    """Likewise, and what ``verified`` writes about a wrong graph goes to a folder of the test."""
+    del fresh_dynamo
+    monkeypatch.setenv("TORCHGUARD_REPRODUCERS", str(tmp_path / "reproducers"))

@@ -46,10 +46,7 @@ WAYS = {
     "transaction": faults.transaction,
 }
 RESTORES = {"copy of everything", "transaction"}
-PLAIN_LOOP = """\
-net(batch).sum().backward()
-optimizer.step()
-optimizer.zero_grad()"""
+PLAIN_LOOP = "net(batch).sum().backward(); optimizer.step(); optimizer.zero_grad()"
 
 
 def resnet_sized() -> nn.Module:
@@ -81,13 +78,12 @@ def steps(device: str) -> Iterator[Comparison]:
             "step": torchguard.transaction(net, optimizer),
             "deep_copies": deep_copies,
         }
-        within = "with step:\n" + "\n".join(f"    {line}" for line in PLAIN_LOOP.splitlines())
         what = f"161 parameters, 159 buffers, AdamW({name}=True)"
         yield Comparison(
             id=f"transaction-{name}",
             what=what,
             baseline=Side(PLAIN_LOOP, names),
-            guarded=Side(within, names),
+            guarded=Side(f"with step: {PLAIN_LOOP}", names),
             target=AT_MOST if name == "fused" else None,
             why="attributes of 107 modules, options and random states are read one by one",
         )
@@ -95,7 +91,7 @@ def steps(device: str) -> Iterator[Comparison]:
             id=f"deepcopy-{name}",
             what=f"{what}, state dicts copied before each step",
             baseline=Side(PLAIN_LOOP, names),
-            guarded=Side(f"deep_copies(net, optimizer)\n{PLAIN_LOOP}", names),
+            guarded=Side(f"deep_copies(net, optimizer); {PLAIN_LOOP}", names),
         )
 
 

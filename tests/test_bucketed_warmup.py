@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard import Buckets, WarmupReport, bucketed, no_recompile
+from torchguard import Buckets, RecompileError, WarmupReport, bucketed, no_recompile
 
 EAGER: Any = {"compile": {"backend": "eager"}}
 
@@ -131,3 +131,22 @@ class TestWhatIsMeasured:
             WarmupReport(("t",), {}, 0.0, {})(8)
         with pytest.raises(ValueError, match=r"says nothing of \(8,\)"):
             WarmupReport(("b", "t"), {(2, 8): 1.0}, 0.0, {})(8)
+
+
+def test_no_recompile_quotes_the_guard_alone() -> None:
+    """Not the line of source behind it, nor its stack; torch 2.6 does not say which guard."""
+
+    def function(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * 2 * scale
+
+    wrapped = bucketed(function, dims={"x": {1: "t"}}, buckets=[8], **EAGER)
+    wrapped.warmup(torch.ones(2, 5), 1.0)
+    with no_recompile(), pytest.raises(RecompileError, match=r"again(, because scale == 1.0)?$"):
+        wrapped(torch.ones(2, 5), 2.0)
+    with no_recompile(), pytest.raises(RecompileError, match=r"x is \(3, 8\) after padding"):
+        wrapped(torch.ones(3, 5), 1.0)
+    with (
+        no_recompile(),
+        pytest.raises(RecompileError, match=r"again(, because tensor .x. dtype.*)?$"),
+    ):
+        wrapped(torch.ones(2, 5, dtype=torch.float64), 1.0)

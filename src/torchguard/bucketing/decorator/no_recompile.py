@@ -95,7 +95,9 @@ def reasons(error: RuntimeError) -> str | None:
     if "fail_on_recompile" not in text:
         return None
     _, found, rest = text.partition("guard failure(s):")
-    lines = [line.strip().lstrip("- ") for line in rest.splitlines()] if found else []
+    # Behind a guard comes the line of source that asked for it, and a stack of such lines.
+    rest = rest.partition("User stack trace:")[0]
+    lines = [line.partition("  #")[0].strip().lstrip("- ") for line in rest.splitlines() if found]
     # "0/3: tensor 'x' dtype mismatch": the number of the compiled variant says nothing here.
     lines = [line.partition(": ")[2] or line for line in lines if line]
     return "; ".join(dict.fromkeys(lines[:_QUOTED]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -319,6 +319,10 @@ def test_the_report_compares_with_other_pairs(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=60)
 @given(a=st.integers(0, 8), b=st.integers(0, 16), side=st.sampled_from(["left", "right"]))
 def test_padding_two_dims_equals_torch_pad(a: int, b: int, side: Any) -> None:
+    try:  # torch 2.6 pads nothing that is empty in another dim
+        nn.functional.pad(torch.zeros(a, 3, b), (0, 0, 0, 0, 0, 1))
+    except RuntimeError:
+        assume(False)
     x = torch.randn(a, 3, b)
     padded, lengths = pad_to_bucket(x, (0, -1), PAIRS, value=7, side=side)
     rows, columns = PAIRS.bucket_for(a, b)

@@ -75,8 +75,10 @@ class ThreadModes(NamedTuple):
             for device in ("cpu", "cuda", "xpu")
         )
         # Nothing reads the counter but what changes it.
-        nesting = torch.autocast_increment_nesting() - 1
-        torch.autocast_decrement_nesting()
+        try:
+            nesting = torch.autocast_increment_nesting() - 1
+        finally:  # also if an interrupt comes as the call returns
+            torch.autocast_decrement_nesting()
         return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), nesting)
 
     def restore(self) -> None:

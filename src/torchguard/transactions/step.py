@@ -238,10 +238,14 @@ class Transaction:
             raise RuntimeError("this transaction is open already: leave its block first")
         self.committed = False
         block = _Block(self.training.capture(parameters=self._copies_on_entry()))
-        _open.append(self)
-        IN_TRANSACTION.extend(self.training.optimizers)
-        self._seconds += time.perf_counter() - began
-        self.saved.append(block)
+        try:
+            _open.append(self)
+            IN_TRANSACTION.extend(self.training.optimizers)
+            self._seconds += time.perf_counter() - began
+            self.saved.append(block)
+        except BaseException:  # an interrupt: no __exit__ will be called
+            self._close()
+            raise
         return self
 
     __exit__ = UndoOnExit()
@@ -492,27 +496,32 @@ def _raised_inside(exception: BaseException | None, owner: Any) -> bool:
 # Every optimizer of the process calls these; they look whether a transaction is open.
 
 _open: list[Transaction] = []
-_alive: set[int] = set()  # ids; a WeakSet may still hold the one whose finalizer runs
+_alive: list[weakref.ref[Transaction]] = []
 _handles: list[Any] = []
 
 
 def _watch(step: Transaction) -> None:
     with patch.lock:  # other threads make transactions too, or collect their last one
-        _alive.add(id(step))
+        _alive.append(weakref.ref(step, _forget))
         if not _handles:
             _handles.append(register_optimizer_step_pre_hook(_before_step))
             _handles.append(register_optimizer_step_post_hook(_after_step))
             patch.apply(fused.replacements().items())
-    weakref.finalize(step, _forget, id(step))
 
 
-def _forget(identity: int) -> None:
-    with patch.lock:
-        _alive.discard(identity)
-        if not _alive and _handles:
-            while _handles:
-                _handles.pop().remove()
-            patch.undo(fused.replacements(), leave_conflicts=True)
+def _forget(_: object) -> None:
+    # Python drops what a finalizer raises and does not call it again, so an interrupt in the middle
+    # would leave hooks or patches for good. One before it leaves a dead reference, for the next.
+    signals = SignalsHeldBack()
+    try:
+        with patch.lock:
+            _alive[:] = [each for each in _alive if each() is not None]
+            if not _alive and _handles:
+                while _handles:
+                    _handles.pop().remove()
+                patch.undo(fused.replacements(), leave_conflicts=True)
+    finally:
+        signals.let_go()
 
 
 _compiled = False  # whether a compiled function has an optimizer's step in it

@@ -17,6 +17,7 @@ from typing_extensions import assert_type
 
 import torchguard
 from torchguard import (
+    BucketBatchSampler,
     BucketCollator,
     BucketedReport,
     BucketedStats,
@@ -111,6 +112,9 @@ def buckets() -> None:
     assert_type(torchguard.length_mask([2, 5], 16), torch.Tensor)
     collate = BucketCollator(ladder, dims={"ids": {1: "t"}})
     assert_type(collate, BucketCollator)
+    sampler = BucketBatchSampler([3, 7], ladder, tokens=64)
+    assert_type(next(iter(sampler)), list[int])
+    assert_type(sampler.batch_sizes, dict[int, int])
 
 
 def bucketed() -> None:

@@ -110,7 +110,8 @@ class TestHowMuchPaddingThereIs:
             return len(runs) - 1  # the call itself
 
         # Without padding, padded, with other values above and below.
-        assert [ran(length) for length in (7, 7, 6, 5, 7, 4, 8)] == [4, 0, 4, 0, 0, 4, 0]
+        # And once with negative data.
+        assert [ran(length) for length in (7, 7, 6, 5, 7, 4, 8)] == [4 + 2, 0, 4, 0, 0, 4, 0]
         assert ran(12) == 4
         assert [ran(length) for length in (9, 10, 11, 12, 16)] == [4, 0, 0, 0, 0]
         wrapped = bucketed(note, dims={"x": {0: "t"}}, buckets=LADDER, outputs={0: "t"})
@@ -242,6 +243,27 @@ class TestFillZero:
             assert f"where x is {said}" in str(error.value)
             assert "0 in the padding is not neutral" in str(error.value)
             assert "fill={'x': 0} says that such data never comes" in str(error.value)
+
+    def test_is_tried_on_negative_data_where_the_first_data_has_none(self) -> None:
+        with pytest.raises(PaddingLeakError, match="where x is negative"):
+            padded(lambda x: (x < 0).all(1))(torch.rand(2, 5))
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: x.sqrt(),
+            lambda x: (x + 1).log().sum(1),
+            lambda x: torch.xlogy(x, x).sum(1),
+            lambda x: functional.binary_cross_entropy(x, torch.ones_like(x), reduction="none"),
+            lambda x: x.clamp(min=0).amax(1),
+            lambda x: x.lgamma(),
+        ],
+        ids=["sqrt", "log", "xlogy", "binary-cross-entropy", "clamp", "lgamma"],
+    )
+    def test_of_a_function_of_positive_numbers_is_none(self, function: Callable[..., Any]) -> None:
+        """Negative numbers give NaN with padding and without, or an error in both."""
+        x = torch.rand(2, 5, requires_grad=True)
+        torch.testing.assert_close(padded(function)(x), function(x))
 
     def test_of_ids_is_tried_on_others_of_the_same_range(self) -> None:
         ids = torch.tensor([[0, 3, 7, 2, 0], [5, 5, 0, 1, 9]])

@@ -201,7 +201,7 @@ class _Checker:
         """
         tried = False
         for values in OTHER_VALUES if depends else OTHER_VALUES[:_SIGNS]:
-            other = values.made(inputs, case.call, negative_if_some_are=not depends)
+            other = values.made(inputs, case.call)
             if other is None and self._group is None:
                 continue
             labels = tuple(each.label for each in inputs)

@@ -79,22 +79,12 @@ class OtherValues(NamedTuple):
     keeps_sign: bool
     """Whether what is positive stays so, and between 0 and 1 what is."""
 
-    def made(
-        self, inputs: Iterable[Input], call: Call, *, negative_if_some_are: bool = False
-    ) -> Call | None:
-        """Return the call with other data in these inputs; None if nothing changes.
-
-        Args:
-            inputs: which.
-            call: not padded.
-            negative_if_some_are: whether data without a negative number is to have none.
-        """
+    def made(self, inputs: Iterable[Input], call: Call) -> Call | None:
+        """Return the call with other data in these inputs; None if nothing changes."""
         new: dict[int, Any] = {}
         with torch.no_grad(), contextlib.suppress(RuntimeError, NotImplementedError):
             for each in inputs:
                 tensor = call.leaves[each.index]
-                if negative_if_some_are and not self.keeps_sign and not bool((tensor < 0).any()):
-                    continue
                 other = self._of(tensor.detach())
                 if other is not None and not torch.equal(other, tensor):
                     new[each.index] = other.requires_grad_(tensor.requires_grad)

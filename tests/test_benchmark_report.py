@@ -194,7 +194,7 @@ def test_the_page_has_every_record_and_says_what_was_not_measured(
     for image in (checkout / "docs" / "img").iterdir():
         assert f"](img/{image.name})" in page
         assert image.read_bytes().startswith(b"\x89PNG")
-    assert page.count("![") == len(list((checkout / "docs" / "img").iterdir())) == 7
+    assert page.count("![") == len(list((checkout / "docs" / "img").iterdir())) == 9
 
 
 def test_a_page_that_says_something_else_is_found(checkout: Path, folder: Path) -> None:

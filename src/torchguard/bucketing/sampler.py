@@ -65,9 +65,9 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     Example:
         >>> from torchguard import BucketBatchSampler
-        >>> sampler = BucketBatchSampler([3, 7, 2, 8, 4, 5], [4, 8], tokens=16, shuffle=False)
+        >>> sampler = BucketBatchSampler([3, 7, 2, 8, 4, 1], [4, 8], tokens=16, shuffle=False)
         >>> list(sampler), sampler.batch_sizes
-        ([[0, 2, 4], [1, 3], [5]], {4: 4, 8: 2})
+        ([[0, 2, 4, 5], [1, 3]], {4: 4, 8: 2})
     """
 
     def __init__(

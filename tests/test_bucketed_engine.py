@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_process import output_of
 from torch import nn
 
 from torchguard import Buckets, PaddingLeakError, RecompileError, bucketed, no_recompile
@@ -531,3 +532,18 @@ def test_an_encoder_compiled_with_inductor(kind: Any) -> None:
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
     if kind == "ranges":
         assert wrapped.stats().graphs == 2
+
+
+def test_auto_imports_no_compiler_before_it_compiles() -> None:
+    """Dynamo takes longer to import than many streams take in all."""
+    program = """
+    import sys, torch, torchguard
+    before = "torch._dynamo" in sys.modules
+    double = torchguard.bucketed(
+        lambda x: 2 * x, dims=({0: "t"},), buckets=[4, 8], compile=True, engine="auto"
+    )
+    for length in (3, 5, 3):
+        double(torch.ones(length))
+    print(before, "torch._dynamo" in sys.modules, double.stats().graphs)
+    """
+    assert output_of(program).split() == ["False", "False", "0"]

@@ -75,6 +75,7 @@ class Caller:
         self._warned = self._warned_of_compiling_around = False
         self._always = spec.options["check_padding"] == "always"
         self._shared = spec.options["group"] is not None
+        self._static = spec.options["engine"] == "static"
         self._fitting = any(ladder.automatic for ladder in spec.ladders.values())
 
     @property
@@ -216,7 +217,14 @@ class Caller:
             if index not in padded
         )
         specialization = Specialization(around, call.signature.treedefs, others, bool(around[3]))
+        chosen = not self._static and bool(buckets) and not specialization.transformed
         with self.lock:
+            # torch.compile imports Dynamo, which takes seconds: not before something compiles.
+            variant = (
+                self.cache.eager
+                if chosen
+                else self.cache.variant_for(shapes or None, specialization)
+            )
             plan = Plan(
                 signature=call.signature,
                 labels=labels,
@@ -224,7 +232,7 @@ class Caller:
                 sizes=sizes,
                 buckets=buckets or {},
                 side=self.spec.options["side"],
-                variant=self.cache.variant_for(shapes or None, specialization),
+                variant=variant,
                 count=self.counts.setdefault(tuple((buckets or {}).values()), BucketCount()),
                 specialization=specialization,
                 seen=self._seen.setdefault(tuple(together.values()), [0]),
@@ -232,7 +240,8 @@ class Caller:
                 # A check may contain collectives, so all ranks make it or none does.
                 shortest=shortest,
             )
-        plan = self.engine.begin(plan, call)
+        if chosen:
+            plan = self.engine.begin(plan, call)
         with self.lock:
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()

@@ -58,11 +58,9 @@ class Engine:
         """Return the plan for a call that is not padded unless its bucket is run static.
 
         Args:
-            plan: of a static graph.
+            plan: without a compiled function, of sizes that have buckets.
             call: not padded.
         """
-        if self.kind == "static" or not plan.buckets or plan.specialization.transformed:
-            return plan
         shapes = tuple((each.label, each.padded(plan.buckets)) for each in plan.inputs)
         # torch.compile makes sizes 0 and 1 constants, so they have graphs of their own.
         constant = tuple(size for size in plan.sizes.values() if size < 2)  # noqa: PLR2004
@@ -179,17 +177,16 @@ class Engine:
             for each in plan.inputs
         ):
             return "sizes of tensor subclasses can't be marked as symbols"
-        compiled = plan.variant.run
-        if (
-            "cuda" in _devices(plan)
-            and _torch.autotunes(compiled)
-            and _torch.bounds_of_padding_are_wrong()
-        ):
+        if "cuda" not in _devices(plan):
+            return None
+        shapes = tuple((each.label, each.padded(plan.buckets)) for each in plan.inputs)
+        static = self._cache.variant_for(shapes, plan.specialization)
+        if _torch.autotunes(static.run) and _torch.bounds_of_padding_are_wrong():
             return (
                 "on this torch, max-autotune on CUDA runs kernels that write behind the end of a "
                 "buffer where sizes are symbols (https://github.com/pytorch/pytorch/issues/169760)"
             )
-        if self.kind == "auto" and plan.variant.cuda_graphs:
+        if self.kind == "auto" and static.cuda_graphs:
             return "a CUDA graph is recorded for each size"
         return None
 

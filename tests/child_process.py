@@ -32,7 +32,7 @@ def run_python(
         text=True,
         check=False,
         env=environment,
-        timeout=240,
+        timeout=480,
     )
 
 
@@ -70,7 +70,7 @@ def run_ranks(program: str, folder: Path) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     try:
-        ended = [rank.communicate(timeout=240) for rank in ranks]
+        ended = [rank.communicate(timeout=480) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -46,6 +46,25 @@ def what_runs(wrapped: Any) -> dict[int, str]:
     return {sizes[0]: text.split()[0] for sizes, text in wrapped.stats().engines.items()}
 
 
+def wrong_in_four_threads(wrapped: Any, calls: int) -> list[torch.Tensor]:
+    """Double tensors of 1 to 16 elements; return those that came out wrong, or kept a mark."""
+    wrong = []
+
+    def work(seed: int) -> None:
+        numbers = random.Random(seed)  # noqa: S311
+        for _ in range(calls):
+            x = torch.ones(numbers.randint(1, 16))
+            if not torch.equal(wrapped(x), 2 * x) or vars(x):
+                wrong.append(x)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
 class TestRanges:
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     def test_compile_one_graph_for_the_ladder_and_one_for_size_1(self, backend: str) -> None:
@@ -243,21 +262,7 @@ class TestRanges:
 
     def test_run_in_threads(self) -> None:
         wrapped = bucketed(lambda x: x * 2, **by_name())
-        wrong = []
-
-        def work(seed: int) -> None:
-            numbers = random.Random(seed)  # noqa: S311
-            for _ in range(50):
-                x = torch.ones(numbers.randint(1, 16))
-                if not torch.equal(wrapped(x), 2 * x) or vars(x):
-                    wrong.append(x)
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        assert wrong_in_four_threads(wrapped, calls=50) == []
 
 
 class TestFallback:
@@ -490,21 +495,7 @@ class TestAuto:
     def test_runs_in_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "_ASSUMED_CHEAP", 0.001)
         wrapped = bucketed(lambda x: x * 2, **by_name(engine="auto"))
-        wrong = []
-
-        def work(seed: int) -> None:
-            numbers = random.Random(seed)  # noqa: S311
-            for _ in range(200):
-                x = torch.ones(numbers.randint(1, 16))
-                if not torch.equal(wrapped(x), 2 * x) or vars(x):
-                    wrong.append(x)
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        assert wrong_in_four_threads(wrapped, calls=200) == []
         assert wrapped.stats().calls == 800
 
 

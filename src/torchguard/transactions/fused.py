@@ -50,6 +50,9 @@ def _guard_kernel(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def call_with_fitting_tensors(*args: Any, **options: Any) -> None:
         lists = [each for place, each in enumerate(args) if place != counters]
+        if not any(each.is_cpu for each in lists[0]):  # a GPU's kernel refuses what it can't read
+            original(*args, **options)
+            return
         in_float = is_sgd and _has_half(lists[0]) and fused_sgd_skips_half()
         if options.get("has_sparse_grad") or not (in_float or _has_strides(lists)):
             original(*args, **options)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from child_process import END_RANK, output_of
-from test_verified import spoiling
+from support.miscompiling import spoiling
 
 from torchguard import MiscompilationWarning, verified_backend
 from torchguard.verification.options import Options

@@ -1,0 +1,57 @@
+"""Backends that are right but for one planted defect, and a function to compile with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import torchguard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+# --- planted defects: a backend that is right but for one thing
+
+
+def spoiling(spoil: Callable[[Any, list[Any]], Any], *, after: bool = True) -> Any:
+    """Make a backend that runs the graph and then spoils its outputs or inputs."""
+
+    def planted(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        def run(*inputs: Any) -> Any:
+            return spoil(list(graph(*inputs)) if after else graph, list(inputs))
+
+        return run
+
+    return planted
+
+
+def one_value(outputs: list[Any], _: list[Any]) -> Any:
+    outputs[0] = outputs[0].clone()
+    outputs[0].view(-1)[3] += 0.01
+    return outputs
+
+
+def workload(x: torch.Tensor, state: torch.Tensor) -> Any:
+    """Two floats, a whole number, a copy of the state, a view of it, and a write."""
+    y = (x * 2).sin()
+    state.mul_(0.5)
+    return y, torch.argmax(state), state.clone(), x.exp(), state[1:]
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
+
+
+# --- three ways in
+
+
+def stats(checked: Any) -> torchguard.VerificationReport:
+    report: torchguard.VerificationReport = checked.stats()
+    return report
+
+
+def bare(function: Any) -> Any:
+    return torch.compile(function)

@@ -79,6 +79,7 @@ PIECES = (
     Piece("a", "doctor", 60, ("--timeout", "45"), ("--timeout", "60")),
     Piece("b", "out_of_memory", 45),
     Piece("b", "failures", 50),
+    Piece("b", "transaction", 45, ("--rounds", "9")),
     Piece("c", "kernels", 25),
     Piece("c", "resize", 35, ("--rounds", "15")),
     Piece("c", "padding", 15, ("--rounds", "15")),

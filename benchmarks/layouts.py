@@ -473,15 +473,15 @@ def _transaction(record: Record, device: str) -> str:
     header = ("cleaned up by", "training", "fault points", "wrong", "raises again", "counts")
     held = [
         (row["what"], str(row["held"]), str(row["buffers"]), str(row["deepcopy"]))
-        for row in record.get("memory", [])
+        for row in of_device(record, "memory", device)
     ]
     return "\n\n".join(
         (
             _comparisons(record, device),
             (
-                "Bytes of tensors that a block holds when its optimizer has stepped. Random states "
-                "are 5056 of them; the rest is buffers, and without a fused optimizer parameters "
-                "and state."
+                "Bytes of tensors that a block holds on the device when its optimizer has stepped. "
+                "On a CPU random states are 5056 of them; the rest is buffers, and without a fused "
+                "optimizer parameters and state."
             ),
             table(("optimizer", "held", "buffers", "deep copy of state dicts"), held),
             (

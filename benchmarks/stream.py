@@ -23,7 +23,9 @@ Line = dict[str, Any]
 
 NO_GPU = 3  # exit status of a benchmark that was asked for a GPU where there is none
 
-_NAMES = ("id", "what", "phase", "mode", "scope", "way", "row", "buckets", "operator", "test")
+_NAMES = (
+    *("id", "what", "case", "phase", "mode", "scope", "way", "row", "buckets", "operator", "test"),
+)
 
 
 def text(value: Any, *, indent: int | None = None) -> str:

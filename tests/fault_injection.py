@@ -74,14 +74,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 FEATURES = ("plain", "accumulation", "ema", "shared", "frozen", "dropout", "checkpoint")
 
 
-def implementations(optimizer: str) -> list[str]:
-    """Return which of loop, foreach and fused an optimizer has on a CPU in this torch."""
+def implementations(optimizer: str, device: str = "cpu") -> list[str]:
+    """Return which of loop, foreach and fused an optimizer has on a device in this torch."""
     cls = getattr(torch.optim, optimizer, None)
     if cls is None:
         return []
     found = ["loop"]
     for flag in ("foreach", "fused"):
-        parameter = nn.Parameter(torch.zeros(2, 2))
+        parameter = nn.Parameter(torch.zeros(2, 2, device=device))
         try:
             cls([parameter], **OPTIMIZERS[optimizer], **{flag: True})
         except (TypeError, RuntimeError):
@@ -101,25 +101,25 @@ class Case:
     """Fail in a step that is not the first: the optimizer's state is there."""
 
     feature: str = "plain"
+    device: str = "cpu"
 
     def __str__(self) -> str:
-        return "-".join(
-            (
-                self.optimizer,
-                self.implementation,
-                "amp" if self.amp else "float32",
-                "later" if self.later else "first",
-                self.feature,
-            )
-        )
+        names = [
+            self.optimizer,
+            self.implementation,
+            "amp" if self.amp else "float32",
+            "later" if self.later else "first",
+            self.feature,
+        ]
+        return "-".join(names if self.device == "cpu" else [*names, self.device])
 
 
-def every_case() -> Iterator[Case]:
+def every_case(device: str = "cpu") -> Iterator[Case]:
     """Return the whole product, as far as this torch has it."""
     for optimizer in OPTIMIZERS:
-        for implementation in implementations(optimizer):
+        for implementation in implementations(optimizer, device):
             for amp, later, feature in itertools.product((False, True), (False, True), FEATURES):
-                yield Case(optimizer, implementation, amp, later, feature)
+                yield Case(optimizer, implementation, amp, later, feature, device)
 
 
 def covering(cases: Sequence[Case]) -> list[Case]:
@@ -182,16 +182,21 @@ class Training:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002  what users draw from
-        self.model = Net(case.feature)
+        if case.device == "cuda":  # its convolutions may add up in another order otherwise
+            torch.backends.cudnn.deterministic = True
+        self.model = Net(case.feature).to(case.device)
         self.optimizers = list(_optimizers(case, self.model))
         self.schedulers = [
             torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in self.optimizers
         ]
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=case.amp)
+        self.scaler = torch.amp.GradScaler(case.device, init_scale=8.0, enabled=case.amp)
         self.average = (
             AveragedModel(self.model, use_buffers=True) if case.feature == "ema" else None
         )
-        self.batches = [(torch.randn(4, 2, 4, 4), torch.randint(3, (4,))) for _ in range(2)]
+        self.batches = [
+            (torch.randn(4, 2, 4, 4).to(case.device), torch.randint(3, (4,)).to(case.device))
+            for _ in range(2)
+        ]
         self.at_commit: State | None = None
         self.blocks: list[Callable[[], None]] = [self.whole_step]
         if case.feature == "accumulation":
@@ -204,7 +209,7 @@ class Training:
         x_bchw, y_b = self.batches[number]
         if self.case.feature == "dropout":  # data augmentation draws from all three
             x_bchw = x_bchw * random.random() + float(np.random.rand())  # noqa: NPY002, S311
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.case.amp):
+        with torch.autocast(self.case.device, torch.bfloat16, enabled=self.case.amp):
             loss = nn.functional.cross_entropy(self.model(x_bchw), y_b)
         self.scaler.scale(loss).backward()
 
@@ -289,6 +294,8 @@ def state_of(training: Training) -> State:
     if training.average is not None:
         found["average"] = bits(dict(training.average.state_dict()))
     found["random state of torch"] = bits(torch.get_rng_state())
+    if training.case.device == "cuda":
+        found["random state of the GPU"] = bits(torch.cuda.get_rng_state())
     found["random state of Python"] = random.getstate()
     found["random state of numpy"] = bits(list(np.random.get_state()))  # noqa: NPY002
     return found
@@ -316,7 +323,7 @@ def bits(value: Any) -> Any:
     """Return a value as something that ``==`` compares bit by bit."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         with torch.no_grad():
-            array = value.detach().numpy() if isinstance(value, torch.Tensor) else value
+            array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
             return (str(array.dtype), array.shape, array.tobytes())
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
@@ -395,6 +402,8 @@ class deep_copy:  # noqa: N801  one of the ways, and those are functions
         self._attributes = [_copied(each) for each in self._objects]
         self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
         self._torch = torch.get_rng_state()
+        on_gpu = t.case.device == "cuda"
+        self._cuda = torch.cuda.get_rng_state() if on_gpu else None
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None:
@@ -410,6 +419,8 @@ class deep_copy:  # noqa: N801  one of the ways, and those are functions
         for each, attributes in zip(self._objects, self._attributes, strict=True):
             _put_back(each, attributes)
         torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
 

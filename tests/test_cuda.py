@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from kinds import state
+from support.gpu import each_device, little_memory, out_of_memory
 from torch import nn
 from torch.utils import dlpack
 from ways import Way, differences, each_way, outcome_of
@@ -21,33 +22,9 @@ import torchguard
 from torchguard import Buckets, bucketed, guarded, is_consistent, rollback_on_error, verified
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kinds import State
-
-CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
-each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
-MIB = 2**20
-
-
-@contextlib.contextmanager
-def little_memory(device: str) -> Iterator[int]:
-    """Yield a number of float32 elements that can't be allocated, and let torch find that out.
-
-    On a GPU this process gets 64 MiB more than it has reserved. On a CPU no machine has 64 TiB.
-    """
-    if device == "cpu":
-        yield 2**44
-        return
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    allowed = torch.cuda.memory_reserved() + 64 * MIB
-    torch.cuda.set_per_process_memory_fraction(allowed / total)
-    try:
-        yield 256 * MIB // 4
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def whole(tensor: torch.Tensor) -> State:
@@ -57,11 +34,6 @@ def whole(tensor: torch.Tensor) -> State:
         torch.cuda.synchronize()
         held = bytes(tensor.untyped_storage().cpu().tolist())
     return {**state(tensor), "held": held}
-
-
-def out_of_memory(device: str) -> type[Exception]:
-    """What torch raises: on a CPU it has no type of its own."""
-    return torch.OutOfMemoryError if device == "cuda" else RuntimeError
 
 
 def locked(device: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from torchguard.cli.table import guards_as_code
+from torchguard.cli.doctor import guards_as_code
 from torchguard.defects.catalog import Defect, built_in
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -176,7 +176,7 @@ class TestNotCompiled:
 
 class TestCallbacks:
     def test_what_is_not_bucketed_is_refused(self) -> None:
-        session = importlib.import_module("torchguard.integrations.session").Session
+        session = importlib.import_module("torchguard.integrations").Session
         with pytest.raises(TypeError, match=r"buckets\['encoder'\] is a Doubles without stats\(\)"):
             session("resize", {"encoder": Doubles()})
         with pytest.raises(TypeError, match=r"buckets is a Doubles, expected \{name: what"):

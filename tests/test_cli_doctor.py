@@ -17,8 +17,7 @@ from support.terminal import Terminal, on_a_terminal
 import torchguard
 from torchguard.__main__ import main
 from torchguard.cli import doctor as doctor_command
-from torchguard.cli.doctor import shown_on
-from torchguard.cli.table import lines, table
+from torchguard.cli.doctor import lines, shown_on, table
 from torchguard.defects.doctor import DoctorProgress
 from torchguard.defects.report import DoctorReport
 

@@ -9,7 +9,7 @@ import pytest
 from child_process import output_of
 
 import torchguard
-from torchguard.cli.table import guards_as_code
+from torchguard.cli.doctor import guards_as_code
 from torchguard.defects import FAMILIES, BrokenDefect, Defect, all_defects
 from torchguard.defects.catalog import built_in, find
 from torchguard.defects.report import DoctorReport

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchguard
 from torchguard import at, guarded, install, sliced_assign
-from torchguard.assignment import dynamo_setitem
+from torchguard.assignment import dynamo
 from torchguard.patching.guards import GUARDS, Guard
 
 if TYPE_CHECKING:
@@ -465,9 +465,9 @@ def test_a_dynamo_that_is_built_differently_is_skipped_or_refused(
 def test_trying_it_leaves_no_trace() -> None:
     counters = torch._dynamo.utils.counters
     before = {name: dict(each) for name, each in counters.items()}
-    dynamo_setitem._tried.cache_clear()
+    dynamo._setitem_tried.cache_clear()
     with torch.no_grad(), torch.device("meta"):
-        assert dynamo_setitem.not_needed() is None  # so far: no release is known that is right
+        assert dynamo.setitem_not_needed() is None  # so far: no release is known that is right
     assert {name: dict(each) for name, each in counters.items()} == before
     assert torch._C._len_torch_function_stack() == 0
 

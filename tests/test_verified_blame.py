@@ -18,8 +18,7 @@ from torch import nn
 from torchguard import MiscompilationWarning, verified, verified_backend
 from torchguard._torch import dynamo_backend
 from torchguard.equivalence.compare import same_strides
-from torchguard.verification.graph import copy_graph, why_not_twice
-from torchguard.verification.quiet import quiet
+from torchguard.verification.graph import copy_graph, quiet, why_not_twice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

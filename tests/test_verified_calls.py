@@ -13,8 +13,8 @@ from child_process import END_RANK, output_of
 from support.miscompiling import spoiling
 
 from torchguard import MiscompilationWarning, verified_backend
+from torchguard.verification.backend import Sizes
 from torchguard.verification.options import Options
-from torchguard.verification.sizes import Sizes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -30,10 +30,9 @@ _PUBLIC = {
     "bucketing.padding": ("Padded", "PaddedPair", "pad_to_bucket", "unpad"),
     "bucketing.pairs": ("PairBuckets",),
     "bucketing.sampler": ("BucketBatchSampler",),
-    "checkpoint.folder": ("checkpoint_folder",),
-    "checkpoint.loading": ("load",),
+    "checkpoint.loading": ("load", "load_state_dict"),
     "checkpoint.saving": ("save",),
-    "checkpoint.state_dict": ("load_state_dict",),
+    "checkpoint.whole_file": ("checkpoint_folder",),
     "defects.doctor": ("doctor",),
     "defects.report": ("DoctorReport",),
     "errors": (

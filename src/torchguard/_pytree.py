@@ -47,8 +47,11 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     # A module may be a dataclass as well, and is one leaf.
     if isinstance(node, (torch.Tensor, torch.nn.Module)):
         return None
+    # A ModelOutput of transformers is both a mapping and a dataclass; its items are the fields that
+    # are not None: https://github.com/huggingface/transformers/blob/main/src/transformers/utils/generic.py
     if isinstance(node, Mapping):
         return list(node.items())
+    # torch.Size is a tuple that torch makes itself, and that no tensor is in.
     if isinstance(node, (tuple, list)):
         return None if isinstance(node, torch.Size) else list(enumerate(node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -215,6 +218,7 @@ def reachable_tensors(function: Any, arguments: Iterable[Any]) -> list[torch.Ten
 
 
 def _candidates(function: Any, arguments: Iterable[Any]) -> list[Any]:
+    # One level deep: what lies further inside is reached through the modules found here.
     candidates = [*_around(function), *arguments]
     for candidate in list(candidates):
         inside = children(candidate)

@@ -32,6 +32,10 @@ class TorchGuardError(Exception):
     """Base class of every exception that torchguard itself raises."""
 
 
+# Each is also what torch or Python raises in such a case, so that code which catches that goes on
+# working: a RuntimeError of an operator, an AssertionError of a check, a UserWarning.
+
+
 @public
 class NonResizableStorageError(TorchGuardError, RuntimeError):
     """Raised, before anything is touched, where torch would kill the process.

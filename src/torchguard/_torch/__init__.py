@@ -7,14 +7,9 @@ and that nothing private is used anywhere else.
 """
 
 # ruff: noqa: F403  each module says in __all__ what it offers
-from torchguard._torch.artifacts import *
 from torchguard._torch.compile import *
-from torchguard._torch.dynamic_sizes import *
 from torchguard._torch.dynamo import *
-from torchguard._torch.memory import *
 from torchguard._torch.modes import *
-from torchguard._torch.modules import *
 from torchguard._torch.schemas import *
 from torchguard._torch.symbolic_shapes import *
 from torchguard._torch.tensors import *
-from torchguard._torch.user_warning import *

@@ -26,6 +26,7 @@ __all__ = [
     "replace_torch_function_modes",
     "torch_function_modes",
     "without_dispatch_modes",
+    "without_torch_dispatch",
     "without_torch_function",
 ]
 
@@ -38,7 +39,7 @@ The developer notes on extending torch name it; there is no public spelling.
 """
 
 
-_disable_torch_dispatch: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+without_torch_dispatch: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
     torch._C, "_DisableTorchDispatch", contextlib.nullcontext
 )
 
@@ -49,7 +50,7 @@ def without_dispatch_modes(tensor: torch.Tensor) -> contextlib.AbstractContextMa
     A tensor with a dispatcher of its own (a fake tensor) needs it, so for those
     nothing is switched off. Falls back to letting the modes see the call.
     """
-    return contextlib.nullcontext() if has_own_dispatch(tensor) else _disable_torch_dispatch()
+    return contextlib.nullcontext() if has_own_dispatch(tensor) else without_torch_dispatch()
 
 
 # The context managers behind torch.no_grad and torch.inference_mode, written in C: those
@@ -91,6 +92,8 @@ def torch_function_modes() -> list[TorchFunctionMode]:
 
 def replace_torch_function_modes(modes: list[TorchFunctionMode]) -> None:
     """Put these modes on the stack instead of those that are there."""
+    # Dynamo guards on this stack: a mode that stays on it is part of what a graph is compiled for.
+    # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/guards.py
     for _ in range(torch._C._len_torch_function_stack()):
         torch._C._pop_torch_function_stack()
     for mode in modes:
@@ -99,6 +102,8 @@ def replace_torch_function_modes(modes: list[TorchFunctionMode]) -> None:
 
 def overriding(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return those values whose ``__torch_function__`` torch would call."""
+    # A class that does not want to be asked sets the disabled one; nn.Parameter does:
+    # https://docs.pytorch.org/docs/stable/notes/extending.html#subclassing-torch-tensor
     return tuple(
         value
         for value in values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -15,7 +14,11 @@ import torch
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
 from torch.utils.hooks import RemovableHandle
 
-from torchguard._torch.modes import call_with_grad, without_torch_function
+from torchguard._torch.modes import (
+    call_with_grad,
+    without_torch_dispatch,
+    without_torch_function,
+)
 from torchguard._torch.tensors import version_of
 
 __all__ = [
@@ -115,6 +118,7 @@ def hooks_registered() -> int:
 
 def per_optimizer_states(scaler: Any) -> dict[int, dict[str, Any]] | None:
     """Return what a GradScaler notes of each optimizer between two calls of ``update()``."""
+    # https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py
     found = getattr(scaler, "_per_optimizer_states", None)
     return found if isinstance(found, dict) else None
 
@@ -159,13 +163,10 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
     ``Optimizer.profile_hook_step`` puts them around the ``step`` of the class.
     """
+    # It does so once for each class, and marks what it has made with the attribute `hooked`:
+    # https://github.com/pytorch/pytorch/blob/main/torch/optim/optimizer.py
     step: Any = type(optimizer).step
     return functools.partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer)
-
-
-_disable_torch_dispatch: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
-    torch._C, "_DisableTorchDispatch", contextlib.nullcontext
-)
 
 
 def call_unseen(function: Callable[..., Any], *args: Any) -> Any:
@@ -173,7 +174,7 @@ def call_unseen(function: Callable[..., Any], *args: Any) -> Any:
 
     A transaction is no part of the step: FLOP counters and loggers are not to count its copies.
     """
-    with without_torch_function(), _disable_torch_dispatch():
+    with without_torch_function(), without_torch_dispatch():
         return call_with_grad(False, function, *args)
 
 

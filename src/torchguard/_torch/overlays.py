@@ -70,6 +70,8 @@ class ModuleOverlay:
         self.owner = module
         self._before = type(module)
         properties = {name: _computed(module, name, make, in_scope) for name, make in makes.items()}
+        # The class of a module may be assigned, so that its attributes can be computed:
+        # https://docs.python.org/3/reference/datamodel.html#customizing-module-attribute-access
         self._during = type(self._before.__name__, (self._before,), properties)
 
     def put_on(self) -> None:

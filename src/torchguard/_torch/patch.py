@@ -27,7 +27,7 @@ from torchguard._torch import (
     know_in_dynamo,
     skip_frames,
 )
-from torchguard._torch.signatures import describe_as
+from torchguard._torch.schemas import describe_as
 from torchguard.errors import PatchConflictError
 
 __all__ = [

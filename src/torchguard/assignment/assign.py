@@ -67,6 +67,7 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         if type(t) is not torch.Tensor and has_own_dispatch(t):
             out = _static(t, index, value)  # most often a fake tensor: a compiler is looking
         elif type(value) is torch.Tensor and (t.requires_grad or value.requires_grad):
+            # One node of autograd: a clone and a copy into a view of it are three.
             out = _by_index_put(t, index, value)
         else:
             out = None

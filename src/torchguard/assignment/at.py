@@ -235,6 +235,7 @@ def _scattered(
     if operation == "set":
         return flat.index_put((where,), values)
     if operation in {"add", "subtract"}:
+        # index_put accumulates in one kernel; scatter_reduce has no difference.
         values = -values if operation == "subtract" else values
         return flat.index_put((where,), values, accumulate=True)
     reduction = _REDUCTIONS[operation]
@@ -276,6 +277,7 @@ def _applied(
         where = _positions(t, index, mode).reshape(-1)
         places, counts = where[where < t.numel()].unique(return_counts=True)
         values = t.reshape(-1)[places]
+        # An element that is named three times becomes function(function(function(x))).
         for turn in range(int(counts.max()) if counts.numel() else 0):
             again = counts > turn
             values = values.index_put((again,), function(values[again]).to(t.dtype))

@@ -45,6 +45,8 @@ def is_slice(item: Any) -> bool:
 
 
 def _is_integer(item: Any) -> bool:
+    # operator.index() takes these too, but torch reads a boolean as a mask of no dims, and a tensor
+    # or an array as a gather: https://docs.pytorch.org/cppdocs/notes/tensor_indexing.html
     if isinstance(item, (bool, np.bool_, torch.Tensor, np.ndarray)):
         return False
     try:
@@ -69,6 +71,7 @@ def parts_of(index: Any, dims: int) -> list[Part] | None:
         if item is None or item is Ellipsis or isinstance(item, (bool, np.bool_)):
             counts.append(0)
         elif isinstance(item, torch.Tensor):
+            # A mask takes one dim for each of its own; uint8 is what masks were before torch 1.2.
             counts.append(item.dim() if item.dtype in {torch.bool, torch.uint8} else 1)
         elif isinstance(item, slice) or _is_integer(item):
             counts.append(1)

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 
 from torchguard._torch import patch
-from torchguard.checkpoint.loading import guard_load
+from torchguard.checkpoint.loading import guard_load, guard_module_load, guard_optimizer_load
 from torchguard.checkpoint.saving import (
     guard_commit,
     guard_save,
     guard_save_file,
     guard_serialize_file,
 )
-from torchguard.checkpoint.state_dict import guard_module_load, guard_optimizer_load
 
 __all__ = [
     "SAVE_IN_PACKAGES",

@@ -1,19 +1,29 @@
-"""``load()``: ``torch.load`` of a file that is known to be whole."""
+"""``load()`` and ``load_state_dict()``: from a file that is whole, into a module that takes all.
+
+torch copies a state tensor by tensor, collects what does not match and raises at the end: by
+then everything that did match is overwritten. Nobody has reported it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from torchguard._public import public
-from torchguard._torch import patch
+from torchguard._torch import patch, tensors_loaded_by_copies
 from torchguard.errors import DamagedFileError
+from torchguard.rollback.block import rollback_on_error
 
 if TYPE_CHECKING:
     from zipfile import ZipFile, ZipInfo
 
-__all__ = ["guard_load", "load"]
+__all__ = ["guard_load", "guard_module_load", "guard_optimizer_load", "load", "load_state_dict"]
+
 
 _ZIP_BEGINS = b"PK\x03\x04"
 _CHUNK = 1 << 20
@@ -112,3 +122,275 @@ def _cut_off(path: str, size: int) -> DamagedFileError:
         f"{path} is not whole: it ends after {size:,} bytes, before its last part. The process "
         "that wrote it was stopped, or is still writing; torchguard.save() leaves no such files"
     )
+
+
+# ---- load_state_dict() ----
+
+_MORE_INTERRUPTS = 10  # somebody who goes on pressing Ctrl-C
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+# The tensors of torch.optim's states that have the shape of their parameter. (Adafactor keeps
+# sums of rows and columns, LBFGS one vector for all parameters.)
+_LIKE_PARAMETER = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
+    *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
+}
+
+
+@public
+def load_state_dict(
+    target: torch.nn.Module | torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    strict: bool = True,
+    assign: bool = False,
+) -> Any:
+    """Load a state into a module or an optimizer, whole or not at all.
+
+    Equals ``target.load_state_dict(state, strict=strict, assign=assign)`` on success (without
+    ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
+    exception is torch's own, with everything that does not match in one message, and every
+    parameter, buffer, moment and group is as it was. Names and shapes are compared before the
+    first write; a load that Ctrl-C interrupts after that is finished first. Where a module has
+    hooks or a loader of its own that might raise later, a copy of its tensors is kept while it
+    loads, and put back.
+
+    Args:
+        target: a module or an optimizer.
+        state: what ``state_dict()`` returned.
+        strict: as for a module's ``load_state_dict``.
+        assign: as for a module's ``load_state_dict``.
+
+    Raises:
+        TypeError: ``target`` is none of these.
+        ValueError: an optimizer's state has tensors of another shape than its parameters. torch
+            accepts them, and a fused ``step()`` then writes past their end.
+    """
+    if isinstance(target, torch.nn.Module):
+        return _load_module(
+            lambda: target.load_state_dict(state, strict=strict, assign=assign),
+            *(target, state, strict, assign),
+        )
+    if isinstance(target, torch.optim.Optimizer):
+        return _load_optimizer(lambda: target.load_state_dict(dict(state)), target, state)
+    raise TypeError(
+        f"load_state_dict: target is {type(target).__name__}, expected a torch.nn.Module or a "
+        "torch.optim.Optimizer"
+    )
+
+
+def guard_module_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``torch.nn.Module.load_state_dict`` what :func:`load_state_dict` is."""
+
+    def load_state_dict(
+        self: Any, state_dict: Any, strict: bool = True, assign: bool = False
+    ) -> Any:
+        def call() -> Any:
+            return original(self, state_dict, strict, assign)
+
+        return _load_module(call, self, state_dict, strict, assign)
+
+    return load_state_dict
+
+
+def guard_optimizer_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``torch.optim.Optimizer.load_state_dict`` what :func:`load_state_dict` is."""
+
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        return _load_optimizer(lambda: original(self, state_dict), self, state_dict)
+
+    return load_state_dict
+
+
+# ---- modules ----
+
+
+def _load_module(
+    call: Callable[[], Any],
+    module: torch.nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    assign: bool,
+) -> Any:
+    if not isinstance(state, Mapping):
+        return call()  # which says so
+    tensors = None if assign else tensors_loaded_by_copies(module)
+    if tensors is None:
+        with _put_back(module, state):
+            return call()
+    matching = [(tensor, state[name]) for name, tensor in tensors if name in state]
+    fitting = [(t, v) for t, v in matching if isinstance(v, torch.Tensor) and t.shape == v.shape]
+    if not all(_copy_succeeds(*pair) for pair in fitting):
+        with _put_back(module, state):
+            return call()
+    if len(fitting) != len(tensors) or (strict and len(state) != len(tensors)):
+        _call_without_copying(call)
+    return _finished(call)
+
+
+def _finished(call: Callable[[], Any]) -> Any:
+    """Call what can only be interrupted; finish it before the interrupt goes on."""
+    try:
+        return call()
+    except BaseException:
+        for _ in range(_MORE_INTERRUPTS):
+            try:
+                call()
+            except BaseException:  # noqa: BLE001, S112  the first one is raised
+                continue
+            break
+        raise
+
+
+class _SkipCopies(TorchFunctionMode):
+    """Lets torch compare a state with a module and write nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
+
+
+def _call_without_copying(call: Callable[[], Any]) -> None:
+    """Let torch raise what it has to say of names and shapes, before anything is written.
+
+    What it accepts, such as a checkpoint of an older version, it will accept again.
+    """
+    with _SkipCopies():
+        call()
+
+
+def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
+    """Whether ``tensor.copy_(value)`` under no_grad has no reason to raise.
+
+    It must not need memory, meet a layout or a class that has no such copy, or warn: a warning
+    may be an error.
+    """
+    if type(tensor) not in _PLAIN or type(value) not in _PLAIN:
+        return False
+    same = tensor.device == value.device and (
+        tensor.device.type == "cpu" or tensor.dtype == value.dtype
+    )
+    if tensor.layout is not torch.strided or value.layout is not torch.strided:
+        return False
+    contiguous, dtype = tensor.is_contiguous(), tensor.dtype
+    if tensor.is_inference() or not (contiguous or _has_no_overlap(tensor)):
+        return False
+    same = dtype is value.dtype
+    if tensor.is_cpu and value.is_cpu:
+        # Of the conversions, only that from complex to real warns.
+        if not (same or dtype.is_complex) and value.dtype.is_complex:
+            return False
+    # Elsewhere than on a CPU another dtype, and between devices another layout, needs memory.
+    elif not (same and contiguous and value.is_contiguous()) or tensor.is_meta or value.is_meta:
+        return False
+    return dtype not in _QUANTIZED and (same or value.dtype not in _QUANTIZED)
+
+
+def _has_no_overlap(tensor: torch.Tensor) -> bool:
+    """Whether no two elements can share memory, by the sizes and strides alone."""
+    reach = 0  # the largest offset so far; the next stride has to go beyond it
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
+
+
+@contextlib.contextmanager
+def _put_back(module: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Keep copies of a module's tensors; put them, and what it held, back if the block raises."""
+    modules = list(module.modules())
+    held = [(each, _copy_of_attributes(each)) for each in modules]
+    # assign=True gives the parameters of the state the requires_grad of the module's.
+    flags = [(v, v.requires_grad) for v in state.values() if isinstance(v, torch.nn.Parameter)]
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    try:
+        with rollback_on_error(*tensors.values(), data=True):
+            yield
+    except BaseException:
+        for each, attributes in held:
+            _restore_attributes(each, attributes)
+        for parameter, requires_grad in flags:
+            parameter.requires_grad_(requires_grad)
+        raise
+
+
+def _copy_of_attributes(obj: object) -> dict[str, Any]:
+    """Copy what an object holds, and the dicts of a module's tensors and modules."""
+    return {
+        name: (value, value.copy()) if isinstance(value, (dict, set)) else (value, None)
+        for name, value in vars(obj).items()
+    }
+
+
+def _restore_attributes(obj: object, attributes: dict[str, Any]) -> None:
+    now = vars(obj)
+    for name in [name for name in now if name not in attributes]:
+        del now[name]
+    for name, (value, contents) in attributes.items():
+        if contents is not None:
+            value.clear()
+            value.update(contents)
+        now[name] = value
+
+
+# ---- optimizers ----
+
+
+def _load_optimizer(
+    call: Callable[[], Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> Any:
+    _compare_shapes(optimizer, state)
+    attributes = _copy_of_attributes(optimizer)
+    groups = [(group, group.copy()) for group in optimizer.param_groups]
+    states = [(each, each.copy()) for each in optimizer.state.values() if isinstance(each, dict)]
+    listed = list(optimizer.param_groups)
+    try:
+        return call()
+    except BaseException:
+        # torch makes new dicts; a hook may have written to the old ones.
+        _restore_attributes(optimizer, attributes)
+        optimizer.param_groups[:] = listed
+        for each, contents in (*groups, *states):
+            each.clear()
+            each.update(contents)
+        raise
+
+
+def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    try:
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        loaded = dict(state["state"])
+    except (KeyError, TypeError, ValueError):
+        return  # torch says what is missing
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(saved) != len(parameters):
+        return
+    faults = [
+        f"{key} of parameter {index} has shape {tuple(value.shape)}, expected {tuple(expected)}"
+        for index, parameter in zip(saved, parameters, strict=True)
+        for key, value in _tensors_of(loaded.get(index))
+        if (expected := _expected_shape(optimizer, parameter, key)) is not None
+        and value.shape != expected
+    ]
+    if faults:
+        raise ValueError(
+            f"load_state_dict: the state is not that of these parameters of "
+            f"{type(optimizer).__name__}: {'; '.join(faults)}. It belongs to a model of other "
+            "sizes; leave the state of these parameters out, so that it starts anew"
+        )
+
+
+def _tensors_of(entry: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, value in entry.items() if isinstance(entry, Mapping) else ():
+        if isinstance(value, torch.Tensor) and value.dim():
+            yield key, value
+
+
+def _expected_shape(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
+) -> torch.Size | None:
+    own = optimizer.state.get(parameter, {}).get(key)
+    if isinstance(own, torch.Tensor):
+        return own.shape
+    known = type(optimizer).__module__.startswith("torch.optim") and key in _LIKE_PARAMETER
+    return parameter.shape if known else None

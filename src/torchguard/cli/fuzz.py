@@ -45,6 +45,8 @@ def _main(options: argparse.Namespace) -> int:
     from torchguard.verification import verified_backend  # noqa: PLC0415 - likewise
     from torchguard.verification.fuzz import attempt, program  # noqa: PLC0415 - imports torch
 
+    # Without exclude_tags it leaves out what torch calls debugging backends, eager among them.
+    # An unknown name is refused here: later it would look like a program that is compiled wrong.
     if options.backend not in torch.compiler.list_backends(exclude_tags=()):
         options.parser.error(f"unknown torch.compile backend {options.backend!r}")
     checked = verified_backend(options.backend)
@@ -56,6 +58,8 @@ def _main(options: argparse.Namespace) -> int:
             for seed in range(options.seed, options.seed + options.count):
                 if options.minutes and time.monotonic() - start > 60 * options.minutes:
                     break
+                # Every program is a function of the same name and file, and Dynamo counts
+                # recompilations by code object: none may count for the next one.
                 torch.compiler.reset()
                 trial = attempt(program(seed), lambda f: torch.compile(f, backend=backend))
                 count += 1

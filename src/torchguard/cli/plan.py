@@ -93,6 +93,7 @@ def _run(options: argparse.Namespace) -> None:
             f"--maximum is {options.maximum}, but {name} has a length of {observed.sizes[-1]}: "
             "leave it out, or give the longest there can be"
         )
+    # To standard error, as everything that is not the result: `plan lengths.npy > report.txt`.
     with progress_bar(sys.stderr) as show:
         buckets = Buckets.fit(
             _histogram(observed),
@@ -102,6 +103,7 @@ def _run(options: argparse.Namespace) -> None:
             maximum=options.maximum,
             tokens=options.tokens,
         )
+        # The table ends at the same largest size, so that its waste can be compared.
         top = buckets.sizes[-1]
         curve = plans(
             observed,
@@ -131,6 +133,7 @@ def _read(options: argparse.Namespace, name: str) -> Sizes:
             sys.stderr.write("reading lengths from standard input; end with Ctrl-D\n")
         return read_sizes(sys.stdin.buffer, name, options.format, options.column)
     path = Path(options.file)
+    # An ending that is none of the known formats says nothing: then the content is looked at.
     ending = path.suffix.lower().lstrip(".")
     kind = options.format or (ending if ending in FORMATS else None)
     with path.open("rb") as stream:

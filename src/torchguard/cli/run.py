@@ -34,12 +34,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _main(options: argparse.Namespace) -> int:
+    # A wrong name of a guard is bad usage, also where there is no program to run.
     guards = _guards(options)
     arguments = [*(options.module or []), *options.program]
     if options.module is None and arguments[:1] == ["--"]:
         del arguments[0]
     if not arguments:
         options.parser.error("expected a script, or -m and a module, to run")
+    # Before the program is read: `from torch import add` in it has to find what is installed.
     run.install_everywhere(guards)
     program = run.run_script if options.module is None else run.run_module
     try:

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from torchguard._public import public
 from torchguard.defects.catalog import FAMILIES, BrokenDefect, Defect, Family, all_defects
-from torchguard.defects.child import ENVIRONMENT, Task
 from torchguard.defects.report import DoctorReport, Environment, Row, Verdict
-from torchguard.defects.runner import Event, Schedule, run
+from torchguard.defects.runner import ENVIRONMENT, Event, Schedule, Task, run
 from torchguard.version import __version__
 
 # Seconds that a row takes on a core of its own, roughly: compiling outweighs the rest by far.

@@ -1,1 +1,80 @@
-"""Callbacks for trainers; each module needs the library it is named after."""
+"""What every trainer's callback does; each module here needs the library it is named after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torchguard
+from torchguard.patching.guards import GuardName
+from torchguard.patching.install import Installation
+
+__all__ = ["HasStatistics", "Session"]
+
+
+class HasStatistics(Protocol):
+    """A function or a module that ``bucketed`` made."""
+
+    def stats(self) -> Any:
+        """Return the statistics, with ``as_dict()``."""
+
+
+class Session:
+    """Guards that are on from :meth:`start` to :meth:`stop`.
+
+    Args:
+        guards: names for :func:`torchguard.install`; one or several.
+        buckets: what to report on, by the name it gets in the logger.
+
+    Raises:
+        TypeError: one of ``buckets`` is not what ``bucketed`` made.
+    """
+
+    def __init__(
+        self,
+        guards: GuardName | Iterable[GuardName] = "resize",
+        buckets: Mapping[str, HasStatistics] | None = None,
+    ) -> None:
+        self.guards = (guards,) if isinstance(guards, str) else tuple(guards)
+        if not isinstance(buckets, (Mapping, type(None))):
+            raise TypeError(
+                f"GuardCallback: buckets is a {type(buckets).__name__}, expected {{name: what "
+                "bucketed() made}"
+            )
+        self.buckets = dict(buckets or {})
+        for name, each in self.buckets.items():
+            if not callable(getattr(each, "stats", None)):
+                raise TypeError(
+                    f"GuardCallback: buckets[{name!r}] is a {type(each).__name__} without "
+                    "stats(): pass what bucketed() returned, not what it was given"
+                )
+        self._installation: Installation | None = None
+
+    def start(self) -> None:
+        """Install the guards; starting twice is starting once."""
+        if self._installation is None:
+            self._installation = torchguard.install(*self.guards)
+
+    def stop(self) -> None:
+        """Let go of the guards."""
+        if self._installation is not None:
+            self._installation.uninstall()
+            self._installation = None
+
+    def check(self, *objects: object) -> None:
+        """Raise if a model or an optimizer holds a tensor whose shape is not backed by memory.
+
+        Raises:
+            InconsistentTensorError: names the tensor. A checkpoint of it would be garbage.
+        """
+        torchguard.check_consistent([each for each in objects if each is not None])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers to log: calls, waste, graphs and compile time of each."""
+        found: dict[str, float] = {}
+        for name, bucketed in self.buckets.items():
+            for key, value in bucketed.stats().as_dict().items():
+                # A logger draws curves of numbers; the rest is lists and texts.
+                if isinstance(value, (int, float)):
+                    found[f"torchguard/{name}/{key}"] = value
+        return found

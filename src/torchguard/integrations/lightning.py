@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from torchguard.integrations.session import HasStatistics, Session
+from torchguard.integrations import HasStatistics, Session
 from torchguard.patching.guards import GuardName
 
 __all__ = ["GuardCallback"]
@@ -51,6 +51,8 @@ class GuardCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Uninstall: after an exception there is no ``teardown``."""
+        # Its _interrupt() calls this hook and then tears the trainer down, not its callbacks:
+        # https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/pytorch/trainer/call.py
         del trainer, pl_module, exception
         self._session.stop()
 
@@ -66,6 +68,8 @@ class GuardCallback(Callback):
     ) -> None:
         """Log the buckets."""
         del pl_module, outputs, batch
+        # To the logger itself: self.log() averages over an epoch what are counters, and refuses
+        # names that come up later. trainer.logger is None with logger=False and fast_dev_run.
         every = getattr(trainer, "log_every_n_steps", 50)
         if self._session.buckets and trainer.logger and (batch_idx + 1) % every == 0:
             trainer.logger.log_metrics(self._session.metrics(), step=trainer.global_step)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import Self
 
-from torchguard.integrations.session import HasStatistics, Session
+from torchguard.integrations import HasStatistics, Session
 from torchguard.patching.guards import GuardName
 
 __all__ = ["GuardCallback"]
@@ -42,6 +42,9 @@ class GuardCallback(TrainerCallback):
 
     def attach(self, trainer: Trainer) -> Self:
         """Add this to a trainer, behind what controls the flow and before what reports."""
+        # The handler calls its list in order. DefaultFlowCallback stands first and sets
+        # control.should_save; add_callback() would put this last, behind what reports.
+        # https://github.com/huggingface/transformers/blob/main/src/transformers/trainer_callback.py
         trainer.callback_handler.callbacks.insert(1, self)
         return self
 
@@ -79,6 +82,7 @@ class GuardCallback(TrainerCallback):
     ) -> None:
         """Add the buckets to what is logged."""
         del args, control, kwargs
+        # Trainer.log() has appended a copy of `logs` to the history before it calls this.
         metrics = self._session.metrics()
         if logs is not None:
             logs.update(metrics)

@@ -21,7 +21,12 @@ from torchguard._torch import (
     patch,
     paths_behind_python,
 )
-from torchguard.assignment import dynamo_scatter, dynamo_setitem
+from torchguard.assignment.dynamo import (
+    setitem_not_needed,
+    setitem_replacements,
+    slice_scatter_not_needed,
+    slice_scatter_replacements,
+)
 from torchguard.checkpoint import guards as checkpoint
 from torchguard.interop import numpy_memory
 from torchguard.rollback.operation import guard_out
@@ -142,6 +147,8 @@ def _out_not_needed() -> str | None:
     return "an out= call that fails leaves its output as it was on this torch"
 
 
+# Its tables of patterns are filled when it runs, not when it is imported:
+# https://github.com/pytorch/pytorch/blob/main/torch/ao/quantization/fx/pattern_utils.py
 _QUANTIZATION = "torch.ao.quantization.quantize_fx"
 _IN_QUANTIZATION = {
     f"{_QUANTIZATION}.{name}": _with_originals
@@ -160,13 +167,11 @@ GUARDS: dict[str, Guard] = {
         Guard(
             "out", _out_replacements, _out_not_needed, in_modules={_QUANTIZATION: _IN_QUANTIZATION}
         ),
-        Guard(
-            "setitem", dynamo_setitem.replacements, dynamo_setitem.not_needed, patches_dynamo=True
-        ),
+        Guard("setitem", setitem_replacements, setitem_not_needed, patches_dynamo=True),
         Guard(
             "slice_scatter",
-            dynamo_scatter.replacements,
-            dynamo_scatter.not_needed,
+            slice_scatter_replacements,
+            slice_scatter_not_needed,
             patches_dynamo=True,
         ),
         Guard("verified", lambda: {"torch.compile": guard_compile}, _verified_not_needed),

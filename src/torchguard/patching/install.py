@@ -130,6 +130,7 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     wanted = _known(names, "install") or _DEFAULT
     dynamo = dynamo_is_imported()
     with patch.lock:
+        # Every defect is tried before anything is patched: if a trial raises, nothing is.
         skipped = {
             name: reason
             for name in wanted
@@ -143,6 +144,8 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
             if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
         ]
         new = {name: GUARDS[name].paths() for name in now}
+        # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
+        # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
         on_import(DYNAMO, _dynamo_was_imported)
         fill_tables()
         for name in chosen:
@@ -245,6 +248,7 @@ def _dynamo_was_imported(_: ModuleType) -> None:
 def _apply_late(name: str) -> None:
     """Patch Dynamo for a guard that has waited for it, or let all its holders know why not."""
     guard, holders = GUARDS[name], _holders[name]
+    # Several may hold the guard: it is left out if none of them wants it on a torch that is right.
     anyway = any(not holder._only_if_needed for holder in holders)
     reason = None if anyway else guard.not_needed()
     if reason is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -26,24 +26,6 @@ class Argument(NamedTuple):
     """Whether it is an output that has a name of its own: ``aten.sort.values(values=...)``."""
 
 
-class OutPlace(NamedTuple):
-    """Where ``out`` may stand without its name, as in ``torch.tensordot(a, b, dims, out)``.
-
-    Only functions written in Python allow it; builtins take it by name.
-    """
-
-    position: int
-    names: tuple[str, ...]
-    """The names of ``out`` and of the parameters after it."""
-
-    def by_name(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give ``out`` and what follows it by name."""
-        tail = dict(zip(self.names, args[self.position :], strict=False))
-        return args[: self.position], {**kwargs, **tail}
-
-
 class Writes(NamedTuple):
     """What a function writes to in place."""
 
@@ -52,15 +34,13 @@ class Writes(NamedTuple):
     """False if it changes shape, stride or flags only, as ``squeeze_`` does."""
 
     only_if: Argument | None = None
-    """The flag that makes it write (``inplace=True``), where there is one."""
+    """The flag that makes it write (``training=True``), where there is one."""
 
     only_first: bool = False
     """Whether it writes its first argument, always, and nothing else."""
 
     calls_back: bool = False
     """Whether it calls a Python function for each element, as ``apply_`` does."""
-
-    out_place: OutPlace | None = None
 
 
 _CALL_BACK = frozenset(("apply_", "map_", "map2_"))
@@ -87,8 +67,7 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
 
     An operator's schema says it exactly. A method or function of torch's Python
     API follows torch's naming rule, a trailing underscore, and its operator's
-    schema says which arguments besides the first. A function written in Python
-    may have a flag (``inplace``) that makes it write.
+    schema says which arguments besides the first.
     """
     writes = _writes(function)
     if writes is None or writes.only_if is not None or not writes.arguments:
@@ -134,9 +113,6 @@ def _writes(function: Callable[..., Any]) -> Writes | None:
         schemas = [] if isinstance(function, FunctionType) else operator_schemas(name)
         written = Argument(0, _first_parameter(function))
         return _from_schemas(schemas) or Writes((written,), _elements(name))
-    if isinstance(function, FunctionType):
-        place = place_of_out(function)
-        return _from_flag(function) if place is None else Writes((), out_place=place)
     return None
 
 
@@ -171,46 +147,10 @@ def _elements(name: str) -> bool:
 def _first_parameter(function: Callable[..., Any]) -> str:
     if not isinstance(function, FunctionType):
         return "self"
-    return next(iter(_parameters(function)), "self")
-
-
-def _parameters(function: FunctionType) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(function).parameters
+        return next(iter(inspect.signature(function).parameters), "self")
     except ValueError:  # it wraps a builtin: Tensor.__rpow__ of torch 2.6
-        return {}
-
-
-def place_of_out(function: FunctionType) -> OutPlace | None:
-    """Find ``out`` among the parameters that may be given by position."""
-    parameters = _parameters(function)
-    out = parameters.get("out")
-    if out is None or out.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return None
-    names = tuple(parameters)
-    position = names.index("out")
-    return OutPlace(position, names[position:])
-
-
-# A flag of functions written in Python, and what they write if it is set; None: the input.
-_FLAGS: dict[str, tuple[str, ...] | None] = {
-    "inplace": None,
-    "max_norm": ("weight",),  # embedding renormalises the rows it reads
-    "training": ("running_mean", "running_var"),  # batch_norm
-    "use_input_stats": ("running_mean", "running_var"),  # instance_norm
-}
-
-
-def _from_flag(function: FunctionType) -> Writes | None:
-    parameters = list(_parameters(function))
-    for flag, names in _FLAGS.items():
-        written = (parameters[0],) if names is None and parameters else names or ()
-        if flag in parameters and set(written) <= set(parameters):
-            return Writes(
-                tuple(Argument(parameters.index(name), name) for name in written),
-                only_if=Argument(parameters.index(flag), flag),
-            )
-    return None
+        return "self"
 
 
 def written_tensors(

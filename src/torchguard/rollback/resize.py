@@ -27,7 +27,7 @@ from torchguard._torch import (
     overriding,
     without_torch_function,
 )
-from torchguard._torch.signatures import describe
+from torchguard._torch.schemas import describe
 from torchguard.rollback.interrupts import finish
 from torchguard.rollback.shared_memory import cannot_grow, lacks_allocator
 from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture

@@ -16,8 +16,8 @@ from torchguard.equivalence.copies import bytes_of, run_on_copies, why_not_copie
 from torchguard.equivalence.run import Outcome
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
+from torchguard.verification.graph import quiet
 from torchguard.verification.options import Options
-from torchguard.verification.quiet import quiet
 from torchguard.verification.report import GraphRecord, first_of, message_of
 from torchguard.verification.reproduce import reproducer_of
 from torchguard.verification.rounding import exact, not_by_rounding, right_in_double

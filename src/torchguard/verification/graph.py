@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import operator
 import re
-from collections.abc import Callable, Collection, Hashable, Sequence
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 
@@ -20,9 +25,11 @@ __all__ = [
     "copy_graph",
     "owned_tensors",
     "place_of",
+    "quiet",
     "sizes_of",
     "why_not_twice",
 ]
+
 
 SizesOf: TypeAlias = Callable[[Sequence[Any]], Hashable]
 """Reads the sizes from the inputs of a call."""
@@ -200,3 +207,68 @@ def _reason_of_python(function: Any) -> str | None:
         return None
     name = getattr(function, "__qualname__", repr(function))
     return f"{module}.{name} is a function that Dynamo did not look into"
+
+
+# ---- graphs that may fail ----
+#
+# FX, fake tensors and Dynamo print to standard error, or log, what goes wrong in a graph, though
+# the exception is caught. Only what the thread that tries the graph would print is kept back.
+
+
+# One thread after the other: each puts back what it has found.
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep back what this thread prints to ``sys.stderr``, logs under ``torch`` or warns of."""
+    thread = threading.get_ident()
+    with _lock, warnings.catch_warnings(), _without_logs(thread):
+        warnings.simplefilter("ignore")
+        before = sys.stderr
+        sys.stderr = _Others(before, thread)
+        try:
+            yield
+        finally:
+            sys.stderr = before
+
+
+class _Others:
+    """A stream for all threads but one."""
+
+    def __init__(self, stream: Any, thread: int) -> None:
+        self._stream = stream
+        self._thread = thread
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self._thread:
+            return len(text)
+        written: int = self._stream.write(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _without_logs(thread: int) -> Iterator[None]:
+    def from_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.name.partition(".")[0] != "torch"
+
+    # A logger's filter does not see what its children log, a handler's does.
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {
+        handler
+        for logger in loggers
+        if isinstance(logger, logging.Logger)
+        for handler in logger.handlers
+    }
+    if logging.lastResort is not None:
+        handlers.add(logging.lastResort)
+    for handler in handlers:
+        handler.addFilter(from_others)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(from_others)

@@ -140,6 +140,8 @@ class _Minifier:
         return last is not None and self._shows_window(self.case, last)
 
     def _first_wrong_value(self) -> int | None:
+        # More results can hide a fault: a value that is returned is not fused away. Then nothing is
+        # wrong here, and the end is found by bisection.
         graph = copy_graph(self.case.graph)
         nodes = list(graph.graph.nodes)
         places = _statements(graph)

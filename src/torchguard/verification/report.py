@@ -144,6 +144,7 @@ def message_of(
         on_mismatch: what the user has chosen.
         reproducer: where the script is, or why there is none.
     """
+    # A callable of the user's is blamed by its own name: no issue of PyTorch's is to come of it.
     source = backend.source
     if source is None:
         blamed = f"the backend {backend.name}"

@@ -17,8 +17,8 @@ from torch import fx
 
 from torchguard._torch import tracing_again
 from torchguard.verification.fallback import Fallback, TracedGraph
+from torchguard.verification.graph import quiet
 from torchguard.verification.minify import Case, Minified, minified
-from torchguard.verification.quiet import quiet
 from torchguard.verification.report import GraphRecord
 
 __all__ = ["FOLDER_VARIABLE", "reproducer_of"]
@@ -195,6 +195,7 @@ def _script(case: Case, inputs: str, arguments: str) -> str:
     differences = "\n".join(map(str, case.differences(case.inputs)))
     return _SCRIPT.format(
         version=torch.__version__,
+        # They stand in the docstring of the script, which these would end or escape.
         differences=differences.replace("\\", "/").replace('"""', "'''"),
         imports="\n".join(imports.values()),
         classes="\n\n".join(classes),
@@ -204,6 +205,8 @@ def _script(case: Case, inputs: str, arguments: str) -> str:
         grad_mode="with torch.enable_grad():"
         if torch.is_grad_enabled()
         else "with torch.no_grad():",
+        # Wider than the check's, which knows what rounding explains here: a script does not, and is
+        # run on other machines.
         rtol=1e-6 if double else 1e-3,
         atol=1e-6 if double else 1e-4,
     )
@@ -248,6 +251,7 @@ def _import_of(name: str, value: Any) -> str:
 
 
 def _inputs_that_show(case: Case) -> str:
+    # Most wrong graphs are wrong for any values; a script without data can be read, and sent.
     random = _inputs(case.inputs, written_out=False)
     scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
     with torch.random.fork_rng():

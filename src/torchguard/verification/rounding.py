@@ -28,8 +28,7 @@ from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.perturb import can_be_perturbed, perturb_
 from torchguard.equivalence.run import Outcome
 from torchguard.verification.fallback import Compiler
-from torchguard.verification.graph import copy_graph
-from torchguard.verification.quiet import quiet
+from torchguard.verification.graph import copy_graph, quiet
 
 __all__ = ["exact", "not_by_rounding", "right_in_double"]
 

@@ -1,4 +1,24 @@
-"""The guard "slice_scatter": no gradient is scattered into memory that positions share.
+"""The guards "setitem" and "slice_scatter": indexed assignment in compiled code.
+
+**"setitem"**: what Dynamo believes of ``requires_grad`` is what the tensor says.
+
+While tracing, Dynamo answers ``m.requires_grad`` from a note made when it first saw
+``m``, and decides by the same note whether a custom ``torch.autograd.Function`` has a
+backward. Two things make the note wrong:
+
+- Up to 2.8 ``m[index] = value`` is written into the graph but not carried out on the
+  fake tensor that stands for ``m``
+  (https://github.com/pytorch/pytorch/issues/169179).
+- On every release up to 2.15 at least, the note is made anew, if at all, for the tensor that was
+  written to, not for others that share its memory: after ``m[0][0] = value``, an
+  assignment into a view, the note for ``m`` is wrong. So it is, up to 2.9, after
+  ``m.copy_(value)`` and, up to 2.11, after ``m.detach_()``
+  (https://github.com/pytorch/pytorch/issues/176854).
+
+The guard carries the assignment out on the fake tensor where Dynamo has not, and
+reads the fake tensor instead of the note. The graph stays as it is.
+
+**"slice_scatter"**: no gradient is scattered into memory that positions share.
 
 The gradient of ``torch.slice_scatter`` for its input is the output's gradient with
 zeros scattered into it. After a ``.sum()`` that gradient is one number, expanded to
@@ -14,6 +34,7 @@ the graph that is changed, not inductor: caches on disk are keyed by it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
@@ -23,23 +44,118 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._torch import CALL_USER_COMPILER, DYNAMO, patch
+from torchguard._torch import (
+    CALL_USER_COMPILER,
+    DYNAMO,
+    TENSOR_VARIABLE,
+    fake_of,
+    patch,
+    tracing_unseen,
+    without_torch_function,
+)
 
-_NAMES = ("slice_scatter", "select_scatter", "diagonal_scatter")
+__all__ = [
+    "setitem_not_needed",
+    "setitem_replacements",
+    "slice_scatter_not_needed",
+    "slice_scatter_replacements",
+]
+
+# ---- setitem ----
 
 
-def replacements() -> Mapping[str, patch.Make]:
+def setitem_replacements() -> Mapping[str, patch.Make | patch.Computed]:
+    """Return what to put where; Dynamo has to be imported."""
+    return {
+        f"{TENSOR_VARIABLE}.method___setitem__": _carry_out,
+        f"{TENSOR_VARIABLE}.requires_grad": patch.Computed(_requires_grad),
+        f"{TENSOR_VARIABLE}.has_grad_fn": patch.Computed(_has_grad_fn),
+    }
+
+
+def _carry_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the fake tensor of ``m`` go through what ``m[index] = value`` does to autograd's view."""
+
+    def method___setitem__(self: Any, *args: Any) -> Any:
+        result = original(self, *args)
+        target, value = fake_of(self), fake_of(args[-1])
+        if target is None or value is None or not value.requires_grad or target.requires_grad:
+            return result
+        # A fake tensor has no elements: whichever of them are written, the view that
+        # autograd has of it and of its aliases changes alike. Where even that can't be
+        # done, the graph itself raises when it runs, as it would have.
+        with contextlib.suppress(Exception), without_torch_function():
+            target.copy_(value.sum())
+        return result
+
+    return method___setitem__
+
+
+def _requires_grad(variable: Any) -> Any:
+    fake = fake_of(variable)
+    noted = vars(variable).get("requires_grad")
+    return noted if fake is None or noted is None else fake.requires_grad
+
+
+def _has_grad_fn(variable: Any) -> Any:
+    """Only where the note for ``requires_grad`` is outdated: Dynamo has its own for parameters."""
+    noted = vars(variable).get("requires_grad")
+    now = _requires_grad(variable)
+    return vars(variable).get("has_grad_fn") if noted == now else now
+
+
+def _trace(value: torch.Tensor) -> tuple[torch.Tensor, bool, torch.Tensor, bool]:
+    assigned = value.new_zeros(2, 2)
+    assigned[0] = value
+    viewed = value.new_zeros(2, 2)
+    viewed[0][0] = value
+    return assigned, assigned.requires_grad, viewed, viewed.requires_grad
+
+
+def setitem_not_needed() -> str | None:
+    """Say why the guard is not needed; None if it is, and while nothing has imported Dynamo."""
+    return _setitem_tried() if DYNAMO in sys.modules else None
+
+
+@functools.cache
+def _setitem_tried() -> str | None:
+    """Trace two assignments, once per process, without compiling anything."""
+    traced = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    # A code object of its own, so that no limit on recompilations is touched.
+    _trace.__code__ = _trace.__code__.replace()
+    with tracing_unseen():
+        value = torch.ones((), device="cpu", requires_grad=True)
+        try:
+            _, assigned, _, viewed = torch.compile(_trace, backend=backend)(value)
+        except Exception:  # noqa: BLE001  a compiler that can't even do that proves nothing
+            return None
+    if traced and assigned and viewed:
+        return "requires_grad is right while tracing on this torch"
+    return None
+
+
+# ---- slice_scatter ----
+
+_SCATTERS = ("slice_scatter", "select_scatter", "diagonal_scatter")
+
+
+def slice_scatter_replacements() -> Mapping[str, patch.Make]:
     """Return what to put where; Dynamo has to be imported."""
     return {CALL_USER_COMPILER: _rewrite_first}
 
 
-def not_needed() -> str | None:
+def slice_scatter_not_needed() -> str | None:
     """Say why the guard is not needed; None if it is, and while nothing has imported Dynamo."""
-    return _tried() if DYNAMO in sys.modules else None
+    return _slice_scatter_tried() if DYNAMO in sys.modules else None
 
 
 @functools.cache
-def _tried() -> str | None:
+def _slice_scatter_tried() -> str | None:
     """Ask for the strides of results without computing them, once per process."""
     row = torch.empty(2, device="meta")
     expanded = torch.empty((), device="meta").expand(2, 2)
@@ -73,7 +189,7 @@ def _rewrite(module: fx.GraphModule) -> None:
             depth += 1
         elif name.endswith("_decrement_nesting"):
             depth -= 1
-        elif depth == 0 and name in _NAMES and node.op in {"call_function", "call_method"}:
+        elif depth == 0 and name in _SCATTERS and node.op in {"call_function", "call_method"}:
             changed = _as_assignment(module.graph, node, name) or changed
     if changed:
         module.recompile()

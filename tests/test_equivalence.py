@@ -18,14 +18,8 @@ from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import COMPILING, PADDING, close, judge
 from torchguard.equivalence.copies import run_on_copies as run
 from torchguard.equivalence.copies import why_not_copied
-from torchguard.equivalence.isolate import isolated
-from torchguard.equivalence.run import (
-    Given,
-    Gradient,
-    Outcome,
-    Output,
-    run_undoing_mutations,
-)
+from torchguard.equivalence.isolate import isolated, run_undoing_mutations
+from torchguard.equivalence.outcome import Given, Gradient, Outcome, Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torchguard.__main__ import main
 from torchguard.equivalence.compare import COMPILING, judge
 from torchguard.equivalence.copies import run_on_copies as run
-from torchguard.equivalence.run import Outcome
+from torchguard.equivalence.outcome import Outcome
 from torchguard.verification import verified_backend
 from torchguard.verification.fuzz import Program, attempt, program
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from torchguard.equivalence.run import Outcome
+from torchguard.equivalence.outcome import Outcome
 
 __all__ = [
     "COMPILING",

@@ -16,7 +16,7 @@ from torch import fx
 
 from torchguard._torch import base_of, has_own_dispatch, set_version, version_of
 from torchguard.equivalence.isolate import isolated
-from torchguard.equivalence.run import Gradient, Outcome
+from torchguard.equivalence.outcome import Gradient, Outcome
 
 __all__ = [
     "Cast",

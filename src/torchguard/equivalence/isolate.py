@@ -1,9 +1,9 @@
-"""Run code without side effects: what it does to random states, modules and memory is undone.
+"""Run a function without side effects: what it does to RNG states, modules and memory is undone.
 
 :func:`isolated` restores everything but the memory of tensors. For that there are two ways:
 copies of the inputs (:mod:`torchguard.equivalence.copies`), which a compiled function can be
-called with, and :class:`torchguard.equivalence.run.UndoMutations`, which sees the operators of a
-function that runs eagerly.
+called with, and :class:`UndoMutations`, which sees the operators of a function that runs eagerly.
+:func:`run_undoing_mutations` calls such a function, which may have a state of its own.
 """
 
 from __future__ import annotations
@@ -11,26 +11,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchguard._torch import (
+    OPERATOR_CLASSES,
+    TorchDispatchMode,
     has_saved_tensors_hooks,
+    schema_of,
     set_version,
     version_of,
+)
+from torchguard.equivalence.outcome import (
+    Buffer,
+    Given,
+    Gradient,
+    Outcome,
+    Output,
+    counted,
+    send_backward,
 )
 
 __all__ = [
     "ThreadModes",
+    "UndoMutations",
     "buffers_restored",
     "isolated",
     "module_state_restored",
     "rng_generators",
     "rng_state_restored",
-    "without_autocast_cache",
+    "run_undoing_mutations",
 ]
 
 
@@ -150,17 +163,6 @@ def rng_generators() -> list[_Generator]:
     return found
 
 
-@contextlib.contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """Let autocast cast every time: it neither keeps casts nor takes those it has kept."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 # ---- modules ----
 
 
@@ -230,7 +232,7 @@ def _restore_in_order(changed: dict[int, Any], before: dict[int, Any]) -> None:
 def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Copy the values of buffers and copy them back.
 
-    For what :class:`torchguard.equivalence.run.UndoMutations` can't see: compiled code, and a run
+    For what :class:`UndoMutations` can't see: compiled code, and a run
     on tensors without data, which writes to buffers that are real.
     """
     before = [
@@ -247,3 +249,216 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
                 buffer.copy_(values)
                 if version is not None:
                     set_version(buffer, version)
+
+
+# ---- undo what a function writes ----
+
+
+class UndoMutations(TorchDispatchMode):
+    """A scope whose mutations of memory from outside can be undone, and that is deterministic.
+
+    The mode sees every operator. A storage that was there before is copied before the first
+    operator that writes it, and :meth:`undo` copies it back. Dropout keeps everything: which
+    elements it drops depends on the shape, so with it a padded run could never equal the real one.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: set[str] = set()
+        """The names of the operators that ran."""
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._versions: list[tuple[torch.Tensor, int | None]] = []
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_overload = isinstance(func, OPERATOR_CLASSES)
+        if not is_overload:  # a higher-order operator, such as flex_attention
+            return func(*args, **kwargs)
+        schema = schema_of(func)
+        self.operators.add(schema.name)
+        given = _tensors((*args, *kwargs.values()))
+        self._copy_what_is_written(schema, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result = _deterministic(func, schema, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        outside = {storage_address(tensor) for tensor in given}
+        self._own.update({storage_address(made) for made in _tensors((result,))} - outside)
+        return result
+
+    @property
+    def mutated(self) -> set[int]:
+        """The addresses of storages from outside that were written."""
+        return set(self._storages)
+
+    def undo(self) -> None:
+        """Copy back what was written."""
+        for storage, copied in self._storages.values():
+            storage.copy_(copied)
+        for tensor, version in reversed(self._versions):
+            if version is not None:
+                set_version(tensor, version)
+
+    def _copy_what_is_written(self, schema: Any, args: Any, kwargs: Any) -> None:
+        for place, argument in enumerate(schema.arguments):
+            info = argument.alias_info
+            written = (info is not None and info.is_write) or argument.name in _WRITTEN_UNSAID
+            if not written:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors((value,)):
+                address = storage_address(tensor)
+                if address == 0 or address in self._own:
+                    continue
+                self._versions.append((tensor, version_of(tensor)))
+                if address not in self._storages:
+                    storage = tensor.untyped_storage()
+                    self._storages[address] = (storage, storage.clone())
+
+
+# The schema of native_batch_norm does not say that it writes them.
+_WRITTEN_UNSAID = {"running_mean", "running_var"}
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory begins, 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # no storage: sparse, fake, nested
+        return 0
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+    return found
+
+
+def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
+    """Run a random operator deterministically, so far as that has a meaning."""
+    name = schema.name.removeprefix("aten::")
+    if name == "native_dropout":
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    if name == "bernoulli_":
+        return args[0].fill_(1)
+    if name == "bernoulli":
+        return torch.ones_like(args[0])
+    names = [argument.name for argument in schema.arguments]
+    if "dropout_p" in names:
+        place = names.index("dropout_p")
+        if place < len(args):
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        elif "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+    result = func(*args, **kwargs)
+    if name in {"rand", "rand_like", "uniform_"}:
+        result.fill_(0.5)
+    elif name in {"randn", "randn_like", "normal_"}:
+        result.fill_(0.0)
+    return result
+
+
+# ---- run it ----
+
+
+def run_undoing_mutations(
+    function: Callable[..., Any],
+    leaves: Sequence[Any],
+    *,
+    prepare: Callable[[list[Any]], Given],
+    read: Callable[[Any], tuple[Any, list[Output]]],
+    names: Mapping[int, str],
+    modules: Sequence[torch.nn.Module] = (),
+    held: Callable[[], Iterable[torch.Tensor]] = tuple,
+) -> Outcome:
+    """Call a function that may have a state of its own, and send a gradient backward.
+
+    The function runs deterministically (dropout keeps everything) and eagerly. Afterwards memory,
+    modules and random states are as they were. What it raises comes out.
+
+    Args:
+        function: gets the arguments that ``prepare`` returns.
+        leaves: of the arguments of a call. Where one requires grad, a new leaf of autograd's
+            graph takes its place, so that the gradient does not run on into what made it.
+        prepare: makes of the leaves what the function is called with.
+        read: flattens what the function returns: its structure, and its leaves. It runs outside
+            of the scope in which operators are watched.
+        names: what messages call the leaves, by position.
+        modules: those the function may change.
+        held: returns tensors besides parameters that were there before the run.
+    """
+    fresh = {
+        place: leaf.detach().requires_grad_()
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    }
+    watch = UndoMutations()
+    buffers = _buffers_of(modules)
+    with isolated(modules):
+        try:
+            # Before operators are watched: to the function this is memory from outside, so that its
+            # writes to it are seen.
+            given = prepare([fresh.get(place, leaf) for place, leaf in enumerate(leaves)])
+            with watch:
+                returned = function(*given.args, **given.kwargs)
+            structure, outputs = read(returned)
+            tensors = [each.value for each in outputs if isinstance(each.value, torch.Tensor)]
+            gradients: dict[Hashable, Gradient] = {}
+            if any(tensor.requires_grad for tensor in tensors):
+                with watch:
+                    gradients = send_backward(outputs, fresh, names, modules, held)
+            return Outcome(
+                outputs=[_kept(each) for each in outputs],
+                structure=structure,
+                gradients=gradients,
+                buffers=_written(buffers, watch.mutated),
+                mutated=frozenset(
+                    place
+                    for place, value in enumerate(given.leaves)
+                    if isinstance(value, torch.Tensor) and storage_address(value) in watch.mutated
+                ),
+                operators=frozenset(watch.operators),
+            )
+        finally:
+            watch.undo()
+
+
+def _kept(output: Output) -> Any:
+    if not isinstance(output.value, torch.Tensor):
+        return output.value
+    value = output.value.detach()
+    return (value if output.counts is None else counted(value, output.counts)).clone()
+
+
+_Held = tuple[str, torch.nn.Module, str, torch.Tensor]
+"""A buffer: its full name, the module that has it, its name there."""
+
+
+def _buffers_of(modules: Sequence[torch.nn.Module]) -> list[_Held]:
+    names: dict[int, str] = {}
+    for module in modules:  # the outer ones first
+        for name, buffer in module.named_buffers():
+            names.setdefault(id(buffer), name)
+    return [
+        (names.get(id(buffer), key), module, key, buffer)
+        for module in modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+def _written(held: Iterable[_Held], mutated: set[int]) -> dict[str, Buffer]:
+    """Copy the buffers whose memory was written, or that are another tensor now."""
+    found = {}
+    for name, module, key, buffer in held:
+        now = module._buffers.get(key)
+        if now is not None and (now is not buffer or storage_address(buffer) in mutated):
+            found[name] = Buffer(buffer, now.detach().clone())
+    return found

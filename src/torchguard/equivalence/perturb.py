@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from torchguard._torch import set_version, version_of
-from torchguard.equivalence.isolate import without_autocast_cache
 
 __all__ = ["can_be_perturbed", "perturb_", "perturbed"]
 
@@ -74,7 +73,7 @@ def perturbed(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[bool]:
             for tensor, _, _ in before:
                 with contextlib.suppress(RuntimeError):  # it overlaps itself, or is conjugate
                     perturb_(tensor.detach(), seed)
-        with without_autocast_cache():  # it holds the weights as they were
+        with _without_autocast_cache():  # it holds the weights as they were
             yield any(not torch.equal(tensor, values) for tensor, values, _ in before)
     finally:
         with torch.no_grad():
@@ -84,3 +83,14 @@ def perturbed(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[bool]:
             for tensor, _, version in before:
                 if version is not None:
                     set_version(tensor, version)
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Let autocast cast every time: it neither keeps casts nor takes those it has kept."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

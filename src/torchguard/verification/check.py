@@ -13,7 +13,7 @@ from torchguard._torch import has_hooks, warn_at_compiled_call
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import bytes_of, run_on_copies, why_not_copied
-from torchguard.equivalence.run import Outcome
+from torchguard.equivalence.outcome import Outcome
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
 from torchguard.verification.graph import quiet

@@ -25,8 +25,8 @@ from torchguard.equivalence.compare import (
 )
 from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of, why_not_copied
 from torchguard.equivalence.isolate import rng_state_restored
+from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import can_be_perturbed, perturb_
-from torchguard.equivalence.run import Outcome
 from torchguard.verification.fallback import Compiler
 from torchguard.verification.graph import copy_graph, quiet
 

@@ -97,7 +97,7 @@ class Caller:
             if nested or plan.extras:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
                 return self._run(plan, plan.variant.run, call)
-            for index, pad, _, _ in plan.pads:
+            for index, pad, _ in plan.pads:
                 leaves[index] = pad(leaves[index])
             if kwargs:
                 count = len(args)
@@ -162,7 +162,7 @@ class Caller:
                 call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
                 if plan.ready:
                     self.kept.begin()
-                self.output_shapes.learn(plan, output, call)
+                self.output_shapes.learn(plan, call, output)
                 real = slice_output(plan, output)
             output = real
         with self.lock:

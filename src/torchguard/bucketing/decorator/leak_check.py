@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ from torchguard._pytree import (
 )
 from torchguard._torch import uncompiled
 from torchguard.bucketing.decorator.compile import COMPILING
-from torchguard.bucketing.decorator.leak_error import Context, Run, leak_error
-from torchguard.bucketing.decorator.masking import counting, given_masks
+from torchguard.bucketing.decorator.leak_error import Context, leak_error
+from torchguard.bucketing.decorator.masking import Real, counting, given_masks
 from torchguard.bucketing.decorator.other_inputs import (
     OTHER_VALUES,
     Fills,
@@ -33,14 +32,15 @@ from torchguard.bucketing.decorator.other_inputs import (
     shortened,
 )
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
-from torchguard.bucketing.decorator.outputs import UNKNOWN, Output, slice_output
+from torchguard.bucketing.decorator.outputs import Output, real_output
 from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, real_extras, sizes_of
 from torchguard.bucketing.decorator.proofs import Proven
 from torchguard.equivalence.collective import largest_of_all_ranks
-from torchguard.equivalence.compare import PADDING, judge
+from torchguard.equivalence.compare import PADDING, Verdict, judge
+from torchguard.equivalence.isolate import run_undoing_mutations
+from torchguard.equivalence.outcome import Outcome
+from torchguard.equivalence.outcome import Output as Compared
 from torchguard.equivalence.perturb import perturb_, perturbed
-from torchguard.equivalence.run import Output as Compared
-from torchguard.equivalence.run import run_undoing_mutations
 from torchguard.errors import PaddingLeakError
 
 __all__ = ["check_padding"]
@@ -67,14 +67,6 @@ class _Case:
     """The inputs that have other data than the caller's."""
     short: bool = False
     """Whether the caller's inputs are cut short."""
-
-
-class _Leak(NamedTuple):
-    """What a comparison has found."""
-
-    error: PaddingLeakError | None
-    strain: float
-    """The largest difference as a share of what is allowed; 0 means equal to the last bit."""
 
 
 class _First(NamedTuple):
@@ -172,19 +164,22 @@ class _Checker:
 
     def first(self, case: _Case, inputs: Sequence[Input]) -> _First:
         """Run the call without padding, padded, and padded with other values, above and below."""
-        fills = [other_fills(inputs, case.call, largest=largest) for largest in (True, False)]
-        with self._turn(case, 0) as (runs, _):
-            without, padded = runs.both()
-            leak = self._compare(case, without, padded)
+        others = self._other_fills(case, inputs)
+        leak = dependence = None
+        with self._turn(case, 0) as (same, _):
+            runs = self._runs(same, [*self._pair_order(same), *others])
+            without, padded = self._take_pair(same, runs)
+            verdict = judge(without, padded, PADDING)
+            suspicious = not verdict.equal or verdict.strain > _ROUNDING
+            if not verdict.equal:
+                leak = self._leak(case, verdict, without, padded, {})
             del without
-            dependence, strain = None, leak.strain - _ROUNDING
-            for index, other in enumerate(fills):
-                if self._group is None and (not other or other in fills[:index]):
-                    continue
-                found = self._other(case, runs, padded, other)
-                dependence = dependence or found.error
-                strain = max(strain, found.strain)
-        return _First(leak.error, dependence, suspicious=strain > 0)
+            for fills, other in zip(others, runs, strict=True):
+                verdict = judge(padded, other, PADDING)
+                suspicious = suspicious or not verdict.equal or verdict.strain > 0
+                if not verdict.equal and dependence is None:
+                    dependence = self._leak(case, verdict, padded, other, fills)
+        return _First(leak, dependence, suspicious)
 
     def try_other_values(
         self,
@@ -229,10 +224,11 @@ class _Checker:
             return labels
         found = []
         for each in inputs:
-            fills = [other_fills([each], case.call, largest=largest) for largest in (True, False)]
-            with self._turn(case, 0) as (runs, _):
-                padded = runs.padded()
-                if any(fill and self._other(case, runs, padded, fill).error for fill in fills):
+            others = self._other_fills(case, [each])
+            with self._turn(case, 0) as (same, _):
+                runs = self._runs(same, [{}, *others])
+                padded = next(runs)
+                if any(not judge(padded, other, PADDING).equal for other in runs):
                     found.append(each.label)
         return found or labels
 
@@ -277,34 +273,107 @@ class _Checker:
         Returns:
             The leak, and whether any number is other than in the first turn.
         """
-        with self._turn(case, turn) as (runs, is_new):
-            without, padded = runs.both()
-        return self._compare(case, without, padded).error, is_new
+        with self._turn(case, turn) as (same, is_new):
+            without, padded = self._take_pair(same, self._runs(same, self._pair_order(same)))
+        verdict = judge(without, padded, PADDING)
+        return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
 
     @contextlib.contextmanager
-    def _turn(self, case: _Case, turn: int) -> Iterator[tuple[_Runs, bool]]:
-        """Yield what runs the function, and whether any number is other than in the first turn."""
-        runs = _Runs(self._shapes, case, self._modules, self._names)
+    def _turn(self, case: _Case, turn: int) -> Iterator[tuple[_Case, bool]]:
+        """Yield what to run, and whether any number in it is other than in the first turn."""
         with COMPILING, uncompiled(), contextlib.ExitStack() as scope:
             is_new = turn == 0
             if turn > 0:
                 call, is_new = _with_perturbed_inputs(case.call, turn)
-                runs.case = replace(case, call=call)
+                case = replace(case, call=call)
                 held = (p for module in self._modules for p in module.parameters(recurse=False))
-                weights = [*held, *runs.padded(None).outcome.parameters]
-                is_new |= scope.enter_context(perturbed(weights, turn))
-            yield runs, is_new
+                (without,) = self._runs(case, [None])
+                is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
+            yield case, is_new
 
-    def _compare(
-        self, case: _Case, expected: Run, got: Run, *, fills: Fills | None = None
-    ) -> _Leak:
-        verdict = judge(expected.outcome, got.outcome, PADDING)
-        if verdict.equal:
-            return _Leak(None, verdict.strain)
+    def _other_fills(self, case: _Case, inputs: Sequence[Input]) -> list[Fills]:
+        """Return what else to put into the padding of these inputs: above all data, and below."""
+        above, below = (other_fills(inputs, case.call, largest=each) for each in (True, False))
+        if self._group is not None:
+            return [above, below]  # every rank makes as many runs
+        return [fills for fills in ([above] if above == below else [above, below]) if fills]
+
+    def _pair_order(self, case: _Case) -> list[Fills | None]:
+        """Return the fills of a pair of runs: None is the one without padding."""
+        # What counts of an output by a mask of the caller is known once one was sliced.
+        return [{}, None] if self._is_masked(case) else [None, {}]
+
+    def _take_pair(self, case: _Case, runs: Iterator[Outcome]) -> tuple[Outcome, Outcome]:
+        """Make the two runs of :meth:`_pair_order`; return the one without padding first."""
+        first, second = next(runs), next(runs)
+        return (second, first) if self._is_masked(case) else (first, second)
+
+    def _is_masked(self, case: _Case) -> bool:
+        return any(each.label in self._spec.masks for each in case.plan.inputs)
+
+    def _runs(self, case: _Case, variants: Iterable[Fills | None]) -> Iterator[Outcome]:
+        """Run the function once for each variant, when the next one is asked for.
+
+        A variant says what the padding holds in place of what is declared, and is None for a run
+        without padding. Where it holds something else, what the function raises is in the outcome.
+        """
+        plan, call, shapes = case.plan, case.call, self._shapes
+        owned = flatten(call.owner)[0] if call.owner else []
+        learn = functools.partial(shapes.learn, plan, call)
+        masks: Sequence[Real] = ()
+        if self._spec.masks:
+            masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
+        narrows: dict[int, Any] = {}
+
+        def read_masked(fills: Fills | None, whole: Any) -> tuple[Output, list[Compared]]:
+            output, leaves = real_output(plan, None if fills is None else learn, whole)
+            if fills is not None:
+                narrows.update(shapes.narrows(plan, whole))
+            for index, steps in narrows.items():
+                value = leaves[index].value
+                if isinstance(value, torch.Tensor):
+                    leaves[index] = Compared(value, counting(masks, plan.sizes, value, steps))
+            return output, leaves
+
+        for fills in variants:
+            # Of other data only the padding is in question. Some functions do something else with a
+            # mask, even one in which all is real, than without: for transformers position_ids
+            # without a mask that do not count up are several packed sequences.
+            extras = plan.extras
+            if fills is None and extras:
+                extras = real_extras(self._spec, plan, with_masks=bool(case.others))
+            read = functools.partial(real_output, plan, None if fills is None else learn)
+            try:
+                outcome = run_undoing_mutations(
+                    shapes.function,
+                    [*call.leaves, *owned],
+                    prepare=functools.partial(given_by, plan, call, extras, fills),
+                    read=functools.partial(read_masked, fills) if masks else read,
+                    names=self._names,
+                    modules=self._modules,
+                    held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
+                )
+                _raise_if_written(plan, outcome)
+            except Exception as error:
+                if not fills:
+                    raise
+                outcome = Outcome(error=error)
+            yield outcome
+
+    def _leak(
+        self, case: _Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
+    ) -> PaddingLeakError:
+        """Return the error for a run that is not what another one with other padding is."""
         plan = case.plan
         what = sizes_of(plan)
-        if fills is not None:
-            what += f"; with another value in the padding of {_labels(plan, fills)}"
+        changed = ", ".join(each.label for each in plan.inputs if each.index in fills)
+        if got.error is not None:
+            return PaddingLeakError(
+                f"bucketed: {self._shapes.name} fails with another value than 0 in the padding of "
+                f"{changed} ({what}): {type(got.error).__name__}: {got.error}"
+            )
+        if fills:
+            what += f"; with another value in the padding of {changed}"
         elif case.short:
             what += "; inputs cut short, to see what a small difference becomes with more padding"
         elif case.others:
@@ -312,109 +381,7 @@ class _Checker:
         labels = {*plan.extras, *(each.label for each in plan.inputs)}
         masked = [name for name in self._spec.masks if name in labels]
         context = Context(what, self._shapes.name, self._modules, masked, case.others)
-        error = leak_error(verdict.differences[0], expected, got, context)
-        return _Leak(error, math.inf)
-
-    def _other(self, case: _Case, runs: _Runs, padded: Run, fills: Fills) -> _Leak:
-        """Compare a padded run with one that has other values in the padding."""
-        try:
-            return self._compare(case, padded, runs.padded(fills), fills=fills)
-        except Exception as error:  # noqa: BLE001 - then it matters what the padding holds
-            message = (
-                f"bucketed: {self._shapes.name} fails with another value than 0 in the padding of "
-                f"{_labels(case.plan, fills)} ({sizes_of(case.plan)}): {type(error).__name__}: "
-                f"{error}"
-            )
-            return _Leak(PaddingLeakError(message), _ROUNDING)
-
-
-class _Runs:
-    """Runs one case, padded or not.
-
-    Args:
-        shapes: as of :class:`_Checker`.
-        case: what to run.
-        modules: those the function may change.
-        names: what to call the leaves of the call, and then those of ``self``.
-    """
-
-    def __init__(
-        self,
-        shapes: OutputShapes,
-        case: _Case,
-        modules: Sequence[torch.nn.Module],
-        names: Mapping[int, str],
-    ) -> None:
-        self.case = case
-        self._shapes = shapes
-        self._spec = shapes.spec
-        self._modules = modules
-        self._names = names
-        self._narrows: Mapping[int, Any] = {}
-
-    def both(self) -> tuple[Run, Run]:
-        """Run without padding and padded."""
-        if any(each.label in self._spec.masks for each in self.case.plan.inputs):
-            # What counts of an output is known once one was sliced.
-            padded = self.padded()
-            return self.padded(None), padded
-        return self.padded(None), self.padded()
-
-    def padded(self, fills: Fills | None = {}) -> Run:  # noqa: B006 - it is not changed
-        """Run with padding, where ``fills`` replaces what it holds; without, if that is None."""
-        plan, call = self.case.plan, self.case.call
-        # Of other data only the padding is in question. Some functions do something else with a
-        # mask, even one in which all is real, than without: for transformers position_ids without
-        # a mask that do not count up are several packed sequences.
-        extras = plan.extras
-        if fills is None and extras:
-            extras = real_extras(self._spec, plan, with_masks=bool(self.case.others))
-        owned = flatten(call.owner)[0] if call.owner else []
-        found: list[Output] = []
-
-        def read(whole: Any) -> tuple[Any, list[Compared]]:
-            if fills is not None:
-                real = slice_output(plan, whole)
-                if real is UNKNOWN:
-                    # This may run the function on tensors without data.
-                    self._shapes.learn(plan, whole, call)
-                    real = slice_output(plan, whole)
-                if self._spec.masks:
-                    self._narrows = self._shapes.narrows(plan, whole)
-                whole = real
-            output = Output.of(whole)
-            found.append(output)
-            if self._spec.masks:
-                return output.paths, self._counted(output.leaves)
-            return output.paths, [Compared(leaf) for leaf in output.leaves]
-
-        outcome = run_undoing_mutations(
-            self._shapes.function,
-            [*call.leaves, *owned],
-            prepare=functools.partial(given_by, plan, call, extras, fills),
-            read=read,
-            names=self._names,
-            modules=self._modules,
-            held=lambda: reachable_tensors(self._shapes.function, (*call.owner, *call.arguments)),
-        )
-        lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
-        if lost:
-            raise ValueError(
-                f"bucketed: the function writes to its input {lost[0]}; what it gets is a padded "
-                "copy, so the write would be lost: return the new value instead"
-            )
-        return Run(found[0], outcome)
-
-    def _counted(self, leaves: Sequence[Any]) -> list[Compared]:
-        """Pair each leaf with the elements that count by the caller's masks."""
-        plan, call = self.case.plan, self.case.call
-        masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
-        counts = {
-            index: counting(masks, plan.sizes, leaves[index], narrows)
-            for index, narrows in self._narrows.items()
-            if isinstance(leaves[index], torch.Tensor)
-        }
-        return [Compared(leaf, counts.get(index)) for index, leaf in enumerate(leaves)]
+        return leak_error(verdict.differences[0], expected, got, context)
 
 
 def _with_perturbed_inputs(call: Call, seed: int) -> tuple[Call, bool]:
@@ -430,5 +397,10 @@ def _with_perturbed_inputs(call: Call, seed: int) -> tuple[Call, bool]:
     return call.with_leaves(new), changed
 
 
-def _labels(plan: Plan, fills: Fills) -> str:
-    return ", ".join(each.label for each in plan.inputs if each.index in fills)
+def _raise_if_written(plan: Plan, outcome: Outcome) -> None:
+    lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
+    if lost:
+        raise ValueError(
+            f"bucketed: the function writes to its input {lost[0]}; what it gets is a padded "
+            "copy, so the write would be lost: return the new value instead"
+        )

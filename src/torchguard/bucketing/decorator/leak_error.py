@@ -7,20 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from torchguard.bucketing.decorator.outputs import Output
 from torchguard.equivalence.compare import Difference
-from torchguard.equivalence.run import Outcome
+from torchguard.equivalence.outcome import Outcome
 from torchguard.errors import PaddingLeakError
 
-__all__ = ["Context", "Run", "leak_error"]
-
-
-class Run(NamedTuple):
-    """One run of the function."""
-
-    output: Output
-    """The real part of what it returned."""
-    outcome: Outcome
+__all__ = ["Context", "leak_error"]
 
 
 class Context(NamedTuple):
@@ -38,22 +29,27 @@ class Context(NamedTuple):
     """The inputs that have other data than the caller's."""
 
 
-def leak_error(found: Difference, expected: Run, got: Run, context: Context) -> PaddingLeakError:
-    """Return the error for a difference between a run and one with more, or other, padding."""
+def leak_error(
+    found: Difference, expected: Outcome, got: Outcome, context: Context
+) -> PaddingLeakError:
+    """Return the error for a difference between a run and one with more, or other, padding.
+
+    The structure of both outcomes is an :class:`torchguard.bucketing.decorator.outputs.Output`.
+    """
     return PaddingLeakError(_message(found, expected, got, context))
 
 
-def _message(found: Difference, expected: Run, got: Run, context: Context) -> str:
+def _message(found: Difference, expected: Outcome, got: Outcome, context: Context) -> str:
     """Name what differs, and by how much."""
     what, function = context.what, context.function
     if found.kind == "shape" and found.part == "structure":
         return f"bucketed: {function} returns another structure when its input is padded ({what})"
-    operators = expected.outcome.operators | got.outcome.operators
+    operators = expected.operators | got.operators
     advice = _not_neutral(context.others) if context.others else _causes(operators, context)
     ending = f"({what}). {advice}"
     if found.part == "outputs":
-        where = f"{expected.output.label(found.key)} of {function}"
-        wanted, value = (run.outcome.outputs[found.key] for run in (expected, got))
+        where = f"{expected.structure.label(found.key)} of {function}"
+        wanted, value = (run.outputs[found.key] for run in (expected, got))
         if found.kind == "value":
             return f"bucketed: {where} is {value!r} with padding and {wanted!r} without {ending}"
         if found.kind == "shape":
@@ -62,7 +58,7 @@ def _message(found: Difference, expected: Run, got: Run, context: Context) -> st
                 f"{tuple(wanted.shape)} without padding ({what}): say in outputs= how long it is"
             )
     elif found.part == "gradients":
-        gradients = {**got.outcome.gradients, **expected.outcome.gradients}
+        gradients = {**got.gradients, **expected.gradients}
         where = f"the gradient of {gradients[found.key].name} in {function}"
     else:
         where = f"the buffer {found.key} that {function} writes"

@@ -140,13 +140,13 @@ class OutputShapes:
         self._kept = kept
         self._formulas: dict[Any, _Formula | None] = {}
 
-    def learn(self, plan: Plan, whole: Any, call: Call) -> None:
+    def learn(self, plan: Plan, call: Call, whole: Any) -> None:
         """Find out what of an output like this one is real, for :func:`slice_output`.
 
         Args:
             plan: how the call was padded.
-            whole: the output, not sliced.
             call: not padded.
+            whole: the output, not sliced.
 
         Raises:
             TypeError, ValueError: it can't be found out.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
 from torchguard.bucketing.decorator.spec import Sizes
 from torchguard.bucketing.padding import Side
+from torchguard.equivalence.outcome import Output as Compared
 
 if TYPE_CHECKING:
     from torchguard.bucketing.decorator.plan import Plan
@@ -28,6 +30,7 @@ __all__ = [
     "Steps",
     "declared_steps",
     "kind_of",
+    "real_output",
     "slice_output",
 ]
 
@@ -35,12 +38,13 @@ __all__ = [
 _PLAIN = (int, float, complex, str, bytes, bool, torch.dtype, torch.device)
 
 
-class Output(NamedTuple):
-    """An output taken apart."""
+@dataclass(frozen=True)
+class Output:
+    """An output taken apart; two are equal that have the same structure."""
 
-    leaves: list[Any]
+    leaves: list[Any] = field(compare=False)
     paths: list[KeyPath]
-    whole: Any
+    whole: Any = field(compare=False)
 
     def label(self, index: int) -> str:
         """Return how to spell a leaf: ``output.logits``."""
@@ -53,7 +57,7 @@ class Output(NamedTuple):
         Raises:
             TypeError: it has something inside that may hold tensors, but can't be looked into.
         """
-        if type(whole) is torch.Tensor:
+        if isinstance(whole, torch.Tensor):
             return cls([whole], [()], whole)
         leaves, treedef = flatten(whole)
         output = cls(leaves, key_paths(treedef), whole)
@@ -159,6 +163,26 @@ def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
     for step in steps:
         tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
     return tensor
+
+
+def real_output(
+    plan: Plan, learn: Callable[[Any], None] | None, whole: Any
+) -> tuple[Output, list[Compared]]:
+    """Take the real part of an output apart, to compare it with that of another run.
+
+    Args:
+        plan: of the call.
+        learn: finds out what is real; None where nothing was padded.
+        whole: what the function returned.
+    """
+    if learn is not None:
+        real = slice_output(plan, whole)
+        if real is UNKNOWN:
+            learn(whole)  # this may run the function on tensors without data
+            real = slice_output(plan, whole)
+        whole = real
+    output = Output.of(whole)
+    return output, [Compared(leaf) for leaf in output.leaves]
 
 
 def kind_of(whole: Any) -> Any:

@@ -20,7 +20,7 @@ from torchguard._pytree import TreeDef, flatten, key_paths, keystr, unflatten
 from torchguard.bucketing.decorator.masking import Mask
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
-from torchguard.equivalence.run import Given
+from torchguard.equivalence.outcome import Given
 
 __all__ = [
     "PLAIN",
@@ -218,15 +218,13 @@ class BucketCount:
 
 
 class Pad(NamedTuple):
-    """How to pad one leaf."""
+    """How to pad one leaf: functions of the tensor, and of what to put into the padding."""
 
     leaf: int
     """Its index."""
-    quickly: Callable[[torch.Tensor], torch.Tensor]
+    quickly: Callable[..., torch.Tensor]
     """Once :attr:`carefully` has run for a tensor like this one."""
-    carefully: Callable[[torch.Tensor], torch.Tensor]
-    dims: tuple[tuple[int, int], ...]
-    """(dim, size)."""
+    carefully: Callable[..., torch.Tensor]
 
 
 class Mark(NamedTuple):
@@ -251,19 +249,19 @@ def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
     number = fill if isinstance(fill, (bool, int, float, complex)) else None
     pad = torch.constant_pad_nd
 
-    def carefully(x: torch.Tensor) -> torch.Tensor:
+    def carefully(x: torch.Tensor, value: Fill = fill) -> torch.Tensor:
         for dim, size in dims:
-            x = pad_to_bucket(x, dim, size, value=fill, side=side).tensor
+            x = pad_to_bucket(x, dim, size, value=value, side=side).tensor
         return x
 
-    def quickly(x: torch.Tensor) -> torch.Tensor:
+    def quickly(x: torch.Tensor, value: Any = number) -> torch.Tensor:
         # What pad_to_bucket does in the end; it has checked the first call of this kind.
         if x.is_cpu and type(x) is torch.Tensor:
-            return pad(x, pads, number)  # type: ignore[arg-type]
-        return carefully(x)
+            return pad(x, pads, value)
+        return carefully(x, value)
 
     quick = number is not None and math.prod(shape) < _SMALL
-    return Pad(each.index, quickly if quick else carefully, carefully, dims)
+    return Pad(each.index, quickly if quick else carefully, carefully)
 
 
 @dataclass
@@ -301,6 +299,7 @@ class Plan:
     turns: dict[str, Plan] = field(default_factory=dict)
     """The same call in other ways, as long as it is not decided which is taken."""
     marks: tuple[Mark, ...] = ()
+    _has_padded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         pads = []
@@ -330,15 +329,11 @@ class Plan:
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
         leaves = list(leaves)
-        for index, quickly, carefully, dims in self.pads:
-            tensor = leaves[index]
-            if fills is not None and index in fills:
-                for dim, size in dims:
-                    fill = fills[index]
-                    tensor = pad_to_bucket(tensor, dim, size, value=fill, side=self.side).tensor
-                leaves[index] = tensor
-            else:
-                leaves[index] = quickly(tensor) if self.ready else carefully(tensor)
+        for index, quickly, carefully in self.pads:
+            pad = quickly if self._has_padded else carefully
+            value = () if fills is None or index not in fills else (fills[index],)
+            leaves[index] = pad(leaves[index], *value)
+        self._has_padded = True
         return leaves
 
 

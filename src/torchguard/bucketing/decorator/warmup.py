@@ -31,8 +31,8 @@ from torchguard.equivalence.isolate import (
     module_state_restored,
     rng_state_restored,
 )
-from torchguard.equivalence.run import Output as Differentiable
-from torchguard.equivalence.run import send_backward
+from torchguard.equivalence.outcome import Output as Differentiable
+from torchguard.equivalence.outcome import send_backward
 
 __all__ = ["warm_up"]
 

@@ -1,0 +1,177 @@
+"""What a run leaves: outputs, gradients, buffers, and which memory was written.
+
+An :class:`Outcome` is what :func:`torchguard.equivalence.isolate.run_undoing_mutations` and
+:func:`torchguard.equivalence.copies.run_on_copies` return, for
+:func:`torchguard.equivalence.compare.judge`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Buffer", "Given", "Gradient", "Outcome", "Output", "counted", "send_backward"]
+
+
+class Gradient(NamedTuple):
+    """The gradient of one leaf of autograd's graph, or of one input."""
+
+    value: torch.Tensor | None
+    name: str = ""
+    leaf: torch.Tensor | None = None
+    """Kept, lest a leaf of another run gets its id."""
+    known: bool = True
+    """Whether the leaf was there before the run; some functions make leaves of their own."""
+
+
+class Buffer(NamedTuple):
+    """A buffer of a module that a run has written."""
+
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+class Given(NamedTuple):
+    """What a function is called with."""
+
+    leaves: list[Any]
+    """Of the arguments; a write to one counts as the mutation of an input."""
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+class Output(NamedTuple):
+    """A leaf of what a function returns."""
+
+    value: Any
+    counts: torch.Tensor | None = None
+    """Which elements count, as a mask that broadcasts; the others are compared as 0."""
+
+
+@dataclass
+class Outcome:
+    """What a run has returned, written, and sent backward."""
+
+    outputs: list[Any] = field(default_factory=list)
+    structure: Any = None
+    """What the outputs are leaves of; it is compared as a whole."""
+
+    inputs: list[Any] = field(default_factory=list)
+    """The inputs after the run; empty if its mutations were undone."""
+
+    gradients: dict[Hashable, Gradient] = field(default_factory=dict)
+    """By position of an input, or by ``("leaf", id)`` of another; empty if none is computed."""
+
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    """By name, those that the run has written; they are as before again."""
+
+    sharing: frozenset[tuple[str, str]] = frozenset()
+    """Pairs of an output and an input or another output that overlap in memory."""
+
+    mutated: frozenset[int] = frozenset()
+    """The positions of the inputs whose memory was written."""
+
+    random: bool = False
+    """Whether random numbers were drawn."""
+
+    operators: frozenset[str] = frozenset()
+    """The names of the operators that ran, where they were watched."""
+
+    error: Exception | None = None
+    """What the run has raised."""
+
+    backward_error: Exception | None = None
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The leaves besides the inputs through which the outputs can be differentiated."""
+        found = [each.leaf for key, each in self.gradients.items() if isinstance(key, tuple)]
+        return [leaf for leaf in found if leaf is not None]
+
+
+# ---- gradients ----
+
+
+def send_backward(
+    outputs: Sequence[Output],
+    sources: Mapping[int, torch.Tensor],
+    names: Mapping[int, str],
+    modules: Sequence[torch.nn.Module] = (),
+    held: Callable[[], Iterable[torch.Tensor]] = tuple,
+) -> dict[Hashable, Gradient]:
+    """Send a fixed gradient backward to inputs and to every other leaf; none is accumulated.
+
+    It is positive, 0.5 to 1.5, so that sums over a padded dim do not cancel.
+    """
+    parameters = _leaves_behind([output.value for output in outputs], sources.values())
+    wanted = [*sources.values(), *parameters]
+    ends = [
+        output
+        for output in outputs
+        if isinstance(output.value, torch.Tensor)
+        and output.value.requires_grad
+        and output.value.numel()
+    ]
+    if not wanted or not ends:
+        return {}
+    sent = [
+        counted(
+            torch.linspace(0.5, 1.5, value.numel(), device=value.device, dtype=torch.float64)
+            .to(value.dtype)
+            .view(value.shape),
+            counts,
+        )
+        for value, counts in ends
+    ]
+    # Not backward(): that would add to .grad, and call the hooks for it.
+    arrived = torch.autograd.grad([each.value for each in ends], wanted, sent, allow_unused=True)
+    said: dict[int, str] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            said.setdefault(id(parameter), name)
+    there = {*said, *(id(tensor) for tensor in held())}
+    labels: list[tuple[Hashable, str, bool]] = [
+        *((place, names[place], True) for place in sources),
+        *(
+            (("leaf", id(p)), said.get(id(p), f"parameter {i}"), id(p) in there)
+            for i, p in enumerate(parameters)
+        ),
+    ]
+    return {
+        key: Gradient(value, name, leaf, is_known)
+        for (key, name, is_known), leaf, value in zip(labels, wanted, arrived, strict=True)
+    }
+
+
+def _leaves_behind(outputs: Sequence[Any], inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Find the leaves that outputs depend on by way of autograd's graph, inputs left out."""
+    known = {id(tensor) for tensor in inputs}
+    found: dict[int, torch.Tensor] = {}
+    waiting = [
+        value.grad_fn
+        for value in outputs
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    ]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        # Only AccumulateGrad has it: the node of a leaf.
+        # https://pytorch.org/docs/stable/notes/autograd.html#how-autograd-encodes-the-history
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            found[id(leaf)] = leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return list(found.values())
+
+
+def counted(value: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """Put 0 where an element does not count."""
+    if counts is None:
+        return value
+    return torch.where(counts, value, torch.zeros((), dtype=value.dtype, device=value.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -74,7 +75,7 @@ class Ladder:
                 self.buckets = Buckets([*before, bucket])
             return bucket
         if self.buckets is not None and size <= self.buckets.sizes[-1]:
-            return self.buckets.bucket_for(size)
+            return self.buckets.sizes[bisect_left(self.buckets.sizes, size)]
         if not self._growing:
             return None
         sizes = () if self.buckets is None else self.buckets.sizes

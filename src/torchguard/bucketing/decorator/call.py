@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -11,16 +12,17 @@ from typing import Any
 import torch
 
 from torchguard import _torch
-from torchguard._pytree import flatten, reachable_modules, unflatten
+from torchguard._pytree import all_reachable_modules, flatten, reachable_modules, unflatten
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator import no_recompile
 from torchguard.bucketing.decorator.compile import CompileCache, compiling
 from torchguard.bucketing.decorator.engine import Engine
 from torchguard.bucketing.decorator.kept import KeptWork
 from torchguard.bucketing.decorator.leak_check import check_padding
+from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
 from torchguard.bucketing.decorator.missing_dims import explain_failure
 from torchguard.bucketing.decorator.output_shapes import OutputShapes, flattened_rows
-from torchguard.bucketing.decorator.outputs import UNKNOWN, slice_output
+from torchguard.bucketing.decorator.outputs import UNKNOWN, slice_or_learn, slice_output
 from torchguard.bucketing.decorator.plan import (
     PLAIN,
     BucketCount,
@@ -31,12 +33,9 @@ from torchguard.bucketing.decorator.plan import (
     differing,
     find_buckets,
     find_inputs,
-    fresh_extras,
     leaf_key,
-    make_extras,
     sizes_of,
 )
-from torchguard.bucketing.decorator.proofs import Proofs, Proven
 from torchguard.bucketing.decorator.rent import Choice
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
@@ -65,7 +64,6 @@ class Caller:
         self.name = name
         self.lock = threading.Lock()
         self.counts: dict[tuple[int, ...], BucketCount] = {}
-        self.proofs = Proofs(shared=spec.options["group"] is not None, masks=spec.masks)
         self.kept = KeptWork(cache.function, spec, name, compiles=cache.static is not None)
         self.output_shapes = OutputShapes(cache.function, spec, name, self.kept)
         self.engine = Engine(spec, cache)
@@ -140,7 +138,7 @@ class Caller:
                         key.append(leaf_key(leaf))
         plan = None if self._shared else self._plans.get(tuple(key))
         if plan is None:
-            plan = self._new_plan(tuple(key), around, Call.of(self.spec, owner, args, kwargs))
+            plan = self._new_plan(tuple(key), around, owner, args, kwargs)
         return plan, leaves, nested
 
     def _run(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
@@ -162,8 +160,9 @@ class Caller:
                 call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
                 if plan.ready:
                     self.kept.begin()
-                self.output_shapes.learn(plan, call, output)
-                real = slice_output(plan, output)
+                modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
+                find = functools.partial(self.output_shapes.slices, plan, call, modules)
+                real = slice_or_learn(plan, find, output)
             output = real
         with self.lock:
             count = plan.count
@@ -196,7 +195,10 @@ class Caller:
 
     # ---- the plan of a shape ----
 
-    def _new_plan(self, key: Any, around: tuple[Any, ...], call: Call) -> Plan:
+    def _new_plan(
+        self, key: Any, around: tuple[Any, ...], owner: tuple[Any, ...], args: Any, kwargs: Any
+    ) -> Plan:
+        call = Call.of(self.spec, owner, args, kwargs)
         shortest: Sizes = {}
         if self._shared:
             inputs, sizes, together, shortest = self._agreed_sizes(call)
@@ -207,8 +209,9 @@ class Caller:
             inputs, sizes = find_inputs(self.spec, call)
             together = sizes
         buckets = find_buckets(self.spec, together, inputs)
-        extras = make_extras(self.spec, call, inputs, sizes, buckets)
-        shapes = buckets and tuple((each.label, each.padded(buckets)) for each in inputs)
+        extras = {}
+        if self.spec.lengths or self.spec.masks:
+            extras = make_extras(self.spec, call, inputs, sizes, buckets)
         padded = {each.index for each in inputs}
         labels = call.labels()
         others = tuple(
@@ -219,12 +222,6 @@ class Caller:
         specialization = Specialization(around, call.signature.treedefs, others, bool(around[3]))
         chosen = not self._static and bool(buckets) and not specialization.transformed
         with self.lock:
-            # torch.compile imports Dynamo, which takes seconds: not before something compiles.
-            variant = (
-                self.cache.eager
-                if chosen
-                else self.cache.variant_for(shapes or None, specialization)
-            )
             plan = Plan(
                 signature=call.signature,
                 labels=labels,
@@ -232,7 +229,7 @@ class Caller:
                 sizes=sizes,
                 buckets=buckets or {},
                 side=self.spec.options["side"],
-                variant=variant,
+                variant=self.cache.eager,
                 count=self.counts.setdefault(tuple((buckets or {}).values()), BucketCount()),
                 specialization=specialization,
                 seen=self._seen.setdefault(tuple(together.values()), [0]),
@@ -240,6 +237,9 @@ class Caller:
                 # A check may contain collectives, so all ranks make it or none does.
                 shortest=shortest,
             )
+            # torch.compile imports Dynamo, which takes seconds: not before something compiles.
+            if not chosen:
+                plan.variant = self.cache.variant_for(plan.shapes or None, specialization)
         if chosen:
             plan = self.engine.begin(plan, call)
         with self.lock:
@@ -292,13 +292,10 @@ class Caller:
 
     def _run_first(self, plan: Plan, call: Call) -> Any:
         try:
-            self.kept.begin()
-            proven = self._unproven(plan)
-            if proven is not None and (
-                self._always or not self.kept.proves(plan, call, self.proofs)
-            ):
+            proven = self.kept.unproven(plan, call)
+            if proven is not None:
                 check_padding(self.output_shapes, plan, call, proven)
-                self.kept.note_proof(plan, call, self.proofs)
+                self.kept.note_proof(plan, call)
             run = plan.variant.run
             if plan.variant.compiles and plan.specialization not in plan.variant.compiled_for:
                 run = self.compiled(plan)
@@ -317,20 +314,6 @@ class Caller:
         plan.ready = True
         self._warn_of_recompiles(plan)
         return output
-
-    def _unproven(self, plan: Plan) -> Proven | None:
-        """Return what was proven so far, if padding this call has to be checked."""
-        never = self.spec.options["check_padding"] == "never"
-        if never or not plan.buckets or plan.specialization.transformed:
-            return None
-        if self._shared:
-            padded = plan.shortest != plan.buckets
-        else:
-            padded = bool(plan.pads) and all(plan.sizes.values())
-        if not padded:
-            return None
-        proven = self.proofs.of(plan)
-        return None if proven.covers(plan) and not self._always else proven
 
     def compiled(self, plan: Plan) -> Callable[..., Any]:
         """Return a variant's function, to be called once, that notes what compiling took."""
@@ -409,8 +392,8 @@ class Caller:
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
             )
         self.kept.begin()
-        check_padding(self.output_shapes, plan, call, self.proofs.of(plan), anew=True)
-        self.kept.note_proof(plan, call, self.proofs)
+        check_padding(self.output_shapes, plan, call, self.kept.proofs.of(plan), anew=True)
+        self.kept.note_proof(plan, call)
 
     def plan_for(
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -20,7 +20,8 @@ from torchguard import _torch
 from torchguard._pytree import flatten
 from torchguard.bucketing.decorator import no_recompile
 from torchguard.bucketing.decorator.compile import CompileCache, RangesKey
-from torchguard.bucketing.decorator.plan import Call, Mark, Plan, make_extras
+from torchguard.bucketing.decorator.masking import make_extras
+from torchguard.bucketing.decorator.plan import Call, Mark, Plan
 from torchguard.bucketing.decorator.rent import Choice, How, Prices, Range
 from torchguard.bucketing.decorator.spec import Spec
 from torchguard.errors import PaddingLeakError, RecompileError
@@ -223,20 +224,17 @@ class Engine:
         choice = plan.choice
         buckets = dict(zip(plan.sizes, choice.buckets, strict=True)) if how == "static" else {}
         extras = make_extras(self._spec, call, plan.inputs, plan.sizes, buckets or None)
-        marks: list[Mark] = []
-        if how == "static":
-            shapes = tuple((each.label, each.padded(buckets)) for each in plan.inputs)
-            variant = self._cache.variant_for(shapes, plan.specialization)
-        elif how == "eager":
-            variant = self._cache.eager
-        else:
-            key = choice.ranges[how].key
-            variant = self._cache.variant_of_ranges(key)
-            marks = list(_marks(self._spec, plan, key, extras))
-        return replace(
-            plan, how=how, buckets=buckets, extras=extras, variant=variant, marks=tuple(marks),
+        made = replace(
+            plan, how=how, buckets=buckets, extras=extras, variant=self._cache.eager, marks=(),
             slices={}, turns={}, ready=False, real=1, padded=1,
         )  # fmt: skip
+        if how == "static":
+            made.variant = self._cache.variant_for(made.shapes, plan.specialization)
+        elif how != "eager":
+            key = choice.ranges[how].key
+            made.variant = self._cache.variant_of_ranges(key)
+            made.marks = tuple(_marks(self._spec, plan, key, extras))
+        return made
 
     # ---- one turn ----
 

@@ -1,4 +1,7 @@
-"""What a plan keeps for the next process: proofs of the padding, output sizes, what was compiled.
+"""What was found out about a function, and what of it a plan keeps for the next process.
+
+These are proofs of the padding (with how much padding, and what relies on 0 in it), the sizes of
+outputs, and what was compiled.
 
 Each proof and each formula names what the function was made of (see
 :mod:`torchguard.bucketing.decorator.fingerprint`) when it was made, and counts only where that,
@@ -8,10 +11,12 @@ by a hash of the graph.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,18 +29,131 @@ from torchguard.bucketing.decorator.fingerprint import (
     fingerprint,
     spell_key,
 )
-from torchguard.bucketing.decorator.plan import Call, Plan
-from torchguard.bucketing.decorator.proofs import Proofs
+from torchguard.bucketing.decorator.plan import Call, Plan, TensorKey
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.version import __version__
 
-__all__ = ["KeptWork"]
+__all__ = ["KeptWork", "Proofs", "Proven"]
 
 _OPTIONS = ("dims", "fill", "mask", "lengths", "outputs", "side")
 """On which an answer depends; those that are left out say when to check and what to compile."""
 
 _NAMED = 3
+
+
+# ---- what this process has proven ----
+
+_GROWS = 2.0
+"""A bucket is checked again where it gets more than so many times the padding it had then."""
+
+
+@dataclass
+class Proven:
+    """What was proven of a function for calls that differ in their sizes alone."""
+
+    shared: bool
+    """Whether ranks check together."""
+    neutral: frozenset[str] = frozenset()
+    """The inputs that 0 in the padding is neutral for, though another value is not."""
+    tried: bool = False
+    """Whether the check has run on other data than the caller's."""
+    _shares: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
+    """By bucket, how much padding it was proven with."""
+
+    def covers(self, plan: Plan) -> bool:
+        """Whether its bucket was proven with about as much padding, or with more."""
+        shares = self._shares.get(tuple(plan.buckets.values()))
+        return shares is not None and self.would_cover(plan, shares)
+
+    def would_cover(self, plan: Plan, shares: Iterable[float]) -> bool:
+        """Whether a proof with so much padding covers a plan."""
+        return all(
+            now <= _GROWS * before for now, before in zip(self._of(plan), shares, strict=True)
+        )
+
+    def shares(self, plan: Plan) -> tuple[float, ...]:
+        """Return with how much padding a plan's bucket was proven, for what was real."""
+        return self._shares[tuple(plan.buckets.values())]
+
+    def adopt(
+        self, plan: Plan, shares: Iterable[float], neutral: Iterable[str], *, tried: bool
+    ) -> None:
+        """Take over what another process has proven of a plan's bucket."""
+        self._shares[tuple(plan.buckets.values())] = tuple(shares)
+        self.neutral = self.neutral.union(neutral)
+        self.tried = self.tried or tried
+
+    def add(self, plan: Plan) -> None:
+        """Note that its bucket is proven with its padding."""
+        bucket, now = tuple(plan.buckets.values()), self._of(plan)
+        self._shares[bucket] = tuple(map(max, self._shares.get(bucket, now), now))
+
+    def _of(self, plan: Plan) -> tuple[float, ...]:
+        """Return how much padding there is for what is real, by axis."""
+        # Of the shortest rank: the others have decided the same.
+        sizes = plan.shortest if self.shared else plan.sizes
+        return tuple(
+            (bucket - sizes[axis]) / max(sizes[axis], 1) for axis, bucket in plan.buckets.items()
+        )
+
+
+class Proofs:
+    """What was proven of a function so far.
+
+    Args:
+        spec: says when to check, and whether ranks check together.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self._when = spec.options["check_padding"]
+        # Ranks check together, so nothing may count in which they differ.
+        self._shared = spec.options["group"] is not None
+        self._masks = spec.masks  # that one rank may give and another may not
+        self._proven: dict[Any, Proven] = {}
+
+    def unproven(self, plan: Plan) -> Proven | None:
+        """Return what was proven so far, if padding this call has to be checked."""
+        if self._when == "never" or not plan.buckets or plan.specialization.transformed:
+            return None
+        if self._shared:
+            padded = plan.shortest != plan.buckets
+        else:
+            padded = bool(plan.pads) and all(plan.sizes.values())
+        if not padded:
+            return None
+        proven = self.of(plan)
+        return None if proven.covers(plan) and self._when != "always" else proven
+
+    def of(self, plan: Plan) -> Proven:
+        """Return what was proven for calls like that of a plan; to be added to."""
+        return self._proven.setdefault(self._situation(plan), Proven(self._shared))
+
+    def key(self, plan: Plan) -> tuple[Any, ...]:
+        """Return what a proof is of: the bucket, and what leads the function another way."""
+        return (*plan.buckets.values(), *self._situation(plan))
+
+    @property
+    def relies_on_zero(self) -> tuple[str, ...]:
+        """All inputs whose answer relies on 0 in the padding."""
+        proven = list(self._proven.values())
+        return tuple(dict.fromkeys(label for each in proven for label in each.neutral))
+
+    def _situation(self, plan: Plan) -> tuple[Any, ...]:
+        # With labels a model computes a loss, so which inputs there are counts as well. Switches
+        # may differ between ranks, and all of them have to check at the same time.
+        around, labels = plan.specialization.around, [each.label for each in plan.inputs]
+        if self._shared:
+            return around, *(label for label in labels if label not in self._masks)
+        structure, others = plan.specialization.structure, plan.specialization.others
+        # Switches may lead the function another way; sizes and fractions do not.
+        switches = [
+            (label, None if isinstance(key, (TensorKey, float)) else key) for label, key in others
+        ]
+        return around, structure, *switches, *labels
+
+
+# ---- what the next process may use ----
 
 
 class KeptWork:
@@ -58,18 +176,19 @@ class KeptWork:
         self._spec = spec
         self._name = name
         self._compiles = compiles
+        self.proofs = Proofs(spec)
         self._lock = threading.Lock()
         self._functions: list[Parts] = []
         # What is read is never what this process has noted: it remembers that by itself, and
         # checks again where its own rules say so.
         self._read_proofs: dict[str, Any] = {}
         self._read_formulas: dict[str, Any] = {}
-        self._proofs: dict[str, Any] = {}
-        self._formulas: dict[str, Any] = {}
+        self._proofs: dict[Any, Any] = {}
+        self._formulas: dict[Any, Any] = {}
         self._compiled: Any = None
         self._unknown: str | None = None
         self._said = False
-        self._latest: tuple[Plan, Parts] | None = None
+        self._latest: tuple[Plan, Parts | UnknownValue] | None = None
         kept = {} if spec.plan is None else spec.plan.kept
         if kept:
             self._read(kept)
@@ -104,38 +223,43 @@ class KeptWork:
 
     # ---- the proof of the padding ----
 
-    def proves(self, plan: Plan, call: Call, proofs: Proofs) -> bool:
-        """Whether the plan has a proof for a call's bucket; if so, it is added to ``proofs``.
+    def unproven(self, plan: Plan, call: Call) -> Proven | None:
+        """Begin a call; return what was proven so far, if its padding has to be checked.
 
         All ranks of a group say the same, because a check has collectives.
         """
-        if self._spec.plan is None:
-            return False
-        found = self._found(self._read_proofs, lambda: proofs.key(plan), plan, call)
-        proven = found is not None and proofs.of(plan).would_cover(plan, found["shares"])
-        group = self._spec.options["group"]
-        if group is not None:
-            (missing,) = largest_of_all_ranks(group, [int(not proven)])
-            proven = not missing
-        if proven and found is not None:
-            known = proofs.of(plan)
-            known.adopt(plan, found["shares"], found["neutral"], tried=found["tried"])
+        self.begin()
+        proven = self.proofs.unproven(plan)
+        if proven is None or (self._spec.plan is not None and self._adopt(plan, call, proven)):
+            return None
+        # Before it runs: a check is one of the function as it is now, whoever changes it meanwhile.
+        with contextlib.suppress(UnknownValue):
+            self._made_of(plan, call)
         return proven
 
-    def note_proof(self, plan: Plan, call: Call, proofs: Proofs) -> None:
+    def _adopt(self, plan: Plan, call: Call, proven: Proven) -> bool:
+        """Whether the plan has a proof for a call's bucket; if so, it is added to ``proven``."""
+        if self._spec.options["check_padding"] == "always":
+            return False
+        found = self._found(self._read_proofs, lambda: self.proofs.key(plan), plan, call)
+        holds = found is not None and proven.would_cover(plan, found["shares"])
+        group = self._spec.options["group"]
+        if group is not None:
+            (missing,) = largest_of_all_ranks(group, [int(not holds)])
+            holds = not missing
+        if holds and found is not None:
+            proven.adopt(plan, found["shares"], found["neutral"], tried=found["tried"])
+        return holds
+
+    def note_proof(self, plan: Plan, call: Call) -> None:
         """Keep that a call's bucket was proven, if it can be told of which function."""
-        known = proofs.of(plan)
-        self._note(
-            self._proofs,
-            lambda: proofs.key(plan),
-            plan,
-            call,
-            {
-                "shares": known.shares(plan),
-                "neutral": sorted(known.neutral),
-                "tried": known.tried,
-            },
-        )
+        known = self.proofs.of(plan)
+        entry = {
+            "shares": known.shares(plan),
+            "neutral": sorted(known.neutral),
+            "tried": known.tried,
+        }
+        self._note(self._proofs, self.proofs.key(plan), plan, call, entry)
 
     # ---- the sizes of outputs ----
 
@@ -146,7 +270,7 @@ class KeptWork:
 
     def note_formula(self, plan: Plan, call: Call, hints: Sizes, formula: Any) -> None:
         """Keep what a run without data has told."""
-        self._note(self._formulas, lambda: _run_key(plan, hints), plan, call, {"formula": formula})
+        self._note(self._formulas, _run_key(plan, hints), plan, call, {"formula": formula})
 
     # ---- what was compiled ----
 
@@ -169,24 +293,25 @@ class KeptWork:
             compiled, problem = _torch.save_artifacts()
             if problem is not None:
                 warn_user(f"bucketed: save_plan keeps nothing of what was compiled: {problem}")
+        with self._lock:
+            # What was not used keeps its place: it names the function that it is of.
+            proofs = {**self._read_proofs, **self._spelled(self._proofs)}
+            formulas = {**self._read_formulas, **self._spelled(self._formulas)}
+            used = sorted({each["of"] for each in (*proofs.values(), *formulas.values())})
+            functions = [self._functions[index] for index in used]
         if self._unknown is not None:
             warn_user(
                 "bucketed: save_plan keeps no proof of the padding: whether "
                 f"{self._name} has changed could not be told, because {self._unknown}"
             )
-        with self._lock:
-            # What was not used keeps its place: it names the function that it is of.
-            proofs = {**self._read_proofs, **self._proofs}
-            formulas = {**self._read_formulas, **self._formulas}
-            used = sorted({each["of"] for each in (*proofs.values(), *formulas.values())})
-            return {
-                **_versions(),
-                "ladder": self._ladder(),
-                "functions": [self._functions[index] for index in used],
-                "proofs": _renumbered(proofs, used),
-                "formulas": _renumbered(formulas, used),
-                "compiled": compiled,
-            }
+        return {
+            **_versions(),
+            "ladder": self._ladder(),
+            "functions": functions,
+            "proofs": _renumbered(proofs, used),
+            "formulas": _renumbered(formulas, used),
+            "compiled": compiled,
+        }
 
     # ---- helpers ----
 
@@ -218,28 +343,43 @@ class KeptWork:
         return found
 
     def _note(
-        self,
-        entries: dict[str, Any],
-        key: Callable[[], Any],
-        plan: Plan,
-        call: Call,
-        entry: dict[str, Any],
+        self, entries: dict[Any, Any], key: Any, plan: Plan, call: Call, entry: dict[str, Any]
     ) -> None:
+        """Keep an entry; its key is spelled once it is saved."""
         try:
-            digest, now = _digest(key()), self._made_of(plan, call)
+            now = self._made_of(plan, call)
         except UnknownValue as error:
             self._unknown = str(error)
             return
         with self._lock:
             if now not in self._functions:
                 self._functions.append(now)
-            entries[digest] = {**entry, "of": self._functions.index(now)}
+            entries[key] = {**entry, "of": self._functions.index(now)}
+
+    def _spelled(self, entries: Mapping[Any, Any]) -> dict[str, Any]:
+        found = {}
+        for key, entry in entries.items():
+            try:
+                found[_digest(key)] = entry
+            except UnknownValue as error:
+                self._unknown = str(error)
+        return found
 
     def _made_of(self, plan: Plan, call: Call) -> Parts:
-        """Return what the function, and the modules it is given, are made of now."""
-        if self._latest is not None and self._latest[0] is plan:
-            return self._latest[1]
-        given = zip(call.labels(), call.leaves, strict=True)
+        """Return what the function, and the modules it is given, were made of in this call.
+
+        Raises:
+            UnknownValue: it can't be told.
+        """
+        if self._latest is None or self._latest[0] is not plan:
+            self._latest = (plan, self._parts(plan, call))
+        parts = self._latest[1]
+        if isinstance(parts, UnknownValue):
+            raise parts
+        return parts
+
+    def _parts(self, plan: Plan, call: Call) -> Parts | UnknownValue:
+        given = zip(plan.labels, call.leaves, strict=True)
         roots = {
             "the function": self._function,
             **dict(zip(("self",), call.owner, strict=False)),
@@ -250,9 +390,10 @@ class KeptWork:
         }
         options: Mapping[str, Any] = self._spec.options
         settings = {f"option {name}": options[name] for name in _OPTIONS if options[name]}
-        parts = fingerprint(roots, {**settings, "dtype or device of the inputs": inputs})
-        self._latest = (plan, parts)
-        return parts
+        try:
+            return fingerprint(roots, {**settings, "dtype or device of the inputs": inputs})
+        except UnknownValue as error:
+            return error
 
     def _say(self, changed: str) -> None:
         """Say once what the plan does not hold for."""
@@ -283,10 +424,9 @@ def _digest(key: Any) -> str:
 
 def _run_key(plan: Plan, hints: Sizes) -> Any:
     """Return what a run without data depends on: with symbols, or at the sizes of the call."""
-    shapes = [(each.label, each.padded(plan.buckets)) for each in plan.inputs]
     # In a run with symbols the sizes are hints alone.
-    sizes = sorted(hints) if hints else [each.shape for each in plan.inputs]
-    return shapes, bool(hints), sizes, tuple(plan.specialization)
+    sizes = tuple(sorted(hints) if hints else (each.shape for each in plan.inputs))
+    return plan.shapes, bool(hints), sizes, tuple(plan.specialization)
 
 
 def _differences(before: Parts, now: Parts) -> str:

@@ -23,8 +23,9 @@ from torchguard._pytree import (
 )
 from torchguard._torch import uncompiled
 from torchguard.bucketing.decorator.compile import COMPILING
+from torchguard.bucketing.decorator.kept import Proven
 from torchguard.bucketing.decorator.leak_error import Context, leak_error
-from torchguard.bucketing.decorator.masking import Real, counting, given_masks
+from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
 from torchguard.bucketing.decorator.other_inputs import (
     OTHER_VALUES,
     Fills,
@@ -32,9 +33,8 @@ from torchguard.bucketing.decorator.other_inputs import (
     shortened,
 )
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
-from torchguard.bucketing.decorator.outputs import Output, real_output
-from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, real_extras, sizes_of
-from torchguard.bucketing.decorator.proofs import Proven
+from torchguard.bucketing.decorator.outputs import Narrow, Output, real_output
+from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, sizes_of
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import run_undoing_mutations
@@ -165,20 +165,24 @@ class _Checker:
     def first(self, case: _Case, inputs: Sequence[Input]) -> _First:
         """Run the call without padding, padded, and padded with other values, above and below."""
         others = self._other_fills(case, inputs)
+        pair = self._pair_of(case)
         leak = dependence = None
         with self._turn(case, 0) as (same, _):
-            runs = self._runs(same, [*self._pair_order(same), *others])
-            without, padded = self._take_pair(same, runs)
+            runs = self._runs(same, [*pair, *others])
+            one, two = next(runs), next(runs)
+            without, padded = (one, two) if pair[0] is None else (two, one)
             verdict = judge(without, padded, PADDING)
             suspicious = not verdict.equal or verdict.strain > _ROUNDING
             if not verdict.equal:
                 leak = self._leak(case, verdict, without, padded, {})
-            del without
-            for fills, other in zip(others, runs, strict=True):
+            del one, two, without  # a run may hold a gradient of every weight
+            for fills in others:
+                other = next(runs)
                 verdict = judge(padded, other, PADDING)
                 suspicious = suspicious or not verdict.equal or verdict.strain > 0
                 if not verdict.equal and dependence is None:
                     dependence = self._leak(case, verdict, padded, other, fills)
+                del other
         return _First(leak, dependence, suspicious)
 
     def try_other_values(
@@ -228,7 +232,7 @@ class _Checker:
             with self._turn(case, 0) as (same, _):
                 runs = self._runs(same, [{}, *others])
                 padded = next(runs)
-                if any(not judge(padded, other, PADDING).equal for other in runs):
+                if any(not judge(padded, next(runs), PADDING).equal for _ in others):
                     found.append(each.label)
         return found or labels
 
@@ -273,8 +277,10 @@ class _Checker:
         Returns:
             The leak, and whether any number is other than in the first turn.
         """
+        pair = self._pair_of(case)
         with self._turn(case, turn) as (same, is_new):
-            without, padded = self._take_pair(same, self._runs(same, self._pair_order(same)))
+            one, two = self._runs(same, pair)
+        without, padded = (one, two) if pair[0] is None else (two, one)
         verdict = judge(without, padded, PADDING)
         return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
 
@@ -298,18 +304,11 @@ class _Checker:
             return [above, below]  # every rank makes as many runs
         return [fills for fills in ([above] if above == below else [above, below]) if fills]
 
-    def _pair_order(self, case: _Case) -> list[Fills | None]:
-        """Return the fills of a pair of runs: None is the one without padding."""
+    def _pair_of(self, case: _Case) -> list[Fills | None]:
+        """Return the two runs of a case, as :meth:`_runs` takes them, in their order."""
         # What counts of an output by a mask of the caller is known once one was sliced.
-        return [{}, None] if self._is_masked(case) else [None, {}]
-
-    def _take_pair(self, case: _Case, runs: Iterator[Outcome]) -> tuple[Outcome, Outcome]:
-        """Make the two runs of :meth:`_pair_order`; return the one without padding first."""
-        first, second = next(runs), next(runs)
-        return (second, first) if self._is_masked(case) else (first, second)
-
-    def _is_masked(self, case: _Case) -> bool:
-        return any(each.label in self._spec.masks for each in case.plan.inputs)
+        masked = any(each.label in self._spec.masks for each in case.plan.inputs)
+        return [{}, None] if masked else [None, {}]
 
     def _runs(self, case: _Case, variants: Iterable[Fills | None]) -> Iterator[Outcome]:
         """Run the function once for each variant, when the next one is asked for.
@@ -319,22 +318,11 @@ class _Checker:
         """
         plan, call, shapes = case.plan, case.call, self._shapes
         owned = flatten(call.owner)[0] if call.owner else []
-        learn = functools.partial(shapes.learn, plan, call)
+        find = functools.partial(shapes.slices, plan, call, self._modules)
         masks: Sequence[Real] = ()
         if self._spec.masks:
             masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
-        narrows: dict[int, Any] = {}
-
-        def read_masked(fills: Fills | None, whole: Any) -> tuple[Output, list[Compared]]:
-            output, leaves = real_output(plan, None if fills is None else learn, whole)
-            if fills is not None:
-                narrows.update(shapes.narrows(plan, whole))
-            for index, steps in narrows.items():
-                value = leaves[index].value
-                if isinstance(value, torch.Tensor):
-                    leaves[index] = Compared(value, counting(masks, plan.sizes, value, steps))
-            return output, leaves
-
+        count = functools.partial(self._count, plan, masks, {}) if masks else None
         for fills in variants:
             # Of other data only the padding is in question. Some functions do something else with a
             # mask, even one in which all is real, than without: for transformers position_ids
@@ -342,23 +330,50 @@ class _Checker:
             extras = plan.extras
             if fills is None and extras:
                 extras = real_extras(self._spec, plan, with_masks=bool(case.others))
-            read = functools.partial(real_output, plan, None if fills is None else learn)
+            read = functools.partial(real_output, plan, None if fills is None else find, count)
             try:
                 outcome = run_undoing_mutations(
                     shapes.function,
                     [*call.leaves, *owned],
                     prepare=functools.partial(given_by, plan, call, extras, fills),
-                    read=functools.partial(read_masked, fills) if masks else read,
+                    read=read,
                     names=self._names,
                     modules=self._modules,
                     held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
                 )
-                _raise_if_written(plan, outcome)
+                lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
+                if lost:
+                    raise ValueError(  # noqa: TRY301
+                        f"bucketed: the function writes to its input {lost[0]}; what it gets is a "
+                        "padded copy, so the write would be lost: return the new value instead"
+                    )
             except Exception as error:
                 if not fills:
                     raise
                 outcome = Outcome(error=error)
             yield outcome
+            del outcome
+
+    def _count(
+        self,
+        plan: Plan,
+        masks: Sequence[Real],
+        narrows: dict[int, list[Narrow]],
+        output: Output,
+        padded: Any,
+    ) -> list[Compared]:
+        """Pair each leaf with the elements that count by the caller's masks.
+
+        What was sliced of a padded run is noted in ``narrows``, for the run without padding.
+        """
+        if padded is not None:
+            narrows.update(self._shapes.narrows(plan, padded))
+        found = [Compared(leaf) for leaf in output.leaves]
+        for index, steps in narrows.items():
+            leaf = output.leaves[index]
+            if isinstance(leaf, torch.Tensor):
+                found[index] = Compared(leaf, counting(masks, plan.sizes, leaf, steps))
+        return found
 
     def _leak(
         self, case: _Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
@@ -395,12 +410,3 @@ def _with_perturbed_inputs(call: Call, seed: int) -> tuple[Call, bool]:
             changed |= not torch.equal(copy, leaf)
             new[index] = copy.requires_grad_()
     return call.with_leaves(new), changed
-
-
-def _raise_if_written(plan: Plan, outcome: Outcome) -> None:
-    lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
-    if lost:
-        raise ValueError(
-            f"bucketed: the function writes to its input {lost[0]}; what it gets is a padded "
-            "copy, so the write would be lost: return the new value instead"
-        )

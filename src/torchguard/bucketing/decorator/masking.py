@@ -11,13 +11,26 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
+from torchguard import _torch
 from torchguard.bucketing.masks import length_mask
-from torchguard.bucketing.padding import Side
+from torchguard.bucketing.padding import Side, pad_to_bucket
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.plan import Input
+    from torchguard.bucketing.decorator.plan import Call, Input, Plan
+    from torchguard.bucketing.decorator.spec import Sizes, Spec
 
-__all__ = ["Mask", "Real", "counting", "given_masks", "lengths_of", "masks_of"]
+__all__ = [
+    "Mask",
+    "Real",
+    "counting",
+    "fresh_extras",
+    "given_masks",
+    "lengths_of",
+    "make_extras",
+    "mask_shape",
+    "masks_of",
+    "real_extras",
+]
 
 MaskKind: TypeAlias = Literal["real", "padding", "additive"]
 """A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf
@@ -110,6 +123,81 @@ def _axis(axis: Any, axes: Sequence[str], what: str, argument: str) -> str:
     if axis not in axes:
         raise ValueError(f"bucketed: {what} names axis {axis!r}, but dims has {', '.join(axes)}")
     return str(axis)
+
+
+# ---- masks and lengths that the caller leaves out ----
+
+
+def make_extras(
+    spec: Spec, call: Call, inputs: Sequence[Input], sizes: Sizes, buckets: Sizes | None
+) -> dict[str, torch.Tensor]:
+    """Make the lengths, and the masks that the caller has not given, by argument."""
+    made: dict[str, torch.Tensor] = {}
+    for axis, argument in spec.lengths.items():
+        with torch.inference_mode(False):
+            made[argument] = torch.tensor(sizes[axis], device=_holder(inputs, axis)[0].device)
+    given = dict(zip(call.signature.names, call.arguments, strict=True))
+    for argument, mask in spec.masks.items():
+        # Above the largest bucket nothing is padded, but the function may insist on a mask.
+        wanted = buckets is not None or argument in spec.required
+        if given.get(argument) is None and wanted:
+            made[argument] = _made_mask(spec, mask, inputs, sizes, buckets or sizes)
+    return made
+
+
+def _made_mask(
+    spec: Spec, mask: Mask, inputs: Sequence[Input], sizes: Sizes, buckets: Sizes
+) -> torch.Tensor:
+    """Make a mask, (S,) or (B, S); rows that pad a batch are not real."""
+    holder, dim = _holder(inputs, mask.axis)
+    side = spec.options["side"]
+    rows = holder.shape[:1] if dim else ()
+    made = mask.make(rows, sizes[mask.axis], buckets[mask.axis], side, holder.device)
+    batch = mask_shape(inputs, mask)[0]
+    if dim and isinstance(batch, str) and buckets[batch] != rows[0]:
+        with torch.inference_mode(False), torch.no_grad():
+            padded = pad_to_bucket(made, 0, buckets[batch], value=mask.fill, side=side).tensor
+            made = padded.clone()  # of version 0: a later one says that the function wrote to it
+    return made
+
+
+def mask_shape(inputs: Iterable[Input], mask: Mask) -> tuple[int | str, ...]:
+    """Return the shape of a mask, (S,) or (B, S), with names in place of sizes that vary."""
+    holder, dim = _holder(inputs, mask.axis)
+    return (dict(holder.axes).get(0, holder.shape[0]), mask.axis) if dim else (mask.axis,)
+
+
+def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:
+    """Return the extras of a plan, made anew if the function has written to one."""
+    for value in plan.extras.values():
+        if _torch.version_of(value) != 0:
+            # Whoever wrote to it would have spoiled it for the next call.
+            plan.extras = make_extras(spec, call, plan.inputs, plan.sizes, plan.buckets or None)
+            break
+    return plan.extras
+
+
+def real_extras(spec: Spec, plan: Plan, *, with_masks: bool = False) -> dict[str, torch.Tensor]:
+    """Return what a call at the real sizes has to be given besides what the caller gave.
+
+    Args:
+        spec: says what the function can do without.
+        plan: has the sizes.
+        with_masks: whether masks that the function can do without are given, too.
+    """
+    wanted = {}
+    for argument, value in plan.extras.items():
+        mask = spec.masks.get(argument)
+        if mask is None:
+            wanted[argument] = value
+        elif with_masks or argument in spec.required:
+            wanted[argument] = _made_mask(spec, mask, plan.inputs, plan.sizes, plan.sizes)
+    return wanted
+
+
+def _holder(inputs: Iterable[Input], axis: str) -> tuple[Input, int]:
+    """Return the first input that has an axis, and the dim it is."""
+    return next((each, dim) for each in inputs for dim, name in each.axes if name == axis)
 
 
 # ---- masks that the caller gives ----

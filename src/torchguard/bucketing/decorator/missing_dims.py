@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchguard._pytree import all_reachable_modules
 from torchguard._torch import SymbolicSizes
 from torchguard.bucketing.decorator.output_shapes import OutputShapes, running_without_data
 from torchguard.bucketing.decorator.plan import Call, Plan
@@ -48,7 +49,8 @@ def explain_failure(
     if memory or not plan.pads or shapes.spec.options["group"] is not None:
         return None
     suspects = list(itertools.islice(_suspects(plan, call), _MOST_TRIED))
-    with running_without_data(shapes.function, call):
+    modules = all_reachable_modules(shapes.function, (*call.owner, *call.arguments))
+    with running_without_data(modules):
 
         def works(padded: Sequence[_Suspect]) -> bool:
             return _works(shapes.function, plan, call, padded)

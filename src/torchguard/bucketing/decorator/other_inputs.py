@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard.bucketing.decorator.masking import Real, given_masks
-from torchguard.bucketing.decorator.plan import Call, Input, Plan, make_extras
+from torchguard.bucketing.decorator.masking import Real, given_masks, make_extras
+from torchguard.bucketing.decorator.plan import Call, Input, Plan
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 
 __all__ = [

@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from torchguard._pytree import KeyPath, all_reachable_modules
+from torchguard._pytree import KeyPath
 from torchguard._torch import SavedSizes, SymbolicSizes, uncompiled
 from torchguard.bucketing.decorator.compile import COMPILING
 from torchguard.bucketing.decorator.kept import KeptWork
+from torchguard.bucketing.decorator.masking import mask_shape, real_extras
 from torchguard.bucketing.decorator.outputs import (
     Narrow,
     Output,
@@ -25,7 +26,7 @@ from torchguard.bucketing.decorator.outputs import (
     declared_steps,
     kind_of,
 )
-from torchguard.bucketing.decorator.plan import Call, Plan, mask_shape, real_extras
+from torchguard.bucketing.decorator.plan import Call, Plan
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import (
@@ -39,7 +40,9 @@ __all__ = [
     "running_without_data",
 ]
 
-_Run: TypeAlias = "Callable[[SymbolicSizes], Any]"
+
+_Modules: TypeAlias = "Sequence[torch.nn.Module]"
+"""Those that the function can reach."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,38 @@ class _Formula:
     """For each leaf: expressions for its dims, or for an integer; None for anything else."""
     conditions: tuple[Any, ...]
     paths: list[KeyPath]
+    spelled: dict[str, Any] | None = None
+    """The same as what JSON can hold; None if it can't."""
 
     @classmethod
-    def of(cls, run: _Run, hints: Sizes) -> _Formula:
-        """Run a function on symbols; whatever that raises is let through."""
-        world = SymbolicSizes(hints)
-        with world:
-            output = Output.of(run(world))
-            sizes: list[Any] = []
-            for leaf in output.leaves:
-                if isinstance(leaf, torch.Tensor):
-                    sizes.append(tuple(world.expression(size) for size in leaf.shape))
-                elif isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool):
-                    sizes.append(world.expression(leaf))
-                else:
-                    sizes.append(None)
-            conditions = tuple(world.conditions())
-        return cls(world, tuple(sizes), conditions, output.paths)
+    def of(cls, world: SymbolicSizes, output: Output) -> _Formula:
+        """Read the sizes of an output that was computed without data."""
+        sizes: list[Any] = []
+        for leaf in output.leaves:
+            if isinstance(leaf, torch.Tensor):
+                sizes.append(tuple(world.expression(size) for size in leaf.shape))
+            elif isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool):
+                sizes.append(world.expression(leaf))
+            else:
+                sizes.append(None)
+        conditions = tuple(world.conditions())
+        spelled = None
+        # A key that is neither a text nor a number can't be spelled either.
+        if all(type(key) in (str, int) for path in output.paths for key in path):
+            with contextlib.suppress(ValueError):
+                spelled = {
+                    "paths": output.paths,
+                    "sizes": [
+                        [world.spell(size) for size in each]
+                        if isinstance(each, tuple)
+                        else None
+                        if each is None
+                        else {"is": world.spell(each)}
+                        for each in sizes
+                    ],
+                    "conditions": [world.spell(each) for each in conditions],
+                }
+        return cls(world, tuple(sizes), conditions, output.paths, spelled)
 
     @classmethod
     def read(cls, kept: Any, axes: Iterable[str]) -> _Formula:
@@ -86,40 +104,29 @@ class _Formula:
         conditions = tuple(map(world.read, kept["conditions"]))
         return cls(world, tuple(sizes), conditions, [tuple(path) for path in kept["paths"]])
 
-    def spell(self) -> dict[str, Any]:
-        """Return it as what JSON can hold.
+    def at(self, *sizes: Sizes, unconditionally: bool = False) -> list[list[Any]] | None:
+        """Put sizes in, one set of them or several.
 
-        Raises:
-            ValueError: it can't.
+        Returns:
+            For each set the sizes of every leaf. None where the conditions do not hold for one of
+            the sets, unless ``unconditionally``, or a size depends on something else.
         """
-        spell = self.world.spell  # type: ignore[union-attr]  # what was read is not spelled again
-        if any(type(key) not in (str, int) for path in self.paths for key in path):
-            raise ValueError("a key of the output is neither a text nor a number")
-        sizes = [
-            [spell(size) for size in each]
-            if isinstance(each, tuple)
-            else None
-            if each is None
-            else {"is": spell(each)}
-            for each in self.sizes
-        ]
-        conditions = [spell(each) for each in self.conditions]
-        return {"paths": self.paths, "sizes": sizes, "conditions": conditions}
-
-    def at(self, sizes: Sizes, *, unconditionally: bool = False) -> list[Any] | None:
-        """Put sizes in; None where its conditions do not hold, unless ``unconditionally``."""
         value = self.world.value
-        if not unconditionally and any(value(each, sizes) is not True for each in self.conditions):
-            return None
-        found: list[Any] = []
-        for expressions in self.sizes:
-            if isinstance(expressions, tuple):
-                numbers = tuple(value(each, sizes) for each in expressions)
-                if None in numbers:
-                    return None
-                found.append(numbers)
-            else:
-                found.append(None if expressions is None else value(expressions, sizes))
+        found: list[list[Any]] = []
+        for each in sizes:
+            if not unconditionally and any(value(c, each) is not True for c in self.conditions):
+                return None
+            leaves = [
+                tuple(value(e, each) for e in expressions)
+                if isinstance(expressions, tuple)
+                else None
+                if expressions is None
+                else value(expressions, each)
+                for expressions in self.sizes
+            ]
+            if any(isinstance(leaf, tuple) and None in leaf for leaf in leaves):
+                return None
+            found.append(leaves)
         return found
 
 
@@ -140,21 +147,6 @@ class OutputShapes:
         self._kept = kept
         self._formulas: dict[Any, _Formula | None] = {}
 
-    def learn(self, plan: Plan, call: Call, whole: Any) -> None:
-        """Find out what of an output like this one is real, for :func:`slice_output`.
-
-        Args:
-            plan: how the call was padded.
-            call: not padded.
-            whole: the output, not sliced.
-
-        Raises:
-            TypeError, ValueError: it can't be found out.
-        """
-        slices = self._slices(plan, Output.of(whole), call)
-        key = kind_of(whole)
-        plan.slices[key] = slices
-
     def narrows(self, plan: Plan, whole: Any) -> dict[int, list[Narrow]]:
         """Return what :func:`slice_output` takes of an output like this, by index of its leaf."""
         key = kind_of(whole)
@@ -164,7 +156,18 @@ class OutputShapes:
         }
         return {index: narrows for index, narrows in found.items() if narrows}
 
-    def _slices(self, plan: Plan, output: Output, call: Call) -> Slices:
+    def slices(self, plan: Plan, call: Call, modules: _Modules, output: Output) -> Slices:
+        """Find out what of an output like this one is real.
+
+        Args:
+            plan: how the call was padded.
+            call: not padded.
+            modules: those the function can reach.
+            output: not sliced.
+
+        Raises:
+            TypeError, ValueError: it can't be found out.
+        """
         if all(
             leaf.dim() == 0 if isinstance(leaf, torch.Tensor) else type(leaf) is not int
             for leaf in output.leaves
@@ -176,14 +179,14 @@ class OutputShapes:
             return Slices(declared_steps(declared, output, plan.sizes, plan.buckets, side))
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
         if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
-            slices = self._derived(plan, output, call)
+            slices = self._derived(plan, call, modules, output)
             if slices is not None:
                 return slices
         try:
-            measured = self._run_without_data(plan, call, {})
+            measured = self._run_without_data(plan, call, modules, {})
         except Exception as error:
             if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
-                slices = self._derived(plan, output, call, unconditionally=True)
+                slices = self._derived(plan, call, modules, output, unconditionally=True)
                 if slices is not None:
                     return slices
             raise self._unknown(output, error) from error
@@ -193,28 +196,34 @@ class OutputShapes:
             raise self._unknown(output, error) from error
 
     def _derived(
-        self, plan: Plan, output: Output, call: Call, *, unconditionally: bool = False
+        self,
+        plan: Plan,
+        call: Call,
+        modules: _Modules,
+        output: Output,
+        *,
+        unconditionally: bool = False,
     ) -> Slices | None:
         """Slice by formula; None if there is none, or it gives other sizes than the padded run."""
-        formula = self._formula(plan, output, call)
+        formula = self._formula(plan, call, modules, output)
         if formula is None or formula.paths != output.paths:
             return None
-        padded, real = (
-            formula.at(sizes, unconditionally=unconditionally)
-            for sizes in (plan.buckets, plan.sizes)
-        )
-        if padded is None or real is None:
+        found = formula.at(plan.buckets, plan.sizes, unconditionally=unconditionally)
+        if found is None:
             return None
+        padded, real = found
         for leaf, expected in zip(output.leaves, padded, strict=True):
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) != expected:
                 return None
             if type(leaf) is int and leaf != expected:
                 return None
-        if any(isinstance(found, tuple) and min(found, default=0) < 0 for found in real):
+        if any(isinstance(each, tuple) and min(each, default=0) < 0 for each in real):
             return None
         return _slices_to(output.leaves, real, self.spec.options["side"])
 
-    def _formula(self, plan: Plan, output: Output, call: Call) -> _Formula | None:
+    def _formula(
+        self, plan: Plan, call: Call, modules: _Modules, output: Output
+    ) -> _Formula | None:
         """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
         key = (id(plan.variant), plan.specialization, tuple(output.paths))
         if key not in self._formulas:
@@ -223,45 +232,44 @@ class OutputShapes:
                 for axis, size in plan.sizes.items()
             }
             try:
-                self._formulas[key] = self._run_without_data(plan, call, hints)
+                self._formulas[key] = self._run_without_data(plan, call, modules, hints)
             except Exception:  # noqa: BLE001 - torch can't always; a run at each size is left
                 self._formulas[key] = None
         return self._formulas[key]
 
-    def _run_without_data(self, plan: Plan, call: Call, hints: Sizes) -> _Formula:
+    def _run_without_data(
+        self, plan: Plan, call: Call, modules: _Modules, hints: Sizes
+    ) -> _Formula:
         """Run the function on tensors without data, at the real sizes or with symbols.
 
         Where another process has done so, and the function is the same, nothing is run.
         """
-        kept = self._kept.formula(plan, call, hints)
+        kept = self._kept.formula(plan, call, hints) if self.spec.plan is not None else None
         if kept is not None:
             return _Formula.read(kept, plan.sizes)
         try:
-            formula = self._derive(plan, call, hints)
+            formula = self._derive(plan, call, modules, hints)
         except Exception as error:
             told = str(error).partition("\n")[0]
             self._kept.note_formula(plan, call, hints, {"error": told or type(error).__name__})
             raise
-        with contextlib.suppress(ValueError):  # it is derived again by the next process
-            self._kept.note_formula(plan, call, hints, formula.spell())
+        if formula.spelled is not None:  # else it is derived again by the next process
+            self._kept.note_formula(plan, call, hints, formula.spelled)
         return formula
 
-    def _derive(self, plan: Plan, call: Call, hints: Sizes) -> _Formula:
-
-        def run(world: SymbolicSizes) -> Any:
-            extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
-            for argument, mask in self.spec.masks.items():
-                if hints and argument in extras:
-                    extras[argument] = world.empty(mask_shape(plan.inputs, mask), extras[argument])
-            inputs = {
-                each.index: world.empty(each.symbolic(hints), call.leaves[each.index])
-                for each in plan.inputs
-            }
+    def _derive(self, plan: Plan, call: Call, modules: _Modules, hints: Sizes) -> _Formula:
+        extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
+        shapes = {each.index: each.symbolic(hints) for each in plan.inputs}
+        masks = {
+            argument: mask_shape(plan.inputs, mask)
+            for argument, mask in self.spec.masks.items()
+            if hints and argument in extras
+        }
+        with running_without_data(modules), SymbolicSizes(hints) as world:
+            inputs = {index: world.empty(shapes[index], call.leaves[index]) for index in shapes}
+            extras |= {name: world.empty(shape, extras[name]) for name, shape in masks.items()}
             args, kwargs = call.with_leaves(inputs).bind(extras)
-            return self.function(*args, **kwargs)
-
-        with running_without_data(self.function, call):
-            return _Formula.of(run, hints)
+            return _Formula.of(world, Output.of(self.function(*args, **kwargs)))
 
     def _unknown(self, output: Output, reason: Exception) -> ValueError:
         """Return the error for an output that can't be sliced."""
@@ -281,9 +289,8 @@ class OutputShapes:
 
 
 @contextlib.contextmanager
-def running_without_data(function: Callable[..., Any], call: Call) -> Iterator[None]:
-    """Let a function run on tensors without data, and leave what it writes as it was."""
-    modules = all_reachable_modules(function, (*call.owner, *call.arguments))
+def running_without_data(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let a function run on tensors without data, and leave the modules it reaches as they were."""
     with (
         COMPILING,
         uncompiled(),
@@ -304,9 +311,10 @@ def _measured(formula: _Formula, output: Output, side: Side) -> Slices:
             "bucketed: the function returns another structure for the real sizes than for the "
             "padded ones"
         )
-    real = formula.at({})
-    if real is None:
+    found = formula.at({})
+    if found is None:
         raise ValueError("a size depends on the data")
+    (real,) = found
     for index, (leaf, sizes) in enumerate(zip(output.leaves, real, strict=True)):
         if isinstance(leaf, torch.Tensor) and (
             not isinstance(sizes, tuple)

@@ -31,6 +31,7 @@ __all__ = [
     "declared_steps",
     "kind_of",
     "real_output",
+    "slice_or_learn",
     "slice_output",
 ]
 
@@ -159,6 +160,22 @@ def slice_output(plan: Plan, whole: Any) -> Any:
     return unflatten(leaves, whole)
 
 
+def slice_or_learn(plan: Plan, find: Callable[[Output], Slices], whole: Any) -> Any:
+    """Take the real part of an output.
+
+    Args:
+        plan: how the call was padded; what is found is kept there.
+        find: finds out what of an output of a new kind is real. It may run the function on
+            tensors without data.
+        whole: what the function returned.
+    """
+    real = slice_output(plan, whole)
+    if real is UNKNOWN:
+        plan.slices[kind_of(whole)] = find(Output.of(whole))
+        real = slice_output(plan, whole)
+    return real
+
+
 def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
     for step in steps:
         tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
@@ -166,22 +183,23 @@ def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
 
 
 def real_output(
-    plan: Plan, learn: Callable[[Any], None] | None, whole: Any
+    plan: Plan,
+    find: Callable[[Output], Slices] | None,
+    count: Callable[[Output, Any], list[Compared]] | None,
+    whole: Any,
 ) -> tuple[Output, list[Compared]]:
     """Take the real part of an output apart, to compare it with that of another run.
 
     Args:
         plan: of the call.
-        learn: finds out what is real; None where nothing was padded.
+        find: as of :func:`slice_or_learn`; None where nothing was padded.
+        count: says which elements count, of the real part of a padded output, or of one that was
+            not padded, which comes with None; left out, all do.
         whole: what the function returned.
     """
-    if learn is not None:
-        real = slice_output(plan, whole)
-        if real is UNKNOWN:
-            learn(whole)  # this may run the function on tensors without data
-            real = slice_output(plan, whole)
-        whole = real
-    output = Output.of(whole)
+    output = Output.of(whole if find is None else slice_or_learn(plan, find, whole))
+    if count is not None:
+        return output, count(output, None if find is None else whole)
     return output, [Compared(leaf) for leaf in output.leaves]
 
 

@@ -25,7 +25,7 @@ from torchguard import (
     pad_to_bucket,
     unpad,
 )
-from torchguard.bucketing.decorator.pair_ladder import PairLadder
+from torchguard.bucketing.decorator.auto import PairLadder
 
 PAIRS = PairBuckets([(8, 16), (4, 32), (2, 64)])
 SHAPES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=5)

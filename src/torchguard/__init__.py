@@ -22,7 +22,7 @@ _PUBLIC = {
     "bucketing.buckets": ("Buckets",),
     "bucketing.collator": ("BucketCollator",),
     "bucketing.decorator.api": ("bucketed",),
-    "bucketing.decorator.measured": ("WarmupReport",),
+    "bucketing.decorator.warmup": ("WarmupReport",),
     "bucketing.decorator.no_recompile": ("no_recompile",),
     "bucketing.decorator.stats": ("BucketedReport", "BucketedStats"),
     "bucketing.masks": ("length_mask",),

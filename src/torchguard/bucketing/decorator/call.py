@@ -17,10 +17,10 @@ from torchguard._torch import warn_user
 from torchguard.bucketing.decorator import no_recompile
 from torchguard.bucketing.decorator.compile import CompileCache, compiling
 from torchguard.bucketing.decorator.engine import Engine
+from torchguard.bucketing.decorator.explain import explain_failure
 from torchguard.bucketing.decorator.kept import KeptWork
 from torchguard.bucketing.decorator.leak_check import check_padding
 from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
-from torchguard.bucketing.decorator.missing_dims import explain_failure
 from torchguard.bucketing.decorator.output_shapes import OutputShapes, flattened_rows
 from torchguard.bucketing.decorator.outputs import UNKNOWN, slice_or_learn, slice_output
 from torchguard.bucketing.decorator.plan import (

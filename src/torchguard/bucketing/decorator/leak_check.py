@@ -23,8 +23,8 @@ from torchguard._pytree import (
 )
 from torchguard._torch import uncompiled
 from torchguard.bucketing.decorator.compile import COMPILING
+from torchguard.bucketing.decorator.explain import Context, leak_message
 from torchguard.bucketing.decorator.kept import Proven
-from torchguard.bucketing.decorator.leak_error import Context, leak_error
 from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
 from torchguard.bucketing.decorator.other_inputs import (
     OTHER_VALUES,
@@ -396,7 +396,7 @@ class _Checker:
         labels = {*plan.extras, *(each.label for each in plan.inputs)}
         masked = [name for name in self._spec.masks if name in labels]
         context = Context(what, self._shapes.name, self._modules, masked, case.others)
-        return leak_error(verdict.differences[0], expected, got, context)
+        return PaddingLeakError(leak_message(verdict.differences[0], expected, got, context))
 
 
 def _with_perturbed_inputs(call: Call, seed: int) -> tuple[Call, bool]:

@@ -18,9 +18,8 @@ from typing_extensions import Required
 
 from torchguard._pytree import KeyPath, children, keystr
 from torchguard._torch import warn_user
-from torchguard.bucketing.decorator.auto import Ladder, ladders_of
+from torchguard.bucketing.decorator.auto import Ladder, PairLadder, ladders_of
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
-from torchguard.bucketing.decorator.pair_ladder import PairLadder
 from torchguard.bucketing.decorator.plan_file import PlanFile, read_plan
 from torchguard.bucketing.padding import Side
 

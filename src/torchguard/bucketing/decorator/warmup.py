@@ -1,4 +1,4 @@
-"""Compile every bucket ahead of time."""
+"""Compile every bucket ahead of time, and measure what a call in it takes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from typing_extensions import Self
 
 from torchguard import _torch
+from torchguard._public import public
 from torchguard._pytree import all_reachable_modules
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import alone
-from torchguard.bucketing.decorator.measured import WarmupReport
 from torchguard.bucketing.decorator.outputs import Output
 from torchguard.bucketing.decorator.plan import Call, Input, Plan, find_inputs
 from torchguard.bucketing.decorator.spec import Sizes, Spec
@@ -34,12 +35,67 @@ from torchguard.equivalence.isolate import (
 from torchguard.equivalence.outcome import Output as Differentiable
 from torchguard.equivalence.outcome import send_backward
 
-__all__ = ["warm_up"]
+__all__ = ["WarmupReport", "warm_up"]
 
 _WIDTH = 30
 # The first call of a CUDA graph warms up, the second records, the third replays.
 _CUDA_GRAPH_TURNS = 3
 _TIMED = 2
+
+
+@public
+@dataclass(frozen=True)
+class WarmupReport:
+    """What ``warmup`` returns: what a call in each bucket takes, and what did not fit.
+
+    It is a function of a size (of two with :class:`PairBuckets`), and so goes where a cost does:
+    ``Buckets.fit(lengths, cost=report)``, or with what compiling took as the price of a bucket
+    ``Buckets.fit(lengths, None, cost=report, compile_cost=report.compile_seconds)``.
+    """
+
+    axes: tuple[str, ...]
+    seconds: Mapping[Any, float]
+    """Of one call, by bucket (a size per axis): the better of two, the backward included."""
+    compile_seconds: float
+    """Mean seconds that compiling one bucket took."""
+    left_out: Mapping[Any, str]
+    """The buckets that ran out of memory, and what the error said."""
+
+    def __call__(self, *sizes: int) -> float:
+        """Return the seconds of a call at a size, from those of the buckets around it.
+
+        One size: on the line between two buckets. Two: what the buckets that are not smaller took,
+        by the share of them that it is; it never falls.
+
+        Raises:
+            ValueError: no bucket was timed, or there are not as many sizes as axes.
+        """
+        if not self.seconds or len(sizes) != len(self.axes):
+            raise ValueError(
+                f"WarmupReport: a call by {', '.join(self.axes)} was timed in {len(self.seconds)} "
+                f"buckets, which says nothing of {sizes}"
+            )
+        if len(sizes) == 1:
+            return self._on_a_line(sizes[0])
+        largest = [max(each) for each in zip(*self.seconds, strict=True)]
+        above = math.prod(max(1.0, a / b) for a, b in zip(sizes, largest, strict=True))
+        return above * max(
+            seconds * math.prod(min(1.0, a / b) for a, b in zip(sizes, shape, strict=True))
+            for shape, seconds in self.seconds.items()
+        )
+
+    def _on_a_line(self, size: int) -> float:
+        known = sorted((bucket, seconds) for (bucket,), seconds in self.seconds.items())
+        buckets, seconds = zip(*known, strict=True)
+        if buckets[0] <= size <= buckets[-1]:
+            return float(np.interp(size, buckets, seconds))
+        # Outside on the last line, but no less than in proportion to the size.
+        near, far = (0, 1) if size < buckets[0] else (-1, -2)
+        proportional = seconds[near] * size / buckets[near]
+        if len(known) == 1:
+            return float(proportional)
+        slope = (seconds[far] - seconds[near]) / (buckets[far] - buckets[near])
+        return float(max(seconds[near] + slope * (size - buckets[near]), proportional))
 
 
 def warm_up(

@@ -18,7 +18,6 @@ from typing_extensions import ParamSpec, Self
 from torchguard import _torch
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import CompileCache, Compilers, compiler_for
-from torchguard.bucketing.decorator.measured import WarmupReport
 from torchguard.bucketing.decorator.plan_file import write_plan
 from torchguard.bucketing.decorator.spec import MaskingOptions, Spec
 from torchguard.bucketing.decorator.stats import (
@@ -28,7 +27,7 @@ from torchguard.bucketing.decorator.stats import (
     report_of,
     stats_of,
 )
-from torchguard.bucketing.decorator.warmup import warm_up
+from torchguard.bucketing.decorator.warmup import WarmupReport, warm_up
 
 __all__ = ["BoundMethod", "Bucketed", "BucketedModule", "module_around"]
 

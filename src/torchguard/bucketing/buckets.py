@@ -198,6 +198,7 @@ class Buckets:
                 raise ValueError(
                     f"Buckets.fit: maximum is {top}, but a size of {largest} was observed"
                 )
+        # The plan is for what may come, the bound for what was seen.
         planned = with_prior(observed, top, _prior(prior, maximum))
         bound = None if max_padding is None else Bound(_share(max_padding), observed)
         if count is not None:
@@ -213,6 +214,7 @@ class Buckets:
             if tokens is None:
                 return cls(fit.plan(planned, count, **aligned).sizes)
             plans = fit.plans(planned, count, **aligned)
+            # More sizes leave more batches that are not full, so the most may not be the best.
             epochs = [epoch_of(plan.sizes, observed, tokens, cost, "Buckets.fit") for plan in plans]
             return cls(min(zip(epochs, plans, strict=True), key=lambda pair: pair[0].cost)[1].sizes)
         aligned = {

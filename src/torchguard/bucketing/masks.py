@@ -57,5 +57,6 @@ def length_mask(
         raise TypeError(f"length_mask: lengths has dtype {real.dtype}, expected integers")
     if real.dim() != 1:
         raise ValueError(f"length_mask: lengths has shape {tuple(real.shape)}, expected (B,)")
+    # Compared where the lengths are: to read them would wait for the GPU.
     positions = torch.arange(size, device=real.device)
     return positions < real[:, None] if side == "right" else positions >= size - real[:, None]

@@ -67,6 +67,7 @@ def plan_with_bound(
         ValueError: ``count`` is too small, or a size can't be aligned within the bound.
     """
     sizes, weights = planned
+    # The largest bucket has to reach top, which nobody may have seen: a size of no weight.
     if sizes[-1] < top and top - sizes[-1] >= multiple_of:
         sizes, weights = np.append(sizes, top), np.append(weights, 0.0)
     below = np.concatenate(([0.0], np.cumsum(weights)))
@@ -75,6 +76,7 @@ def plan_with_bound(
     limits = reals[np.searchsorted(reals, sizes)] * (1 + bound.max_padding) * _ROUNDING
     targets = np.minimum(-(-sizes // multiple_of) * multiple_of, top)
     paid = [(int(size), compile_cost) for size in targets]
+    # What is compiled already is a bucket at no price, aligned or not.
     free = [(size, 0.0) for size in already_compiled if size >= sizes[0]]
     buckets = sorted({*paid, *free})
     prices = step_cost * costs_of([size for size, _ in buckets], cost, "Buckets.fit")
@@ -144,6 +146,7 @@ def _counted(ends: list[_End], below: _Floats, count: int, max_padding: float) -
                 cuts[end.position] = (begin, end.bucket)
         layers.append(cuts)
         reached = further
+        # Beyond count only to say in the error how many it takes.
         if len(layers) > count:
             if best:
                 break

@@ -95,6 +95,7 @@ class Caller:
             if nested or plan.extras:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
                 return self._run(plan, plan.variant.run, call)
+            # No container and nothing to add: each argument is a leaf, and goes as it is.
             for index, pad, _ in plan.pads:
                 leaves[index] = pad(leaves[index])
             if kwargs:
@@ -120,6 +121,7 @@ class Caller:
         nested = False
         for argument in arguments:
             kind = type(argument)
+            # Not isinstance(): a Parameter and other subclasses go the last way, a leaf each.
             if kind is torch.Tensor:
                 leaves.append(argument)
                 key += (argument.shape, argument.dtype, argument.device)
@@ -136,6 +138,7 @@ class Caller:
                         key += (leaf.shape, leaf.dtype, leaf.device)
                     else:
                         key.append(leaf_key(leaf))
+        # Ranks agree on the sizes in every call, so none may find its plan without the others.
         plan = None if self._shared else self._plans.get(tuple(key))
         if plan is None:
             plan = self._new_plan(tuple(key), around, owner, args, kwargs)
@@ -165,6 +168,7 @@ class Caller:
                 real = slice_or_learn(plan, find, output)
             output = real
         with self.lock:
+            # Under the lock: += reads and writes, and another thread may call in between.
             count = plan.count
             count.calls += 1
             count.real += plan.real
@@ -302,6 +306,7 @@ class Caller:
             output = self._run(plan, run, call)
         except PaddingLeakError as error:
             hint = self.spec.unread_masks() or flattened_rows(plan)
+            # The same error, so that its traceback still begins where the leak was found.
             error.args = (f"{error}{hint}", *error.args[1:])
             raise
         except TorchGuardError:
@@ -359,6 +364,8 @@ class Caller:
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call where Dynamo is watching; it must not compile what is here."""
+        # A skip mark holds for one frame, disable() for all that the function calls, too.
+        # https://docs.pytorch.org/docs/stable/torch.compiler_fine_grain_apis.html
         return torch.compiler.disable(self._warn_and_call)(owner, args, kwargs)
 
     def _warn_and_call(self, owner: Any, args: Any, kwargs: Any) -> Any:
@@ -418,6 +425,7 @@ class Caller:
             changed |= ladder.observe(sizes, ran)
         self._fitting = any(ladder.fitting for ladder in self.spec.ladders.values())
         if changed:
+            # A plan keeps the sizes of its bucket, which may be another one now.
             self._plans.clear()
 
 

@@ -159,6 +159,7 @@ def explain_failure(
         call: not padded.
         error: what the call ended in.
     """
+    # Memory is no matter of dims; and of a group all ranks would have to run, not only this one.
     memory = isinstance(error, torch.OutOfMemoryError)
     if memory or not plan.pads or shapes.spec.options["group"] is not None:
         return None
@@ -169,9 +170,11 @@ def explain_failure(
         def works(padded: Sequence[_Suspect]) -> bool:
             return _works(shapes.function, plan, call, padded)
 
+        # Where it runs without data as it was padded, the values were the reason.
         if not suspects or works(()):
             return None
         usual = {(axis, dim) for each in plan.inputs for dim, axis in each.axes}
+        # First those in the dim in which dims names the axis: labels beside ids.
         in_place = [each for each in suspects if (each.axis, each.dim) in usual]
         for group in (in_place, *([each] for each in suspects), suspects):
             if group and works(group):
@@ -179,6 +182,7 @@ def explain_failure(
                 break
         else:
             return None
+        # Whatever it runs without is not to be named.
         for each in list(found):
             fewer = [other for other in found if other is not each]
             if fewer and works(fewer):

@@ -135,6 +135,8 @@ def make_extras(
     made: dict[str, torch.Tensor] = {}
     for axis, argument in spec.lengths.items():
         with torch.inference_mode(False):
+            # An inference tensor has no version counter, by which fresh_extras() sees a write.
+            # https://docs.pytorch.org/docs/stable/notes/autograd.html#inference-mode
             made[argument] = torch.tensor(sizes[axis], device=_holder(inputs, axis)[0].device)
     given = dict(zip(call.signature.names, call.arguments, strict=True))
     for argument, mask in spec.masks.items():

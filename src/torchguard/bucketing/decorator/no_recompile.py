@@ -70,6 +70,8 @@ def _scope() -> Iterator[None]:
     before = getattr(_scopes, "count", 0)
     _scopes.count = before + 1
     try:
+        # Compiled frames ask for the stance; a backward, compiled when it first runs, does not.
+        # https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
         with torch.compiler.set_stance("fail_on_recompile"), _torch.before_backward(_refuse):
             yield
     except RuntimeError as error:
@@ -116,6 +118,7 @@ def news(plan: Plan, shapes: Shapes, around: tuple[Any, ...], compiled: Iterable
 
     inputs = dict(shapes)
     others = [(dict(key[0]), key[1]) for key in compiled]
+    # The news is told by how near it is: a bucket, then what is around the call, then other dims.
     same_bucket = [
         (known, then)
         for known, then in others
@@ -155,6 +158,8 @@ def _said(error: RuntimeError) -> str:
     trace: TracebackType | None = error.__traceback__
     found = None
     while trace is not None:
+        # What torch.compile has returned: _fn in 2.6, compile_wrapper in later releases.
+        # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
         if trace.tb_frame.f_code.co_name in {"compile_wrapper", "_fn"}:
             values = trace.tb_frame.f_locals
             if callable(values.get("fn")) and "args" in values:

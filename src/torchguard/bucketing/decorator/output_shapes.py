@@ -212,6 +212,7 @@ class OutputShapes:
         if found is None:
             return None
         padded, real = found
+        # The formula is of one way through the function: a branch on data may take another.
         for leaf, expected in zip(output.leaves, padded, strict=True):
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) != expected:
                 return None
@@ -225,8 +226,11 @@ class OutputShapes:
         self, plan: Plan, call: Call, modules: _Modules, output: Output
     ) -> _Formula | None:
         """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
+        # The id is not given again: the cache keeps every variant as long as this lives.
         key = (id(plan.variant), plan.specialization, tuple(output.paths))
         if key not in self._formulas:
+            # A symbol stands for 2 or more: torch makes a number of a size that is 0 or 1.
+            # https://docs.pytorch.org/docs/2.6/torch.compiler_dynamic_shapes.html
             hints = {
                 axis: size if size > 1 else max(plan.buckets[axis], 2)
                 for axis, size in plan.sizes.items()
@@ -260,6 +264,7 @@ class OutputShapes:
     def _derive(self, plan: Plan, call: Call, modules: _Modules, hints: Sizes) -> _Formula:
         extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
         shapes = {each.index: each.symbolic(hints) for each in plan.inputs}
+        # A mask is as long as the axis it masks, so its size is a symbol, too.
         masks = {
             argument: mask_shape(plan.inputs, mask)
             for argument, mask in self.spec.masks.items()

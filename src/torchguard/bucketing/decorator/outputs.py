@@ -58,6 +58,7 @@ class Output:
         Raises:
             TypeError: it has something inside that may hold tensors, but can't be looked into.
         """
+        # Of any class, FakeTensor too: a tensor is one leaf.
         if isinstance(whole, torch.Tensor):
             return cls([whole], [()], whole)
         leaves, treedef = flatten(whole)
@@ -83,6 +84,7 @@ def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (torch.Tensor, torch.Size, *_PLAIN))
 
 
+# Three levels reach the tensors in a cache of transformers: its list of layers, a layer, a tensor.
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
     if isinstance(value, torch.Tensor):
         return True
@@ -120,6 +122,7 @@ class Fold(NamedTuple):
         tensor = tensor.unflatten(self.dim, self.sizes)
         for index, start, length in self.narrows:
             tensor = tensor.narrow(self.dim + index, start, length)
+        # The dims have to be one again: the function returned one.
         return tensor.flatten(self.dim, self.dim + len(self.sizes) - 1)
 
 
@@ -145,6 +148,7 @@ UNKNOWN: Any = object()
 def slice_output(plan: Plan, whole: Any) -> Any:
     """Take the real part of an output; ``UNKNOWN`` if it is not known yet what that is."""
     if type(whole) is torch.Tensor:
+        # Outputs of one plan may differ in shape: a branch on data, or a loss in place of logits.
         slices = plan.slices.get(whole.shape)
         if slices is None:
             return UNKNOWN
@@ -232,6 +236,7 @@ def declared_steps(
         if spec is None:
             continue
         label = output.label(index)
+        # A dict may name few dims of many, a tuple names each in its place.
         narrows: list[Narrow] = []
         folds: list[Fold] = []
         for dim, size in spec.items() if isinstance(spec, Mapping) else enumerate(spec):

@@ -55,12 +55,14 @@ class TensorKey(NamedTuple):
 
 def leaf_key(leaf: Any) -> Any:
     """Return what a graph depends on of a leaf: something to hash and compare."""
+    # By type, not isinstance(): a subclass of int may compare as it likes.
     if type(leaf) in PLAIN:
         return leaf
     if isinstance(leaf, torch.Tensor):
         return TensorKey(leaf.shape, leaf.dtype, leaf.device)
     if isinstance(leaf, enum.Enum):
         return leaf
+    # Of a module nothing else: its attributes Dynamo guards by itself, and compiles anew.
     return leaf.training if isinstance(leaf, torch.nn.Module) else type(leaf)
 
 
@@ -102,6 +104,7 @@ class Call(NamedTuple):
             treedefs.append(treedef)
             starts.append(len(leaves))
         known = spec.parameters
+        # By keyword in the order of the call: the leaves come in that order as well.
         names = (*(known[i] if i < len(known) else f"*{i}" for i in range(len(args))), *kwargs)
         signature = Signature(names, len(args), tuple(treedefs), tuple(starts))
         return cls(signature, owner, arguments, leaves)
@@ -134,6 +137,7 @@ class Call(NamedTuple):
         """
         names, positional, treedefs, starts = self.signature
         values = self.leaves if leaves is None else leaves
+        # Otherwise each argument is one leaf, and goes as it is.
         if len(values) != len(names) or any(treedefs):
             values = [
                 values[start] if treedef is None else unflatten(values[start:end], argument)
@@ -311,6 +315,7 @@ class Plan:
                 pads.append(_pad(each, dims, self.side))
         self.pads = tuple(pads)
         for axis, size in self.sizes.items():
+            # The product stands for the work of a call: with a batch and a length it counts tokens.
             self.real *= size
             self.padded *= self.buckets.get(axis, size)
 
@@ -328,6 +333,7 @@ class Plan:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
         leaves = list(leaves)
         for index, quickly, carefully in self.pads:
+            # What was checked once holds for all tensors of a plan: they have one shape and dtype.
             pad = quickly if self._has_padded else carefully
             value = () if fills is None or index not in fills else (fills[index],)
             leaves[index] = pad(leaves[index], *value)
@@ -416,6 +422,7 @@ def find_buckets(spec: Spec, sizes: Sizes, inputs: Iterable[Input]) -> Sizes | N
         ValueError: it may not.
     """
     found: Sizes = {}
+    # Two axes may share a ladder, which is asked once for both sizes.
     for ladder in dict.fromkeys(spec.ladders.values()):
         bucket = ladder.bucket_for(sizes)
         if bucket is None and spec.options["overflow"] == "error":
@@ -429,4 +436,5 @@ def find_buckets(spec: Spec, sizes: Sizes, inputs: Iterable[Input]) -> Sizes | N
         if bucket is None:
             return None
         found |= bucket
+    # In the order of the axes, by which buckets are compared and counted.
     return {axis: found[axis] for axis in sizes}

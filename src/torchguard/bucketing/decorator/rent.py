@@ -65,6 +65,7 @@ class Prices:
 
     def of(self, how: How) -> float:
         """Return the seconds that compiling takes."""
+        # What compiling in another way took is the best guess for one that was not tried yet.
         paid = self._paid.get(how) or [each for all_ in self._paid.values() for each in all_]
         return statistics.median(paid) if paid else self._assumed
 
@@ -125,10 +126,12 @@ class _Meter:
     @property
     def cost(self) -> float:
         """Seconds of a call, its backward included."""
+        # The median: now and then a call waits for something that is none of its own.
         return sum(statistics.median(each) for each in (self._forward, self._backward) if each)
 
     def forget_old(self) -> None:
         for times in (self._forward, self._backward):
+            # Some are kept: this way was timed under the same load, and need not begin at nothing.
             while len(times) > _ENOUGH // 2:
                 times.popleft()
 
@@ -188,6 +191,7 @@ class Choice:
             self._consider()
         if self.candidate is None:
             return self.how
+        # By turns, so that both meet the same data and the same load.
         ahead = self._meter(self.candidate).recent > self._meter(self.how).recent
         return self.how if ahead else self.candidate
 

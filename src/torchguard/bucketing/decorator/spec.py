@@ -57,6 +57,7 @@ EngineName: TypeAlias = Literal["static", "ranges", "auto"]
 Sizes: TypeAlias = dict[str, int]
 """Size by axis."""
 
+# difflib's ratio of a name of four letters and one with a letter more or less is 0.86 or above.
 _ALIKE = 0.8
 
 
@@ -99,6 +100,7 @@ def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
         TypeError: one that there is not, or none for ``dims``.
         ValueError: a word that is not one of those it can be.
     """
+    # Python's own words: the signature shows each option, though **options takes any.
     unknown = sorted(options.keys() - _DEFAULTS.keys())
     if unknown:
         near = difflib.get_close_matches(unknown[0], _DEFAULTS, 1)
@@ -206,9 +208,11 @@ class Spec:
         if bound and positional:
             positional = positional[1:]
         dims = _by_name(options["dims"], positional, variadic, _name_of(function))
+        # dims={"args": [...]} names what is behind *args by position.
         if variadic in dims:
             for index, inner in enumerate(dims.pop(variadic) or ()):
                 dims[f"*{len(positional) + index}"] = inner
+        # dims={"kwargs": {...}} names what is behind **kwargs.
         if others in dims:
             dims |= dims.pop(others) or {}
         masks = masks_of(options["mask"], axes)

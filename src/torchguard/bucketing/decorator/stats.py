@@ -98,6 +98,7 @@ def stats_of(caller: Caller) -> BucketedStats:
     with caller.lock:
         counts = {key: (c.calls, c.real, c.padded) for key, c in caller.counts.items()}
         variants = list(caller.cache.variants.values())
+    # Under the empty key are the calls that no bucket held.
     inside = {key: numbers for key, numbers in counts.items() if key}
     real = sum(numbers[1] for numbers in inside.values())
     padded = sum(numbers[2] for numbers in inside.values())
@@ -197,11 +198,13 @@ def report_of(caller: Caller, path: str | os.PathLike[str] | None) -> BucketedRe
         for combination, count in seen.items():
             sizes[tuple(combination[place] for place in places)] += count
         buckets = ladder.buckets
+        # A size that no bucket holds has run without padding: none is wasted on it.
         held = {key: count for key, count in sizes.items() if buckets and _holds(buckets, key)}
         if buckets is None or not held:
             raise ValueError("bucketed: nothing to report yet: call the function first")
         target = None if path is None else Path(path)
         if target is not None and len(ladders) > 1:
+            # A picture for each ladder: one file would show the last alone.
             target = target.with_name(f"{target.stem}-{'-'.join(ladder.axes)}{target.suffix}")
         axes.append(_report_of_axis(" x ".join(ladder.axes), buckets, held, target))
     return BucketedReport(stats_of(caller), tuple(axes))
@@ -214,6 +217,7 @@ def _report_of_axis(
     path: Path | None,
 ) -> AxisReport:
     """Compare buckets with the best of 4 fewer, as many and 4 more."""
+    # Fewer compile sooner, more waste less: what either would change.
     counts = sorted({max(len(buckets) - _STEP, 1), len(buckets), len(buckets) + _STEP})
     best: dict[int, tuple[tuple[Any, ...], float]] = {}
     if isinstance(buckets, PairBuckets):

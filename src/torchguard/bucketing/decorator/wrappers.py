@@ -155,6 +155,7 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
         """Every instance has graphs of its own: its attributes are part of them."""
         key = id(instance)
         found = self._of_instances.get(key)
+        # The id of an object that is gone may be that of another one now.
         if found is not None and found[0]() is instance:
             return found[1]
         with self._lock:
@@ -220,9 +221,12 @@ class BoundMethod(_Methods, Generic[_Result_co]):
         raise AttributeError(name)
 
     def __reduce__(self) -> Any:
+        # As Python pickles a bound method: by its instance and its name.
         return getattr, (self.__self__, self.__func__.__dict__["__name__"])
 
 
+# None: Dynamo is off. False: it runs what is compiled, and compiles nothing.
+# https://github.com/pytorch/pytorch/blob/main/torch/csrc/dynamo/eval_frame.c
 _NOT_TRACING = frozenset({None, False})
 """What Dynamo's frame callback is outside of a compiled function."""
 
@@ -314,6 +318,7 @@ def module_around(given: torch.nn.Module, options: MaskingOptions) -> torch.nn.M
     """
     parts = _parts(given, options)
     module = parts[0]
+    # Not by its constructor, which would make parameters of its own.
     made: torch.nn.Module = object.__new__(_class_around(type(module)))
     object.__setattr__(made, "__dict__", module.__dict__)
     object.__setattr__(made, "_bucketed", parts)
@@ -370,6 +375,7 @@ def _class_around(own: type[Any]) -> type[Any]:
 def _forward_like(forward: Any) -> Any:
     """Return our forward with the signature of another: Hugging Face's Trainer reads it."""
     ours = BucketedModule.forward
+    # A copy, so that each class has a signature of its own on it.
     copied = FunctionType(ours.__code__, ours.__globals__, "forward", None, ours.__closure__)
     functools.update_wrapper(copied, forward, assigned=("__doc__", "__annotations__"), updated=())
     _torch.mark_untraced(copied)

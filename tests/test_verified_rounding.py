@@ -15,7 +15,7 @@ from torchguard import MiscompilationWarning, verified, verified_backend
 from torchguard.equivalence.compare import COMPILING, judge
 from torchguard.equivalence.copies import copy_inputs
 from torchguard.equivalence.copies import run_on_copies as run
-from torchguard.equivalence.run import Outcome
+from torchguard.equivalence.outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -54,7 +54,7 @@ class InconsistentTensorError(TorchGuardError, RuntimeError):
 
 @public
 class PatchConflictError(TorchGuardError, RuntimeError):
-    """Raised when undoing a patch would overwrite somebody else's."""
+    """Raised when undoing a patch would overwrite that of other code."""
 
 
 @public

@@ -62,7 +62,7 @@ def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
 
 
 def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
-    """Return how ``torch.compile`` was called to make this, or None where it can't be told.
+    """Return how ``torch.compile`` was called to make this, or None where torch does not say.
 
     The keys: ``function`` (a function, or a module), ``fullgraph``, ``dynamic`` and
     ``compiler`` (what turns a graph into a callable; None is returned if it is not inductor).
@@ -125,7 +125,7 @@ def compiles_inside(
 
 
 def traced(function: Callable[..., Any]) -> bool:
-    """Whether Dynamo compiles the frame of this function, True where it can't be told.
+    """Whether Dynamo compiles the frame of this function, True where torch does not say.
 
     It does not for functions of torch and of Python's own library. ``torch.compile`` puts one
     frame around those, ``inner``, whose code object and cache all of them share.
@@ -351,7 +351,7 @@ def _relative(name: str) -> str:
 
 
 def _cache_folders() -> list[Path]:
-    """Return Inductor's cache folder, or nothing where it can't be told."""
+    """Return Inductor's cache folder, or nothing where torch does not say."""
     for name in (
         "torch._inductor.runtime.cache_dir_utils",
         "torch._inductor.runtime.runtime_utils",

@@ -178,7 +178,7 @@ def _kind_of_variable() -> Any:
 def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
     """Let Dynamo put a call of each function into its graph as one node, untraced.
 
-    The backend traces it, as it does torch's own functions. Dynamo is told when it
+    The backend traces it, as it does torch's own functions. Dynamo learns of it when it
     is imported: ``torch.compiler.allow_in_graph`` itself would import it.
     """
 

@@ -57,7 +57,7 @@ def keep_originals_while_importing(
     """Execute the modules that torch imports from now on inside ``originals_in_place()``.
 
     Many of torch's modules keep tables of functions: patterns and lowerings of inductor, Dynamo's
-    lists, ``functorch.dim``, ``torch._numpy``. What reads a table has the original in its hands,
+    lists, ``functorch.dim``, ``torch._numpy``. What is looked up in a table is the original,
     because Dynamo and FX write originals into their graphs, so a table that was filled while a
     replacement stood in torch would find nothing.
     """

@@ -235,7 +235,7 @@ def wrap_step(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], Any]) -> N
 
     No hook sees an exception. ``Optimizer.profile_hook_step`` keeps the step in a cell, ``func``,
     and reads it after the pre-hooks, so from a pre-hook it is changed for the call that runs too.
-    A class of somebody's own that hooks its step in another way is left alone.
+    A user's class that hooks its step in another way is left alone.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L500
     """
     cell = _cell_of_step(type(optimizer))

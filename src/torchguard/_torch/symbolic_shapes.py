@@ -352,7 +352,7 @@ def bounds_of_padding_are_wrong() -> bool:
     """Whether torch bounds ``-n % 16`` by [-15, 0], so that padded sizes seem no larger than n.
 
     Inductor relies on it where a size is a symbol, and writes behind the end of a buffer. True
-    where it can't be told. https://github.com/pytorch/pytorch/issues/169760
+    where torch is built differently. https://github.com/pytorch/pytorch/issues/169760
     """
     try:
         ranges: Any = importlib.import_module("torch.utils._sympy.value_ranges")

@@ -35,7 +35,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Put the version counter back after a write that autograd must not hear of.
+    """Put the version counter back after a write that autograd must not see.
 
     Without it a later backward would refuse a saved tensor whose bytes never
     changed. torch 2.6 takes a tensor and a number here, later releases take

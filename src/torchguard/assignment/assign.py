@@ -117,7 +117,7 @@ keep_whole_in_graph(sliced_assign, sliced_assign_)
 
 
 def name_the_call(error: Exception, name: str, t: Any, index: Any, value: Any) -> None:
-    """Put the call into the message of an exception of torch's, which goes on its way."""
+    """Put the call into the message of an exception that torch has raised."""
     # Exceptions with a meaning of their own (a compiler's) are none of these types.
     if type(error) in {IndexError, RuntimeError, TypeError, ValueError} and len(error.args) == 1:
         shapes = f"t is {_shape_of(t)}, index is {describe_index(index)}"

@@ -82,7 +82,7 @@ def _carry_out(original: Callable[..., Any]) -> Callable[..., Any]:
         if target is None or value is None or not value.requires_grad or target.requires_grad:
             return result
         # A fake tensor has no elements: whichever of them are written, the view that
-        # autograd has of it and of its aliases changes alike. Where even that can't be
+        # autograd has of it and of its aliases changes in the same way. Where even that can't be
         # done, the graph itself raises when it runs, as it would have.
         with contextlib.suppress(Exception), without_torch_function():
             target.copy_(value.sum())

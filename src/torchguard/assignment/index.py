@@ -1,7 +1,7 @@
 """What an index selects: which dimension each part of it takes, and at which positions it lands.
 
-Everything here leaves the reading of an index to torch itself, so that whatever
-``t[index]`` accepts, or refuses, is accepted or refused alike.
+Everything here leaves it to torch itself to read an index, so that it accepts and refuses what
+``t[index]`` does.
 """
 
 from __future__ import annotations

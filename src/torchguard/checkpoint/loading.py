@@ -1,7 +1,7 @@
 """``load()`` and ``load_state_dict()``: from a file that is whole, into a module that takes all.
 
 torch copies a state tensor by tensor, collects what does not match and raises at the end: by
-then everything that did match is overwritten. Nobody has reported it.
+then everything that did match is overwritten. No upstream issue is known.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _cut_off(path: str, size: int) -> DamagedFileError:
 
 # ---- load_state_dict() ----
 
-_MORE_INTERRUPTS = 10  # somebody who goes on pressing Ctrl-C
+_MORE_INTERRUPTS = 10  # for a user who goes on pressing Ctrl-C
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # The tensors of torch.optim's states that have the shape of their parameter. (Adafactor keeps

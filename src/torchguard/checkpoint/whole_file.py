@@ -161,7 +161,7 @@ def try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: nobody can take one, so nobody removes it
+    except OSError:  # a file system without locks: no process can take one, so none removes it
         return True
     return True
 
@@ -200,7 +200,7 @@ def _remove_if_unlocked(path: str) -> bool:
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
-    except OSError:  # alive, somebody else's, or gone meanwhile
+    except OSError:  # alive, of another user, or gone meanwhile
         return False
     return True
 
@@ -261,7 +261,7 @@ def checkpoint_folder(
         The new folder, empty.
 
     Raises:
-        SaveError: ``path`` is a file or a folder of somebody else.
+        SaveError: ``path`` is a file or a folder that :func:`checkpoint_folder` has not made.
         ValueError: ``keep`` is below 1.
 
     Example:

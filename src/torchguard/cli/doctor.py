@@ -341,7 +341,7 @@ def _environment(environment: Environment) -> list[str]:
     else:
         shown.append(
             f"WARNING: the distribution torchguard {environment.foreign} is installed. It is "
-            "somebody else's package and owns the same folder as torchguard-runtime: uninstall "
+            "another project's package and owns the same folder as torchguard-runtime: uninstall "
             "both, then install torchguard-runtime again."
         )
     return shown

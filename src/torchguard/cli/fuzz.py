@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _main(options: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415 - only here does anything compile
 
-    from torchguard.verification import verified_backend  # noqa: PLC0415 - likewise
+    from torchguard.verification import verified_backend  # noqa: PLC0415 - imports torch
     from torchguard.verification.fuzz import attempt, program  # noqa: PLC0415 - imports torch
 
     # Without exclude_tags it leaves out what torch calls debugging backends, eager among them.

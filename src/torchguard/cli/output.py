@@ -33,7 +33,7 @@ def positive_float(text: str) -> float:
 
 
 def write(text: str) -> None:
-    """Write to standard output, also where nobody reads on: ``doctor | head``."""
+    """Write to standard output, also where its reader has closed it: ``doctor | head``."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

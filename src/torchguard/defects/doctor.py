@@ -229,7 +229,7 @@ def _facts(verdict: Verdict) -> dict[str, str]:
 
 def _environment(facts: dict[str, str]) -> Environment:
     try:
-        # The library's own distribution is torchguard-runtime; this one is somebody else's,
+        # The library's own distribution is torchguard-runtime; this one is another project's,
         # and both own the folder `torchguard`.
         foreign = version("torchguard")
     except PackageNotFoundError:

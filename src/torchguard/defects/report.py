@@ -18,7 +18,7 @@ Status = Literal[
     "corrupt",  # live: a tensor, a buffer or a file was spoiled
     "wrong result",  # live: the program computed something else than it says
     "crash",  # live: the process died
-    "timeout",  # the probe never ended: nobody knows
+    "timeout",  # the probe was killed after its time: neither live nor absent
     # Of a run with the guards on, which follows a live one:
     "closed",  # the defect is gone
     "detected",  # the damage is done, and the guards find it where they are called
@@ -54,7 +54,7 @@ class Row:
 
     id: str
     family: Family | None
-    """None for a broken plug-in: nobody can know what it would have been."""
+    """None for a plug-in that could not be loaded."""
 
     upstream: tuple[str, ...]
     summary: str
@@ -96,7 +96,7 @@ class Environment:
     """Name of the GPU that torch sees, or ``"none"``."""
 
     foreign: str | None
-    """Version of somebody else's distribution named ``torchguard``, if it is installed."""
+    """Version of the distribution named ``torchguard``, another project's, if it is installed."""
 
 
 @public

@@ -1,8 +1,8 @@
-"""Doors between torch and memory of others: numpy's arrays, buffers, shared memory.
+"""Memory that torch shares with others: numpy's arrays, buffers, shared memory.
 
-torch has no read-only tensors, so ``from_numpy`` and its kin drop the flag with a warning
+torch has no read-only tensors, so ``from_numpy`` and the others drop the flag with a warning
 (https://github.com/pytorch/pytorch/issues/46741, https://github.com/pytorch/pytorch/issues/5442).
-``frombuffer`` lets go of the buffer at once. ``share_memory_`` frees the memory that an array
+``frombuffer`` does not keep the buffer open. ``share_memory_`` frees the memory that an array
 made by ``t.numpy()`` points at (https://github.com/pytorch/pytorch/issues/51849).
 """
 
@@ -93,11 +93,11 @@ def _call(path: str, args: tuple[Any, ...], options: dict[str, Any], readonly: s
             f"{name}: readonly is {readonly!r}, expected "
             f"{' or '.join(map(repr, get_args(ReadOnly)))}"
         )
-    tensor: torch.Tensor = _DOORS[path](patch.original(path), readonly)(*args, **options)
+    tensor: torch.Tensor = _CONVERSIONS[path](patch.original(path), readonly)(*args, **options)
     return tensor
 
 
-# ---- the doors ----
+# ---- from memory of others to a tensor ----
 
 
 def _refuse_or_tell(name: str, readonly: str) -> None:
@@ -170,13 +170,13 @@ def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> C
         _refuse_or_tell("frombuffer", readonly)
         requires_grad = options.pop("requires_grad", False)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is not writable: nobody will write to it
+            warnings.simplefilter("ignore")  # that it is not writable: it is copied
             return original(view, **options).clone().requires_grad_(requires_grad)
 
     return frombuffer
 
 
-_DOORS: dict[str, Callable[..., Callable[..., Any]]] = {
+_CONVERSIONS: dict[str, Callable[..., Callable[..., Any]]] = {
     "torch.from_numpy": _guard_array,
     "torch.as_tensor": _guard_array,
     "torch.from_dlpack": _guard_array,
@@ -257,7 +257,7 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 def replacements() -> dict[str, patch.Make]:
     """Return what ``install("numpy")`` patches."""
     return {
-        **_DOORS,
+        **_CONVERSIONS,
         "torch.Tensor.numpy": _guard_numpy,
         "torch.UntypedStorage.share_memory_": _guard_share_memory_,
         _REDUCE: _guard_reduce,

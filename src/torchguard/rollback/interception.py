@@ -47,8 +47,8 @@ from torchguard.rollback.snapshot import capture
 _NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
 _REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_, "set_": refuse_set_}
 _NOT_SHOWN = "set_"  # the one method that torch shows to no subclass and no mode
-# x &= y and its like are left out: they look at everything before they write, and a type's slots
-# are slow to set. For x += y a subclass is shown add_, which torch would look up.
+# x &= y and the other bitwise ones are left out: they check everything before they write, and a
+# type's slots are slow to set. For x += y a subclass is shown add_, which torch would look up.
 _OPERATORS = frozenset(
     f"__{name}__"
     for name in ("setitem", "iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod")
@@ -207,7 +207,7 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
         operation = Operation(writes, args, kwargs, data=data and not is_recorded())
         try:
             try:
-                hold(None)  # for what torch calls on its way, a subclass's own code
+                hold(None)  # for what torch calls meanwhile, a subclass's own code
                 return operation.finish(call(*operation.args, **operation.kwargs))
             except BaseException as error:
                 operation.undo(error)
@@ -286,7 +286,7 @@ def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _undoing(original: Callable[..., Any], begin: _Begin) -> Callable[..., Any]:
-    """Make a function that undoes the call if it raises; ``begin`` returns None to let it be."""
+    """Make a function that undoes a failed call; ``begin`` returns None if it writes nothing."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         scope = current()
@@ -295,7 +295,7 @@ def _undoing(original: Callable[..., Any], begin: _Begin) -> Callable[..., Any]:
             return original(*args, **kwargs)
         try:
             try:
-                hold(None)  # for what torch calls on its way, a subclass's own code
+                hold(None)  # for what torch calls meanwhile, a subclass's own code
                 return operation.finish(original(*operation.args, **operation.kwargs))
             except BaseException as error:
                 operation.undo(error)
@@ -337,7 +337,7 @@ def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         operation = Operation(None, args, {**kwargs, "out": out}, data=data and not is_recorded())
         try:
             try:
-                hold(None)  # for what torch calls on its way, a subclass's own code
+                hold(None)  # for what torch calls meanwhile, a subclass's own code
                 return operation.finish(original(*operation.args, **operation.kwargs))
             except BaseException as error:
                 operation.undo(error)

@@ -95,7 +95,7 @@ _NORMALISE: dict[str, tuple[int, str | None]] = {
     "cudnn_batch_norm": (3, "training"),
     "miopen_batch_norm": (3, "training"),
     "instance_norm": (3, "use_input_stats"),
-    # What nn.SyncBatchNorm calls, and its kin.
+    # What nn.SyncBatchNorm calls.
     "batch_norm_update_stats": (1, None),
     "batch_norm_gather_stats": (3, None),
     "batch_norm_gather_stats_with_counts": (3, None),
@@ -177,7 +177,7 @@ def _value(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if 0 <= argument.position < len(args):
         return args[argument.position]
     value = kwargs.get(argument.name)
-    # What schemas call self is the input of torch.relu_ and its kin.
+    # What schemas call self is called input by torch.relu_ and the other functions.
     return kwargs.get("input") if value is None and argument.name == "self" else value
 
 

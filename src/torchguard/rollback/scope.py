@@ -239,7 +239,7 @@ def guarded(function: Any = None, /, *, data: bool = False) -> Any:
 # ---- torch.compile ----
 #
 # A scope covers eager code. It is popped while a compiled function runs and pushed back afterwards:
-# neither what the compiler does on its way (running the graph on fake tensors, lowering it) nor
+# neither what the compiler does while it compiles (running on fake tensors, lowering) nor
 # what it has made is to be guarded. On torch 2.6 to 2.15 every compiled function hands its callback
 # to the interpreter through torch._dynamo.eval_frame._maybe_set_eval_frame, once on the way in and,
 # from the same Python frame, once on the way out:

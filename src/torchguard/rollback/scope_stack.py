@@ -22,7 +22,7 @@ class Scope:
         self.around = around
         self.open = True
         self.plain: bool = not data and (around is None or around.plain)
-        """Open, and no scope around it asks for copies: the common case, in one look."""
+        """Open, and no scope around it asks for copies: the common case, in one attribute."""
 
     def copies(self) -> bool | None:
         """Whether elements are copied first; None if this scope and all around it are closed."""

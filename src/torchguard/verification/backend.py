@@ -240,10 +240,10 @@ class Sizes:
     and Triton asks for divisibility by 16; how the rest is split among threads and blocks
     depends on the magnitude.
 
-    A graph that writes its inputs may read what it has overwritten. That hangs on how far
-    apart the program puts both, which may be any function of the sizes, so nothing follows from
-    other sizes. Such a graph is checked with each combination up to :attr:`EACH_WRITING`; when
-    there are more, inductor is told to keep the writes out of the graph.
+    A graph that writes its inputs may read what it has overwritten. That depends on how
+    far apart the program puts both, which may be any function of the sizes, so other sizes prove
+    nothing. Such a graph is checked with each combination up to :attr:`EACH_WRITING`; when
+    there are more, inductor keeps the writes out of the graph.
     """
 
     EACH = 64

@@ -178,7 +178,7 @@ REQUIRES_GRAD_LIES = Defect(
 
 
 class _TimesTwo(torch.autograd.Function):
-    """Doubles, and hands on three times the gradient, so that its backward can be told."""
+    """Doubles, with a backward that multiplies by three, so that it can be recognised."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:

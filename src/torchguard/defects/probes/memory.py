@@ -120,7 +120,7 @@ def _frombuffer_lifetime() -> str | None:
 
     ``torch.frombuffer`` takes the address of the buffer, releases the buffer at once
     and keeps only a reference to the object. ``mmap.close()``,
-    ``SharedMemory.close()`` and ``bytearray.clear()`` believe nobody uses the memory
+    ``SharedMemory.close()`` and ``bytearray.clear()`` believe that nothing uses the memory
     and free it under the tensor.
 
     Not reported for torch; the same hazard elsewhere:

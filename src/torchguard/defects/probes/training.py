@@ -27,7 +27,7 @@ class _Adam(Adam):
 
 
 class _SGD(SGD):
-    """SGD likewise."""
+    """SGD without them."""
 
     add_param_group = inspect.unwrap(SGD.add_param_group)
     step = inspect.unwrap(SGD.step)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import given, settings
-from test_assign import INDICES, assignments, base, plain
+from support.assigned import INDICES, assignments, base, plain
 
 from torchguard import at, sliced_assign, sliced_assign_
 

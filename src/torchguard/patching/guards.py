@@ -1,14 +1,16 @@
 """The table of guards that ``install()`` knows: what each patches, and when it is needed.
 
-A guard is a row. What makes a replacement from torch's own function, and what tries the defect,
-stands in the room of the guard.
+A guard is a row. What makes a replacement from torch's own function is in the room of the guard,
+and so is what tries a defect that takes more than a few lines to show.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any, Literal
 
@@ -27,7 +29,13 @@ from torchguard.assignment.dynamo import (
     slice_scatter_not_needed,
     slice_scatter_replacements,
 )
-from torchguard.checkpoint import guards as checkpoint
+from torchguard.checkpoint.loading import guard_load, guard_module_load, guard_optimizer_load
+from torchguard.checkpoint.saving import (
+    guard_commit,
+    guard_save,
+    guard_save_file,
+    guard_serialize_file,
+)
 from torchguard.interop import numpy_memory
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
@@ -156,6 +164,59 @@ _IN_QUANTIZATION = {
 }
 
 
+_SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
+    "safetensors.torch": {
+        "safetensors.torch.save_file": guard_save_file,  # save_model calls it
+        "safetensors.torch.serialize_file": guard_serialize_file,
+    },
+    # Lightning writes its checkpoints through fsspec.
+    "fsspec.implementations.local": {
+        "fsspec.implementations.local.LocalFileOpener.commit": guard_commit,
+    },
+}
+
+
+def _save_replacements() -> Mapping[str, patch.Make]:
+    """Return what to patch in torch for ``"save"``."""
+    return {"torch.save": guard_save}
+
+
+def _save_not_needed() -> str | None:
+    """Save twice: a file that is replaced is another file afterwards."""
+    save = patch.original("torch.save")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "probe.pt")
+        save(0, path)
+        before = path.stat().st_ino
+        with path.open("rb"):  # so that its number is not used again
+            save(0, path)
+            if path.stat().st_ino == before:
+                return None
+    return "torch.save replaces a file whole on this torch"
+
+
+def _load_replacements() -> Mapping[str, patch.Make]:
+    """Return what to patch in torch for ``"load"``."""
+    return {
+        "torch.load": guard_load,
+        "torch.nn.Module.load_state_dict": guard_module_load,
+        "torch.optim.Optimizer.load_state_dict": guard_optimizer_load,
+    }
+
+
+def _load_not_needed() -> str | None:
+    """Load a state whose last tensor does not fit."""
+    module = torch.nn.Linear(1, 1, device="cpu")
+    load_state_dict = patch.original("torch.nn.Module.load_state_dict")
+    state = {"weight": torch.full((1, 1), 77.0), "bias": torch.ones(9)}
+    try:
+        load_state_dict(module, state)
+    except RuntimeError:
+        if module.weight.item() == 77.0:  # noqa: PLR2004
+            return None
+    return "a load_state_dict that fails leaves the module as it was on this torch"
+
+
 def _verified_not_needed() -> str | None:
     return None  # every torch so far compiles something wrong, and to compile takes seconds
 
@@ -177,11 +238,11 @@ GUARDS: dict[str, Guard] = {
         Guard("verified", lambda: {"torch.compile": guard_compile}, _verified_not_needed),
         Guard(
             "save",
-            checkpoint.save_replacements,
-            checkpoint.save_not_needed,
-            in_modules=checkpoint.SAVE_IN_PACKAGES,
+            _save_replacements,
+            _save_not_needed,
+            in_modules=_SAVE_IN_PACKAGES,
         ),
-        Guard("load", checkpoint.load_replacements, checkpoint.load_not_needed),
+        Guard("load", _load_replacements, _load_not_needed),
         Guard(
             "numpy",
             numpy_memory.replacements,

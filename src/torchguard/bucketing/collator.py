@@ -99,6 +99,7 @@ class BucketCollator:
             {axis: each for (axis, *_), each in self._buckets.items() if isinstance(each, Buckets)},
         )
         if self._batch_sizes is None:
+            # With rows of padding fill also names what dims does not: it is checked with the batch.
             _check_fill(fill, dims, "fill")
         self._dims = dims
         self._fill = fill
@@ -123,6 +124,7 @@ class BucketCollator:
         lengths: dict[str, list[int]] = {}
         if self._collate_fn is default_collate:
             samples, lengths = self._evened(samples)
+        # A collate_fn of the user's own evens the samples out by itself: it alone knows how.
         batch, real, sizes = self._padded(self._collate_fn(samples))
         if self._length_key is not None:
             _put(batch, self._length_key, real, "length_key")
@@ -336,6 +338,7 @@ def _put(batch: Any, key: str, value: Any, what: str) -> None:
             f"BucketCollator: the samples have {key!r} themselves: name it in dims in place of "
             "mask_key"
         )
+    # In place: the batch was made by collate_fn and belongs to nobody else yet.
     batch[key] = value  # type: ignore[index]
 
 

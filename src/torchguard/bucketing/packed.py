@@ -86,6 +86,7 @@ def packed(
         buckets = {(_TOKENS,): as_buckets(tokens, "packed: tokens", " or PairBuckets")}
         if sequences is not None:
             counts = as_buckets(sequences, "packed: sequences")
+            # N sequences have N + 1 offsets: 0 and the end of each.
             buckets[(_OFFSETS,)] = Buckets(count + 1 for count in counts)
     fills: dict[str, Any] = {positions: _begun_again} if positions in by_dim else {}
     if len(buckets) > 1 or isinstance(tokens, PairBuckets):

@@ -95,6 +95,7 @@ def _draw_shares(axes: Axes, buckets: Sequence[int], observed: Observed, cost: C
     own = costs_of(observed.sizes, cost, "Buckets.plot") * observed.weights
     padded = costs_of(buckets, cost, "Buckets.plot")[served] * observed.weights
     parts = 100 * np.bincount(served, padded - own, minlength=len(buckets)) / own.sum()
+    # 0 has no place on a logarithmic axis.
     left = np.array([int(observed.sizes[0]) - 1 or 0.9, *buckets[:-1]], dtype=float)
     left = np.minimum(left, buckets)
     widths = np.array(buckets) - left

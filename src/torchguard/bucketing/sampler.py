@@ -123,6 +123,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         self._refuse_another_sharding(sys._getframe(1).f_locals.get("self"))
         if self._is_finished:
             self.set_epoch(self.epoch + 1)
+        # Once: the pass after this one begins at its first step.
         begin, self._begin = self._begin, 0
         self._given = begin
         for step in self._drawn(self.epoch)[begin:]:
@@ -142,6 +143,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         The epoch that :meth:`load_state_dict` has set goes on where it left off.
         """
         epoch = positive_integer(epoch, "epoch", _NAME + ".set_epoch", least=0)
+        # Trainers set the epoch they resume in again, which must not begin it anew.
         if epoch != self.epoch:
             self.epoch, self._begin = epoch, 0
         self._given = self._begin
@@ -176,6 +178,7 @@ class BucketBatchSampler(Sampler[list[int]]):
             for name, value in self._identity().items()
             if state.get(name) != value
         ]
+        # At the beginning of an epoch nothing was drawn yet that could be another now.
         if steps and differing:
             raise ValueError(
                 f"{_NAME}.load_state_dict: the state is from the middle of an epoch of "
@@ -194,6 +197,7 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     def _drawn(self, epoch: int) -> list[_Integers]:
         """Return the steps of an epoch, in order: (W, rows) each."""
+        # Of seed and epoch alone: all ranks draw the same order, and so does a run that resumes.
         random = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
         steps = list(draw_steps(self._items, self._plan, self._ranks, random))
         return steps if random is None else [steps[n] for n in random.permutation(len(steps))]

@@ -107,6 +107,7 @@ def plan_steps(
     # The least cost of the first buckets, and where what ends in the last of them began.
     best, begins = [0.0, *[math.inf] * len(items)], [0] * (len(items) + 1)
     for begin in range(len(items)):
+        # best[begin] is final here: nothing that begins later ends earlier.
         cost, moved = best[begin], 0
         for bucket in range(begin, len(items)):
             whole, left = divmod(items[bucket] + moved, full[bucket])
@@ -122,6 +123,7 @@ def plan_steps(
             cost, moved = cost + whole * step_cost, left
     ends = [False] * len(items)
     end = len(items)
+    # Walk back over the choices, from the largest bucket to the smallest.
     while end:
         ends[end - 1] = True
         end = begins[end]

@@ -113,6 +113,8 @@ class Ladder(_Ladder[Buckets]):
             None,
             compile_cost=price,
             already_compiled=[size for size in there if size <= largest],
+            # 8 for tensor cores, unless all that was seen is shorter than that.
+            # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html
             multiple_of=min(8, largest),
         )
         # Longer sizes than any so far still find the coarse bucket that is compiled.
@@ -202,6 +204,7 @@ class PairLadder(_Ladder[PairBuckets]):
             return False
         self.fitting = False
         fitted = fit_pairs(pairs, 1)
+        # One by one: for pairs there is no planner that weighs what a bucket costs.
         for count in range(2, _MOST_PAIRS + 1):
             better = fit_pairs(pairs, count)
             if fitted.waste(pairs) - better.waste(pairs) < _WORTH_COMPILING:

@@ -103,6 +103,7 @@ class Variant:
         """How many graphs were compiled for it."""
         if self.code is None:
             return self.first_graphs
+        # Dynamo's own count: guards that fail later compile anew without asking us.
         later = _torch.compiled_variants(self.code) - self.first_entries
         return self.first_graphs + max(later, 0)
 
@@ -250,6 +251,7 @@ def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:
     copied = FunctionType(
         code, function.__globals__, code.co_name, function.__defaults__, function.__closure__
     )
+    # FunctionType takes all but these.
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__module__ = function.__module__
     return copied

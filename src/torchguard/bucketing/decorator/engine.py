@@ -64,10 +64,9 @@ class Engine:
             plan: without a compiled function, of sizes that have buckets.
             call: not padded.
         """
-        shapes = tuple((each.label, each.padded(plan.buckets)) for each in plan.inputs)
         # torch.compile makes sizes 0 and 1 constants, so they have graphs of their own.
         constant = tuple(size for size in plan.sizes.values() if size < 2)  # noqa: PLR2004
-        key = (shapes, plan.specialization.around, constant)
+        key = (plan.shapes, plan.specialization.around, constant)
         with self._lock:
             choice = self._choices.get(key)
             if choice is None:
@@ -86,7 +85,9 @@ class Engine:
         """
         choice = plan.choice
         with self._lock:
+            # What runs may be decided by this very call, or by one of another thread meanwhile.
             before = plan.how if choice.settled else None
+            # In a no_recompile scope nothing is tried: what is there has to do.
             how = choice.turn(may_compile=not no_recompile.refused())
         refused: dict[How, str] = {}
         while True:
@@ -98,6 +99,7 @@ class Engine:
                 reason = self._reason_to_refuse(how, error)
                 with self._lock:
                     instead = choice.instead_of({*refused, how})
+                # Where no other way is left the call itself is wrong: its own error says more.
                 if reason is None or instead is None:
                     raise
                 refused[how] = reason
@@ -106,6 +108,7 @@ class Engine:
             # Not earlier: where nothing else ran either, it was the call.
             for each, reason in refused.items():
                 choice.refuse(each, reason)
+            # After the call: a trial that has ended takes effect with the next one.
             choice.judge()
             after = choice.how if choice.settled else None
         if before != after:
@@ -180,10 +183,10 @@ class Engine:
             for each in plan.inputs
         ):
             return "sizes of tensor subclasses can't be marked as symbols"
+        # CUDA graphs and the kernels of max-autotune are for GPUs alone.
         if "cuda" not in _devices(plan):
             return None
-        shapes = tuple((each.label, each.padded(plan.buckets)) for each in plan.inputs)
-        static = self._cache.variant_for(shapes, plan.specialization)
+        static = self._cache.variant_for(plan.shapes, plan.specialization)
         if _torch.autotunes(static.run) and _torch.bounds_of_padding_are_wrong():
             return (
                 "on this torch, max-autotune on CUDA runs kernels that write behind the end of a "
@@ -264,6 +267,7 @@ class Engine:
 
     def _counted(self, target: Plan, call: Call, run: Run) -> Any:
         """Run a plan, and give ranges up that are compiled anew for each size."""
+        # One graph is to serve all sizes; one that is compiled for each is worse than a static one.
         range_ = target.choice.ranges.get(target.how)
         if range_ is None or _will_compile(target) or target.ready:
             return run(target, call)
@@ -334,6 +338,8 @@ def _assumed_price(spec: Spec) -> float:
 def _said(error: Exception) -> str:
     """Return why something can't be compiled in a few words."""
     text = " ".join(str(error).split())
+    # The texts of torch.fx.experimental.symbolic_shapes for a mark that does not hold.
+    # https://github.com/pytorch/pytorch/blob/main/torch/fx/experimental/symbolic_shapes.py
     _, found, guard = text.partition("satisfy the generated guard ")
     if found:
         return f"a graph would hold only where {guard[:100]}"
@@ -375,6 +381,8 @@ class Clock:
         """Begin to time; what is returned ends it, and takes what is told the seconds."""
         self._read()
         if device.type == "cuda":
+            # By events: the host's clock would say how fast kernels are launched.
+            # https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html
             begun: Any = torch.cuda.Event(enable_timing=True)
             begun.record()
 

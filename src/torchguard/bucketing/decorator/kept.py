@@ -87,6 +87,7 @@ class Proven:
     def add(self, plan: Plan) -> None:
         """Note that its bucket is proven with its padding."""
         bucket, now = tuple(plan.buckets.values()), self._of(plan)
+        # A proof with more padding stays one: only more than it had has to be shown again.
         self._shares[bucket] = tuple(map(max, self._shares.get(bucket, now), now))
 
     def _of(self, plan: Plan) -> tuple[float, ...]:
@@ -117,8 +118,10 @@ class Proofs:
         if self._when == "never" or not plan.buckets or plan.specialization.transformed:
             return None
         if self._shared:
+            # The same question on every rank, whatever its own sizes: all of them check or none.
             padded = plan.shortest != plan.buckets
         else:
+            # An empty input has no real part that a run without padding could compute.
             padded = bool(plan.pads) and all(plan.sizes.values())
         if not padded:
             return None

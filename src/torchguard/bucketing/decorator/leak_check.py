@@ -123,6 +123,7 @@ def check_padding(
         raise checker.elsewhere()
     if leaks:
         checker.confirm(case, first.leak)
+    # Other data is tried once for all buckets: it is the function that is in question, not a size.
     if depends or anew or not proven.tried:
         if checker.try_other_values(case, undeclared, first.dependence, depends=depends):
             proven.tried = True
@@ -224,6 +225,7 @@ class _Checker:
     def relying(self, case: _Case, inputs: Sequence[Input]) -> list[str]:
         """Return the labels of the inputs whose padding the answer depends on."""
         labels = [each.label for each in inputs]
+        # Each rank might find other inputs, and would make another number of runs.
         if self._group is not None or len(labels) == 1:
             return labels
         found = []
@@ -245,6 +247,7 @@ class _Checker:
         shorter = shortened(self._spec, case.plan, case.call)
         if shorter is None and self._group is None:
             return case.plan
+        # A rank that can't cut its inputs makes the same runs all the same.
         plan, call = shorter or (case.plan, case.call)
         return plan if self._try(_Case(plan, call, short=True)) else case.plan
 
@@ -290,6 +293,7 @@ class _Checker:
         with COMPILING, uncompiled(), contextlib.ExitStack() as scope:
             is_new = turn == 0
             if turn > 0:
+                # A right function that jumps, such as argmax, does not do so again: see perturb.py.
                 call, is_new = _with_perturbed_inputs(case.call, turn)
                 case = replace(case, call=call)
                 held = (p for module in self._modules for p in module.parameters(recurse=False))

@@ -66,6 +66,7 @@ def write_plan(
         "observed": {axis: sorted(counts.items()) for axis, counts in observed.items()},
         "kept": kept,
     }
+    # Before the file is opened: what JSON can't hold leaves the old plan as it is.
     text = json.dumps(document, indent=1) + "\n"
     target = Path(os.path.realpath(path))  # a link goes on pointing to the file
     # A name that no other process or rank has.

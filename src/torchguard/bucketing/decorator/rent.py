@@ -321,6 +321,7 @@ class Choice:
         if share > 0:
             self.how = how
         self.candidate = None
+        # The rent begins anew: what was paid so far has bought this trial.
         self._spent = 0.0
 
     def settle_on_fastest(self) -> None:

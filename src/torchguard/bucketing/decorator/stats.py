@@ -97,6 +97,7 @@ def stats_of(caller: Caller) -> BucketedStats:
     """Gather what a caller has counted."""
     with caller.lock:
         counts = {key: (c.calls, c.real, c.padded) for key, c in caller.counts.items()}
+        # A copy: a call of another thread may add one while graphs are counted.
         variants = list(caller.cache.variants.values())
     # Under the empty key are the calls that no bucket held.
     inside = {key: numbers for key, numbers in counts.items() if key}

@@ -126,6 +126,7 @@ def warm_up(
             f"bucketed: the buckets of {empty[0]!r} are 'auto' and none is known yet: warm up "
             "after some calls, or pass plan="
         )
+    # A ladder that two axes share counts once: its buckets are pairs already.
     combinations = [
         dict(collections.ChainMap(*each))
         for each in itertools.product(
@@ -146,6 +147,7 @@ def warm_up(
             with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
                 _warm_up_one(caller, call, inputs, buckets, found)
         bar.show(len(combinations), {})
+    # Nothing fits, so there is nothing that a warning could leave: the last is the smallest.
     if found.left_out and len(found.left_out) == len(combinations):
         raise found.errors[-1]
     if found.left_out:
@@ -227,12 +229,14 @@ def _compile(caller: Caller, call: Call) -> float | None:
         _run(caller, plan, call, again=True)
         _wait(call.leaves)
         seconds.append(time.perf_counter() - begun)
+    # The better of two: what else the machine does makes a call slower, never faster.
     return min(seconds)
 
 
 def _wait(leaves: Sequence[Any]) -> None:
     """Wait for the devices of tensors."""
     for kind in {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}:
+        # torch.cuda, torch.xpu and torch.mps have it; the CPU and meta have nothing to wait for.
         wait = getattr(getattr(torch, kind, None), "synchronize", None)
         if wait is not None:
             wait()
@@ -250,6 +254,7 @@ def _run(caller: Caller, plan: Plan, call: Call, *, again: bool = False) -> None
         with _torch.marked_dynamic(plan.marked(call.leaves, plan.extras)):
             output = (run if turn == 0 else variant.run)(*args, **kwargs)
         begun = time.perf_counter()
+        # The backward is compiled when it runs for the first time, under the same recompile limit.
         with alone():
             send_backward([Differentiable(leaf) for leaf in Output.of(output).leaves], {}, {})
         if turn == 0 and not warm:

@@ -169,6 +169,25 @@ def test_what_was_replaced_by_its_equal_before_the_block_stays(
     assert held.get(kind, state["step"]) is new
 
 
+@pytest.mark.parametrize("library", ["numpy", "Python"])
+def test_a_variate_left_over_that_comes_back_between_blocks_stays(library: str) -> None:
+    """The words of the generator are the same in both states; one has a normal variate more."""
+    draw: Callable[[], Any] = np.random.randn
+    get_state: Callable[[], Any] = np.random.get_state
+    set_state: Callable[[Any], Any] = np.random.set_state
+    if library == "Python":
+        draw, get_state, set_state = lambda: random.gauss(0, 1), random.getstate, random.setstate
+    step = torchguard.transaction(nn.Linear(1, 1), [])
+    draw()
+    with_variate = get_state()
+    expected = draw()
+    for state in (get_state(), with_variate):
+        set_state(state)
+        with pytest.raises(Failure), step:
+            raise Failure
+    assert draw() == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_may_catch_what_the_step_raises_and_step_again(kind: str) -> None:
     plain_run, guarded = Training(kind), Training(kind)

@@ -199,19 +199,71 @@ def test_hooks_of_the_optimizer_do_not_see_the_witnesses(name: str) -> None:
     assert seen[True] == seen[False]
 
 
-def test_gradients_that_a_hook_has_taken_away_make_the_error_loud() -> None:
-    """The kernels are no longer those that were prepared."""
-    parameters, optimizer = made("AdamW")
+def test_gradients_that_a_hook_has_taken_away_are_not_stepped() -> None:
+    """The lists are those of the gradients that there are when the step begins."""
+    runs = {}
+    for guarded in (False, True):
+        parameters, optimizer = made("AdamW")
+        step = torchguard.transaction([], optimizer)
+        for number in range(2):
+            set_gradients(parameters, "one")
+            if number:
+                optimizer.register_step_pre_hook(lambda *_: setattr(parameters[0], "grad", None))  # noqa: B023
+            if guarded and number:
+                with pytest.raises(Failure), step, AfterKernel("_fused_"):
+                    optimizer.step()
+                assert step.committed
+            else:
+                with step if guarded else contextlib.nullcontext():
+                    optimizer.step()
+        runs[guarded] = everything(parameters, optimizer)
+    assert runs[True] == runs[False]
 
-    def take_away(*_: Any) -> None:
-        parameters[0].grad = None
 
-    optimizer.register_step_pre_hook(take_away)
-    step = torchguard.transaction([], optimizer)
-    set_gradients(parameters, "one")
-    with pytest.raises(torchguard.UnrecoverableStepError, match="how far it got"):
-        with step, AfterKernel("_fused_"):
-            optimizer.step()
+def move_to_the_other_group(_: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.insert(0, first.pop())
+    optimizer.param_groups[1]["lr"] = 0.7
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p, o: o.param_groups[0].update(lr=0.5),
+        lambda p, o: o.param_groups[0].update(amsgrad=True),
+        lambda p, o: o.state[p[0]].update(exp_avg=torch.ones_like(p[0])),
+        lambda p, o: setattr(p[1], "grad", None),
+        lambda p, o: setattr(p[0], "grad", torch.ones(2, 3).cumsum(0).t()),
+        lambda p, o: o.load_state_dict(o.state_dict()),
+        lambda p, o: o.add_param_group({"params": [p.pop()]}),
+        lambda p, o: setattr(p[0], "data", torch.ones(2, 3).cumsum(0).t()),
+        move_to_the_other_group,
+    ],
+)
+def test_what_changes_between_steps_reaches_the_kernel(change: Callable[..., Any]) -> None:
+    """The lists of the last step are taken for the next one only where they are still right."""
+    results = []
+    for guarded in (False, True):
+        parameters = parameters_of()
+        late = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW(
+            [{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1, fused=guarded
+        )
+        parameters.append(late)
+        step = torchguard.transaction([], optimizer)
+        for number in range(4):
+            torch.manual_seed(number)
+            for each in parameters:
+                each.grad = torch.randn(each.shape, dtype=each.dtype)
+            with step if guarded else contextlib.nullcontext():
+                if number == 1:
+                    for each in parameters[:4]:  # amsgrad itself can't begin in the middle
+                        optimizer.state[each]["max_exp_avg_sq"] = torch.zeros_like(each)
+                if number == 3:
+                    change(parameters, optimizer)
+                optimizer.step()
+        results.append([each.detach().contiguous() for each in parameters])
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_a_second_attempt_makes_the_state_again() -> None:

@@ -7,7 +7,7 @@ error may come before a kernel, from it or after it: from a mode, from the launc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
@@ -15,9 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchguard._torch.optimizers import init_group_arguments, lists_of_init_group
+from torchguard._torch.optimizers import (
+    init_group,
+    init_group_arguments,
+    lists_of_init_group,
+    same_tensors,
+)
 
-__all__ = ["FusedProgress", "FusedWitness", "has_fused_lists"]
+__all__ = ["FusedLists", "FusedProgress", "FusedStep", "has_fused_lists", "known_contiguous"]
 
 _PARAMETERS = {"params", "params_with_grad"}
 _GRADIENTS = "grads"
@@ -26,9 +31,11 @@ _OVERRIDDEN = ("_init_group", "_optimizer_step_code")
 
 
 def has_fused_lists(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``_init_group`` fills lists of the names that :class:`FusedWitness` knows."""
+    """Whether ``_init_group`` fills lists of the names that :class:`FusedLists` knows."""
     names = init_group_arguments(optimizer)
-    return _GRADIENTS in names and not _PARAMETERS.isdisjoint(names)
+    replaced = vars(optimizer).get("_init_group", has_fused_lists)  # by somebody else
+    is_own = getattr(replaced, "__module__", None) == __name__
+    return is_own and _GRADIENTS in names and not _PARAMETERS.isdisjoint(names)
 
 
 class FusedProgress(NamedTuple):
@@ -57,60 +64,109 @@ class _Kernel(NamedTuple):
     """What stands before and behind the parameters, by the name of the list."""
 
 
-class FusedWitness:
-    """Two parameters of one element more in each call of a fused kernel, zero before the step.
+class _Group(NamedTuple):
+    """What ``_init_group`` has made of a group of parameters."""
 
-    ``step()`` fills lists with ``_init_group``, takes one group after the other, and within a group
-    ``_fused_adam`` and its like take one device and dtype after the other: increment the step
-    counters, run the kernel over the lists, and with a GradScaler subtract ``found_inf`` from the
-    counters. https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L802
+    options: dict[str, Any]
+    lists: dict[str, list[Any]]
+    """What it fills, by name, with the witnesses; of gradients only those of the witnesses."""
 
-    The witnesses stand first and last in these lists, which nobody but ``step()`` sees. Their
-    gradient is infinite, so that no learning rate, scale, rounding or choice of options lets the
-    kernel leave them as they were, but for ``found_inf``, with which it changes no parameter
-    either. The first one changed and the last one not means a kernel that was torn.
+    result: Any
+    kernels: list[_Kernel]
+
+    def with_gradient(self) -> int:
+        """Return how many of its parameters have a gradient."""
+        return sum(len(kernel.parameters) for kernel in self.kernels)
+
+
+class FusedLists:
+    """The lists that ``_init_group`` fills for ``step()``, with witnesses in them.
+
+    ``step()`` takes one group after the other, and within a group ``_fused_adam`` and its like take
+    one device and dtype after the other: increment the step counters, run the kernel over the
+    lists, and with a GradScaler subtract ``found_inf`` from the counters.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L802
+
+    Witnesses are two parameters of one element more in each call of a kernel, zero before the step.
+    They stand first and last in these lists, which nobody but ``step()`` sees. Their gradient is
+    infinite, so that no learning rate, scale, rounding or choice of options lets the kernel leave
+    them as they were, but for ``found_inf``, with which it changes no parameter either. The first
+    one changed and the last one not means a kernel that was torn.
+
+    The lists serve for the steps after it too, with other gradients: :meth:`renew` takes a third of
+    the time of ``_init_group``, which asks each parameter and its state for everything again.
     """
 
-    def __init__(self, groups: list[dict[str, list[Any]]]) -> None:
-        """Take what ``_init_group`` has filled, for each group, by name."""
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call ``_init_group``, which makes state that is not there yet."""
+        self._parameters = _parameters_of(optimizer)
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._has_gradient = [gradient is not None for gradient in gradients]
         wanted: list[_Wanted] = []
-        self._groups = [_kernels_of(lists, wanted) for lists in groups]
-        self._lengths = [list(map(len, lists.values())) for lists in groups]
+        self._groups: list[_Group] = []
+        for group in optimizer.param_groups:
+            lists, result = init_group(optimizer, group)
+            kernels = _kernels_of(lists, wanted)
+            options = {**group, "params": list(group["params"])}
+            self._groups.append(_Group(options, lists, result, kernels))
+        # Nobody but the optimizer writes its state, so that its layout is asked for once.
+        self._state_is_contiguous = all(
+            _are_contiguous(tensors)
+            for group in self._groups
+            for name, tensors in group.lists.items()
+            if name not in {_GRADIENTS, _COUNTERS}
+        )
         self._zeroed = _allocate(wanted)
-        self._is_complete = True
-        self._before: dict[str, Any] = {}
+        for each in self._groups:
+            _insert_witnesses(each)
+        self._take(gradients)
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the next ``optimizer.step()`` take the witnesses along, until :meth:`end`."""
+    def renew(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take the gradients that there are now; return whether the lists are right for them.
+
+        They are if the optimizer's state is made of the same tensors, too, which the caller knows.
+        """
+        groups = optimizer.param_groups
+        if not (
+            len(groups) == len(self._groups) and all(map(_is_filled_alike, groups, self._groups))
+        ):
+            return False
+        gradients = [parameter.grad for parameter in self._parameters]
+        if [gradient is not None for gradient in gradients] != self._has_gradient:
+            return False
+        self._take(gradients)
         for each in self._zeroed:
             each.zero_()
-        self._is_complete = True
-        self.end(optimizer)  # an interrupt may have left those of the last step
-        attributes = vars(optimizer)
-        self._before = {name: attributes[name] for name in _OVERRIDDEN if name in attributes}
-        init_group, step_code = (getattr(optimizer, name) for name in _OVERRIDDEN)
+        return True
 
-        def with_witnesses(group: dict[str, Any], *lists: Any) -> Any:
-            result = init_group(group, *lists)
-            self._insert(optimizer, group, lists)
-            return result
+    def _take(self, gradients: list[Tensor | None]) -> None:
+        self._gradients = [gradient for gradient in gradients if gradient is not None]
+        self._is_contiguous = (
+            self._state_is_contiguous
+            and _are_contiguous(self._gradients)
+            and _are_contiguous(self._parameters)
+        )
 
-        def end() -> None:
-            # The profiler's mark, called between the step and the hooks after it.
-            self.end(optimizer)
-            step_code()
+    def fill(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], arguments: tuple[Any, ...]
+    ) -> Any:
+        """Do what ``optimizer._init_group(group, *arguments)`` does, with the witnesses."""
+        place = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
+        known = self._groups[place]
+        for name, given in lists_of_init_group(optimizer, arguments).items():
+            given.extend(known.lists[name])
+            if name == _GRADIENTS:
+                first = sum(each.with_gradient() for each in self._groups[:place])
+                middle = len(known.kernels)
+                given[middle:middle] = self._gradients[first : first + known.with_gradient()]
+            elif name in _PARAMETERS and self._is_contiguous:
+                known_contiguous[:] = [given]
+        return known.result
 
-        attributes.update(zip(_OVERRIDDEN, (with_witnesses, end), strict=True))
-
-    def end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take back what :meth:`begin` did; what the witnesses have seen stays."""
-        attributes = vars(optimizer)
-        for name in _OVERRIDDEN:
-            if getattr(attributes.get(name), "__module__", None) == __name__:
-                del attributes[name]
-        attributes.update(self._before)
-        self._before = {}
-        # SGD.step() notes the momentum buffer of each parameter in its lists.
+    def let_go(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hold no gradient any more, and forget what SGD notes of each parameter in its lists."""
+        self._gradients = []
+        known_contiguous.clear()
         for kernel in self._kernels():
             for witness in kernel.witnesses:
                 for name in witness.keys() & _PARAMETERS:
@@ -124,7 +180,7 @@ class FusedWitness:
         for kernel in self._kernels():
             ran = {_has_run(each) for each in kernel.witnesses}
             incremented = {_is_incremented(each) for each in kernel.witnesses}
-            if len(ran) > 1 or len(incremented) > 1 or not self._is_complete:
+            if len(ran) > 1 or len(incremented) > 1:
                 return None
             if True in ran:
                 stepped += kernel.parameters
@@ -135,20 +191,101 @@ class FusedWitness:
         return FusedProgress(stepped, counted, all_stepped and bool(stepped))
 
     def _kernels(self) -> Iterator[_Kernel]:
-        return chain.from_iterable(self._groups)
+        return chain.from_iterable(group.kernels for group in self._groups)
 
-    def _insert(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], arguments: tuple[Any, ...]
-    ) -> None:
-        lists = lists_of_init_group(optimizer, arguments)
-        place = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
-        if self._lengths[place : place + 1] != [list(map(len, lists.values()))]:
-            self._is_complete = False  # somebody's hook has changed what there is to step
-            return
-        for name, held in lists.items():
-            if held:
-                held[:0] = [kernel.witnesses[0][name] for kernel in self._groups[place]]
-                held += [kernel.witnesses[1][name] for kernel in self._groups[place]]
+
+known_contiguous: list[list[Any]] = []
+"""The list of parameters of the kernel that comes next, if all that it gets is contiguous."""
+
+
+class FusedStep:
+    """Lets one ``optimizer.step()`` take its lists from :class:`FusedLists`, until :meth:`end`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, prepare: Callable[[], FusedLists]) -> None:
+        """``prepare`` is called when the step asks for the first list."""
+        self._optimizer = optimizer
+        self._lists: FusedLists | None = None
+        attributes = vars(optimizer)
+        _remove_override(attributes)  # an interrupt may have left that of the last step
+        self._before = {name: attributes[name] for name in _OVERRIDDEN if name in attributes}
+        step_code: Any = getattr(optimizer, "_optimizer_step_code")  # noqa: B009
+
+        def init_group(group: dict[str, Any], *arguments: Any) -> Any:
+            if self._lists is None:
+                self._lists = prepare()
+            return self._lists.fill(optimizer, group, arguments)
+
+        def end() -> None:
+            # The profiler's mark, called between the step and the hooks after it.
+            self.end()
+            step_code()
+
+        attributes.update(zip(_OVERRIDDEN, (init_group, end), strict=True))
+
+    def end(self) -> None:
+        """Take back what this did to the optimizer; what the witnesses have seen stays."""
+        attributes = vars(self._optimizer)
+        _remove_override(attributes)
+        attributes.update(self._before)
+        self._before = {}
+        if self._lists is not None:
+            self._lists.let_go(self._optimizer)
+
+    def progress(self) -> FusedProgress | None:
+        """Return how far the step got; None if it can't be told, or a kernel is torn."""
+        if self._lists is None:
+            return FusedProgress([], [], all_stepped=False)
+        return self._lists.progress()
+
+
+def _remove_override(attributes: dict[str, Any]) -> None:
+    for name in _OVERRIDDEN:
+        if getattr(attributes.get(name), "__module__", None) == __name__:
+            del attributes[name]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _are_contiguous(tensors: list[Any]) -> bool:
+    try:
+        return all(map(Tensor.is_contiguous, tensors))
+    except (TypeError, RuntimeError):  # a momentum buffer that is not made yet; a sparse gradient
+        return False
+
+
+def _is_filled_alike(options: dict[str, Any], group: _Group) -> bool:
+    """Whether ``_init_group`` makes the same lists of a group with these parameters and options.
+
+    It looks at flags, at whether a number is zero, and at whether ``lr`` is a tensor; the numbers
+    themselves go to the kernel, and a scheduler changes them at every step.
+    """
+    before = group.options
+    return (
+        options.keys() == before.keys()
+        and same_tensors(options["params"], before["params"])
+        and all(
+            options[name] is value
+            or name == "params"
+            or (
+                type(options[name]) is type(value)
+                and not isinstance(value, Tensor)
+                and bool(options[name]) == bool(value)
+            )
+            for name, value in before.items()
+        )
+    )
+
+
+def _insert_witnesses(group: _Group) -> None:
+    for name, held in group.lists.items():
+        if name == _GRADIENTS:
+            held.clear()
+        elif not held:
+            continue
+        held[:0] = [kernel.witnesses[0][name] for kernel in group.kernels]
+        held += [kernel.witnesses[1][name] for kernel in group.kernels]
 
 
 _Wanted = tuple[dict[str, Tensor], str, Tensor]

@@ -134,8 +134,12 @@ def init_group_arguments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return () if make is None else _parameters_of(make)[2:]  # after self and group
 
 
-def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, list[Any]]:
-    """Make the state of a group as ``step()`` would: by ``_init_group``. Return its lists by name.
+def init_group(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> tuple[dict[str, list[Any]], Any]:
+    """Make the state of a group as ``step()`` would: by ``_init_group``.
+
+    Return the lists that it fills, by name, and what it returns.
 
     The lists differ by optimizer and release. AdamW's on 2.6 has ``amsgrad`` among them, which is
     no list but the option of that name, so an argument named like an option gets the option.
@@ -144,9 +148,9 @@ def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[
     names = init_group_arguments(optimizer)
     # SGD names the list that it fills "params", as the group names its parameters.
     arguments = [[] if name == "params" else group.get(name, []) for name in names]
-    if names:
-        optimizer._init_group(group, *arguments)  # type: ignore[attr-defined]
-    return lists_of_init_group(optimizer, arguments)
+    make = getattr(type(optimizer), "_init_group", None)  # not what stands in for it in a step
+    result = None if make is None else make(optimizer, group, *arguments)
+    return lists_of_init_group(optimizer, arguments), result
 
 
 def lists_of_init_group(

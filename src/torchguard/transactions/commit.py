@@ -6,18 +6,17 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from torchguard._torch import has_own_dispatch
-from torchguard._torch.fused import FusedProgress, FusedWitness, has_fused_lists
+from torchguard._torch.fused import FusedLists, FusedProgress, FusedStep, has_fused_lists
 from torchguard._torch.optimizers import (
     call_unseen,
     init_group,
-    same_tensors,
     step_without_hooks,
 )
 from torchguard.errors import OptimizerStateError, UnrecoverableStepError
@@ -65,22 +64,20 @@ def steps_in_one_call(optimizer: Optimizer) -> bool:
     )
 
 
-class Prepared(NamedTuple):
-    """What a fused step was found fit to be called with."""
+class Prepared:
+    """What is known of an optimizer's fused steps, from one to the next."""
 
-    parameters: list[Tensor]
-    state: StateContainers | None
-    """None where state was made for it: if that is undone, the next step has to make it again."""
-
-    witness: FusedWitness
+    lists: FusedLists | None = None
+    state: StateContainers | None = None
+    """The optimizer's state when the lists were made."""
 
 
 class OptimizerStep:
     """What is known about one call of ``step()``, from before it until it has gone through.
 
-    A step by fused kernels is prepared: its state is made and checked, so that what is left to
-    fail is next to nothing; then it is undone if no kernel has run and finished if one has. For
-    any other step parameters and state are copied, with ``copies``.
+    A step by fused kernels makes and checks its state before the first of them, so that what is
+    left to fail is next to nothing; then it is undone if no kernel has run and finished if one has.
+    For any other step parameters and state are copied, with ``copies``.
     """
 
     def __init__(
@@ -90,12 +87,13 @@ class OptimizerStep:
         *,
         copies: bool,
         in_one_call: bool,
-        prepared: Prepared | None = None,
+        prepared: Prepared,
     ) -> None:
-        """``state`` before the step; ``prepared`` by the last one."""
+        """``state`` before the step; ``prepared`` is kept from one step to the next."""
         self.optimizer = optimizer
         self.in_one_call = in_one_call
-        self.prepared = prepared
+        self._prepared = prepared
+        self._fused: FusedStep | None = None
         self._signals: SignalsHeldBack | None = None
         self._state = state
         self._counts: bool | None = None
@@ -104,30 +102,32 @@ class OptimizerStep:
             written = [each for group in optimizer.param_groups for each in group["params"]]
             self._copies = Copies([*written, *state_tensors(optimizer)])
         if in_one_call:
-            self.prepared = self._prepare()
-            call_unseen(self.prepared.witness.begin, optimizer)
+            self._fused = FusedStep(optimizer, self.prepare)
 
-    def _prepare(self) -> Prepared:
-        optimizer = self.optimizer
-        groups = optimizer.param_groups
-        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        before = self.prepared
-        if (
-            before is not None
-            and before.state is self._state
-            and optimizer.state is self._state.copies[0][0]
-            and same_tensors(parameters, before.parameters)
+    def prepare(self) -> FusedLists:
+        """Make and check the state of a fused step, as the step does when it asks for its lists.
+
+        Raises:
+            OptimizerStateError: state does not fit its parameter; the optimizer is as before.
+        """
+        optimizer, prepared = self.optimizer, self._prepared
+        if not (
+            prepared.lists is not None
+            and prepared.state is not None
+            and prepared.state.are_current(optimizer)
+            and call_unseen(prepared.lists.renew, optimizer)
         ):
-            return before
-        try:
-            call_unseen(_make_state, optimizer)
-            _check(optimizer)
-            witness = call_unseen(_witness_of, optimizer)
-        except BaseException:
-            self._restore_containers()
-            raise
-        found = self._state if self._state.are_current(optimizer) else None
-        return Prepared(parameters, found, witness)
+            prepared.lists = None
+            try:
+                call_unseen(_make_state, optimizer)
+                _check(optimizer)
+                prepared.state = StateContainers(optimizer)
+                prepared.lists = call_unseen(FusedLists, optimizer)
+            except BaseException:
+                self._restore_containers()
+                raise
+        assert prepared.lists is not None
+        return prepared.lists
 
     @property
     def is_copied(self) -> bool:
@@ -140,8 +140,8 @@ class OptimizerStep:
 
     def succeed(self) -> None:
         """Let go of what was held for the step. A signal that was held back arrives now."""
-        if self.in_one_call and self.prepared is not None:
-            self.prepared.witness.end(self.optimizer)
+        if self._fused is not None:
+            self._fused.end()
         if self._signals is not None:
             signals, self._signals = self._signals, None
             signals.let_go()
@@ -173,19 +173,18 @@ class OptimizerStep:
         if self._copies is not None:
             finish(self.undo)
             return False
-        if not self.in_one_call:
+        if self._fused is None:
             raise UnrecoverableStepError(
                 f"{_name(self.optimizer)}.step() raised midway and undo='none' keeps no copies: "
                 "load a checkpoint, or use undo='auto'"
             ) from error
-        return self._finish(error)
+        return self._finish(self._fused, error)
 
-    def _finish(self, error: BaseException | None) -> bool:
+    def _finish(self, fused: FusedStep, error: BaseException | None) -> bool:
         optimizer = self.optimizer
-        assert self.prepared is not None  # it is in one call
-        self.prepared.witness.end(optimizer)
+        fused.end()
         try:
-            progress: FusedProgress | None = call_unseen(self.prepared.witness.progress)
+            progress: FusedProgress | None = call_unseen(fused.progress)
             if progress is not None:
                 call_unseen(progress.take_back_counts)
         except Exception as again:  # noqa: BLE001  the device is lost, whatever it says
@@ -231,10 +230,6 @@ def _make_state(optimizer: Optimizer) -> None:
         init_group(optimizer, group)
         if group.get("momentum") and "dampening" in group:
             _make_momentum(optimizer, group["params"])
-
-
-def _witness_of(optimizer: Optimizer) -> FusedWitness:
-    return FusedWitness([init_group(optimizer, group) for group in optimizer.param_groups])
 
 
 def _make_momentum(optimizer: Optimizer, parameters: list[Tensor]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchguard._torch import patch
+from torchguard._torch.fused import known_contiguous
 from torchguard._torch.optimizers import call_unseen, copy_all, fused_sgd_skips_half
 
 __all__ = ["replacements"]
@@ -54,7 +55,8 @@ def _guard_kernel(original: Callable[..., None]) -> Callable[..., None]:
             original(*args, **options)
             return
         in_float = is_sgd and _has_half(lists[0]) and fused_sgd_skips_half()
-        if options.get("has_sparse_grad") or not (in_float or _has_strides(lists)):
+        fits = any(each is lists[0] for each in known_contiguous) or not _has_strides(lists)
+        if options.get("has_sparse_grad") or (fits and not in_float):
             original(*args, **options)
             return
         fitted = call_unseen(_fit, lists, in_float)

@@ -44,7 +44,7 @@ class _Last:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.state = StateContainers(optimizer)
-        self.prepared: Prepared | None = None
+        self.prepared = Prepared()
         self.copies: bool | None = None
 
 
@@ -114,23 +114,22 @@ def _prepare(optimizer: Optimizer, *, with_closure: bool) -> OptimizerStep | Non
         return None
     last = _last.get(optimizer)
     if last is None or not last.state.are_current(optimizer):
-        prepared, copies = (None, None) if last is None else (last.prepared, last.copies)
-        last = _last[optimizer] = _Last(optimizer)
-        last.prepared, last.copies = prepared, copies
+        before, last = last, _Last(optimizer)
+        if before is not None:
+            last.prepared, last.copies = before.prepared, before.copies
+        _last[optimizer] = last
     in_one_call = steps_in_one_call(optimizer) and not with_closure
     if not in_one_call and last.copies is None:
         last.copies = _there_is_room(optimizer)
     if not in_one_call and not last.copies:
         return None
-    step = OptimizerStep(
+    return OptimizerStep(
         optimizer,
         last.state,
         copies=not in_one_call,
         in_one_call=in_one_call,
         prepared=last.prepared,
     )
-    last.prepared = step.prepared
-    return step
 
 
 def _there_is_room(optimizer: Optimizer) -> bool:

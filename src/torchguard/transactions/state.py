@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import operator
-import pickle
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +25,8 @@ from torchguard._torch.optimizers import (
     same_tensors,
     versions_of,
 )
-from torchguard.equivalence.isolate import rng_generators
 from torchguard.rollback.snapshot import Snapshot, capture
+from torchguard.transactions.random_state import RandomState
 
 __all__ = [
     "Containers",
@@ -179,62 +175,6 @@ def restore_container(container: Any, before: Any) -> None:
 def same_objects(now: list[Any], before: list[Any]) -> bool:
     """Whether two lists hold the very same objects."""
     return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-class RandomState(NamedTuple):
-    """Where the random number generators of torch, Python and numpy stand."""
-
-    torch: list[tuple[Callable[[Tensor], None], Tensor]]
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def capture(cls) -> RandomState:
-        """Read the default generators: torch's of each device in use, Python's and numpy's."""
-        states = [(set_state, get_state()) for get_state, set_state in rng_generators()]
-        return cls(states, random.getstate(), _numpy_state())
-
-    def changed(self) -> int:
-        """Return how many of the generators have moved on."""
-        now = RandomState.capture()
-        pairs = zip(now.torch, self.torch, strict=True)
-        moved = [not torch.equal(one, other) for (_, one), (_, other) in pairs]
-        moved += [now.python != self.python, pickle.dumps(now.numpy) != pickle.dumps(self.numpy)]
-        return sum(moved)
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        for set_state, state in self.torch:
-            set_state(state)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-
-
-_last_numpy_state: tuple[bytes, Any] | None = None
-_MT19937_BYTES = 624 * 4 + 4  # struct mt19937_state: uint32_t key[624]; int pos
-
-
-def _numpy_state() -> Any:
-    """Return ``numpy.random.get_state()``, by a look at its memory where nothing has changed.
-
-    ``get_state`` takes 45 microseconds. Equal words of the Mersenne Twister mean an equal state
-    if there was no normal variate left over: to make one, words are drawn.
-    """
-    global _last_numpy_state
-    numpy = sys.modules.get("numpy")
-    if numpy is None or "numpy.random" not in sys.modules:
-        return None
-    get_bit_generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)  # >= 1.24
-    generator = get_bit_generator()
-    if type(generator).__name__ != "MT19937":
-        return numpy.random.get_state(legacy=False)
-    words = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    if _last_numpy_state is not None and _last_numpy_state[0] == words:
-        return _last_numpy_state[1]
-    state = numpy.random.get_state(legacy=False)
-    _last_numpy_state = None if state["has_gauss"] else (words, state)
-    return state
 
 
 class _Survey:

@@ -115,7 +115,7 @@ class Transaction:
         self.committed = False
         """Whether the last block counts: it went through, or every optimizer had stepped."""
         self.saved: list[_Block] = []
-        self._prepared: dict[int, Prepared] = {}
+        self._prepared = {id(each): Prepared() for each in training.optimizers}
         _watch(self)
 
     def run(
@@ -423,13 +423,13 @@ class Transaction:
             block.snapshot.state_of(optimizer),
             copies=copies or self._undo_option == "copy",
             in_one_call=in_one_call,
-            prepared=self._prepared.get(id(optimizer)),
+            prepared=self._prepared[id(optimizer)],
         )
-        if pending.prepared is not None:
-            self._prepared[id(optimizer)] = pending.prepared
         if self.ranks is not None and last and not pending.is_copied:
             pending.hold_signals_back()  # the others step, whatever happens to this rank
             try:
+                if in_one_call:
+                    pending.prepare()
                 self.ranks.agree_to_commit()
             except BaseException:
                 pending.succeed()

@@ -98,6 +98,13 @@ class TestSave:
             assert same(torch.load(path), OLD)
         assert not left(tmp_path)
 
+    def test_the_longest_name_that_a_file_can_have(self, tmp_path: Path) -> None:
+        """255 bytes: the temporary file next to it needs a name, too."""
+        path = tmp_path / f"{'m' * 252}.pt"
+        torchguard.save(OLD, path)
+        assert same(torch.load(path), OLD)
+        assert not left(tmp_path)
+
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])
     def test_any_exception_leaves_the_old_file(self, tmp_path: Path, kind: type) -> None:
         class Refuses:

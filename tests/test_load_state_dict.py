@@ -355,3 +355,23 @@ def test_ctrl_c_between_two_copies() -> None:
     with Interrupt(), pytest.raises(KeyboardInterrupt):
         torchguard.load_state_dict(model, state)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["channels last", "elements in one place"])
+def test_tensors_that_are_not_contiguous(shared: bool) -> None:
+    """Dense in another order they are loaded; where elements share memory nothing is."""
+    conv: Any = nn.Conv2d(3, 4, 2)
+    conv = conv.to(memory_format=torch.channels_last)
+    module = nn.Sequential(nn.Linear(2, 2), conv)
+    if shared:
+        module.register_buffer("ones", torch.ones(1).expand(3))  # copy_ refuses to write it
+    before, strides = Contents(module), conv.weight.stride()
+    state = {name: torch.rand(value.shape) for name, value in module.state_dict().items()}
+    _, error = outcome(lambda: torchguard.load_state_dict(module, state))
+    if shared:
+        assert error is not None
+        assert before.changes(module) == []
+    else:
+        assert error is None
+        assert conv.weight.stride() == strides
+        assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())

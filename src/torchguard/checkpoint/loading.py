@@ -265,9 +265,6 @@ def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
     """
     if type(tensor) not in _PLAIN or type(value) not in _PLAIN:
         return False
-    same = tensor.device == value.device and (
-        tensor.device.type == "cpu" or tensor.dtype == value.dtype
-    )
     if tensor.layout is not torch.strided or value.layout is not torch.strided:
         return False
     contiguous, dtype = tensor.is_contiguous(), tensor.dtype

@@ -47,8 +47,9 @@ from torchguard.rollback.block import rollback_on_error
 from torchguard.rollback.consistency import check_consistent, is_consistent, repair_
 from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.rollback.scope import guarded
+from torchguard.transactions.api import transaction
 from torchguard.transactions.retry import halved
-from torchguard.transactions.step import TransactionStats, transaction
+from torchguard.transactions.step import TransactionStats
 from torchguard.verification.backend import verified_backend
 from torchguard.verification.decorator import verified
 from torchguard.verification.report import GraphRecord, VerificationReport, verification_report

@@ -21,12 +21,8 @@ from torchguard._torch.optimizers import (
 )
 from torchguard.errors import OptimizerStateError, UnrecoverableStepError
 from torchguard.rollback.interrupts import finish
-from torchguard.transactions.state import (
-    Copies,
-    StateContainers,
-    restore_container,
-    state_tensors,
-)
+from torchguard.transactions.containers import StateContainers, restore_container
+from torchguard.transactions.copies import Copies, state_tensors
 
 __all__ = [
     "IN_TRANSACTION",

@@ -24,7 +24,8 @@ from torchguard.transactions.commit import (
     add_note,
     steps_in_one_call,
 )
-from torchguard.transactions.state import StateContainers, state_tensors
+from torchguard.transactions.containers import StateContainers
+from torchguard.transactions.copies import state_tensors
 
 __all__ = ["changed", "not_needed", "replacements"]
 

@@ -1,54 +1,44 @@
-"""transaction(): a training step that fails leaves the training as it was."""
+"""``with step:``, a training step that is undone if it fails."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from typing_extensions import Self
 
 from torchguard._public import public
-from torchguard._torch import patch
 from torchguard._torch.optimizers import (
-    call_while_tracing,
     close_checkpoints,
-    per_optimizer_states,
 )
 from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
 from torchguard.rollback.interrupts import finish
-from torchguard.transactions import fused
 from torchguard.transactions.commit import (
     IN_TRANSACTION,
     OptimizerStep,
     Prepared,
     SignalsHeldBack,
     Undo,
-    add_note,
     steps_in_one_call,
 )
+from torchguard.transactions.finish import AtCommit, finish_step
+from torchguard.transactions.hooks import opened, step_is_compiled, watch
 from torchguard.transactions.nonfinite import NonfiniteGate, is_gated_on_device
 from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.replay import replay
 from torchguard.transactions.retry import Halved, differs_in_parts, run
-from torchguard.transactions.state import Containers, TrainingSnapshot, TrainingState, undos_of
+from torchguard.transactions.state import TrainingSnapshot, TrainingState
 
-__all__ = ["Transaction", "TransactionStats", "transaction"]
+__all__ = ["Transaction", "TransactionStats"]
 
 
 @public
@@ -81,8 +71,7 @@ class _Block:
         self.modes = ThreadModes.capture()
         self.stepped: list[OptimizerStep] = []
         self.pending: OptimizerStep | None = None
-        self.at_commit: list[tuple[Any, Containers]] = []
-        self.also_at_commit: list[Callable[[], None]] = []
+        self.at_commit: AtCommit | None = None
         self.foreign: str | None = None
         self.changed: dict[str, int] | None = None
 
@@ -116,7 +105,7 @@ class Transaction:
         """Whether the last block counts: it went through, or every optimizer had stepped."""
         self.saved: list[_Block] = []
         self._prepared = {id(each): Prepared() for each in training.optimizers}
-        _watch(self)
+        watch(self)
 
     def run(
         self,
@@ -239,7 +228,7 @@ class Transaction:
         self.committed = False
         block = _Block(self.training.capture(parameters=self._copies_on_entry()))
         try:
-            _open.append(self)
+            opened.append(self)
             IN_TRANSACTION.extend(self.training.optimizers)
             self._seconds += time.perf_counter() - began
             self.saved.append(block)
@@ -251,7 +240,7 @@ class Transaction:
     __exit__ = UndoOnExit()
 
     def _copies_on_entry(self) -> bool:
-        return self._undo_option == "copy" or (_compiled and self._undo_option == "auto")
+        return self._undo_option == "copy" or (step_is_compiled() and self._undo_option == "auto")
 
     def leave(
         self,
@@ -292,8 +281,8 @@ class Transaction:
     def _close(self) -> None:
         if self.gate is not None:
             self.gate.close(self.optimizers)
-        if self in _open:
-            _open.remove(self)
+        if self in opened:
+            opened.remove(self)
             own = set(map(id, self.training.optimizers))
             IN_TRANSACTION[:] = [each for each in IN_TRANSACTION if id(each) not in own]
         self.saved.clear()
@@ -316,7 +305,8 @@ class Transaction:
         if pending not in block.stepped:
             block.stepped.append(pending)
         block.pending = None
-        self._note_commit(block)
+        if self._all_have_stepped(block):
+            block.at_commit = AtCommit(self.training)
 
     def _failed(self, block: _Block, exception: BaseException | None) -> None:
         close_checkpoints(exception)
@@ -325,7 +315,7 @@ class Transaction:
         if self._all_have_stepped(block):
             self.committed = True
             self._commits += 1
-            finish(self._finish_step, block, exception)
+            finish(finish_step, self.training, block.snapshot, block.at_commit, exception)
             return
         self.roll_back(exception)
 
@@ -361,44 +351,9 @@ class Transaction:
             for undo in block.snapshot.undos():
                 _attempt(undo, problems)
 
-    # After the commit.
-
     def _all_have_stepped(self, block: _Block) -> bool:
         stepped = {id(each.optimizer) for each in block.stepped}
         return bool(stepped) and stepped >= set(map(id, self.training.optimizers))
-
-    def _note_commit(self, block: _Block) -> None:
-        """Read what changes after the optimizers, once all have stepped, for an exception there."""
-        if not self._all_have_stepped(block):
-            return
-        groups = [group for each in self.training.optimizers for group in each.param_groups]
-        parameters = [group["params"] for group in groups]
-        block.at_commit = [
-            (other, Containers([vars(other)]))
-            if per_optimizer_states(other) is not None
-            else (other, Containers([vars(other), *groups], skip=parameters))
-            for other in self.training.others
-        ]
-        block.also_at_commit = undos_of(self.training.also, buffers=True)
-
-    def _finish_step(self, block: _Block, exception: BaseException | None) -> None:
-        notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
-        for optimizer in self.training.optimizers:
-            block.snapshot.restore_scaling(optimizer)
-        scalers = [e for e in self.training.others if per_optimizer_states(e) is not None]
-        # An interrupt may come while they are read: then nothing has run since the commit.
-        read = {id(other): at_commit for other, at_commit in block.at_commit}
-        notes += [_finish_scaler(scaler, read.get(id(scaler))) for scaler in scalers]
-        for other, at_commit in block.at_commit:
-            if other not in scalers and _raised_inside(exception, other):
-                at_commit.restore()
-                notes.append(f"{type(other).__name__} is as it was before its step()")
-        for undo in block.also_at_commit:
-            undo()
-        if block.also_at_commit:
-            notes.append("what also= names is as it was when the last optimizer had stepped")
-        if exception is not None:
-            add_note(exception, "; ".join(notes))
 
     # What the hooks of optimizers call.
 
@@ -467,240 +422,3 @@ def _attempt(undo: Any, problems: list[str]) -> None:
         undo()
     except Exception as error:  # noqa: BLE001  collected: the rest has to go back all the same
         problems.append(f"{type(error).__name__}: {error}")
-
-
-def _finish_scaler(scaler: Any, at_commit: Containers | None) -> str:
-    """Do what ``scaler.update()`` has not done, so that the next step finds it ready."""
-    if not per_optimizer_states(scaler):
-        return "the scaler is updated"
-    try:
-        if at_commit is not None:
-            at_commit.restore()  # update() may have raised with the scale changed already
-        scaler.update()
-    except Exception as error:  # noqa: BLE001  the exception on its way is the one to see
-        per_optimizer_states(scaler).clear()  # type: ignore[union-attr]
-        return f"the scaler keeps its scale ({error})"
-    return "the scaler was updated"
-
-
-def _raised_inside(exception: BaseException | None, owner: Any) -> bool:
-    """Whether an exception went through a method of an object."""
-    traceback = None if exception is None else exception.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_locals.get("self") is owner:
-            return True
-        traceback = traceback.tb_next
-    return False
-
-
-# Every optimizer of the process calls these; they look whether a transaction is open.
-
-_open: list[Transaction] = []
-_alive: list[weakref.ref[Transaction]] = []
-_handles: list[Any] = []
-
-
-def _watch(step: Transaction) -> None:
-    with patch.lock:  # other threads make transactions too, or collect their last one
-        _alive.append(weakref.ref(step, _forget))
-        if not _handles:
-            _handles.append(register_optimizer_step_pre_hook(_before_step))
-            _handles.append(register_optimizer_step_post_hook(_after_step))
-            patch.apply(fused.replacements().items())
-
-
-def _forget(_: object) -> None:
-    # Python drops what a finalizer raises and does not call it again, so an interrupt in the middle
-    # would leave hooks or patches for good. One before it leaves a dead reference, for the next.
-    signals = SignalsHeldBack()
-    try:
-        with patch.lock:
-            _alive[:] = [each for each in _alive if each() is not None]
-            if not _alive and _handles:
-                while _handles:
-                    _handles.pop().remove()
-                patch.undo(fused.replacements(), leave_conflicts=True)
-    finally:
-        signals.let_go()
-
-
-_compiled = False  # whether a compiled function has an optimizer's step in it
-
-
-def _note_compiled() -> int:
-    """Note that Dynamo traces a step: it will run without the hooks.
-
-    Called while tracing, so before the step: what it writes is copied now, and from the next block
-    on when the block begins.
-    """
-    global _compiled
-    _compiled = True
-    for step in tuple(_open):
-        for block in step.saved:
-            block.snapshot.copy_parameters()
-    return 0
-
-
-call_while_tracing(_note_compiled)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        _note_compiled()
-        return
-    for step in tuple(_open):
-        step.before_step(optimizer, args, kwargs)
-
-
-def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    for step in tuple(_open):
-        step.after_step(optimizer)
-
-
-@public
-def transaction(
-    model: nn.Module | Iterable[nn.Module],
-    optimizer: Optimizer | Iterable[Optimizer],
-    scaler: Any = None,
-    scheduler: Any = None,
-    *,
-    also: Iterable[Any] = (),
-    undo: Undo = "auto",
-    skip_nonfinite: bool = False,
-    group: Any = None,
-) -> Transaction:
-    """Make ``with step:`` blocks that leave the training as it was if they raise.
-
-    Equals plain code on success: no bit, no gradient, no random number and no compiled graph
-    differs, but for fused steps on the CPU that torch computes wrong (``fused-layout`` and
-    ``sgd-fused-half`` in the doctor's table), which are right while there is a transaction.
-
-    If the block raises, whatever it raises, everything is bit for bit as it was when the block
-    began, and the exception goes on, the very object: parameters, gradients, buffers, the
-    optimizer's state and options, scaler, schedulers, random states, ``training`` and
-    ``requires_grad``, attributes and hooks of modules. Once every optimizer has stepped the step
-    counts: an exception after that leaves a whole step, and carries a note that says so.
-
-    Gradients that exist when the block begins are copied, so call ``zero_grad()`` at the end of
-    the block and not at its beginning, unless gradients accumulate over blocks.
-
-    Args:
-        model: the module, or several in a list. What lies inside belongs to it.
-        optimizer: the optimizer, or all of them in a list.
-        scaler: a ``torch.amp.GradScaler``.
-        scheduler: the learning rate scheduler, or several in a list.
-        also: what else the step changes: modules (a teacher, whose parameters are then copied when
-            a block begins), tensors, generators, and objects with ``state_dict`` and
-            ``load_state_dict`` (an average of the weights).
-        undo: ``"auto"`` copies parameters and the optimizer's state when ``step()`` begins, and
-            not at all where fused kernels do the step in one call. ``"copy"`` copies them when the
-            block begins, for code that writes parameters itself. ``"none"`` never copies them.
-        skip_nonfinite: skip the step of a loss or a gradient that is not finite, for bf16 training
-            without a scaler.
-        group: the process group of DistributedDataParallel; a step is taken on all its ranks or
-            on none, with :meth:`Transaction.run`.
-
-    Returns:
-        A :class:`Transaction`: use it in a ``with`` statement, for one step at a time.
-
-    Raises:
-        TypeError: an argument is of another type, or an optimizer or a module that a step can't
-            be undone with (LBFGS, FSDP, an optimizer that steps inside backward).
-        ValueError: ``undo`` is none of the three, or a parameter is not initialised yet.
-
-    Upstream: https://github.com/pytorch/pytorch/issues/64636,
-    https://github.com/pytorch/pytorch/issues/10615
-
-    Example:
-        >>> import torch, torchguard
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = torchguard.transaction(model, optimizer)
-        >>> try:
-        ...     with step:
-        ...         model(torch.ones(3, 2)).sum().backward()
-        ...         raise RuntimeError("out of memory")
-        ... except RuntimeError:
-        ...     print(model.weight.grad)
-        None
-    """
-    models = _several(model, nn.Module, "model")
-    optimizers = [_innermost(each) for each in _several(optimizer, Optimizer, "optimizer")]
-    if undo not in get_args(Undo):
-        raise ValueError(f"transaction: undo is {undo!r}, expected one of {get_args(Undo)}")
-    for each in models:
-        _refuse_model(each)
-    for each in optimizers:
-        _refuse_optimizer(each)
-    if skip_nonfinite and scaler is not None and scaler.is_enabled():
-        raise ValueError(
-            "transaction: skip_nonfinite=True with a GradScaler, which skips such steps itself; "
-            "leave one of them out"
-        )
-    schedulers = _several(scheduler)
-    others = [*_several(scaler), *schedulers]
-    return Transaction(
-        TrainingState(models, optimizers, others, tuple(also)),
-        undo=undo,
-        scaler=scaler,
-        schedulers=schedulers,
-        gate=NonfiniteGate() if skip_nonfinite else None,
-        ranks=None if group is None else Ranks(models, group),
-    )
-
-
-def _several(value: Any, kind: Any = object, name: str = "") -> list[Any]:
-    if value is None:
-        return []
-    several = (list, tuple, set) if kind is object else Iterable
-    # A Sequential is both a module and an iterable of modules: it is one.
-    one = not isinstance(value, several) or (kind is not object and isinstance(value, kind))
-    values = [value] if one else list(value)
-    for each in values:
-        if not isinstance(each, kind):
-            raise TypeError(
-                f"transaction: {name} is a {type(each).__name__}, expected a torch "
-                f"{kind.__name__} or a list of them"
-            )
-    return values
-
-
-def _innermost(optimizer: Any) -> Optimizer:
-    """Return what a wrapper such as Accelerate's steps: the wrapper itself has no hooks."""
-    inner = vars(optimizer).get("optimizer")
-    return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
-
-
-def _refuse_optimizer(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            "transaction: LBFGS runs forward and backward many times inside step(), so there is "
-            "no point at which its step is prepared and not begun"
-        )
-
-
-def _refuse_model(model: nn.Module) -> None:
-    sharded = sys.modules.get("torch.distributed.fsdp")
-    kinds = tuple(
-        kind
-        for name in ("FullyShardedDataParallel", "FSDPModule")
-        if (kind := getattr(sharded, name, None)) is not None
-    )
-    for name, module in model.named_modules():
-        if isinstance(module, kinds):
-            raise TypeError(
-                f"transaction: {name or 'model'} is sharded by FSDP, whose parameters lie on "
-                "several ranks; only whole parameters can be put back"
-            )
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"transaction: {name} has no shape yet; run the model once before transaction()"
-            )
-        if hasattr(parameter, "_in_backward_optimizers"):
-            raise TypeError(
-                f"transaction: an optimizer steps over {name} inside backward, before it is "
-                "known whether the step succeeds"
-            )

@@ -352,7 +352,7 @@ def _unprotected(*_: Any) -> contextlib.AbstractContextManager[Any]:
 def _in_transaction(
     modules: list[nn.Module], parameters: list[Parameter], scaler: Any
 ) -> contextlib.AbstractContextManager[Any]:
-    from torchguard.transactions.step import transaction  # noqa: PLC0415  used where it guards
+    from torchguard.transactions.api import transaction  # noqa: PLC0415  used where it guards
 
     return transaction(modules, SGD(parameters), scaler)
 

@@ -1,0 +1,167 @@
+"""transaction(): a training step that fails leaves the training as it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchguard._public import public
+from torchguard.transactions.commit import Undo
+from torchguard.transactions.nonfinite import NonfiniteGate
+from torchguard.transactions.ranks import Ranks
+from torchguard.transactions.state import TrainingState
+from torchguard.transactions.step import Transaction
+
+__all__ = ["transaction"]
+
+
+@public
+def transaction(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Optimizer | Iterable[Optimizer],
+    scaler: Any = None,
+    scheduler: Any = None,
+    *,
+    also: Iterable[Any] = (),
+    undo: Undo = "auto",
+    skip_nonfinite: bool = False,
+    group: Any = None,
+) -> Transaction:
+    """Make ``with step:`` blocks that leave the training as it was if they raise.
+
+    Equals plain code on success: no bit, no gradient, no random number and no compiled graph
+    differs, but for fused steps on the CPU that torch computes wrong (``fused-layout`` and
+    ``sgd-fused-half`` in the doctor's table), which are right while there is a transaction.
+
+    If the block raises, whatever it raises, everything is bit for bit as it was when the block
+    began, and the exception goes on, the very object: parameters, gradients, buffers, the
+    optimizer's state and options, scaler, schedulers, random states, ``training`` and
+    ``requires_grad``, attributes and hooks of modules. Once every optimizer has stepped the step
+    counts: an exception after that leaves a whole step, and carries a note that says so.
+
+    Gradients that exist when the block begins are copied, so call ``zero_grad()`` at the end of
+    the block and not at its beginning, unless gradients accumulate over blocks.
+
+    Args:
+        model: the module, or several in a list. What lies inside belongs to it.
+        optimizer: the optimizer, or all of them in a list.
+        scaler: a ``torch.amp.GradScaler``.
+        scheduler: the learning rate scheduler, or several in a list.
+        also: what else the step changes: modules (a teacher, whose parameters are then copied when
+            a block begins), tensors, generators, and objects with ``state_dict`` and
+            ``load_state_dict`` (an average of the weights).
+        undo: ``"auto"`` copies parameters and the optimizer's state when ``step()`` begins, and
+            not at all where fused kernels do the step in one call. ``"copy"`` copies them when the
+            block begins, for code that writes parameters itself. ``"none"`` never copies them.
+        skip_nonfinite: skip the step of a loss or a gradient that is not finite, for bf16 training
+            without a scaler.
+        group: the process group of DistributedDataParallel; a step is taken on all its ranks or
+            on none, with :meth:`Transaction.run`.
+
+    Returns:
+        A :class:`Transaction`: use it in a ``with`` statement, for one step at a time.
+
+    Raises:
+        TypeError: an argument is of another type, or an optimizer or a module that a step can't
+            be undone with (LBFGS, FSDP, an optimizer that steps inside backward).
+        ValueError: ``undo`` is none of the three, or a parameter is not initialised yet.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/64636,
+    https://github.com/pytorch/pytorch/issues/10615
+
+    Example:
+        >>> import torch, torchguard
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = torchguard.transaction(model, optimizer)
+        >>> try:
+        ...     with step:
+        ...         model(torch.ones(3, 2)).sum().backward()
+        ...         raise RuntimeError("out of memory")
+        ... except RuntimeError:
+        ...     print(model.weight.grad)
+        None
+    """
+    models = _several(model, nn.Module, "model")
+    optimizers = [_innermost(each) for each in _several(optimizer, Optimizer, "optimizer")]
+    if undo not in get_args(Undo):
+        raise ValueError(f"transaction: undo is {undo!r}, expected one of {get_args(Undo)}")
+    for each in models:
+        _refuse_model(each)
+    for each in optimizers:
+        _refuse_optimizer(each)
+    if skip_nonfinite and scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            "transaction: skip_nonfinite=True with a GradScaler, which skips such steps itself; "
+            "leave one of them out"
+        )
+    schedulers = _several(scheduler)
+    others = [*_several(scaler), *schedulers]
+    return Transaction(
+        TrainingState(models, optimizers, others, tuple(also)),
+        undo=undo,
+        scaler=scaler,
+        schedulers=schedulers,
+        gate=NonfiniteGate() if skip_nonfinite else None,
+        ranks=None if group is None else Ranks(models, group),
+    )
+
+
+def _several(value: Any, kind: Any = object, name: str = "") -> list[Any]:
+    if value is None:
+        return []
+    several = (list, tuple, set) if kind is object else Iterable
+    # A Sequential is both a module and an iterable of modules: it is one.
+    one = not isinstance(value, several) or (kind is not object and isinstance(value, kind))
+    values = [value] if one else list(value)
+    for each in values:
+        if not isinstance(each, kind):
+            raise TypeError(
+                f"transaction: {name} is a {type(each).__name__}, expected a torch "
+                f"{kind.__name__} or a list of them"
+            )
+    return values
+
+
+def _innermost(optimizer: Any) -> Optimizer:
+    """Return what a wrapper such as Accelerate's steps: the wrapper itself has no hooks."""
+    inner = vars(optimizer).get("optimizer")
+    return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _refuse_optimizer(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "transaction: LBFGS runs forward and backward many times inside step(), so there is "
+            "no point at which its step is prepared and not begun"
+        )
+
+
+def _refuse_model(model: nn.Module) -> None:
+    sharded = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(
+        kind
+        for name in ("FullyShardedDataParallel", "FSDPModule")
+        if (kind := getattr(sharded, name, None)) is not None
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            raise TypeError(
+                f"transaction: {name or 'model'} is sharded by FSDP, whose parameters lie on "
+                "several ranks; only whole parameters can be put back"
+            )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"transaction: {name} has no shape yet; run the model once before transaction()"
+            )
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise TypeError(
+                f"transaction: an optimizer steps over {name} inside backward, before it is "
+                "known whether the step succeeds"
+            )

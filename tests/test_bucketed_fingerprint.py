@@ -15,7 +15,8 @@ import torch
 from support.plans import CHANGES, program
 from torch import nn
 
-from torchguard.bucketing.decorator.fingerprint import UnknownValue, fingerprint, spell_key
+from torchguard.bucketing.decorator.fingerprint import UnknownValue, fingerprint
+from torchguard.bucketing.decorator.kept import spell_key
 
 
 def parts(module: types.ModuleType, change: Callable[[Any], Any] = lambda model: None) -> Any:

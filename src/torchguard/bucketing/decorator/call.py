@@ -317,7 +317,8 @@ class Caller:
                 raise
             raise missing from error
         plan.ready = True
-        self._warn_of_recompiles(plan)
+        if len(plan.variant.compiled_for) > _COMPILED_OFTEN and not self._warned:
+            self._warn_of_recompiles(plan)
         return output
 
     def compiled(self, plan: Plan) -> Callable[..., Any]:
@@ -349,10 +350,8 @@ class Caller:
 
     def _warn_of_recompiles(self, plan: Plan) -> None:
         """Warn once that something else than the size differs from call to call."""
-        times = len(plan.variant.compiled_for)
-        if self._warned or times <= _COMPILED_OFTEN:
-            return
         self._warned = True
+        times = len(plan.variant.compiled_for)
         labels = ", ".join(differing(plan.variant.compiled_for)) or "what is around the call"
         warn_user(
             f"bucketed: {self.name} was compiled {times} times for {sizes_of(plan)}, because "

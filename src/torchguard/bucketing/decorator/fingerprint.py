@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-__all__ = ["Parts", "UnknownValue", "fingerprint", "spell_key"]
+__all__ = ["Parts", "UnknownValue", "fingerprint"]
 
 Parts: TypeAlias = dict[str, str]
 """For each function, class, module and object a hash of what it is made of, by a name for it."""
@@ -118,25 +118,6 @@ def fingerprint(roots: Mapping[str, Any], settings: Mapping[str, Any]) -> Parts:
             return walk.parts
         names |= walk.found
     raise UnknownValue("what it can reach goes on without an end")
-
-
-def spell_key(key: Any) -> str:
-    """Return a text for a key of plain values and types that is equal in every process.
-
-    Raises:
-        UnknownValue: there is none.
-    """
-    if isinstance(key, (tuple, list)):
-        return f"({', '.join(map(spell_key, key))})"
-    if isinstance(key, frozenset):
-        return f"{{{', '.join(sorted(map(spell_key, key)))}}}"
-    if isinstance(key, type):
-        return _name(key)
-    if isinstance(key, enum.Enum):
-        return f"{_name(type(key))}.{key.name}"
-    if isinstance(key, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)):
-        return f"{type(key).__name__} {key!r}"
-    raise UnknownValue(f"a {type(key).__name__} in a key")
 
 
 class _Walk:

@@ -12,6 +12,7 @@ by a hash of the graph.
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import platform
 import threading
@@ -27,14 +28,13 @@ from torchguard.bucketing.decorator.fingerprint import (
     Parts,
     UnknownValue,
     fingerprint,
-    spell_key,
 )
 from torchguard.bucketing.decorator.plan import Call, Plan, TensorKey
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.version import __version__
 
-__all__ = ["KeptWork", "Proofs", "Proven"]
+__all__ = ["KeptWork", "Proofs", "Proven", "spell_key"]
 
 _OPTIONS = ("dims", "fill", "mask", "lengths", "outputs", "side")
 """On which an answer depends; those that are left out say when to check and what to compile."""
@@ -186,8 +186,8 @@ class KeptWork:
         # checks again where its own rules say so.
         self._read_proofs: dict[str, Any] = {}
         self._read_formulas: dict[str, Any] = {}
-        self._proofs: dict[Any, Any] = {}
-        self._formulas: dict[Any, Any] = {}
+        self._proofs: dict[str, Any] = {}
+        self._formulas: dict[str, Any] = {}
         self._compiled: Any = None
         self._unknown: str | None = None
         self._said = False
@@ -298,8 +298,8 @@ class KeptWork:
                 warn_user(f"bucketed: save_plan keeps nothing of what was compiled: {problem}")
         with self._lock:
             # What was not used keeps its place: it names the function that it is of.
-            proofs = {**self._read_proofs, **self._spelled(self._proofs)}
-            formulas = {**self._read_formulas, **self._spelled(self._formulas)}
+            proofs = {**self._read_proofs, **self._proofs}
+            formulas = {**self._read_formulas, **self._formulas}
             used = sorted({each["of"] for each in (*proofs.values(), *formulas.values())})
             functions = [self._functions[index] for index in used]
         if self._unknown is not None:
@@ -346,27 +346,17 @@ class KeptWork:
         return found
 
     def _note(
-        self, entries: dict[Any, Any], key: Any, plan: Plan, call: Call, entry: dict[str, Any]
+        self, entries: dict[str, Any], key: Any, plan: Plan, call: Call, entry: dict[str, Any]
     ) -> None:
-        """Keep an entry; its key is spelled once it is saved."""
         try:
-            now = self._made_of(plan, call)
+            digest, now = _digest(key), self._made_of(plan, call)
         except UnknownValue as error:
             self._unknown = str(error)
             return
         with self._lock:
             if now not in self._functions:
                 self._functions.append(now)
-            entries[key] = {**entry, "of": self._functions.index(now)}
-
-    def _spelled(self, entries: Mapping[Any, Any]) -> dict[str, Any]:
-        found = {}
-        for key, entry in entries.items():
-            try:
-                found[_digest(key)] = entry
-            except UnknownValue as error:
-                self._unknown = str(error)
-        return found
+            entries[digest] = {**entry, "of": self._functions.index(now)}
 
     def _made_of(self, plan: Plan, call: Call) -> Parts:
         """Return what the function, and the modules it is given, were made of in this call.
@@ -419,6 +409,29 @@ def _versions() -> dict[str, str]:
 
 def _renumbered(entries: Mapping[str, Any], used: list[int]) -> dict[str, Any]:
     return {key: {**each, "of": used.index(each["of"])} for key, each in entries.items()}
+
+
+def spell_key(key: Any) -> str:
+    """Return a text for a key of plain values and types that is equal in every process.
+
+    Raises:
+        UnknownValue: there is none.
+    """
+    if isinstance(key, (tuple, list)):
+        return f"({', '.join(map(spell_key, key))})"
+    if isinstance(key, frozenset):
+        return f"{{{', '.join(sorted(map(spell_key, key)))}}}"
+    if isinstance(key, type):
+        return _type_name(key)
+    if isinstance(key, enum.Enum):
+        return f"{_type_name(type(key))}.{key.name}"
+    if isinstance(key, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)):
+        return f"{type(key).__name__} {key!r}"
+    raise UnknownValue(f"a {type(key).__name__} in a key")
+
+
+def _type_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _digest(key: Any) -> str:

@@ -145,6 +145,32 @@ class TestStartsWithoutWork:
         again(torch.ones(1, 1, 1))
         assert work.taken()[0] > 0
 
+    @pytest.mark.parametrize("asked", [False, True])
+    def test_a_function_that_changes_while_it_is_checked(
+        self, asked: bool, tmp_path: Path, work: Work
+    ) -> None:
+        """The proof is of the function as it was before; the changed one is checked again."""
+        state = {"mode": "new"}
+
+        def changing(x: torch.Tensor) -> torch.Tensor:
+            state["mode"] = "changed"
+            return 2 * x
+
+        options: Any = {"dims": {"x": {0: "t"}}}
+        first = bucketed(changing, buckets=[8], **options)
+        first(torch.ones(3))
+        if asked:
+            state["mode"] = "new"
+            first.verify(torch.ones(3))
+        first.save_plan(tmp_path / "plan.json")
+        for mode, is_proven in (("new", True), ("changed", False)):
+            work.taken()
+            state["mode"] = mode
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                bucketed(changing, plan=tmp_path / "plan.json", **options)(torch.ones(3))
+            assert (work.taken()[0] == 0) == is_proven, mode
+
     def test_a_plan_that_is_saved_again_keeps_what_was_not_used(
         self, path: Path, work: Work
     ) -> None:

@@ -364,7 +364,7 @@ class Caller:
     ) -> Any:
         """Call where Dynamo is watching; it must not compile what is here."""
         # A skip mark holds for one frame, disable() for all that the function calls, too.
-        # https://docs.pytorch.org/docs/stable/torch.compiler_fine_grain_apis.html
+        # https://docs.pytorch.org/docs/stable/compile/programming_model.skipped_functions.html
         return torch.compiler.disable(self._warn_and_call)(owner, args, kwargs)
 
     def _warn_and_call(self, owner: Any, args: Any, kwargs: Any) -> Any:
@@ -398,7 +398,7 @@ class Caller:
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
             )
         self.kept.begin()
-        check_padding(self.output_shapes, plan, call, self.kept.proofs.of(plan), anew=True)
+        check_padding(self.output_shapes, plan, call, self.kept.before_check(plan, call), anew=True)
         self.kept.note_proof(plan, call)
 
     def plan_for(

@@ -65,6 +65,7 @@ class Engine:
             call: not padded.
         """
         # torch.compile makes sizes 0 and 1 constants, so they have graphs of their own.
+        # https://docs.pytorch.org/docs/main/compile/dynamic_shapes_zero_one_specialization.html
         constant = tuple(size for size in plan.sizes.values() if size < 2)  # noqa: PLR2004
         key = (plan.shapes, plan.specialization.around, constant)
         with self._lock:

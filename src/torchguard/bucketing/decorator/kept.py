@@ -235,10 +235,14 @@ class KeptWork:
         proven = self.proofs.unproven(plan)
         if proven is None or (self._spec.plan is not None and self._adopt(plan, call, proven)):
             return None
+        return self.before_check(plan, call)
+
+    def before_check(self, plan: Plan, call: Call) -> Proven:
+        """Note what the function is made of; return what was proven so far."""
         # Before it runs: a check is one of the function as it is now, whoever changes it meanwhile.
         with contextlib.suppress(UnknownValue):
             self._made_of(plan, call)
-        return proven
+        return self.proofs.of(plan)
 
     def _adopt(self, plan: Plan, call: Call, proven: Proven) -> bool:
         """Whether the plan has a proof for a call's bucket; if so, it is added to ``proven``."""

@@ -230,7 +230,7 @@ class OutputShapes:
         key = (id(plan.variant), plan.specialization, tuple(output.paths))
         if key not in self._formulas:
             # A symbol stands for 2 or more: torch makes a number of a size that is 0 or 1.
-            # https://docs.pytorch.org/docs/2.6/torch.compiler_dynamic_shapes.html
+            # https://docs.pytorch.org/docs/main/compile/dynamic_shapes_zero_one_specialization.html
             hints = {
                 axis: size if size > 1 else max(plan.buckets[axis], 2)
                 for axis, size in plan.sizes.items()

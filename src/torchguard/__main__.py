@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from torchguard.cli.output import write
+from torchguard.cli import write
 from torchguard.version import __version__
 
 

@@ -9,12 +9,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
+import wrapt
 
-from torchguard._torch.imports import on_import
 from torchguard._torch.modes import replace_torch_function_modes, torch_function_modes
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "keep_whole_in_graph",
     "know_in_dynamo",
     "mark_untraced",
+    "on_import",
     "rebuild_dynamo_tables",
     "skip_frames",
     "tracing_unseen",
@@ -55,6 +56,20 @@ TENSOR_VARIABLE = "torch._dynamo.variables.tensor.TensorVariable"
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/output_graph.py
 CALL_USER_COMPILER = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
 """It hands Dynamo's graph to the backend."""
+
+
+_registered: set[tuple[str, Callable[[ModuleType], None]]] = set()
+
+
+def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action(module)`` once: now if the module is imported, else when it is.
+
+    A second registration does nothing. While the module is being imported by another thread it
+    counts as imported, so ``action`` looks whether what it needs is there yet.
+    """
+    if (name, action) not in _registered:
+        _registered.add((name, action))
+        wrapt.register_post_import_hook(action, name)
 
 
 def dynamo_is_imported() -> bool:

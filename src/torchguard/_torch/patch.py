@@ -16,13 +16,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from torchguard._torch import (
     follow_in_torchscript,
     forget_in_torchscript,
-    imports,
     is_torchs_own,
     know_in_dynamo,
     skip_frames,
@@ -288,13 +289,50 @@ def _prepare() -> None:
     if _prepared:
         return
     _prepared = True
-    imports.keep_originals_while_importing(originals_in_place)
+    _keep_originals_while_importing()
     _skip_own_frames()
     if hasattr(os, "register_at_fork"):
         # A child has no thread that could release the lock for it.
         os.register_at_fork(
             before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
         )
+
+
+_PACKAGES = ("torch.", "functorch")
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(_PACKAGES):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        # Namespace packages, and extension modules, fill no tables.
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            with originals_in_place():
+                execute(module)
+
+        vars(spec.loader)["exec_module"] = exec_module
+        return spec
+
+
+def _keep_originals_while_importing() -> None:
+    """Execute the modules that torch imports from now on inside :func:`originals_in_place`.
+
+    Many of torch's modules keep tables of functions: patterns and lowerings of inductor, Dynamo's
+    lists, ``functorch.dim``, ``torch._numpy``. What is looked up in a table is the original,
+    because Dynamo and FX write originals into their graphs, so a table that was filled while a
+    replacement stood in torch would find nothing.
+    """
+    # In front of the finder it asks, and behind those of others (wrapt's hooks after an import).
+    finders = sys.meta_path
+    place = finders.index(PathFinder) if PathFinder in finders else len(finders)
+    finders.insert(place, _Finder())
 
 
 def _skip_own_frames() -> None:

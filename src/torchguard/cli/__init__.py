@@ -1,1 +1,49 @@
-"""The commands of ``python -m torchguard``."""
+"""The commands of ``python -m torchguard``, and what they have in common."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+__all__ = ["interrupted", "positive_float", "positive_int", "write"]
+
+
+def positive_int(text: str) -> int:
+    """Read an option that counts something, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        # Another error would be reported with the name of this function.
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return number
+
+
+def positive_float(text: str) -> float:
+    """Read an option that is a time, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+def write(text: str) -> None:
+    """Write to standard output, also where its reader has closed it: ``doctor | head``."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit, which would raise again:
+        # https://docs.python.org/3/library/signal.html#note-on-sigpipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def interrupted(command: str) -> int:
+    """Say that a command was interrupted and return its exit status, as a shell reports SIGINT."""
+    sys.stderr.write(f"torchguard {command}: interrupted\n")
+    return 130

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from torchguard.cli.output import interrupted, positive_float, positive_int, write
+from torchguard.cli import interrupted, positive_float, positive_int, write
 from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_defects
 from torchguard.defects.doctor import DoctorProgress, doctor, select
 from torchguard.defects.report import DoctorReport, Environment, Row, Verdict

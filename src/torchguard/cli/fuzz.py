@@ -8,7 +8,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
-from torchguard.cli.output import interrupted, positive_float, positive_int, write
+from torchguard.cli import interrupted, positive_float, positive_int, write
 
 if TYPE_CHECKING:
     from torchguard.verification import VerificationReport

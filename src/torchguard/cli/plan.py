@@ -15,7 +15,7 @@ from torchguard.bucketing.fit import costs_of, plans
 from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
 from torchguard.bucketing.lengths import FORMATS, read_sizes
 from torchguard.bucketing.steps import epoch_of
-from torchguard.cli.output import interrupted, positive_int
+from torchguard.cli import interrupted, positive_int
 
 __all__ = ["add_parser"]
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import builtins
+import importlib.machinery
+import importlib.util
+import io
+import os
+import pkgutil
+import runpy
+import sys
+import types
+from dataclasses import dataclass
+from multiprocessing import spawn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from torchguard.patching import run
 from torchguard.patching.guards import GUARDS, GuardName
+from torchguard.patching.install import install
 
 if TYPE_CHECKING:
     import argparse
@@ -42,12 +54,12 @@ def _main(options: argparse.Namespace) -> int:
     if not arguments:
         options.parser.error("expected a script, or -m and a module, to run")
     # Before the program is read: `from torch import add` in it has to find what is installed.
-    run.install_everywhere(guards)
-    program = run.run_script if options.module is None else run.run_module
+    install_everywhere(guards)
+    program = run_script if options.module is None else run_module
     try:
         program(arguments[0], arguments[1:])
     except BaseException:
-        run.hide_own_frames()
+        hide_own_frames()
         raise
     return 0
 
@@ -61,3 +73,184 @@ def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
         names = ", ".join(map(repr, unknown))
         options.parser.error(f"no guard called {names}; the guards are {', '.join(GUARDS)}")
     return cast("tuple[GuardName, ...]", guards)
+
+
+# ---- running the program ----
+#
+# The program is __main__: it finds its own arguments, folder and exit status, its classes can be
+# pickled, and its tracebacks start at its own first line. Workers that it forks or spawns with
+# multiprocessing have the guards too. Other interpreters that it starts with subprocess do not.
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """Run a file, or a folder or archive with a ``__main__.py``: ``python script arguments``."""
+    sys.argv = [script, *arguments]
+    path = _absolute(script)
+    importer = pkgutil.get_importer(path)
+    if importer is None:
+        program = _file(path)
+        _set_first_path(str(Path(path).resolve().parent))
+    else:
+        program = _container(path, importer)
+        _set_first_path(path)
+    _run(program)
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """Run a module, or a package with a ``__main__``: ``python -m name arguments``."""
+    sys.argv = ["-m", *arguments]  # what packages imported on the way see, as under `python -m`
+    program = _module(name)
+    sys.argv[0] = program.file
+    _run(program)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What the names of a ``__main__`` module are set to before its code runs."""
+
+    source: bytes | types.CodeType
+    file: str
+    loader: object
+    spec: importlib.machinery.ModuleSpec | None = None
+    cached: str | None = None
+
+
+def _file(file: str) -> _Program:
+    try:
+        content = Path(file).read_bytes()
+    except OSError as error:
+        _end(f"can't open file {file!r}: [Errno {error.errno}] {error.strerror}", 2)
+    compiled = pkgutil.read_code(io.BytesIO(content))  # of a .pyc file
+    loader = importlib.machinery.SourceFileLoader("__main__", file)
+    return _Program(compiled or content, file, loader)
+
+
+def _absolute(path: str) -> str:
+    """Make a path absolute as ``python`` does for ``__file__``: any ``..`` in it stays.
+
+    https://docs.python.org/3/whatsnew/3.9.html#other-language-changes
+    """
+    return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - pathlib drops "./"
+
+
+def _container(path: str, importer: Any) -> _Program:
+    spec = importer.find_spec("__main__")
+    code = None if spec is None else spec.loader.get_code("__main__")
+    if code is None:
+        _end(f"can't find '__main__' module in {path!r}", 1)
+    return _of_spec(spec, code)
+
+
+def _module(name: str) -> _Program:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            package, name = name, f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+            if spec is None:
+                why = f"{package!r} is a package and cannot be directly executed"
+                _end(f"No module named {name}; {why}", 1)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # an import inside the parent package failed: its traceback says where
+        why = f"({type(error).__name__}: {error})"
+        _end(f"Error while finding module specification for {name!r} {why}", 1)
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
+    code = get_code(name) if get_code is not None else None
+    if spec is None or code is None:
+        _end(
+            f"No module named {name}" if spec is None else f"No code object available for {name}", 1
+        )
+    return _of_spec(spec, code)
+
+
+def _of_spec(spec: importlib.machinery.ModuleSpec, code: types.CodeType) -> _Program:
+    return _Program(code, spec.origin or "", spec.loader, spec, spec.cached)
+
+
+def _run(program: _Program) -> None:
+    """Make the program ``__main__`` and run it."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(
+        __annotations__={},
+        __builtins__=builtins,
+        __cached__=program.cached,
+        __file__=program.file,
+        __loader__=program.loader,
+        __package__=None if program.spec is None else program.spec.parent,
+        __spec__=program.spec,
+    )
+    # For good: exit handlers and threads of the program still need their __main__. What a
+    # spawned worker sends back names it __mp_main__, as multiprocessing did when it was imported.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    exec(_code(program), module.__dict__)  # noqa: S102 - running the program is the point
+
+
+def _code(program: _Program) -> types.CodeType:
+    if isinstance(program.source, types.CodeType):
+        return program.source
+    code: types.CodeType = compile(program.source, program.file, "exec", dont_inherit=True)
+    return code
+
+
+def hide_own_frames() -> None:
+    """Let the interpreter report what the program has raised, from the program's first line on.
+
+    The exception itself goes on to the interpreter, so a SystemExit, a KeyboardInterrupt and
+    an exception hook of the program's own do what they do without torchguard.
+    """
+    hook = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, frames: types.TracebackType | None
+    ) -> None:
+        while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+            frames = frames.tb_next
+        hook(kind, error.with_traceback(frames), frames)
+
+    sys.excepthook = report
+
+
+def _is_ours(file: str) -> bool:
+    """Whether a frame belongs to torchguard, or to what runs ``python -m torchguard``."""
+    if file.startswith("<frozen ") or file == runpy.__file__:
+        return True
+    return Path(file) in {Path(__file__), Path(__file__).parents[1] / "__main__.py"}
+
+
+def _set_first_path(path: str) -> None:
+    """Put the program's folder where ``python -m torchguard`` has put the current one."""
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later; `python -P` has none
+        sys.path[0] = path
+
+
+def _end(message: str, status: int) -> NoReturn:
+    """End as ``python`` does when there is nothing to run."""
+    sys.stderr.write(f"{sys.executable}: {message}\n")
+    sys.exit(status)
+
+
+def install_everywhere(guards: tuple[GuardName, ...]) -> None:
+    """Install the guards here, and in every process that multiprocessing spawns from here.
+
+    A spawned process imports the program's main module under another name, past anything
+    that was done before it ran. What multiprocessing sends it first is a dictionary; an entry
+    of that which installs when it is unpickled comes before the program's own imports.
+    """
+    install(*guards)
+    original = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**original(name), "torchguard": _InWorker(guards)}
+
+    spawn.get_preparation_data = get_preparation_data
+
+
+class _InWorker:
+    """Unpickling it installs the guards."""
+
+    def __init__(self, guards: tuple[GuardName, ...]) -> None:
+        self._guards = guards
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return install_everywhere, (self._guards,)

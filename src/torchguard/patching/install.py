@@ -10,8 +10,14 @@ from typing import Any
 from typing_extensions import Self
 
 from torchguard._public import public
-from torchguard._torch import DYNAMO, dynamo_is_imported, fill_tables, patch, rebuild_dynamo_tables
-from torchguard._torch.imports import on_import
+from torchguard._torch import (
+    DYNAMO,
+    dynamo_is_imported,
+    fill_tables,
+    on_import,
+    patch,
+    rebuild_dynamo_tables,
+)
 from torchguard.patching.guards import GUARDS, GuardName
 from torchguard.rollback.scope import forget
 

@@ -38,10 +38,9 @@ from torchguard.rollback.mutation import (
     writes_statistics,
     written_tensors,
 )
-from torchguard.rollback.operation import Operation, undo_out, undo_write
+from torchguard.rollback.operation import Operation, lacks_allocator, undo_out, undo_write
 from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
 from torchguard.rollback.scope_stack import Scope, current, hold, outside
-from torchguard.rollback.shared_memory import lacks_allocator
 from torchguard.rollback.snapshot import capture
 
 _NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)

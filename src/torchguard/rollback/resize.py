@@ -29,7 +29,7 @@ from torchguard._torch import (
 )
 from torchguard._torch.schemas import describe
 from torchguard.rollback.interrupts import finish
-from torchguard.rollback.shared_memory import cannot_grow, lacks_allocator
+from torchguard.rollback.operation import cannot_grow, lacks_allocator
 from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)

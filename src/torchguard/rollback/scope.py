@@ -14,8 +14,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from torchguard._public import public
-from torchguard._torch import DYNAMO, EVAL_FRAME_HOOK, patch
-from torchguard._torch.imports import on_import
+from torchguard._torch import DYNAMO, EVAL_FRAME_HOOK, on_import, patch
 from torchguard._torch.overlays import overlays_by_owner
 from torchguard.assignment.dynamo import (
     setitem_replacements,

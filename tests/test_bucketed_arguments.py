@@ -322,3 +322,12 @@ class TestAnArgumentThatDimsForgot:
         wrapped = bucketed(fails, dims={"ids": {1: "t"}}, buckets=LADDER)
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             wrapped(ids_of(2, 5), ids_of(2, 5))
+
+
+def test_a_warm_call_by_keyword() -> None:
+    """Each argument finds its own parameter, in whatever order they come."""
+    x, y = torch.arange(5.0), torch.ones(5)
+    minus = wrap(lambda x, y: x - y, dims={"x": {0: "t"}, "y": {0: "t"}})
+    for _ in range(3):
+        for output in (minus(x, y=y), minus(x=x, y=y), minus(y=y, x=x)):
+            assert torch.equal(output, x - y)

@@ -265,6 +265,73 @@ class TestFillZero:
         x = torch.rand(2, 5, requires_grad=True)
         torch.testing.assert_close(padded(function)(x), function(x))
 
+    @pytest.mark.parametrize(
+        "data",
+        [
+            lambda: torch.rand(2, 5) * 0.3,
+            lambda: -torch.rand(2, 5) * 0.3,
+            lambda: torch.randn(2, 5).clamp(-3, 3) * 0.1,
+            lambda: torch.rand(2, 5) * 0.2 + 1.1,
+            lambda: torch.ones(2, 5),
+            lambda: torch.zeros(2, 5),
+        ],
+        ids=["below-half", "above-minus-half", "near-0", "near-1", "ones", "zeros"],
+    )
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: x.round().mode(1).values,
+            lambda x: x.mode(1).values,
+            lambda x: x.floor().median(1).values,
+            lambda x: x.trunc().nanmedian(1).values,
+            lambda x: x.round().sign().median(1).values,
+            lambda x: x.round().kthvalue(2, 1).values,
+            lambda x: x.round().quantile(0.5, dim=1),
+            lambda x: x.long().argmax(1),
+            lambda x: x.long().amin(1),
+            lambda x: (x > 0.5).all(1),
+            lambda x: (x > 0.5).float().mean(1),
+            lambda x: (x < -5).float().mean(1),
+        ],
+        ids=[
+            *("round-mode", "mode", "floor-median", "trunc-median", "sign-median", "kthvalue"),
+            *("quantile", "argmax", "amin", "all-above", "share-above", "share-below"),
+        ],
+    )
+    def test_is_tried_on_whole_numbers_where_the_first_data_is_all_alike(
+        self, function: Callable[..., Any], data: Callable[..., torch.Tensor]
+    ) -> None:
+        torch.manual_seed(0)
+        with pytest.raises(PaddingLeakError):
+            padded(function)(data())
+
+    @pytest.mark.parametrize("ids", [[[2, 9, 2, 2, 2]], [[3, 3, 3, 3, 3]]])
+    def test_is_tried_on_other_ids_where_the_first_are_all_alike(self, ids: Any) -> None:
+        with pytest.raises(PaddingLeakError, match="where ids is a positive whole number"):
+            padded(lambda ids: ids.mode(1).values)(torch.tensor(ids))
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: x.round().sum(1),
+            lambda x: (x > 0.5).any(1),
+            lambda x: x.abs().topk(2, 1).values,
+            lambda x: x.round() * 2,
+            lambda x: x.relu().long().argmax(1),
+            lambda x: (x != 0).sum(1),
+        ],
+        ids=["sum", "any", "topk", "round", "argmax", "count"],
+    )
+    @pytest.mark.parametrize("integers", [False, True])
+    def test_of_what_rounds_and_is_right_is_none(
+        self, function: Callable[..., Any], integers: bool
+    ) -> None:
+        for first in (torch.ones(2, 5), torch.zeros(2, 5), torch.rand(2, 5)):
+            wrapped = padded(function)
+            for x in (first, torch.randn(2, 5) * 9, torch.randn(2, 12)):
+                given = (x * 4).long().abs() if integers else x
+                torch.testing.assert_close(wrapped(given), function(given))
+
     def test_of_ids_is_tried_on_others_of_the_same_range(self) -> None:
         ids = torch.tensor([[0, 3, 7, 2, 0], [5, 5, 0, 1, 9]])
         with pytest.raises(PaddingLeakError, match="where ids is positive"):

@@ -27,9 +27,11 @@ from torchguard.bucketing.decorator.explain import Context, leak_message
 from torchguard.bucketing.decorator.kept import Proven
 from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
 from torchguard.bucketing.decorator.other_inputs import (
-    OTHER_VALUES,
     Fills,
+    OtherValues,
+    has_steps,
     other_fills,
+    other_values,
     shortened,
 )
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
@@ -50,9 +52,6 @@ _TURNS = 4
 
 _ROUNDING = 1 / 16
 """Above this share of what is allowed, a difference may be the beginning of a leak."""
-
-_SIGNS = 2
-"""So many of OTHER_VALUES are tried on every function, the others on those that rely on 0."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,8 @@ class _First(NamedTuple):
     """Of the answer on what the padding holds."""
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
+    steps: bool = False
+    """Whether the function rounds, compares, or chooses."""
 
 
 def check_padding(
@@ -111,10 +112,11 @@ def check_padding(
         first = checker.first(case, undeclared)
     except Exception as error:  # noqa: BLE001 - it has to wait for the other ranks
         failure = error
-    leaks, depends, suspicious, failed = checker.agreed(
+    leaks, depends, suspicious, steps, failed = checker.agreed(
         first.leak is not None,
         first.dependence is not None,
         first.suspicious,
+        first.steps,
         failure is not None,
     )
     if failure is not None:
@@ -125,7 +127,8 @@ def check_padding(
         checker.confirm(case, first.leak)
     # Other data is tried once for all buckets: it is the function that is in question, not a size.
     if depends or anew or not proven.tried:
-        if checker.try_other_values(case, undeclared, first.dependence, depends=depends):
+        values = other_values(relies_on_0=depends, steps=steps)
+        if checker.try_other_values(case, undeclared, values, first.dependence, depends=depends):
             proven.tried = True
         if depends:
             proven.neutral = proven.neutral.union(checker.relying(case, undeclared))
@@ -184,12 +187,13 @@ class _Checker:
                 if not verdict.equal and dependence is None:
                     dependence = self._leak(case, verdict, padded, other, fills)
                 del other
-        return _First(leak, dependence, suspicious)
+        return _First(leak, dependence, suspicious, has_steps(padded.operators))
 
     def try_other_values(
         self,
         case: _Case,
         inputs: Sequence[Input],
+        others: Iterable[OtherValues],
         dependence: PaddingLeakError | None,
         *,
         depends: bool,
@@ -200,7 +204,7 @@ class _Checker:
             PaddingLeakError: it is not, or it could not be shown.
         """
         tried = False
-        for values in OTHER_VALUES if depends else OTHER_VALUES[:_SIGNS]:
+        for values in others:
             other = values.made(inputs, case.call)
             if other is None and self._group is None:
                 continue

@@ -14,10 +14,11 @@ from torchguard.bucketing.decorator.plan import Call, Input, Plan
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 
 __all__ = [
-    "OTHER_VALUES",
     "Fills",
     "OtherValues",
+    "has_steps",
     "other_fills",
+    "other_values",
     "shortened",
 ]
 
@@ -26,6 +27,17 @@ Fills = dict[int, Any]
 
 _LARGER = 16.0
 _SMALLER = 1 / 64
+_WHOLE = 31
+"""A prime number: no dim that is counted along has all its numbers alike."""
+
+_STEPS = frozenset(
+    "_unique2 all amax amin aminmax any argmax argmin argsort bincount bucketize ceil count_nonzero "
+    "cummax cummin eq floor floor_divide fmod frac ge gt histc isin kthvalue le lt max maximum "
+    "median min minimum mode nanmedian ne nonzero remainder round searchsorted sgn sign sort topk "
+    "trunc unique_consecutive unique_dim".split()
+)
+"""Operators that give one answer to much data, and another one beyond: they round, compare, or
+choose. Data that is all alike to them shows nothing of other data."""
 
 
 # ---- other values in the padding ----
@@ -66,6 +78,16 @@ def _may_be_probabilities(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu and bool(((tensor >= 0) & (tensor <= 1)).all())
 
 
+def _may_be_indices(tensor: torch.Tensor) -> bool:
+    """Likewise: they assert that an index lies within what it points into."""
+    return not tensor.is_cpu and bool(((tensor >= 0) & (tensor == tensor.trunc())).all())
+
+
+def has_steps(operators: Iterable[str]) -> bool:
+    """Whether one of the operators that ran rounds, compares, or chooses."""
+    return any(name.rpartition("::")[2].rstrip("_") in _STEPS for name in operators)
+
+
 # ---- other data ----
 
 
@@ -95,7 +117,7 @@ class OtherValues(NamedTuple):
             return None
         if not tensor.dtype.is_floating_point:
             return self.of_integers(tensor)
-        if not self.keeps_sign and _may_be_probabilities(tensor):
+        if not self.keeps_sign and (_may_be_probabilities(tensor) or _may_be_indices(tensor)):
             return None
         if not bool(tensor.any()):
             tensor = torch.ones_like(tensor)
@@ -114,9 +136,45 @@ def _exchanged(numbers: torch.Tensor) -> torch.Tensor:
     return exchanged
 
 
-OTHER_VALUES = (
+def _whole(values: torch.Tensor) -> torch.Tensor:
+    """Make whole numbers from 1 to 31, each as often as the others, in an order without a rule."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(values.numel(), generator=generator, device="cpu")
+    return (order % _WHOLE + 1).view(values.shape).to(values)
+
+
+def _spread(numbers: torch.Tensor) -> torch.Tensor:
+    """Put the numbers that are there, each as often as the others; on a CPU those between, too."""
+    present = torch.unique(numbers[numbers > 0])
+    if not present.numel():
+        return numbers.clone()
+    if numbers.is_cpu:  # one that is not valid raises, on an accelerator it ends the process
+        present = torch.arange(1, int(present[-1].clamp(max=_WHOLE)) + 1, dtype=numbers.dtype)
+    spread: torch.Tensor = present[_whole(numbers).long() % len(present)]
+    return spread
+
+
+_SIGNS = (
     OtherValues("is positive", lambda x: _without_zeros(x.abs()), _without_zeros, keeps_sign=True),
     OtherValues("is negative", lambda x: -x.abs(), torch.clone, keeps_sign=False),
+)
+"""They find what other padding can't: one negative number, and ``(x > 0).all()`` is False whatever
+the padding holds."""
+
+_WHOLE_NUMBERS = (
+    OtherValues("is a positive whole number", _whole, _spread, keeps_sign=False),
+    OtherValues("is a negative whole number", lambda x: -_whole(x), torch.clone, keeps_sign=False),
+    OtherValues(
+        "is a whole number of either sign",
+        lambda x: torch.where(_whole(x) % 2 == 0, _whole(x), -_whole(x)),
+        torch.clone,
+        keeps_sign=False,
+    ),
+)
+"""They find what data can't that is all alike once it is rounded: ``x.round().mode(1)`` of numbers
+below 0.5 is 0 as long as more of them are real than padded."""
+
+_MAGNITUDES = (
     OtherValues(
         "is 64 times smaller and in reverse order",
         lambda x: (x * _SMALLER).flip(tuple(range(x.dim()))),
@@ -130,8 +188,18 @@ OTHER_VALUES = (
         keeps_sign=False,
     ),
 )
-"""The first two find what other padding can't: one negative number, and ``(x > 0).all()`` is
-False whatever the padding holds."""
+
+
+def other_values(*, relies_on_0: bool, steps: bool) -> tuple[OtherValues, ...]:
+    """Return the other data to try on a function.
+
+    Args:
+        relies_on_0: whether its answer depends on what the padding holds.
+        steps: whether it rounds, compares, or chooses.
+    """
+    if relies_on_0:
+        return (*_SIGNS, *_WHOLE_NUMBERS, *_MAGNITUDES)
+    return (*_SIGNS, *_WHOLE_NUMBERS) if steps else _SIGNS
 
 
 # ---- shorter inputs ----

@@ -7,6 +7,7 @@ of which: all of that is in the copies, and nothing done to them reaches the ori
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ __all__ = [
     "run_on_copies",
     "tensors_of",
     "why_not_copied",
+    "with_a_repeated_id",
 ]
 
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
@@ -207,6 +209,30 @@ class _NotALeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ARG004 - torch's signature
         return gradient, None
+
+
+def with_a_repeated_id(inputs: Sequence[Any]) -> list[Any] | None:
+    """Put the first number of each tensor of integers in the place of its second, too.
+
+    Only where all numbers of a tensor differ, and only on a CPU: on an accelerator an index that
+    turns out to be invalid ends the process.
+
+    Returns:
+        None if there is no such tensor.
+    """
+    changed = list(inputs)
+    for place, value in enumerate(inputs):
+        # By type: a subclass, or a fake tensor, may not be what it says.
+        if type(value) is not torch.Tensor or value.dtype not in {torch.int32, torch.int64}:
+            continue
+        if not value.is_cpu or value.numel() < 2:  # noqa: PLR2004
+            continue
+        if value.unique().numel() == value.numel():
+            first, second = value.flatten()[:2]
+            # With its strides: what is compiled relies on them.
+            copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            changed[place] = copy.copy_(torch.where(value == second, first, value))
+    return None if all(map(operator.is_, changed, inputs)) else changed
 
 
 # ---- a graph on copies ----

@@ -12,7 +12,12 @@ import torch
 from torchguard._torch import has_hooks, warn_at_compiled_call
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import COMPILING, Difference, judge
-from torchguard.equivalence.copies import bytes_of, run_on_copies, why_not_copied
+from torchguard.equivalence.copies import (
+    bytes_of,
+    run_on_copies,
+    why_not_copied,
+    with_a_repeated_id,
+)
 from torchguard.equivalence.outcome import Outcome
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
@@ -146,6 +151,10 @@ class GraphCheck:
         self._mutates |= bool(eager.mutated)
         judged = self._judge(self._fallbacks[self._position], self.runs, eager, inputs)
         self.runs = judged.function
+        if not judged.differences and eager.gradients and not self._record.checks:
+            wrong = self._gradients_of_a_repeated_id(eager, inputs)
+            if wrong is not None:
+                judged, eager, inputs = wrong
         if judged.differences:
             again = self._run_eagerly(inputs)
             if isinstance(again, str) or not judge(eager, again, COMPILING).equal:
@@ -159,6 +168,29 @@ class GraphCheck:
             self._record.status = "verified"
             self._record.reason = judged.note or self._record.reason
         return None
+
+    def _gradients_of_a_repeated_id(
+        self, eager: Outcome, inputs: Sequence[Any]
+    ) -> tuple[_Judged, Outcome, Sequence[Any]] | None:
+        """Check the gradients where an id occurs twice, if no id of this call does.
+
+        What is gathered at one index twice gets both gradients, and compiled code may add or
+        overwrite (https://github.com/pytorch/pytorch/issues/147848): ids that all differ don't
+        show which. Only gradients count: what is written at one index twice is undefined.
+
+        Returns:
+            What was found, what eager does, and the inputs; None if the gradients are right.
+        """
+        repeated = with_a_repeated_id(inputs)
+        if repeated is None:
+            return None
+        again = self._run_eagerly(repeated)
+        if isinstance(again, str) or again.gradients.keys() != eager.gradients.keys():
+            return None
+        judged = self._judge(self._fallbacks[self._position], self.runs, again, repeated)
+        if any(each.part != "gradients" for each in judged.differences):
+            return None
+        return (judged, again, repeated) if judged.differences else None
 
     def _leave(self, reason: str) -> None:
         """Leave the graph unverified."""

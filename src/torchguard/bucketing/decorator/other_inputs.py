@@ -30,12 +30,17 @@ _SMALLER = 1 / 64
 _WHOLE = 31
 """A prime number: no dim that is counted along has all its numbers alike."""
 
-_STEPS = frozenset(
-    "_unique2 all amax amin aminmax any argmax argmin argsort bincount bucketize ceil count_nonzero "
-    "cummax cummin eq floor floor_divide fmod frac ge gt histc isin kthvalue le lt max maximum "
-    "median min minimum mode nanmedian ne nonzero remainder round searchsorted sgn sign sort topk "
-    "trunc unique_consecutive unique_dim".split()
-)
+_STEPS = {
+    # rounding
+    *("round", "floor", "ceil", "trunc", "frac", "floor_divide", "fmod", "remainder"),
+    # comparing
+    *("eq", "ne", "gt", "ge", "lt", "le", "isin", "sign", "sgn", "all", "any", "nonzero"),
+    *("count_nonzero", "searchsorted", "bucketize", "histc", "bincount"),
+    # choosing
+    *("max", "maximum", "amax", "argmax", "cummax", "min", "minimum", "amin", "argmin", "cummin"),
+    *("aminmax", "mode", "median", "nanmedian", "kthvalue", "sort", "argsort", "topk"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
+}
 """Operators that give one answer to much data, and another one beyond: they round, compare, or
 choose. Data that is all alike to them shows nothing of other data."""
 

@@ -126,6 +126,56 @@ SCATTER_GRADIENT = Defect(
 )
 
 
+# --- repeated-id
+
+_WIDTH = 64  # a multiple of the elements in any vector register
+
+
+def _embedded(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding(ids, weight).sum()
+
+
+def _repeated_id() -> str | None:
+    """Compare the gradient of an embedding for an id that occurs twice, compiled and eager.
+
+    Compiled for one CPU thread, an embedding's gradient for an id is that of one occurrence.
+
+    The gradient adds a row for each occurrence. With one thread nothing has to be atomic, so
+    ``CppVecKernel.store`` (``torch/_inductor/codegen/cpp.py``) asks ``_get_store_line`` to
+    accumulate, and up to 2.6 that did so only where the elements are not side by side: the
+    vectorized store overwrites. One thread is what torchrun gives each process, and what
+    containers with one CPU have.
+    """
+    threads = torch.get_num_threads()
+    gradients = []
+    torch.set_num_threads(1)
+    try:
+        for function in (_embedded, torch.compile(_embedded)):
+            weight = torch.zeros(2, _WIDTH, requires_grad=True)
+            loss = function(weight, torch.tensor([1, 1]))
+            gradients.append(torch.autograd.grad(loss, weight)[0][1, 0].item())
+    finally:
+        torch.set_num_threads(threads)
+    eager, compiled = gradients
+    if eager == compiled:
+        return None
+    return f"the gradient for an id that occurs twice is {compiled:g} compiled, {eager:g} in eager"
+
+
+REPEATED_ID = Defect(
+    id="repeated-id",
+    summary="compiled for one CPU thread: an id's embedding gradient is that of one occurrence",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/147848",
+        "https://github.com/pytorch/pytorch/pull/147961",
+    ),
+    family="gradient",
+    probe=_repeated_id,
+    guards=("verified",),
+    advice="Run with OMP_NUM_THREADS=2, or torch._inductor.config.cpp.dynamic_threads = True.",
+)
+
+
 # --- requires-grad-lies
 
 

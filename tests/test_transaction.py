@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.training import KINDS, Failure, Training, begin, changed, fingerprint
+from support.training import KINDS, Failure, Training, begin, changed, fingerprint, tensor_state
 from torch import nn
 
 import torchguard
@@ -167,6 +167,32 @@ def test_what_was_replaced_by_its_equal_before_the_block_stays(
         "parameter": model._parameters["bias"],
     }
     assert held.get(kind, state["step"]) is new
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda linear: setattr(linear.weight, "data", linear.weight.data.t()),
+        lambda linear: setattr(linear.weight, "data", linear.weight.data[:1]),
+        lambda linear: setattr(linear.bias, "data", linear.bias.data[:1]),
+        lambda linear: linear.get_buffer("table").t_(),
+    ],
+)
+def test_memory_that_was_seen_in_another_way_before_the_block_stays_so(
+    change: Callable[[nn.Linear], Any],
+) -> None:
+    """The same memory with another shape or stride, which moves no address."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.arange(4.0).view(2, 2))
+    step = torchguard.transaction(model, [])
+    with step:
+        pass
+    change(model)
+    tensors = [model.weight, model.bias, model.get_buffer("table")]
+    before = [tensor_state(each) for each in tensors]
+    with pytest.raises(Failure), step:
+        raise Failure
+    assert [tensor_state(each) for each in tensors] == before
 
 
 @pytest.mark.parametrize("library", ["numpy", "Python"])

@@ -131,6 +131,7 @@ class FusedLists:
             len(groups) == len(self._groups) and all(map(_is_filled_alike, groups, self._groups))
         ):
             return False
+        # Asked for here and not when step() is called: a hook may have replaced them since.
         gradients = [parameter.grad for parameter in self._parameters]
         if [gradient is not None for gradient in gradients] != self._has_gradient:
             return False
@@ -165,6 +166,7 @@ class FusedLists:
 
     def let_go(self, optimizer: torch.optim.Optimizer) -> None:
         """Hold no gradient any more, and forget what SGD notes of each parameter in its lists."""
+        # zero_grad() gives their memory back; these lists stay until the next step.
         self._gradients = []
         known_contiguous.clear()
         for kernel in self._kernels():
@@ -208,6 +210,8 @@ class FusedStep:
         attributes = vars(optimizer)
         _remove_override(attributes)  # an interrupt may have left that of the last step
         self._before = {name: attributes[name] for name in _OVERRIDDEN if name in attributes}
+        # An attribute of the object comes before a method of its class, and step() asks for
+        # self._init_group; no other optimizer of this class sees it.
         step_code: Any = getattr(optimizer, "_optimizer_step_code")  # noqa: B009
 
         def init_group(group: dict[str, Any], *arguments: Any) -> Any:
@@ -234,6 +238,7 @@ class FusedStep:
     def progress(self) -> FusedProgress | None:
         """Return how far the step got; None if it can't be told, or a kernel is torn."""
         if self._lists is None:
+            # It raised in a hook or a closure, before the first list.
             return FusedProgress([], [], all_stepped=False)
         return self._lists.progress()
 

@@ -87,6 +87,7 @@ def restore_container(container: Any, before: Any) -> None:
             container
         ) == list(before):
             return
+        # Emptied and filled: the order of a dict is that of insertion, and hooks run in it.
         container.clear()
         container.update(before)
     elif isinstance(container, set):
@@ -120,6 +121,8 @@ class StateContainers:
         state = optimizer.state
         self._entries = list(state.values())
         self._entry_copies = list(map(dict.copy, self._entries))
+        # Optimizers that are not torch's may count steps in a number of Python, and two equal ones
+        # may be two objects; tensors are never compared by their elements.
         self._same_values = comparison_of(chain.from_iterable(map(dict.values, self._entry_copies)))
         self.copies: list[tuple[Any, Any]] = [(state, dict(state))]
         self.copies += zip(self._entries, self._entry_copies, strict=True)

@@ -54,6 +54,7 @@ class Copies:
 def _copied(tensors: list[Tensor]) -> list[Tensor]:
     try:
         copies = [torch.empty_like(tensor) for tensor in tensors]
+    # On a device that holds the parameters, their gradients and two moments, there may be no room.
     except torch.OutOfMemoryError:
         return [tensor.to("cpu", copy=True) for tensor in tensors]
     copy_all(copies, tensors)
@@ -70,6 +71,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
+        # An expanded tensor refuses to be written: several of its elements are one.
         and not any(
             step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
         )

@@ -85,6 +85,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         step.before_step(optimizer, args, kwargs)
 
 
+# torch calls this where the step has gone through; it has no hook for a step that raises.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L500
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return

@@ -55,6 +55,7 @@ _generators: list[Any] = []
 def _generators_of_torch() -> list[Any]:
     """Return ``rng_generators()``, asked for again when a device has come into use."""
     global _generators, _in_use
+    # Devices don't come and go otherwise, and to ask for all of them takes microseconds.
     in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized()
     if in_use != _in_use:
         _generators, _in_use = rng_generators(), in_use

@@ -25,6 +25,7 @@ def replay(training: TrainingState, times: int) -> Iterator[int]:
     try:
         for number in range(times):
             if number:
+                # Dropout has to draw the same numbers, and BatchNorm to begin with the same mean.
                 finish(snapshot.restore)
             yield number
             if number == 0:
@@ -69,5 +70,6 @@ def _compare(first: dict[str, Tensor | None], training: TrainingState, number: i
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided or one.dtype != other.dtype:
         return torch.equal(one.to_dense(), other.to_dense())
+    # As bytes: two NaN are not equal, and 0.0 equals -0.0.
     flat = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*flat)

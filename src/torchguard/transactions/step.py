@@ -295,6 +295,8 @@ class Transaction:
     def _settle(self, block: _Block, exception: BaseException | None) -> None:
         """Undo or finish a step that has raised. May be called again, after an interrupt."""
         pending = block.pending
+        # No hook of torch is called for a step() that raises. A block that catches it goes on, so
+        # the next step, or the end of the block, comes upon it here.
         if pending is not None and pending.fail(exception):
             self._has_stepped(block, pending)
         block.pending = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchguard._torch.optimizers import (
@@ -59,10 +60,16 @@ class Survey:
         self.odd_buffers = others(buffers, self.buffers)
         self.tensors = [*self.parameters, *self.buffers]
         self.metadata = [capture(each, autograd=True) for each in self.tensors]
+        # x.data = y, which model.to() does, leaves the tensor the same object and does not move
+        # its version counter, so nothing but the address tells.
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
         self.pointers = _pointers(self.tensors)
-        # A scalar has one element; the length of a vector is seen when it is copied.
-        self.shaped = [each for each in self.buffers if each.dim() > 1]
-        self.sizes = _sizes(self.shaped)
+        # The same memory may be seen in another way: x.data = x.data.t(). A scalar has one
+        # element, and the length of a buffer of one dim is seen when it is copied.
+        self.shaped = [each for each in self.tensors if each.dim() > 1]
+        self.layouts = _layouts(self.shaped)
+        self.vectors = [each for each in self.parameters if each.dim() == 1]
+        self.sizes = _sizes(self.vectors)
         by_kind: dict[Any, list[Tensor]] = {}
         for buffer in self.buffers:
             kind = (buffer.device, buffer.dtype)
@@ -83,7 +90,8 @@ class Survey:
             and not any(self.empty)
             and same_tensors(optimized, self.optimized)
             and _pointers(self.tensors) == self.pointers
-            and _sizes(self.shaped) == self.sizes
+            and _layouts(self.shaped) == self.layouts
+            and _sizes(self.vectors) == self.sizes
         )
 
     def hook_copies(self) -> list[dict[int, Any]]:
@@ -105,5 +113,9 @@ def _pointers(tensors: list[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
+def _layouts(tensors: list[Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
+    return [(tensor.shape, tensor.stride()) for tensor in tensors]
+
+
 def _sizes(tensors: list[Tensor]) -> list[int]:
-    return [tensor.numel() for tensor in tensors]
+    return list(map(Tensor.numel, tensors))

@@ -332,12 +332,16 @@ class Plan:
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
         leaves = list(leaves)
+        # What was checked once holds for all tensors of a plan: they have one shape and dtype.
+        was_checked = self._has_padded
         for index, quickly, carefully in self.pads:
-            # What was checked once holds for all tensors of a plan: they have one shape and dtype.
-            pad = quickly if self._has_padded else carefully
-            value = () if fills is None or index not in fills else (fills[index],)
-            leaves[index] = pad(leaves[index], *value)
-        self._has_padded = True
+            pad = quickly if was_checked else carefully
+            if fills and index in fills:
+                leaves[index] = pad(leaves[index], fills[index])
+            else:
+                leaves[index] = pad(leaves[index])
+        if not was_checked:
+            self._has_padded = True
         return leaves
 
 

@@ -2,13 +2,16 @@
 
 Targets: the first call at most 15 % over a plain compile, a later call within 1 us.
 
-Each first call is a process of its own with an empty cache, plain and checked by turns.
+Each first call is a process of its own with an empty cache, plain and checked by turns. The
+workload "lengths" is a stream of 120 lengths through one graph with dynamic shapes: sizes that are
+new to it are checked again, up to 64 of them, and then those that compiled code may tell apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +35,9 @@ from torchguard import verified_backend
 B, T, D = 8, 64, 128
 ALLOWED_RATIO = 1.15
 LATER = AddedTarget(microseconds=1)
-WORKLOADS = ("transformer", "tiny")
+LATER_DYNAMIC = AddedTarget(microseconds=0.5)
+WORKLOADS = ("transformer", "lengths", "tiny")
+LENGTHS = range(8, 128)  # of the workload "lengths"
 GRAPHS, FEW = 1000, 3  # of the workload "tiny"; in quick mode
 LATER_ROUNDS = 51
 
@@ -42,6 +47,14 @@ def transformer(device: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(D, 4, 4 * D, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2).to(device), torch.randn(B, T, D, device=device)
+
+
+def perceptron(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
+    """Return two layers, and batches (B, T, D) of 120 lengths, in an order without a rule."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)).to(device)
+    order = torch.randperm(len(LENGTHS)).tolist()
+    return model, [torch.randn(B, LENGTHS[place], D, device=device) for place in order]
 
 
 def tiny(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -57,12 +70,16 @@ def first_call(
 ) -> dict[str, float]:
     """Compile and call in this process; return seconds, processor seconds and peak bytes."""
     # 1,000 graphs through inductor would take an hour of the C++ compiler.
-    inner = "inductor" if workload == "transformer" and not quick else "aot_eager"
+    inner = "aot_eager" if workload == "tiny" or quick else "inductor"
     backend: Any = verified_backend(inner) if checked else inner
     calls: list[Callable[[], Any]]
     if workload == "transformer":
         model, x = transformer(device)
         calls = [lambda: torch.compile(model, backend=backend)(x).sum().backward()]
+    elif workload == "lengths":
+        model, batches = perceptron(device)
+        compiled = torch.compile(model, backend=backend, dynamic=True)
+        calls = [lambda batch=batch: compiled(batch).sum().backward() for batch in batches]  # type: ignore[misc]
     else:
         x = torch.ones(8, device=device)
         functions = [torch.compile(tiny(number), backend=backend) for number in range(count)]
@@ -82,7 +99,8 @@ def first_call(
     compilers = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = ours.ru_utime + ours.ru_stime + compilers.ru_utime + compilers.ru_stime
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 1024 * ours.ru_maxrss
-    return {"seconds": seconds, "processor_seconds": used, "bytes": peak}
+    checks = sum(graph.checks for graph in backend.stats().graphs) if checked else 0
+    return {"seconds": seconds, "processor_seconds": used, "bytes": peak, "checks": checks}
 
 
 def first_calls(workload: str, setting: Setting) -> dict[str, Any]:
@@ -106,13 +124,14 @@ def first_calls(workload: str, setting: Setting) -> dict[str, Any]:
             Spread.of([one["processor_seconds"] / bare["processor_seconds"] for bare, one in pairs])
         ),
         "memory_ratio": vars(Spread.of([one["bytes"] / bare["bytes"] for bare, one in pairs])),
+        "checks": pairs[0][1]["checks"],
         "target": f"at most {ALLOWED_RATIO} times",
         "verdict": "reached" if ratio.median <= ALLOWED_RATIO else "missed",
     }
 
 
 def steady(device: str, workloads: Sequence[str]) -> Iterator[Comparison]:
-    """Return later calls: the transformer, and a tiny graph."""
+    """Return later calls: the transformer, a tiny graph, and a graph with dynamic shapes."""
     x = torch.ones(8, device=device)
     model, batch = transformer(device)
     model.eval()
@@ -132,6 +151,27 @@ def steady(device: str, workloads: Sequence[str]) -> Iterator[Comparison]:
             guarded=Side("with no_grad: checked(x)", names),
             target=LATER,
         )
+    yield _steady_lengths(device)
+
+
+def _steady_lengths(device: str) -> Comparison:
+    """Return calls with 120 lengths by turns, each of which has been called before."""
+    batches = [torch.ones(length, device=device) for length in LENGTHS]
+    sides = []
+    for name, backend in (("bare", "aot_eager"), ("checked", verified_backend("aot_eager"))):
+        compiled: Any = torch.compile(_another(tiny(2)), backend=backend, dynamic=True)
+        with torch.no_grad():
+            for batch in batches:
+                compiled(batch)
+        names = {name: compiled, "batches": itertools.cycle(batches), "no_grad": torch.no_grad()}
+        sides.append(Side(f"with no_grad: {name}(next(batches))", names))
+    return Comparison(
+        id="steady-lengths",
+        what="a call of a graph with dynamic shapes, after the first of its length",
+        baseline=sides[0],
+        guarded=sides[1],
+        target=LATER_DYNAMIC,
+    )
 
 
 def _another(function: Any) -> Any:
@@ -143,7 +183,7 @@ def _another(function: Any) -> Any:
 
 def run(setting: Setting) -> Results:
     """Measure first calls, and calls after the first."""
-    workloads = WORKLOADS[-1:] if setting.quick else WORKLOADS
+    workloads = WORKLOADS[1:] if setting.quick else WORKLOADS
     # Calls after the first take seconds to measure, first calls take minutes.
     later = replace(setting, rounds=3 if setting.quick else LATER_ROUNDS)
     rows = measure(steady(setting.device, workloads), later, block_seconds=0.05)
@@ -160,7 +200,8 @@ def run(setting: Setting) -> Results:
             f"{first['id']:34} {setting.device:4} {plain:.2f} s -> {checked:.2f} s, "
             f"{first['ratio']['median']:.2f} times "
             f"({first['processor_ratio']['median']:.2f} in processor time), "
-            f"memory {first['memory_ratio']['median']:.2f} times: {first['verdict']}"
+            f"memory {first['memory_ratio']['median']:.2f} times, {first['checks']} checks: "
+            f"{first['verdict']}"
         )
     return {"first_calls": firsts, "rows": rows}
 

@@ -303,7 +303,7 @@ class TestFillZero:
     ) -> None:
         torch.manual_seed(0)
         with pytest.raises(PaddingLeakError):
-            padded(function)(data())
+            padded(function, outputs={})(data())  # 2.6 does not derive those of quantile
 
     @pytest.mark.parametrize("ids", [[[2, 9, 2, 2, 2]], [[3, 3, 3, 3, 3]]])
     def test_is_tried_on_other_ids_where_the_first_are_all_alike(self, ids: Any) -> None:

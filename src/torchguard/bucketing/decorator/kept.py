@@ -240,9 +240,10 @@ class KeptWork:
     def before_check(self, plan: Plan, call: Call) -> Proven:
         """Note what the function is made of; return what was proven so far."""
         # Before it runs: a check is one of the function as it is now, whoever changes it meanwhile.
+        proven = self.proofs.of(plan)
         with contextlib.suppress(UnknownValue):
             self._made_of(plan, call)
-        return self.proofs.of(plan)
+        return proven
 
     def _adopt(self, plan: Plan, call: Call, proven: Proven) -> bool:
         """Whether the plan has a proof for a call's bucket; if so, it is added to ``proven``."""

@@ -28,7 +28,6 @@ from torchguard.bucketing.decorator.kept import Proven
 from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
 from torchguard.bucketing.decorator.other_inputs import (
     Fills,
-    OtherValues,
     has_steps,
     other_fills,
     other_values,
@@ -127,8 +126,8 @@ def check_padding(
         checker.confirm(case, first.leak)
     # Other data is tried once for all buckets: it is the function that is in question, not a size.
     if depends or anew or not proven.tried:
-        values = other_values(relies_on_0=depends, steps=steps)
-        if checker.try_other_values(case, undeclared, values, first.dependence, depends=depends):
+        dependence = first.dependence
+        if checker.try_other_values(case, undeclared, dependence, depends=depends, steps=steps):
             proven.tried = True
         if depends:
             proven.neutral = proven.neutral.union(checker.relying(case, undeclared))
@@ -193,10 +192,10 @@ class _Checker:
         self,
         case: _Case,
         inputs: Sequence[Input],
-        others: Iterable[OtherValues],
         dependence: PaddingLeakError | None,
         *,
         depends: bool,
+        steps: bool,
     ) -> bool:
         """Try whether padding with 0 is neutral for other data, too; return whether any was tried.
 
@@ -204,7 +203,7 @@ class _Checker:
             PaddingLeakError: it is not, or it could not be shown.
         """
         tried = False
-        for values in others:
+        for values in other_values(relies_on_0=depends, steps=steps):
             other = values.made(inputs, case.call)
             if other is None and self._group is None:
                 continue

@@ -42,7 +42,10 @@ def test_a_step_that_is_interrupted_is_undone_or_counts(case: Case) -> None:
     interrupted = undone = 0
     wrong: list[str] = []
     try:
-        for _ in range(INTERRUPTS // len(CASES)):
+        tries = INTERRUPTS // len(CASES)
+        for number in range(10 * tries):  # on a busy machine an alarm often comes after the block
+            if number >= tries and interrupted > tries / 3:
+                break
             training = Training(case)
             for block in training.blocks[:-1]:
                 block()
@@ -67,5 +70,5 @@ def test_a_step_that_is_interrupted_is_undone_or_counts(case: Case) -> None:
         signal.signal(signal.SIGALRM, alarm)
         torch.set_num_threads(threads)
     assert wrong == []
-    assert interrupted > INTERRUPTS / len(CASES) / 3
+    assert interrupted > tries / 3
     assert undone > 0

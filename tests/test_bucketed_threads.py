@@ -6,18 +6,61 @@ import contextlib
 import importlib
 import logging
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from child_process import run_python
 from torch import nn
 
 from torchguard import Buckets, _torch, bucketed
 
 _COUNT = 12  # more than the recompile limit, which is 8
 _SIZES = [4 * (index + 1) for index in range(_COUNT)]
+
+
+# The same without torchguard, one call at a time: torch 2.11 crashes in its guards.
+_PLAIN = """
+import threading, types
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
+
+def call(x):
+    return model(x)
+
+def compiled(size):
+    code = call.__code__.replace(co_name=f"call_{size}")
+    return torch.compile(types.FunctionType(code, globals()), backend="eager", dynamic=False)
+
+functions = {4 * size: compiled(4 * size) for size in range(1, 13)}
+lock = threading.RLock()
+
+def work():
+    for size, function in functions.items():
+        with lock:
+            function(torch.ones(2, size, 4))
+
+for _ in range(3):
+    torch._dynamo.reset()
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_can_compile() -> None:
+    """Skip where plain torch ends the process."""
+    plain = run_python(_PLAIN)
+    if plain.returncode < 0:
+        pytest.skip(f"torch {torch.__version__} crashes when threads compile, without torchguard")
+    assert plain.returncode == 0, plain.stderr
 
 
 class _Limits(logging.Handler):
@@ -159,6 +202,36 @@ def test_threads_compile_each_bucket_once(limits: _Limits) -> None:
     _in_threads(work)
     assert limits.said == []
     assert backend.graphs == 2 * _COUNT
+
+
+def test_settings_of_dynamo_are_as_before() -> None:
+    """Up to torch 2.11 two threads that run what dynamic=False compiled leave them changed."""
+    wrapped = bucketed(
+        _sequential(),
+        dims=({1: "t"},),
+        buckets=Buckets(_SIZES),
+        overflow="dynamic",
+        compile={"backend": "eager"},
+    )
+    names = ("automatic_dynamic_shapes", "assume_static_by_default")
+    before = [getattr(torch._dynamo.config, name) for name in names]
+    above = torch.ones(2, 1000, 4)
+
+    def work(index: int) -> None:
+        for turn in range(300):
+            wrapped(torch.ones(2, _SIZES[(turn + index) % 2], 4))
+            wrapped(above)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        _in_threads(work, count=4)
+        found = [getattr(torch._dynamo.config, name) for name in names]
+    finally:
+        sys.setswitchinterval(interval)
+        for name, value in zip(names, before, strict=True):
+            setattr(torch._dynamo.config, name, value)
+    assert found == before
 
 
 @pytest.mark.parametrize("make", [_sequential, _Broken])

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow  # it compiles every model twice: two minutes in all
 
-ROUNDED = {"hubert", "mamba", "wav2vec2"}
-"""Where AOTAutograd adds up gradients in another order than eager, plain torch.compile too."""
+ROUNDED = {"hubert", "mamba", "mobile-convnet", "wav2vec2"}
+"""Where AOTAutograd adds up gradients in another order than eager, plain torch.compile too; for
+the convnet that of torch 2.6. Where it does not, both comparisons are with the same bits."""
 
 
 @pytest.fixture(autouse=True)

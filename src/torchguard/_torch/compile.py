@@ -10,6 +10,7 @@ import importlib
 import platform
 import secrets
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -35,6 +36,7 @@ __all__ = [
     "mutation_switches",
     "records_cuda_graphs",
     "save_artifacts",
+    "settings_are_shared",
     "settings_of_compiled",
     "traced",
     "without_recompile_limit",
@@ -101,14 +103,26 @@ def compiles_inside(
     fits can be walked past, so any call may compile, in any thread. (With 2.13: 8 threads that
     call one function compiled for 2 sizes compile it 7 more times.) What happens then is up to
     the callback, which costs nothing while calls find their variant.
+
+    Up to torch 2.11 ``dynamic=`` changes settings of the whole process while the function runs.
+    Where the calls of two threads overlap, the second finds what the first has set, and sets it
+    again when it ends: ``automatic_dynamic_shapes`` is False from then on, for all that is
+    compiled. Here the settings change while Dynamo compiles, within ``scope()``, which lets in one
+    thread at a time.
     """
     found = compiler_of(compiled)
     callback = getattr(found[1], "callback", None) if found is not None else None
     if found is None or not callable(callback):
         return compiled
+    hooks: list[Callable[[], Callable[[], None]]] = list(getattr(found[1], "enter_exit_hooks", ()))
+    set_dynamic = [each for each in hooks if _patches_settings(each)]
+    if not set_dynamic or not settings_are_shared():
+        set_dynamic = []
 
     def convert(*args: Any, **kwargs: Any) -> Any:
-        with scope():
+        with scope(), contextlib.ExitStack() as settings_before:
+            for change in set_dynamic:
+                settings_before.callback(change())
             return callback(*args, **kwargs)
 
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
@@ -119,9 +133,29 @@ def compiles_inside(
             setattr(convert, name, backend)
     settings = object.__new__(type(found[1]))
     # Not copy.copy(): its __reduce__ leaves dynamic= and most of the other settings out.
-    vars(settings).update(vars(found[1]), callback=convert)
+    kept = [each for each in hooks if each not in set_dynamic]
+    vars(settings).update(vars(found[1]), callback=convert, enter_exit_hooks=kept)
     result: Callable[..., Any] = settings(found[0])
     return result
+
+
+def _patches_settings(hook: Callable[..., Any]) -> bool:
+    """Whether what ``torch.compile`` does around each call is what ``dynamic=`` asks for."""
+    # https://github.com/pytorch/pytorch/blob/v2.6.0/torch/_dynamo/eval_frame.py#L367
+    return "_make_closure_patcher" in getattr(hook, "__qualname__", "")
+
+
+@functools.cache
+def settings_are_shared() -> bool:
+    """Whether a setting of Dynamo that one thread changes for a moment is seen by the others."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    seen: list[bool] = []
+    before = config.verbose  # one that nothing reads in between
+    with config.patch(verbose=not before):
+        thread = threading.Thread(target=lambda: seen.append(config.verbose))
+        thread.start()
+        thread.join()
+    return seen != [before]
 
 
 def traced(function: Callable[..., Any]) -> bool:

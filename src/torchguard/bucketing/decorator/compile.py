@@ -126,6 +126,8 @@ class CompileCache:
         self._compiles_above = compilers.dynamic is not None
         if compilers.dynamic is not None:
             self._above = compilers.dynamic(_separated(function, "beyond_buckets"))
+            if _torch.settings_are_shared():
+                self._above = _torch.compiles_inside(self._above, lambda: COMPILING)
 
     def variant_for(self, shapes: Shapes | None, specialization: Specialization) -> Variant:
         """Return what runs inputs of these padded shapes; None for sizes above the buckets."""

@@ -13,6 +13,7 @@ from torchguard._torch import (
     compile_in_place,
     default_backend,
     inductor_backend,
+    keep_settings,
     settings_of_compiled,
 )
 from torchguard.verification.backend import VerifiedBackend
@@ -182,11 +183,11 @@ def verified(
         settings = settings_for(function, None)
         made: Any = function
         if _is_compiled(function):
-            made = torch.compile(_settings_of(function)["function"], **settings)
+            made = keep_settings(torch.compile(_settings_of(function)["function"], **settings))
         elif isinstance(function, torch.nn.Module):
             compile_in_place(function, **settings)
         else:
-            made = torch.compile(function, **settings)
+            made = keep_settings(torch.compile(function, **settings))
         if not hasattr(made, "stats"):
             made.stats = settings["backend"].stats
         return made
@@ -238,6 +239,9 @@ def guard_compile(original: Callable[..., Any]) -> Callable[..., Any]:
             known = {name: value for name, value in options.items() if name not in _NOT_INDUCTORS}
             inductor_backend(mode, known or None, dynamic)
         checked = VerifiedBackend("inductor", Options(), dynamic=dynamic)
-        return original(model, **{**settings, "backend": checked})
+        made = original(model, **{**settings, "backend": checked})
+        if model is None:
+            return lambda model: keep_settings(made(model))
+        return keep_settings(made)
 
     return compile

@@ -125,9 +125,8 @@ class CompileCache:
         self._above: Callable[..., Any] = function
         self._compiles_above = compilers.dynamic is not None
         if compilers.dynamic is not None:
-            self._above = compilers.dynamic(_separated(function, "beyond_buckets"))
-            if _torch.settings_are_shared():
-                self._above = _torch.compiles_inside(self._above, lambda: COMPILING)
+            above = compilers.dynamic(_separated(function, "beyond_buckets"))
+            self._above = _torch.keep_settings(above)
 
     def variant_for(self, shapes: Shapes | None, specialization: Specialization) -> Variant:
         """Return what runs inputs of these padded shapes; None for sizes above the buckets."""

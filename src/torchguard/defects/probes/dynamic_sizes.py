@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -321,4 +322,81 @@ PAD_DYNAMIC = Defect(
     probe=_pad_dynamic,
     guards=("bucketed",),
     guarded_probe=_pad_dynamic_guarded,
+)
+
+
+# --- static-threads
+
+_SIZES = (4, 5, 6, 7)
+_WAIT = 60.0  # seconds; the other thread may be compiling
+
+
+def _overlapping_calls() -> None:
+    """Let two threads be in a function compiled for static sizes; the first to enter leaves first.
+
+    It puts back what ``dynamic=False`` has changed. The second saved what the first had set,
+    and puts that back.
+    """
+    first_entered, second_entered, first_left = (threading.Event() for _ in range(3))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def meet() -> None:
+        if threading.current_thread() is first:
+            first_entered.set()
+            second_entered.wait(_WAIT)
+        else:
+            second_entered.set()
+            first_left.wait(_WAIT)
+
+    @torch.compile(dynamic=False)
+    def served(x: torch.Tensor) -> torch.Tensor:
+        meet()
+        return x
+
+    def call_first() -> None:
+        served(torch.ones(2))
+        first_left.set()
+
+    first = threading.Thread(target=call_first)
+    first.start()
+    first_entered.wait(_WAIT)
+    served(torch.ones(2))
+    first.join()
+
+
+def _static_threads() -> str | None:
+    """Compile something else after two threads have called what ``dynamic=False`` compiled.
+
+    Its second size should make the dim symbolic, so that one more graph serves all sizes.
+
+    ``torch.compile(dynamic=False)`` sets ``automatic_dynamic_shapes`` to False around each call,
+    and back afterwards (``make_set_enable_dynamic`` in ``torch/_dynamo/eval_frame.py``). Up to
+    2.11 the setting is that of the process: where calls of two threads overlap it stays False,
+    and all that is compiled later compiles once for each size, up to the limit, and then runs
+    eager. Since 2.12 each thread has its own: https://github.com/pytorch/pytorch/issues/186537
+    """
+    _overlapping_calls()
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    double = torch.compile(_double, backend=backend)
+    for size in _SIZES:
+        double(torch.ones(size))
+    if graphs < len(_SIZES):
+        return None
+    return f"{len(_SIZES)} sizes gave {graphs} graphs of another function, after 2 threads"
+
+
+STATIC_THREADS = Defect(
+    id="static-threads",
+    summary="2 threads that call torch.compile(dynamic=False) code switch dynamic shapes off",
+    upstream=("https://github.com/pytorch/pytorch/issues/118260",),
+    family="compile",
+    probe=_static_threads,
+    guards=("verified",),
+    limits="with another backend than inductor: use verified(backend=...), or bucketed()",
 )

@@ -1,0 +1,158 @@
+"""Threads that call what is verified with dynamic= leave Dynamo's settings as they were."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchguard import install, verified
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.usefixtures("fresh_reports")
+
+NAMES = ("automatic_dynamic_shapes", "assume_static_by_default")
+WAIT = 60.0
+
+
+def settings() -> list[Any]:
+    return [getattr(torch._dynamo.config, name) for name in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[list[Any]]:
+    """Put Dynamo's settings back, whatever a test has done to them."""
+    found = settings()
+    yield found
+    for name, value in zip(NAMES, found, strict=True):
+        setattr(torch._dynamo.config, name, value)
+
+
+class Meeting:
+    """Two calls at the same time; the one that enters first leaves first."""
+
+    def __init__(self) -> None:
+        self._first: threading.Thread | None = None
+        self._first_entered, self._second_entered, self._first_left = (
+            threading.Event() for _ in range(3)
+        )
+
+    def meet(self) -> None:
+        if self._first is None:  # a call that compiles, before there are two
+            return
+        if threading.current_thread() is self._first:
+            self._first_entered.set()
+            assert self._second_entered.wait(WAIT)
+        else:
+            self._second_entered.set()
+            assert self._first_left.wait(WAIT)
+
+    def call_twice(self, call: Callable[[], object]) -> None:
+        def call_first() -> None:
+            call()
+            self._first_left.set()
+
+        call()
+        self._first = threading.Thread(target=call_first)
+        self._first.start()
+        assert self._first_entered.wait(WAIT)
+        call()
+        self._first.join()
+
+
+def function_that(meet: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tensor]:
+    untraced = torch.compiler.disable(meet)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        untraced()
+        return y
+
+    return doubled
+
+
+class Doubled(nn.Module):
+    def __init__(self, meet: Callable[[], None]) -> None:
+        super().__init__()
+        self.forward = function_that(meet)
+
+
+def from_a_function(meet: Callable[[], None], dynamic: bool) -> Any:
+    return verified(function_that(meet), backend="eager", dynamic=dynamic)
+
+
+def from_a_module(meet: Callable[[], None], dynamic: bool) -> Any:
+    return verified(Doubled(meet), backend="eager", dynamic=dynamic)
+
+
+def from_what_is_compiled(meet: Callable[[], None], dynamic: bool) -> Any:
+    return verified(torch.compile(function_that(meet), dynamic=dynamic))
+
+
+def installed(meet: Callable[[], None], dynamic: bool) -> Any:
+    with install("verified"):
+        return torch.compile(function_that(meet), dynamic=dynamic)
+
+
+def installed_as_a_decorator(meet: Callable[[], None], dynamic: bool) -> Any:
+    with install("verified"):
+        return torch.compile(dynamic=dynamic)(function_that(meet))
+
+
+def installed_for_a_module(meet: Callable[[], None], dynamic: bool) -> Any:
+    with install("verified"):
+        return torch.compile(Doubled(meet), dynamic=dynamic)
+
+
+def installed_in_place(meet: Callable[[], None], dynamic: bool) -> Any:
+    module = Doubled(meet)
+    with install("verified"):
+        module.compile(dynamic=dynamic)
+    return module
+
+
+EAGER = [from_a_function, from_a_module]
+INDUCTOR = [
+    from_what_is_compiled,
+    installed,
+    installed_as_a_decorator,
+    installed_for_a_module,
+    installed_in_place,
+]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "make", [*EAGER, *(pytest.param(each, marks=pytest.mark.slow) for each in INDUCTOR)]
+)
+def test_settings_of_dynamo_are_as_before(
+    make: Callable[[Callable[[], None], bool], Any], dynamic: bool, before: list[Any]
+) -> None:
+    """Up to torch 2.11 two calls at the same time left them changed for the whole process."""
+    meeting = Meeting()
+    doubled = make(meeting.meet, dynamic)
+
+    def call() -> None:
+        assert doubled(torch.ones(3)).tolist() == [2, 2, 2]
+
+    meeting.call_twice(call)
+    assert settings() == before
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(False, 4), (None, 2), (True, 1)])
+def test_dynamic_means_what_it_means_to_torch_compile(dynamic: bool | None, graphs: int) -> None:
+    """Also for what is compiled behind a graph break."""
+
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x / 2
+
+    checked = verified(halved, backend="eager", dynamic=dynamic)
+    for size in (3, 4, 5, 6):
+        assert checked(torch.ones(size)).tolist() == [0.5] * size
+    assert len(checked.stats().graphs) == graphs

@@ -50,6 +50,18 @@ def output_of(program: str, *arguments: str, folder: Path | None = None) -> str:
 END_RANK = "import os, sys; sys.stdout.flush(); os._exit(0)"
 
 
+JOIN_RANKS = """
+import datetime, json, os, sys
+import torch
+import torch.distributed as dist
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
+dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
+"""
+"""How a program for :func:`run_ranks` begins."""
+
+
 def run_ranks(program: str, folder: Path) -> list[dict[str, Any]]:
     """Run a program on two ranks, given rank and port; return the JSON each prints last.
 

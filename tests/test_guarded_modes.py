@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from kinds import locked
+from support.modes import DispatchMode, FunctionMode, arguments_counted
 from support.scopes import each_scope
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from ways import outcome_of
 
 import torchguard
@@ -29,7 +28,7 @@ class Recording(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        cls.seen.append((func, tuple(types), len(args), sorted(kwargs or {})))
+        cls.seen.append(arguments_counted(func, types, args, kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -84,38 +83,6 @@ def test_a_subclass_sees_the_calls_it_sees_on_torch_under_install(name: str) -> 
             RECORDED_CALLS[name](tensor)
             seen.append(list(Recording.seen))
     assert seen[1] == seen[0]
-
-
-class FunctionMode(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.seen.append((func, tuple(types), len(args), sorted(kwargs or {})))
-        return func(*args, **(kwargs or {}))
-
-
-class DispatchMode(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def _program(x: torch.Tensor) -> torch.Tensor:

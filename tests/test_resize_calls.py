@@ -11,8 +11,7 @@ import kinds
 import pytest
 import torch
 from kinds import locked, plain, state
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.modes import DispatchMode, FunctionMode
 from ways import BARE, HELPERS, INSTALLED, Way, differences, each_way, outcome_of
 
 import torchguard
@@ -82,18 +81,13 @@ def test_a_subclass_may_have_its_own_method(way: Way, operation: str) -> None:
     assert [call[0] for call in kinds.CALLS] == [f"own {operation}"]
 
 
-class Recorder:
-    """What a ``__torch_function__`` saw: the function by identity, types, args, kwargs."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> None:
-        shown = tuple(id(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
-        self.seen.append((func, tuple(types), len(shown), shown[1:], dict(kwargs or {})))
+RECORDED: list[Any] = []
 
 
-RECORDED = Recorder()
+def call_of(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The function by identity, types, args but the tensor itself, kwargs."""
+    shown = tuple(id(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return func, tuple(types), len(shown), shown[1:], dict(kwargs)
 
 
 class Recording(torch.Tensor):
@@ -101,40 +95,8 @@ class Recording(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        RECORDED(func, types, args, kwargs)
+        RECORDED.append(call_of(func, types, args, kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-class RecordingMode(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorded = Recorder()
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.recorded(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-class RecordingDispatchMode(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.seen.append((func, args[1:], kwargs))
-        return func(*args, **(kwargs or {}))
 
 
 SOURCE = torch.zeros(3)
@@ -157,9 +119,9 @@ GOOD: dict[str, Callable[[Way, torch.Tensor], Any]] = {
 def _calls_seen_by_a_subclass(way: Way, call: Callable[[Way, torch.Tensor], Any]) -> list[Any]:
     tensor = torch.arange(4.0).as_subclass(Recording)
     with way.scope():
-        RECORDED.seen.clear()
+        RECORDED.clear()
         call(way, tensor)
-        return list(RECORDED.seen)
+        return list(RECORDED)
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -181,9 +143,9 @@ def test_a_subclass_sees_the_calls_it_sees_on_torch_inside_guarded(name: str) ->
     expected = _calls_seen_by_a_subclass(BARE, GOOD[name])
     tensor = torch.arange(4.0).as_subclass(Recording)
     with torchguard.guarded():
-        RECORDED.seen.clear()
+        RECORDED.clear()
         GOOD[name](BARE, tensor)
-        assert list(RECORDED.seen) == expected
+        assert list(RECORDED) == expected
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
@@ -194,10 +156,10 @@ def test_a_mode_of_the_user_sees_the_calls_it_sees_on_torch(way: Way, fails: boo
     for each in (BARE, way):
         tensor = plain()
         # The guard is the outer one: the user's mode is asked first.
-        with each.scope(), RecordingMode() as mode:
+        with each.scope(), FunctionMode(call_of) as mode:
             outcome = outcome_of(lambda: each.resize_(tensor, *size))  # noqa: B023
         assert (outcome.error is not None) is fails
-        seen.append([(func, types, size) for func, types, _, size, _ in mode.recorded.seen])
+        seen.append([(func, types, size) for func, types, _, size, _ in mode.seen])
     assert len(seen[0]) == 1
     assert seen[1] == seen[0]
 
@@ -207,20 +169,20 @@ def test_a_dispatch_mode_of_the_user_sees_no_extra_call_when_it_succeeds(way: Wa
     seen = []
     for each in (BARE, way):
         tensor = plain()
-        with each.scope(), RecordingDispatchMode() as mode:
+        with each.scope(), DispatchMode() as mode:
             each.resize_(tensor, 3, 3)
             each.resize_as_(tensor, SOURCE)
             each.set_(tensor, SOURCE)
-        seen.append([func for func, _, _ in mode.seen])
+        seen.append(mode.seen)
     assert seen[1] == seen[0]
 
 
 @each_way
 def test_a_dispatch_mode_of_the_user_does_not_see_what_is_undone(way: Way) -> None:
     tensor = locked([1.0])
-    with way.scope(), RecordingDispatchMode() as mode, pytest.raises(RuntimeError):
+    with way.scope(), DispatchMode() as mode, pytest.raises(RuntimeError):
         way.resize_(tensor, 100)
-    assert [func.name() for func, _, _ in mode.seen] == ["aten::resize_"]
+    assert [func.name() for func in mode.seen] == ["aten::resize_"]
 
 
 @each_way

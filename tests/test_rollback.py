@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kinds import Kind, Wrapper, locked, named, plain, state
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.modes import DispatchMode
 from ways import differences, ends_the_process, outcome_of
 
 from torchguard import guarded, is_consistent, rollback_on_error
@@ -325,28 +325,12 @@ def test_no_tensors_are_no_error() -> None:
         raise Planned
 
 
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 @DATA
 @pytest.mark.parametrize("fails", [False, True])
 def test_modes_and_subclasses_see_nothing_of_it(data: bool, fails: bool) -> None:
     tensor, watched = plain(), plain().as_subclass(kinds.Watching)
     kinds.CALLS.clear()
-    with Counting() as mode, pytest.raises(Planned) if fails else warnings.catch_warnings():
+    with DispatchMode() as mode, pytest.raises(Planned) if fails else warnings.catch_warnings():
         with rollback_on_error(tensor, watched, data=data):
             if fails:
                 raise Planned

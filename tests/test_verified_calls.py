@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import textwrap
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from child_process import END_RANK, output_of
+from child_process import JOIN_RANKS, output_of, run_ranks
 from support.miscompiling import spoiling
 
 from torchguard import MiscompilationWarning, verified_backend
@@ -167,13 +168,13 @@ def test_a_shift_of_rows_that_is_right_for_small_sizes_alone_is_right_for_all() 
 
 
 def test_two_ranks_with_other_sizes_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    printed = output_of(
-        f"""
+    ranks = run_ranks(
+        JOIN_RANKS
+        + textwrap.dedent("""
         import warnings
-        import torch
-        import torch.distributed as dist
-        import torch.multiprocessing as mp
         from torchguard import verified_backend
+
+        warnings.simplefilter("ignore")
 
         def wrong_from_9(graph, inputs):
             def run(*inputs):
@@ -181,27 +182,19 @@ def test_two_ranks_with_other_sizes_do_not_wait_for_each_other(tmp_path: Path) -
                 return (x + 1,) if x.numel() >= 9 else (x,)
             return run
 
-        def work(rank):
-            store = dist.FileStore({str(tmp_path / "store")!r}, 2)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-            warnings.simplefilter("ignore")
-            backend = verified_backend(wrong_from_9, group=dist.group.WORLD)
-            compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=True)
-            sizes = [(5, 6, 7, 8, 5), (5, 5, 12, 5, 5)][rank]
-            right = all(compiled(torch.ones(n))[0].tolist() == [2] * n for n in sizes)
-            with open({str(tmp_path)!r} + f"/rank{{rank}}", "w") as file:
-                file.write(f"{{right}} {{[graph.runs for graph in backend.stats().graphs]}}")
-            dist.destroy_process_group()
-            {END_RANK}
-
-        if __name__ == "__main__":
-            mp.spawn(work, nprocs=2)
-            for rank in range(2):
-                print(open({str(tmp_path)!r} + f"/rank{{rank}}").read())
-        """,
-        folder=tmp_path,
+        backend = verified_backend(wrong_from_9, group=dist.group.WORLD)
+        compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=True)
+        sizes = [(5, 6, 7, 8, 5), (5, 5, 12, 5, 5)][rank]
+        right = all(compiled(torch.ones(n))[0].tolist() == [2] * n for n in sizes)
+        runs = [graph.runs for graph in backend.stats().graphs]
+        print(json.dumps({"right": right, "runs": runs}))
+        """),
+        tmp_path,
     )
-    assert printed.splitlines()[-2:] == ["True ['wrong_from_9']", "True ['aot_eager']"]
+    assert ranks == [
+        {"right": True, "runs": ["wrong_from_9"]},
+        {"right": True, "runs": ["aot_eager"]},
+    ]
 
 
 def _off_by_one(outputs: list[Any], _: list[Any]) -> Any:

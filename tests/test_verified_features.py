@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from child_process import END_RANK, output_of
+from child_process import JOIN_RANKS, run_ranks
 from support.miscompiling import stats, workload
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -121,18 +122,18 @@ def test_it_lives_with_other_parts_of_torch(make: Callable[[], Any]) -> None:
 
 
 def test_all_ranks_take_the_same_step(tmp_path: Path) -> None:
-    printed = output_of(
-        f"""
-        import sys, warnings
-        import torch
-        import torch.distributed as dist
-        import torch.multiprocessing as mp
+    ranks = run_ranks(
+        JOIN_RANKS
+        + textwrap.dedent("""
+        import warnings
         from torchguard import verified_backend
+
+        warnings.simplefilter("ignore")
 
         def wrong_on_rank_1(graph, inputs):
             def run(*inputs):
                 x = graph(*inputs)[0]
-                return (x + dist.get_rank(),)
+                return (x + rank,)
             return run
 
         class Net(torch.nn.Module):
@@ -143,34 +144,20 @@ def test_all_ranks_take_the_same_step(tmp_path: Path) -> None:
             def forward(self, x):
                 return self.layer(x)
 
-        def train(rank):
-            store = dist.FileStore({str(tmp_path / "store")!r}, 2)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            backend = verified_backend(wrong_on_rank_1, group=dist.group.WORLD)
-            model = Net()
-            data_parallel = torch.nn.parallel.DistributedDataParallel(model)
-            compiled = torch.compile(data_parallel, backend=backend)
-            loss = compiled(torch.ones(2, 3) * rank).sum()
-            loss.backward()
-            steps = [graph.runs for graph in backend.stats().graphs]
-            statuses = [graph.status for graph in backend.stats().graphs]
-            with open({str(tmp_path)!r} + f"/rank{{rank}}", "w") as file:
-                file.write(f"{{steps}} {{statuses}} {{model.layer.weight.grad.tolist()}}")
-            dist.destroy_process_group()
-            {END_RANK}
-
-        if __name__ == "__main__":
-            mp.spawn(train, nprocs=2)
-            for rank in range(2):
-                print(open({str(tmp_path)!r} + f"/rank{{rank}}").read())
-        """,
-        folder=tmp_path,
+        torch.manual_seed(0)
+        backend = verified_backend(wrong_on_rank_1, group=dist.group.WORLD)
+        model = Net()
+        data_parallel = torch.nn.parallel.DistributedDataParallel(model)
+        compiled = torch.compile(data_parallel, backend=backend)
+        loss = compiled(torch.ones(2, 3) * rank).sum()
+        loss.backward()
+        graphs = [[graph.runs, graph.status] for graph in backend.stats().graphs]
+        print(json.dumps({"graphs": graphs, "gradient": model.layer.weight.grad.tolist()}))
+        """),
+        tmp_path,
     )
-    ranks = printed.splitlines()[-2:]  # gloo may have talked before
-    assert ranks[0] == "['aot_eager'] ['verified'] [[1.0, 1.0, 1.0]]"
-    assert ranks[1] == "['aot_eager'] ['mismatched'] [[1.0, 1.0, 1.0]]"
+    assert ranks[0] == {"graphs": [["aot_eager", "verified"]], "gradient": [[1.0, 1.0, 1.0]]}
+    assert ranks[1] == {"graphs": [["aot_eager", "mismatched"]], "gradient": [[1.0, 1.0, 1.0]]}
 
 
 def test_inference_mode() -> None:

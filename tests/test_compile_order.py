@@ -234,15 +234,34 @@ def in_set(x: torch.Tensor, functions: Any) -> torch.Tensor:
 
 
 def test_a_frozenset_of_functions_is_looked_up_in_compiled_code_as_in_eager() -> None:
+    """Up to torch 2.8 Dynamo takes a frozenset of builtins and types alone."""
     (x,) = square()
-    try:
-        graphs_of(in_set, x, frozenset({known}), fullgraph=True)
-    except torch._dynamo.exc.Unsupported:
-        pytest.skip("Dynamo knows no frozenset of other functions than builtins (up to 2.8)")
+    original = torch.add
     with install("out"):
-        count, result = graphs_of(in_set, x, frozenset({torch.add, torch.sub}), fullgraph=True)
+        for functions in (
+            frozenset({torch.add, torch.sub}),
+            frozenset({torch.add, original, dict}),
+            frozenset({torch.sub}),
+            frozenset({original, torch.cat}),  # not what stands there now
+        ):
+            count, result = graphs_of(in_set, x, functions, fullgraph=True)
+            assert count == 1
+            assert torch.equal(result, in_set(x, functions))
+        replacements = frozenset({torch.add})
+    for functions in (replacements, frozenset({original}), frozenset({1, 2})):
+        count, result = graphs_of(in_set, x, functions, fullgraph=True)
         assert count == 1
-        assert torch.equal(result, x + 1)
+        assert torch.equal(result, in_set(x, functions))
+
+
+def test_a_frozenset_with_a_function_of_the_users_compiles_as_without_the_guard() -> None:
+    (x,) = square()
+    plain, _ = graphs_of(in_set, x, frozenset({torch.add, in_set}))
+    with install("out"):
+        functions = frozenset({torch.add, in_set})
+        count, result = graphs_of(in_set, x, functions)
+        assert torch.equal(result, in_set(x, functions))
+    assert count == plain
 
 
 def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there() -> None:

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -155,10 +155,45 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
         kind = _kind_of_variable()
     except (AttributeError, TypeError):  # what other code has wrapped may have no hash
         return
+    _know_frozensets(builder, sys.modules["torch._dynamo.variables.user_defined"])
     functions[replacement] = kind  # where Dynamo does not know where a function is from
     objects[id(replacement)] = lambda self, value: kind.create_with_source(value, self.source)
     replacement._torchdynamo_orig_callable = wrapped
     replacement._torchdynamo_wrapper_id = id(replacement)
+
+
+@functools.cache
+def _know_frozensets(builder: Any, variables: Any) -> None:
+    """Let Dynamo take a frozenset of replacements as it takes one of torch's builtins.
+
+    Up to torch 2.8 it takes no other functions. The entry stays, as those of replacements do; what
+    has no replacement in it is built as before.
+    https://github.com/pytorch/pytorch/blob/v2.8.0/torch/_dynamo/variables/builder.py#L771
+    """
+    if hasattr(variables, "UserDefinedSetVariable"):  # 2.9, which takes them all
+        return
+    by_type = builder.VariableBuilder._type_dispatch()
+    by_id = builder.VariableBuilder._id_dispatch()
+
+    def is_known(item: Any) -> bool:
+        return (
+            (item in _originals and id(item) in by_id)
+            or (isinstance(item, BuiltinMethodType) and item.__module__ == "torch")
+            or item in torch.utils._pytree.BUILTIN_TYPES
+        )
+
+    def build(self: Any, value: frozenset[Any]) -> Any:
+        if value.isdisjoint(_originals) or not all(map(is_known, value)):
+            del by_type[frozenset]
+            try:
+                return self._wrap(value)
+            finally:
+                by_type[frozenset] = build
+        items = [builder.SourcelessBuilder.create(self.tx, item) for item in value]
+        self.install_guards(builder.GuardBuilder.ID_MATCH)
+        return builder.FrozensetVariable(items, source=self.source)
+
+    by_type[frozenset] = build
 
 
 @functools.cache

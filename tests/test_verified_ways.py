@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import pickle
@@ -22,6 +23,7 @@ from torchguard import (
     verified,
     verified_backend,
 )
+from torchguard._torch import compiled_call, settings_of_compiled
 
 reproduce = importlib.import_module("torchguard.verification.reproduce")
 
@@ -231,3 +233,71 @@ def test_what_was_compiled_already_keeps_its_settings_or_is_refused() -> None:
 def test_what_another_backend_compiled_is_refused() -> None:
     with pytest.raises(TypeError, match="pass what was compiled"):
         verified()(torch.compile(lambda x: x, backend="eager"))
+    module = torch.nn.Linear(2, 2)
+    module.compile(backend="eager")
+    with pytest.raises(TypeError, match="Linear was compiled already"):
+        verified()(module)
+
+
+def test_what_is_verified_already_is_returned_as_it_is() -> None:
+    checked = verified(backend="aot_eager")(lambda x: x * 2)
+    assert verified()(checked) is checked
+    module = verified(backend="aot_eager")(torch.nn.Linear(2, 2))
+    module(torch.ones(1, 2))
+    assert verified()(module) is module
+    module(torch.ones(1, 2))
+    assert len(stats(module).graphs) == 1
+    with torchguard.install("verified"):
+        compiled = torch.compile(lambda x: x * 2)
+    assert verified()(compiled) is compiled
+    assert stats(compiled).graphs == ()
+
+
+@pytest.mark.parametrize("options", [{"calls": 2}, {"backend": "eager"}], ids=str)
+def test_other_options_for_what_is_verified_already_are_refused(options: dict[str, Any]) -> None:
+    checked = verified(backend="aot_eager")(lambda x: x * 2)
+    with pytest.raises(TypeError, match="verified already, with other options"):
+        verified(**options)(checked)
+
+
+def test_a_module_that_was_compiled_in_place_keeps_its_mode() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.compile(mode="max-autotune-no-cudagraphs", dynamic=True)
+    verified()(module)
+    found = settings_of_compiled(compiled_call(module))
+    assert found is not None
+    assert found["dynamic"] is True
+    assert found["compiler"]._inner.config["max_autotune"] is True
+
+
+def _pickled(module: torch.nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(module))  # noqa: S301 - its own bytes
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+def test_a_copy_of_a_module_is_not_compiled_and_has_no_graphs(copied: Any) -> None:
+    """As torch has it; ``verified()``, with inductor, can be pickled too."""
+    module = verified()(torch.nn.Linear(2, 2))
+    other = copied(module)
+    assert stats(other).graphs == ()
+    assert other(torch.ones(1, 2)).shape == (1, 2)
+    assert stats(other).graphs == ()
+
+
+async def _asynchronous(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (3, "expected a function or a module, got int"),
+        ("aot_eager", r"for a backend write verified\(backend='aot_eager'\)"),
+        (_asynchronous, "_asynchronous is async"),
+    ],
+    ids=["number", "name", "async"],
+)
+def test_what_can_not_be_compiled_is_refused(function: Any, message: str) -> None:
+    for decorate in (verified, verified()):
+        with pytest.raises(TypeError, match=message):
+            decorate(function)

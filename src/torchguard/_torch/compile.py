@@ -16,6 +16,7 @@ import torch
 __all__ = [
     "before_backward",
     "compile_in_place",
+    "compiled_call",
     "compiled_variants",
     "compiler_of",
     "compiles_dynamic",
@@ -56,11 +57,22 @@ def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
     return original, settings
 
 
+def compiled_call(given: Any) -> Any:
+    """Return what ``torch.compile`` has made: this, or the call of a module compiled in place.
+
+    None for what is not compiled.
+    """
+    # torch.compile leaves a module's own class, and puts what it compiled behind it.
+    if hasattr(given, "get_compiler_config"):
+        return given
+    return vars(given).get("_compiled_call_impl") if isinstance(given, torch.nn.Module) else None
+
+
 def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
     """Return how ``torch.compile`` was called to make this, or None where torch does not say.
 
     The keys: ``function`` (a function, or a module), ``fullgraph``, ``dynamic`` and
-    ``compiler`` (what turns a graph into a callable; None is returned if it is not inductor).
+    ``compiler`` (what turns a graph into a callable).
     """
     found = compiler_of(compiled)
     if found is None:
@@ -75,14 +87,14 @@ def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
         if inner is None:
             break
         compiler = inner
-    kind = getattr(torch, "_TorchCompileInductorWrapper", None)
-    if kind is None or not isinstance(compiler, kind):
+    if compiler is None:
         return None
     return {
         "function": function,
         "fullgraph": bool(one_graph),
         "dynamic": getattr(settings, "_dynamic", None),
-        "compiler": compiler,
+        # torch.compile wraps a backend that is not inductor once more.
+        "compiler": getattr(compiler, "compiler_fn", compiler),
     }
 
 

@@ -19,10 +19,12 @@ __all__ = [
     "is_out_of_memory",
     "is_view",
     "refuses_writes",
+    "set_lazy_bits",
     "set_version",
     "storage_key",
     "tensors_loaded_by_copies",
     "version_of",
+    "with_lazy_bits",
 ]
 
 
@@ -47,6 +49,22 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     else:
         keeper.prev_version = version
     keeper.__exit__(None, None, None)
+
+
+def set_lazy_bits(tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """Mark the tensor in place as conjugate or negative, as ``like`` is.
+
+    https://pytorch.org/docs/stable/generated/torch.resolve_neg.html
+    """
+    torch._C._set_conj(tensor, like.is_conj())
+    torch._C._set_neg(tensor, like.is_neg())
+
+
+def with_lazy_bits(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a view of it that is conjugate or negative as ``like`` is."""
+    if tensor.is_conj() != like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() != like.is_neg() else tensor
 
 
 def is_view(tensor: torch.Tensor) -> bool:

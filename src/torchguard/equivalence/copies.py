@@ -15,7 +15,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from torchguard._torch import base_of, has_own_dispatch, set_version, version_of
+from torchguard._torch import (
+    base_of,
+    has_own_dispatch,
+    set_lazy_bits,
+    set_version,
+    version_of,
+    with_lazy_bits,
+)
 from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.outcome import Gradient, Outcome
 
@@ -67,8 +74,6 @@ def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | Non
     dtypes: dict[object, torch.dtype] = {}
     for position, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
-            if not isinstance(value, _NUMBERS):
-                return f"input {position} is a {type(value).__name__}, not a tensor or a number"
             continue
         kind = _unusual(value)
         if kind is not None:
@@ -80,6 +85,10 @@ def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | Non
             first = dtypes.setdefault(_key(value), value.dtype)
             if first != value.dtype and (cast(first) != first or cast(value.dtype) != value.dtype):
                 return f"input {position} shares a storage with one of another dtype"
+    # After the tensors: a nested tensor comes with symbolic integers that say less than its class.
+    for position, value in enumerate(values):
+        if not isinstance(value, (torch.Tensor, *_NUMBERS)):
+            return f"input {position} is a {type(value).__name__}, not a tensor or a number"
     return None
 
 
@@ -97,8 +106,6 @@ def _unusual(tensor: torch.Tensor) -> str | None:
         return "a quantized tensor"
     if tensor.device.type == "meta":
         return "on the meta device"
-    if tensor.is_conj() or tensor.is_neg():
-        return "a conjugate or negative view"
     return None
 
 
@@ -160,16 +167,22 @@ class _Copier:
     def _build(self, tensor: torch.Tensor) -> torch.Tensor:
         base = base_of(tensor)
         if base is not None and _is_view_of(tensor, base):
-            # AOTAutograd asks which inputs are views of one base.
-            with torch.set_grad_enabled(tensor.requires_grad):
-                return self.copy(base).as_strided(
+            # AOTAutograd asks which inputs are views of one base. A view that requires a gradient
+            # and is a leaf got it by requires_grad_(), not from its base: x[1:].requires_grad_().
+            learns = tensor.requires_grad and tensor.is_leaf
+            with torch.set_grad_enabled(tensor.requires_grad and not learns):
+                view = self.copy(base).as_strided(
                     tensor.size(), tensor.stride(), tensor.storage_offset()
                 )
+                view = with_lazy_bits(view, tensor)
+            return view.requires_grad_() if learns else view
         storage, dtype = self._storage(tensor)
         with torch.inference_mode(tensor.is_inference()):
             # set_() and not as_strided(): the copy of a tensor that is no view must not be one.
             copy = torch.empty(0, dtype=dtype, device=tensor.device)
             copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            # Inductor reads a negative view without its sign, so the copy has to be one too.
+            set_lazy_bits(copy, tensor)
         if not tensor.requires_grad:
             return copy
         if tensor.is_leaf:

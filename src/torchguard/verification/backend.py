@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ from torchguard.verification.graph import (
     SYMBOLIC,
     SizesOf,
     copy_graph,
+    numbers_in,
     owned_tensors,
     place_of,
     sizes_of,
@@ -77,6 +78,11 @@ class VerifiedBackend:
     @functools.cached_property
     def _own_fallbacks(self) -> tuple[Fallback, ...]:
         return fallbacks_of(self._inner, self._settings, self._dynamic)
+
+    @property
+    def checks(self) -> Options:
+        """How graphs are checked."""
+        return self._options
 
     def look_up(self) -> VerifiedBackend:
         """Look the backend up by its name now, as ``torch.compile`` does, and return this."""
@@ -133,9 +139,10 @@ class VerifiedBackend:
         )
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         sizes = sizes_of(examples, [node.meta.get("example_value") for node in placeholders])
-        if sizes is None or self._options.check_each == "graph":
+        numbers = numbers_in(traced, example_inputs)
+        if (sizes is None and not numbers) or self._options.check_each == "graph":
             return checked_calls(check, self._options.calls)
-        return checked_calls_of_new_sizes(check, self._options, sizes)
+        return checked_calls_of_new_sizes(check, self._options, sizes, numbers)
 
     def stats(self) -> VerificationReport:
         """Return what has become of the graphs this backend has compiled."""
@@ -312,21 +319,48 @@ _MOST_KNOWN = 10_000
 """How many combinations are kept for a quick answer: an integer may differ in every call."""
 
 
+def _with_numbers(sizes: SizesOf | None, numbers: Sequence[int]) -> SizesOf:
+    """Add to the sizes of a call whether its floats are those of the first call.
+
+    A float may take any value, so not each can be checked. But inductor of torch 2.13 returns
+    ``n + 1`` as the constant that it was in the first call: two values tell.
+    """
+    first: list[list[Any]] = []
+
+    def key(inputs: Sequence[Any]) -> Hashable:
+        values = [inputs[place].item() for place in numbers]
+        if not first:
+            first.append(values)
+        return values == first[0], None if sizes is None else sizes(inputs)
+
+    return key
+
+
 class _Calls:
     """The calls of a graph with dynamic shapes: those with sizes it was not checked with."""
 
-    def __init__(self, check: GraphCheck, options: Options, sizes_of_call: SizesOf) -> None:
+    def __init__(
+        self,
+        check: GraphCheck,
+        options: Options,
+        sizes_of_call: SizesOf | None,
+        numbers: Sequence[int],
+    ) -> None:
         self._check = check
         self._options = options
         self._sizes_of = sizes_of_call
+        self._numbers = numbers
         self._restart()
 
     def _restart(self) -> None:
         """Forget all sizes: what runs now was checked with none of them."""
         self._checked = Sizes(self._options)
         known: set[Hashable] = set()
-        # One name for both: no call may find sizes known that another function was checked with.
-        self.state = (known, self._check.runs)
+        sizes_of = self._sizes_of
+        if self._numbers or sizes_of is None:
+            sizes_of = _with_numbers(sizes_of, self._numbers)
+        # One name for all: no call may find sizes known that another function was checked with.
+        self.state = (known, self._check.runs, sizes_of)
 
     def look(self, inputs: tuple[Any, ...]) -> str | None:
         """Check the call if its sizes are new; return the text of a warning."""
@@ -338,32 +372,41 @@ class _Calls:
 
     def _look(self, inputs: tuple[Any, ...]) -> str | None:
         check, warning = self._check, None
-        sizes = self._sizes_of(inputs)
+        sizes = self.state[2](inputs)
         if sizes not in self.state[0] and self._checked.lacking(sizes, check.mutates_inside):
             many = self._checked.too_many and check.mutates_inside
             if not (many and check.mutate_outside(inputs)):
                 warning = check.check(inputs)
             if check.runs is not self.state[1]:
                 self._restart()
-            self._checked.checked(sizes)
+                sizes = self.state[2](inputs)
+            if check.conclusive:
+                self._checked.checked(sizes)
         if check.settled:
-            self.state = (_All(), check.runs)
+            self.state = (_All(), check.runs, self.state[2])
         elif len(self.state[0]) >= _MOST_KNOWN:
-            self.state = (set(), check.runs)
+            self.state = (set(), check.runs, self.state[2])
         if not self._checked.lacking(sizes, check.mutates_inside):
             self.state[0].add(sizes)
         return warning
 
 
 def checked_calls_of_new_sizes(
-    check: GraphCheck, options: Options, sizes_of_call: SizesOf
+    check: GraphCheck, options: Options, sizes_of_call: SizesOf | None, numbers: Sequence[int] = ()
 ) -> Callable[..., Any]:
-    """Return what Dynamo calls: the compiled graph, whose calls with new sizes are checked."""
-    calls = _Calls(check, options, sizes_of_call)
+    """Return what Dynamo calls: the compiled graph, whose calls with new sizes are checked.
+
+    Args:
+        check: checks them.
+        options: what the user has chosen.
+        sizes_of_call: reads the sizes from the inputs; None if the shapes are static.
+        numbers: the positions of inputs that are floats, of which two values are checked.
+    """
+    calls = _Calls(check, options, sizes_of_call, numbers)
 
     def run(*inputs: Any) -> Any:
-        known, trusted = calls.state
-        if sizes_of_call(inputs) in known:
+        known, trusted, sizes_of = calls.state
+        if sizes_of(inputs) in known:
             return trusted(*inputs)
         return check.call(inputs, calls.look)
 

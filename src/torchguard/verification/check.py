@@ -68,6 +68,8 @@ class GraphCheck:
         self.traced = traced
         self.runs = compiled
         """What is trusted so far; each call gets its result from it."""
+        self.conclusive = True
+        """Whether the last check could tell: eager did not raise."""
         self._position = 0  # of what runs, among the fallbacks
         self._settled = False  # there is nothing left to check
         self._mutates = False  # a check has seen the graph write its inputs
@@ -123,6 +125,7 @@ class GraphCheck:
         if self.settled:
             return None
         start = time.perf_counter()
+        self.conclusive = True
         try:
             warning = self._check_or_leave(inputs)
             together = self._options.group is not None and self._options.on_mismatch == "fallback"
@@ -151,7 +154,7 @@ class GraphCheck:
         self._mutates |= bool(eager.mutated)
         judged = self._judge(self._fallbacks[self._position], self.runs, eager, inputs)
         self.runs = judged.function
-        if not judged.differences and eager.gradients and not self._record.checks:
+        if not judged.differences and eager.gradients and self._record.status == "compiled":
             wrong = self._gradients_of_a_repeated_id(eager, inputs)
             if wrong is not None:
                 judged, eager, inputs = wrong
@@ -163,10 +166,11 @@ class GraphCheck:
                 return None
             return self._replace(judged.differences, eager, inputs)
         if eager.error is not None:
-            self._leave(f"eager raises {type(eager.error).__name__}")
+            self._not_told(f"eager raises {type(eager.error).__name__}")
         elif self._record.status in {"compiled", "verified"}:
+            told_before = self._record.reason if self._record.status == "verified" else ""
             self._record.status = "verified"
-            self._record.reason = judged.note or self._record.reason
+            self._record.reason = judged.note or told_before
         return None
 
     def _gradients_of_a_repeated_id(
@@ -191,6 +195,15 @@ class GraphCheck:
         if any(each.part != "gradients" for each in judged.differences):
             return None
         return (judged, again, repeated) if judged.differences else None
+
+    def _not_told(self, reason: str) -> None:
+        """Note that this call says nothing about the graph, so the next one is checked."""
+        if self._options.group is not None:
+            self._leave(reason)  # ranks that check together count the same calls
+            return
+        self.conclusive = False
+        if self._record.status == "compiled":
+            self._record.reason = f"{reason}; the next call is checked"
 
     def _leave(self, reason: str) -> None:
         """Leave the graph unverified."""
@@ -328,6 +341,7 @@ class GraphCheck:
         Otherwise the graph counts as one that leaves its inputs alone.
         """
         start = time.perf_counter()
+        self.conclusive = True
         place = self._position + 1
         judged = None
         try:
@@ -376,7 +390,7 @@ def checked_calls(check: GraphCheck, calls: int) -> Callable[..., Any]:
         warning = None
         if remaining > 0:
             warning = check.check(inputs)
-            remaining -= 1
+            remaining -= check.conclusive
         if remaining <= 0 or check.settled:
             target = check.runs  # nothing of the check stays alive
         return warning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
@@ -11,6 +12,7 @@ from typing_extensions import ParamSpec, Self
 from torchguard._public import public
 from torchguard._torch import (
     compile_in_place,
+    compiled_call,
     default_backend,
     inductor_backend,
     keep_settings,
@@ -121,8 +123,9 @@ def verified(
     ``verified()(f)`` equals ``torch.compile(f)`` where inductor is right. A module is
     compiled in place, as ``module.compile()`` does, and returned: class, parameters and
     state dict stay what they were. Of something that ``torch.compile`` has made already,
-    the mode, the options, ``dynamic`` and ``fullgraph`` are kept. The result has a method
-    ``stats()``, unless a module has a ``stats`` of its own.
+    the mode, the options, ``dynamic`` and ``fullgraph`` are kept; what is verified already
+    is returned as it is. The result has a method ``stats()``, unless a module has a ``stats``
+    of its own.
 
     What is ``bucketed`` is compiled inside, once for each bucket; its ``stats()`` stay those of
     the buckets, and :func:`verification_report` has the graphs.
@@ -141,27 +144,27 @@ def verified(
         **compile_options: further arguments of ``torch.compile``: ``fullgraph``, ``dynamic``.
 
     Raises:
-        TypeError: something that was compiled already by another backend than inductor.
+        TypeError: no function or module; an async function; something that was compiled already
+            by another backend than inductor, or that is verified already with other options.
         ValueError: an argument is none of those it can be.
 
     Upstream: https://github.com/pytorch/pytorch/issues/197829
     """
     checks = Options(calls, on_mismatch, max_bytes, check_each, group, run_twice)
+    has_own = (backend, mode, options, compile_options) != ("inductor", None, None, {})
 
     def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
         """Return arguments for ``torch.compile``; those of what is compiled already are kept."""
-        own = (backend, mode, options, compile_options) != ("inductor", None, None, {})
-        if own and (compiled or _is_compiled(given)):
+        made = compiled_call(given)
+        if has_own and (compiled or made is not None):
             raise TypeError(
                 "verified: this was compiled already and keeps its own backend, mode and "
                 "options; give them to torch.compile, or pass what was compiled"
             )
-        if _is_compiled(given):
+        if made is not None:
             found = _settings_of(given)
             return {
-                "backend": VerifiedBackend(
-                    found["compiler"], checks, function=_name_of(found["function"])
-                ),
+                "backend": VerifiedBackend(found["compiler"], checks, function=found["name"]),
                 "fullgraph": found["fullgraph"],
                 "dynamic": found["dynamic"],
             }
@@ -177,22 +180,64 @@ def verified(
         return {**asked, "backend": checked}
 
     def wrap(function: Any, /) -> Any:
+        _check_function(function)
         # A protocol and no class: this room does not import the one of bucketed.
         if isinstance(function, CompilesInside):
             return function.__torchguard_compile__(settings_for)
+        present = _backend_of(function)
+        if present is not None:
+            if has_own or checks != present.checks:
+                raise TypeError(
+                    f"verified: {_name_of(function)} is verified already, with other options; "
+                    "give all of them to the first verified()"
+                )
+            return _with_stats(function, present)
         settings = settings_for(function, None)
         made: Any = function
-        if _is_compiled(function):
+        if hasattr(function, "get_compiler_config"):
             made = keep_settings(torch.compile(_settings_of(function)["function"], **settings))
         elif isinstance(function, torch.nn.Module):
             compile_in_place(function, **settings)
         else:
             made = keep_settings(torch.compile(function, **settings))
-        if not hasattr(made, "stats"):
-            made.stats = settings["backend"].stats
-        return made
+        return _with_stats(made, settings["backend"])
 
     return wrap if function is None else wrap(function)
+
+
+class _Stats:
+    """The method ``stats`` of what is compiled.
+
+    A module holds it as an attribute, so it is copied and pickled with the module. torch leaves
+    the compiled code behind then, so the ``stats()`` of a copy has no graphs.
+    """
+
+    def __init__(self, backend: VerifiedBackend | None = None) -> None:
+        self._backend = backend
+
+    def __call__(self) -> VerificationReport:
+        """Return what was checked so far."""
+        return VerificationReport(()) if self._backend is None else self._backend.stats()
+
+    def __reduce__(self) -> tuple[type[_Stats], tuple[()]]:
+        return _Stats, ()
+
+
+def _check_function(function: Any) -> None:
+    """Refuse what can't be compiled, with what to write instead."""
+    if isinstance(function, str):
+        raise TypeError(
+            f"verified: expected a function or a module, got {function!r}; "
+            f"for a backend write verified(backend={function!r})"
+        )
+    if not callable(function):
+        raise TypeError(f"verified: expected a function or a module, got {type(function).__name__}")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        # torch.compile takes one; with 2.13 the process dies after its first call.
+        raise TypeError(
+            f"verified: {_name_of(function)} is async, which torch.compile can't compile; "
+            "decorate the function that computes and call it from there"
+        )
 
 
 def _name_of(function: Any) -> str:
@@ -201,19 +246,30 @@ def _name_of(function: Any) -> str:
     return str(name).rpartition("<locals>.")[2]
 
 
-def _is_compiled(function: Any) -> bool:
-    # torch.compile leaves a module's own class, and puts what it compiled behind it.
-    return hasattr(function, "get_compiler_config")
+def _with_stats(made: Any, backend: VerifiedBackend) -> Any:
+    if isinstance(getattr(made, "stats", None), _Stats) or not hasattr(made, "stats"):
+        made.stats = _Stats(backend)
+    return made
 
 
-def _settings_of(compiled: Any) -> dict[str, Any]:
-    settings = settings_of_compiled(compiled)
-    if settings is None:
+def _backend_of(function: Any) -> VerifiedBackend | None:
+    """Return the backend of what is verified already: by this, by name, or by ``install``."""
+    made = compiled_call(function)
+    compiler = None if made is None else (settings_of_compiled(made) or {}).get("compiler")
+    return compiler if isinstance(compiler, VerifiedBackend) else None
+
+
+def _settings_of(given: Any) -> dict[str, Any]:
+    """Return how this was compiled already, and the name of what the user has compiled."""
+    made = compiled_call(given)
+    settings = settings_of_compiled(made)
+    # torch's own class for inductor with a mode and options says so.
+    if settings is None or getattr(settings["compiler"], "compiler_name", None) != "inductor":
         raise TypeError(
-            f"verified: {compiled!r} was compiled already, by a backend that can't be read from "
-            "it; pass what was compiled: verified(backend=...)(function)"
+            f"verified: {_name_of(given)} was compiled already, by another backend than "
+            "inductor; pass what was compiled: verified(backend=...)(function)"
         )
-    return settings
+    return {**settings, "name": _name_of(settings["function"] if made is given else given)}
 
 
 # ---- install("verified") ----

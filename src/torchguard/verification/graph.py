@@ -23,6 +23,7 @@ __all__ = [
     "SYMBOLIC",
     "SizesOf",
     "copy_graph",
+    "numbers_in",
     "owned_tensors",
     "place_of",
     "quiet",
@@ -120,6 +121,26 @@ def _shapes(inputs: Sequence[Any]) -> Hashable:
         for value in inputs
         if isinstance(value, (torch.Tensor, int))
     )
+
+
+def numbers_in(graph: fx.GraphModule, examples: Sequence[Any]) -> list[int]:
+    """Return the positions of the inputs that the graph reads as one number.
+
+    Dynamo gives a graph each float that has differed between calls as a tensor without dims.
+
+    Args:
+        graph: as Dynamo traced it.
+        examples: what the backend was given. On an accelerator a number is not looked at: that
+            would wait for the device.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return [
+        place
+        for place, (node, example) in enumerate(zip(placeholders, examples, strict=True))
+        if any(user.op == "call_method" and user.target == "item" for user in node.users)
+        and isinstance(example, torch.Tensor)
+        and example.device.type == "cpu"
+    ]
 
 
 # ---- side effects ----

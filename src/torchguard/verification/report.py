@@ -41,7 +41,7 @@ class GraphRecord:
     """How many operations it has."""
 
     status: Status = "compiled"
-    """``compiled``: not called yet. ``mismatched``: it did not do what eager does."""
+    """``compiled``: no call has been checked yet. ``mismatched``: it did not do what eager does."""
 
     runs: str = ""
     """What runs now: the backend, or a fallback such as ``aot_eager`` or ``eager``."""

@@ -17,7 +17,7 @@ from torch import fx
 
 from torchguard._torch import tracing_again
 from torchguard.verification.fallback import Fallback, TracedGraph
-from torchguard.verification.graph import quiet
+from torchguard.verification.graph import numbers_in, quiet
 from torchguard.verification.minify import Case, Minified, minified
 from torchguard.verification.report import GraphRecord
 
@@ -120,6 +120,8 @@ def reproducer_of(
         return f"none: {backend.name} is a callable, which a script can't name"
     if traced.owned:
         return "none: the graph holds tensors of its own, such as an optimizer's parameters"
+    if record.checks and numbers_in(traced.graph, inputs):
+        return "none: a script does not show what needs a float that changes between calls"
     with quiet():
         small = _smaller(traced, Case(traced.graph, wrong, list(inputs)), backend, compile_seconds)
         try:
@@ -279,6 +281,8 @@ def _inputs(inputs: Sequence[Any], *, written_out: bool) -> str:
             lines.append(f"{storages[key]} = {_storage(value, written_out=written_out)}")
         made = f"{storages[key]}.as_strided({tuple(value.shape)}, {value.stride()}, "
         made += f"{value.storage_offset()})"
+        made = f"{made}.conj()" if value.is_conj() else made
+        made = f"torch._neg_view({made})" if value.is_neg() else made
         if value.requires_grad:
             made += ".detach().requires_grad_()" if value.is_leaf else ""
         lines.append(f"{name} = {made}")
@@ -289,8 +293,9 @@ def _inputs(inputs: Sequence[Any], *, written_out: bool) -> str:
 def _storage(tensor: torch.Tensor, *, written_out: bool) -> str:
     """Write an expression for the whole storage, one-dimensional."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    with torch.no_grad():
-        whole = tensor.detach().as_strided((size,), (1,), 0)
+    # Its numbers as they lie in memory: the view that is made of them has the bits.
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    whole.set_(tensor.untyped_storage(), 0, (size,), (1,))
     where = f"dtype={tensor.dtype}, device={str(tensor.device)!r}"
     if written_out:
         made = f"torch.tensor({whole.tolist()}, {where})"

@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 
 def undone(function: Callable[..., Any], *leaves: Any, **options: Any) -> Outcome:
     """Run a function that returns one tensor and takes its leaves as they are."""
+    sources = {
+        place: leaf.detach().requires_grad_()
+        for place, leaf in enumerate(leaves)
+        if leaf.requires_grad and torch.is_grad_enabled()
+    }
+    given = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
     return run_undoing_mutations(
         function,
-        leaves,
-        prepare=lambda given: Given(given, given, {}),
+        Given(given, given, {}, sources),
         read=lambda output: (None, [Output(output)]),
         names=dict(enumerate("abc")),
         **options,

@@ -10,12 +10,15 @@ from benchmarks.walk import Walk, walked, walks
 
 counted = functools.lru_cache(walks)
 
-# The most of torch 2.6 to 2.15. Before the rooms: 24 and 203, 8 and 8, 15 and 63.
+# The most of torch 2.8 to 2.15. Before the rooms: 24 and 203, 8 and 8, 15 and 63.
 AT_MOST = {
-    "bucketed, first call": (19, 88),
+    "bucketed, first call": (17, 63),
     "bucketed, warm call": (4, 4),
     "verified, first call": (8, 28),
 }
+# torch 2.6 has no function in C that says whether saved-tensors hooks are on: each isolated run
+# goes to this one and comes back.
+FALLBACK = "_torch/tensors.py:_saved_tensors_hooks_cannot_be_disabled"
 
 
 @pytest.mark.parametrize("name", AT_MOST)
@@ -23,8 +26,9 @@ def test_the_walk_of_a_call_is_not_longer_than_it_was(name: str) -> None:
     """Files entered and changes of file, as ``python benchmarks/walk.py`` prints them."""
     walk = counted()[name]
     files, changes = AT_MOST[name]
-    assert 0 < len(walk.files) <= files, walk.files
-    assert walk.changes <= changes, walk.entered
+    detours = walk.entered.count(FALLBACK)
+    assert 0 < len(walk.files) <= files + bool(detours), walk.files
+    assert walk.changes <= changes + 2 * detours, walk.entered
 
 
 def test_a_walk_counts_functions_files_and_changes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What Dynamo and TorchScript do with a function, and which line of the user's has called it."""
+"""What Dynamo and TorchScript make of a function, and which line of the user's has called it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "EVAL_FRAME_HOOK",
     "TENSOR_VARIABLE",
     "dynamo_is_imported",
+    "fake_inputs",
     "fake_of",
     "follow_in_dynamo",
     "follow_in_torchscript",
@@ -33,7 +34,12 @@ __all__ = [
     "mark_untraced",
     "on_import",
     "rebuild_dynamo_tables",
+    "shape_guards",
     "skip_frames",
+    "symbols_in",
+    "symbols_of",
+    "tracing_again",
+    "tracing_context",
     "tracing_unseen",
     "uncompiled",
     "warn_at_compiled_call",
@@ -324,6 +330,98 @@ def forget_in_torchscript(replacement: Callable[..., Any]) -> None:
 def _torchscript_builtins() -> dict[int, str]:
     table = getattr(torch.jit._builtins, "_get_builtin_table", None)
     return {} if table is None else table()
+
+
+# ---- the graph that Dynamo is compiling ----
+
+
+def tracing_context() -> Any:
+    """Return what Dynamo knows of the graph it is compiling: its symbols, its fake tensors."""
+    return torch._guards.TracingContext.try_get()
+
+
+def symbols_of(context: Any, value: object) -> Any:
+    """Return what Dynamo has decided about an input's sizes, which are dynamic; None if nothing.
+
+    Ask while Dynamo compiles: for a backend that is registered, under a name of its own,
+    2.13 forgets it as soon as the graph is compiled.
+    """
+    known: Any = getattr(context, "tensor_to_context", {})
+    return known.get(value) if isinstance(value, torch.Tensor) else None
+
+
+def symbols_in(values: Iterable[object]) -> set[Any]:
+    """Return the symbols in the sizes, strides and offsets of tensors, and in integers."""
+    shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    found: set[Any] = set()
+    for value in values:
+        parts = (value,)
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            parts = (*value.size(), *value.stride(), value.storage_offset())
+        for part in parts:
+            if isinstance(part, torch.SymInt):
+                found |= shapes.free_symbols(part)
+    return found
+
+
+def fake_inputs(context: Any, inputs: Iterable[Any], symbols: Iterable[Any]) -> list[Any] | None:
+    """Return the inputs that Dynamo compiles with as AOTAutograd sees them: without values.
+
+    With them the graph can be compiled again later, when other sizes are at hand. None where
+    there is no such mode, or a tensor about which Dynamo has decided nothing.
+    """
+    mode: Any = getattr(context, "fake_mode", None)
+    try:
+        return [
+            mode.from_tensor(
+                value, symbolic_context=decided, source=decided.tensor_source, trace=False
+            )
+            if isinstance(value, torch.Tensor)
+            else value
+            for value, decided in zip(inputs, symbols, strict=True)
+        ]
+    except (AttributeError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> Iterator[None]:
+    """Compile once more for a graph whose context was kept from when Dynamo traced it.
+
+    Each input comes with what :func:`symbols_of` said of it; without that AOTAutograd takes
+    all its sizes for dynamic ones, that no guard knows. No other thread compiles meanwhile.
+    """
+    frames = importlib.import_module("torch._dynamo.convert_frame")
+    told = [(value, decided) for value, decided in symbols if decided is not None]
+    # A thread that calls compiled code while another one traces with torch.fx is told by 2.13 that
+    # it traces itself, unless this says that torch.compile does. 2.15 asks the thread alone.
+    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
+    lock = getattr(frames, "compile_lock", contextlib.nullcontext())
+    with lock, session(), torch._guards.tracing(context):
+        for value, decided in told:
+            context.tensor_to_context[value] = decided
+        try:
+            yield
+        finally:
+            # What stays here would keep torch.utils.swap_tensors from its work.
+            for value, _ in told:
+                context.tensor_to_context.pop(value, None)
+
+
+def shape_guards(context: Any) -> int | None:
+    """Count the guards on symbolic sizes so far; None where torch does not say.
+
+    AOTAutograd's cache adds that a size is no larger than 64 bits can say, which it never is.
+    """
+    environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    if environment is None:
+        return None
+    return sum(not _names_the_largest_integer(guard) for guard in environment.guards)
+
+
+def _names_the_largest_integer(guard: Any) -> bool:
+    numbers = [atom for atom in guard.expr.atoms() if atom.is_Integer]
+    return any(abs(int(number)) >= 2**63 - 2 for number in numbers)
 
 
 # ---- warn at a line of the user's ----

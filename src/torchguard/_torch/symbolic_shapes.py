@@ -1,4 +1,4 @@
-"""Sizes as symbols: what Dynamo assumes of them, how outputs depend on them, how to mark them."""
+"""Sizes as symbols: how outputs depend on them, how to mark them, and what torch does wrong."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from typing_extensions import Self
 
 __all__ = [
-    "SavedSizes",
+    "ShapeFormula",
     "SymbolicSizes",
     "autotunes",
     "bounds_of_padding_are_wrong",
     "call_around_backward",
     "compile_failures",
-    "fake_inputs",
     "marked_dynamic",
-    "shape_guards",
-    "symbols_in",
-    "symbols_of",
-    "tracing_again",
-    "tracing_context",
 ]
 
 
@@ -75,67 +70,132 @@ class SymbolicSizes:
         _LOGGER.setLevel(self._level)
         self._mode.__exit__(*failure)
 
-    def empty(self, shape: tuple[int | str, ...], like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without data; a name in ``shape`` stands for its symbol."""
-        sizes = [self._sizes[size] if isinstance(size, str) else size for size in shape]
+    def empty(
+        self, shape: Iterable[int], like: torch.Tensor, axes: Iterable[tuple[int, str]] = ()
+    ) -> torch.Tensor:
+        """Return a tensor without data; each dim of ``axes`` has the symbol of its name, if any."""
+        sizes: list[Any] = list(shape)
+        for dim, name in axes:
+            sizes[dim] = self._sizes.get(name, sizes[dim])
         return torch.empty(
             sizes, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
         )
 
-    def conditions(self) -> list[Any]:
-        """Return what was assumed about the symbols on the way."""
-        return [] if self._shapes is None else [guard.expr for guard in self._shapes.guards]
-
-    def expression(self, size: Any) -> Any:
-        """Return the expression behind a size; a plain number is its own."""
-        if isinstance(size, torch.SymInt):
-            return size.node.expr
-        return size
-
-    def value(self, expression: Any, sizes: dict[str, int]) -> int | bool | None:
-        """Put sizes in; None if something else is in the expression too."""
-        return _value(expression, {self._symbols[name]: size for name, size in sizes.items()})
-
-    def spell(self, expression: Any) -> Any:
-        """Return an expression as lists, numbers and names, for :class:`SavedSizes`.
-
-        Raises:
-            ValueError: there is something else in it.
-        """
-        return _spelled(expression, {symbol: name for name, symbol in self._symbols.items()})
+    def formula(self, leaves: Iterable[Any], paths: list[tuple[Any, ...]]) -> ShapeFormula:
+        """Return how the sizes of these leaves of an output, computed here, depend on the names."""
+        sizes: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                sizes.append(tuple(_expression(size) for size in leaf.shape))
+            elif isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool):
+                sizes.append(_expression(leaf))
+            else:
+                sizes.append(None)
+        # What was assumed about the symbols on the way.
+        guards = () if self._shapes is None else self._shapes.guards
+        conditions = tuple(guard.expr for guard in guards)
+        return ShapeFormula(self._symbols, tuple(sizes), conditions, paths)
 
 
-class SavedSizes:
-    """Expressions of sizes that :meth:`SymbolicSizes.spell` has spelled, in another process.
+def _expression(size: Any) -> Any:
+    """Return the expression behind a size; a plain number is its own."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
-    Args:
-        names: what the symbols stand for.
-    """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        sympy: Any = importlib.import_module("sympy")
-        self._symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
+@dataclass(frozen=True)
+class ShapeFormula:
+    """How the sizes of every leaf of an output depend on named sizes."""
 
-    def value(self, expression: Any, sizes: dict[str, int]) -> int | bool | None:
-        """Put sizes in; None if something else is in the expression too."""
-        return _value(expression, {self._symbols[name]: size for name, size in sizes.items()})
+    symbols: Mapping[str, Any]
+    """By name."""
+    sizes: tuple[Any, ...]
+    """For each leaf: expressions for its dims, or for an integer; None for anything else."""
+    conditions: tuple[Any, ...]
+    """Where they hold, the sizes do."""
+    paths: list[tuple[Any, ...]]
+    """Of each leaf."""
 
-    def read(self, spelled: Any) -> Any:
-        """Return the expression.
+    @classmethod
+    def read(cls, kept: Any, names: Iterable[str]) -> ShapeFormula:
+        """Return what :meth:`spell` has spelled, in another process.
 
         Raises:
             ValueError: it is none, or this torch has no such function of sizes.
         """
-        if type(spelled) is int or type(spelled) is bool:
-            return _sympified(spelled)
-        if isinstance(spelled, str) and spelled in self._symbols:
-            return self._symbols[spelled]
-        if isinstance(spelled, list) and spelled and isinstance(spelled[0], str):
-            return _function_of_sizes(spelled[0])(*map(self.read, spelled[1:]))
-        raise ValueError(f"{spelled!r} is no expression of sizes")
+        if "error" in kept:
+            raise ValueError(kept["error"])
+        sympy: Any = importlib.import_module("sympy")
+        symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
+        sizes = [
+            tuple(_read(size, symbols) for size in each)
+            if type(each) is list
+            else each and _read(each["is"], symbols)
+            for each in kept["sizes"]
+        ]
+        conditions = tuple(_read(each, symbols) for each in kept["conditions"])
+        return cls(symbols, tuple(sizes), conditions, [tuple(path) for path in kept["paths"]])
+
+    def spell(self) -> dict[str, Any] | None:
+        """Return it as lists, numbers and names, which JSON can hold; None if that can't be."""
+        # A key that is neither a text nor a number can't be spelled either.
+        if any(type(key) not in (str, int) for path in self.paths for key in path):
+            return None
+        names = {symbol: name for name, symbol in self.symbols.items()}
+        try:
+            sizes = [
+                [_spelled(size, names) for size in each]
+                if isinstance(each, tuple)
+                else each
+                if each is None
+                else {"is": _spelled(each, names)}
+                for each in self.sizes
+            ]
+            conditions = [_spelled(each, names) for each in self.conditions]
+        except ValueError:
+            return None
+        return {"paths": self.paths, "sizes": sizes, "conditions": conditions}
+
+    def at(
+        self, *sizes: Mapping[str, int], unconditionally: bool = False
+    ) -> list[list[Any]] | None:
+        """Put sizes in, one set of them or several.
+
+        Returns:
+            For each set the sizes of every leaf. None where the conditions do not hold for one of
+            the sets, unless ``unconditionally``, or a size depends on something else.
+        """
+        found: list[list[Any]] = []
+        for each in sizes:
+            values = {self.symbols[name]: size for name, size in each.items()}
+            if not unconditionally and any(_value(c, values) is not True for c in self.conditions):
+                return None
+            leaves = [
+                tuple(_value(e, values) for e in expressions)
+                if isinstance(expressions, tuple)
+                else None
+                if expressions is None
+                else _value(expressions, values)
+                for expressions in self.sizes
+            ]
+            if any(isinstance(leaf, tuple) and None in leaf for leaf in leaves):
+                return None
+            found.append(leaves)
+        return found
+
+
+def _read(spelled: Any, symbols: Mapping[str, Any]) -> Any:
+    if type(spelled) is int or type(spelled) is bool:
+        return _sympified(spelled)
+    if isinstance(spelled, str) and spelled in symbols:
+        return symbols[spelled]
+    if isinstance(spelled, list) and spelled and isinstance(spelled[0], str):
+        inner = [_read(each, symbols) for each in spelled[1:]]
+        return _function_of_sizes(spelled[0])(*inner)
+    raise ValueError(f"{spelled!r} is no expression of sizes")
 
 
 def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
+    """Put sizes in; None if something else is in the expression too."""
     if isinstance(expression, int):
         return expression
     result = expression.subs(sizes)
@@ -172,98 +232,6 @@ def _function_of_sizes(name: str) -> Any:
         if isinstance(found, type) and issubclass(found, importlib.import_module("sympy").Basic):
             return found
     raise ValueError(f"there is no {name!r} of sizes")
-
-
-# ---- the graph that Dynamo is compiling ----
-
-
-def tracing_context() -> Any:
-    """Return what Dynamo knows of the graph it is compiling: its symbols, its fake tensors."""
-    return torch._guards.TracingContext.try_get()
-
-
-def symbols_of(context: Any, value: object) -> Any:
-    """Return what Dynamo has decided about an input's sizes, which are dynamic; None if nothing.
-
-    Ask while Dynamo compiles: for a backend that is registered, under a name of its own,
-    2.13 forgets it as soon as the graph is compiled.
-    """
-    known: Any = getattr(context, "tensor_to_context", {})
-    return known.get(value) if isinstance(value, torch.Tensor) else None
-
-
-def symbols_in(values: Iterable[object]) -> set[Any]:
-    """Return the symbols in the sizes, strides and offsets of tensors, and in integers."""
-    shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    found: set[Any] = set()
-    for value in values:
-        parts = (value,)
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            parts = (*value.size(), *value.stride(), value.storage_offset())
-        for part in parts:
-            if isinstance(part, torch.SymInt):
-                found |= shapes.free_symbols(part)
-    return found
-
-
-def fake_inputs(context: Any, inputs: Iterable[Any], symbols: Iterable[Any]) -> list[Any] | None:
-    """Return the inputs that Dynamo compiles with as AOTAutograd sees them: without values.
-
-    With them the graph can be compiled again later, when other sizes are at hand. None where
-    there is no such mode, or a tensor about which Dynamo has decided nothing.
-    """
-    mode: Any = getattr(context, "fake_mode", None)
-    try:
-        return [
-            mode.from_tensor(
-                value, symbolic_context=decided, source=decided.tensor_source, trace=False
-            )
-            if isinstance(value, torch.Tensor)
-            else value
-            for value, decided in zip(inputs, symbols, strict=True)
-        ]
-    except (AttributeError, TypeError):
-        return None
-
-
-@contextlib.contextmanager
-def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> Iterator[None]:
-    """Compile once more for a graph whose context was kept from when Dynamo traced it.
-
-    Each input comes with what :func:`symbols_of` said of it; without that AOTAutograd takes
-    all its sizes for dynamic ones, that no guard knows. No other thread compiles meanwhile.
-    """
-    frames = importlib.import_module("torch._dynamo.convert_frame")
-    told = [(value, decided) for value, decided in symbols if decided is not None]
-    # A thread that calls compiled code while another one traces with torch.fx is told by 2.13 that
-    # it traces itself, unless this says that torch.compile does. 2.15 asks the thread alone.
-    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
-    lock = getattr(frames, "compile_lock", contextlib.nullcontext())
-    with lock, session(), torch._guards.tracing(context):
-        for value, decided in told:
-            context.tensor_to_context[value] = decided
-        try:
-            yield
-        finally:
-            # What stays here would keep torch.utils.swap_tensors from its work.
-            for value, _ in told:
-                context.tensor_to_context.pop(value, None)
-
-
-def shape_guards(context: Any) -> int | None:
-    """Count the guards on symbolic sizes so far; None where torch does not say.
-
-    AOTAutograd's cache adds that a size is no larger than 64 bits can say, which it never is.
-    """
-    environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
-    if environment is None:
-        return None
-    return sum(not _names_the_largest_integer(guard) for guard in environment.guards)
-
-
-def _names_the_largest_integer(guard: Any) -> bool:
-    numbers = [atom for atom in guard.expr.atoms() if atom.is_Integer]
-    return any(abs(int(number)) >= 2**63 - 2 for number in numbers)
 
 
 # ---- sizes between two bounds, and what torch does wrong with them ----

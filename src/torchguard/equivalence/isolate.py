@@ -370,9 +370,8 @@ def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
 
 def run_undoing_mutations(
     function: Callable[..., Any],
-    leaves: Sequence[Any],
+    given: Given,
     *,
-    prepare: Callable[[list[Any]], Given],
     read: Callable[[Any], tuple[Any, list[Output]]],
     names: Mapping[int, str],
     modules: Sequence[torch.nn.Module] = (),
@@ -384,28 +383,18 @@ def run_undoing_mutations(
     modules and random states are as they were. What it raises comes out.
 
     Args:
-        function: gets the arguments that ``prepare`` returns.
-        leaves: of the arguments of a call. Where one requires grad, a new leaf of autograd's
-            graph takes its place, so that the gradient does not run on into what made it.
-        prepare: makes of the leaves what the function is called with.
+        function: what to call.
+        given: its arguments.
         read: flattens what the function returns: its structure, and its leaves. It runs outside
             of the scope in which operators are watched.
         names: what messages call the leaves, by position.
         modules: those the function may change.
         held: returns tensors besides parameters that were there before the run.
     """
-    fresh = {
-        place: leaf.detach().requires_grad_()
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
-    }
     watch = UndoMutations()
     buffers = _buffers_of(modules)
     with isolated(modules):
         try:
-            # Before operators are watched: to the function this is memory from outside, so that its
-            # writes to it are seen.
-            given = prepare([fresh.get(place, leaf) for place, leaf in enumerate(leaves)])
             with watch:
                 returned = function(*given.args, **given.kwargs)
             structure, outputs = read(returned)
@@ -413,7 +402,7 @@ def run_undoing_mutations(
             gradients: dict[Hashable, Gradient] = {}
             if any(tensor.requires_grad for tensor in tensors):
                 with watch:
-                    gradients = send_backward(outputs, fresh, names, modules, held)
+                    gradients = send_backward(outputs, given.sources, names, modules, held)
             return Outcome(
                 outputs=[_kept(each) for each in outputs],
                 structure=structure,

@@ -41,6 +41,9 @@ class Given(NamedTuple):
     """Of the arguments; a write to one counts as the mutation of an input."""
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
+    sources: Mapping[int, torch.Tensor]
+    """Where gradients arrive, by position: leaves of autograd's graph in place of the caller's
+    tensors, so that a gradient does not run on into what made these."""
 
 
 class Output(NamedTuple):

@@ -12,7 +12,7 @@ from typing_extensions import ParamSpec, Unpack
 
 from torchguard import _torch
 from torchguard._public import public
-from torchguard.bucketing.decorator.spec import (
+from torchguard.bucketing.decorator.options import (
     MaskingOptions,
     Options,
     checked_options,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         def __call__(self, function: Any, /) -> Any: ...
 
 
-# The options are listed once, in spec.Options. Type checkers read them through Unpack, people in
+# The options are listed once, in options.Options. Type checkers read them through Unpack, people in
 # the docstring, and inspect.signature() in the signature below.
 @overload
 def bucketed(  # type: ignore[overload-overlap]  # a module is callable, and the first that fits

@@ -17,12 +17,16 @@ from torchguard._torch import warn_user
 from torchguard.bucketing.decorator import no_recompile
 from torchguard.bucketing.decorator.compile import CompileCache, compiling
 from torchguard.bucketing.decorator.engine import Engine
-from torchguard.bucketing.decorator.explain import explain_failure
+from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
 from torchguard.bucketing.decorator.kept import KeptWork
 from torchguard.bucketing.decorator.leak_check import check_padding
 from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
-from torchguard.bucketing.decorator.output_shapes import OutputShapes, flattened_rows
-from torchguard.bucketing.decorator.outputs import UNKNOWN, slice_or_learn, slice_output
+from torchguard.bucketing.decorator.output_shapes import (
+    UNKNOWN,
+    OutputShapes,
+    slice_or_learn,
+    slice_output,
+)
 from torchguard.bucketing.decorator.plan import (
     PLAIN,
     BucketCount,
@@ -31,13 +35,11 @@ from torchguard.bucketing.decorator.plan import (
     Plan,
     Specialization,
     differing,
-    find_buckets,
-    find_inputs,
     leaf_key,
     sizes_of,
 )
 from torchguard.bucketing.decorator.rent import Choice
-from torchguard.bucketing.decorator.spec import Sizes, Spec
+from torchguard.bucketing.decorator.spec import Sizes, Spec, find_buckets, find_inputs
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
 

@@ -16,10 +16,11 @@ from torchguard._pytree import all_reachable_modules
 from torchguard._torch import SymbolicSizes
 from torchguard.bucketing.decorator.output_shapes import OutputShapes, running_without_data
 from torchguard.bucketing.decorator.plan import Call, Plan
+from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.compare import Difference
 from torchguard.equivalence.outcome import Outcome
 
-__all__ = ["Context", "explain_failure", "leak_message"]
+__all__ = ["Context", "explain_failure", "flattened_rows", "leak_message"]
 
 # ---- padding has changed the answer ----
 
@@ -42,7 +43,8 @@ class Context(NamedTuple):
 def leak_message(found: Difference, expected: Outcome, got: Outcome, context: Context) -> str:
     """Name what differs between a run and one with more, or other, padding, and by how much.
 
-    The structure of both outcomes is an :class:`torchguard.bucketing.decorator.outputs.Output`.
+    The structure of both outcomes is an ``Output`` of
+    :mod:`torchguard.bucketing.decorator.output_shapes`.
     """
     what, function = context.what, context.function
     if found.kind == "shape" and found.part == "structure":
@@ -126,6 +128,26 @@ def _causes(operators: frozenset[str], context: Context) -> str:
         f"Usual causes, seen here: {'; '.join(found)}. {advice}; if what the padding holds means "
         "something to it, say so in fill="
     )
+
+
+def flattened_rows(plan: Plan) -> str:
+    """Name what was sliced as one piece, but may be a batch and its rows in one dim."""
+    steps = [
+        step
+        for slices in plan.slices.values()
+        for _, steps in slices.steps
+        for step in steps
+        if isinstance(step, Narrow)
+    ]
+    for dim, _, length in steps:
+        for axis, size in plan.sizes.items():
+            if length > size > 0 and length % size == 0:
+                return (
+                    f". The output has {length // size} times {axis!r} in dimension {dim}: if "
+                    "these are the rows of a batch flattened into one dim, say so in outputs=: "
+                    f"{{{dim}: (None, {axis!r})}}"
+                )
+    return ""
 
 
 # ---- a dim that dims does not name ----

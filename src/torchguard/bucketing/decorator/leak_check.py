@@ -33,12 +33,12 @@ from torchguard.bucketing.decorator.other_inputs import (
     other_values,
     shortened,
 )
-from torchguard.bucketing.decorator.output_shapes import OutputShapes
-from torchguard.bucketing.decorator.outputs import Narrow, Output, real_output
+from torchguard.bucketing.decorator.output_shapes import Output, OutputShapes, real_output
 from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, sizes_of
+from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
-from torchguard.equivalence.isolate import run_undoing_mutations
+from torchguard.equivalence.isolate import isolated, run_undoing_mutations
 from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.outcome import Output as Compared
 from torchguard.equivalence.perturb import perturb_, perturbed
@@ -98,6 +98,11 @@ def check_padding(
         RuntimeError: it does so on another rank only.
     """
     checker = _Checker(shapes, plan, call)
+    with COMPILING, uncompiled():
+        _check(checker, plan, call, proven, anew=anew)
+
+
+def _check(checker: _Checker, plan: Plan, call: Call, proven: Proven, *, anew: bool) -> None:
     case = _Case(plan, call)
     neutral = () if anew else proven.neutral
     padded = {pad.leaf for pad in plan.pads}
@@ -293,7 +298,7 @@ class _Checker:
     @contextlib.contextmanager
     def _turn(self, case: _Case, turn: int) -> Iterator[tuple[_Case, bool]]:
         """Yield what to run, and whether any number in it is other than in the first turn."""
-        with COMPILING, uncompiled(), contextlib.ExitStack() as scope:
+        with contextlib.ExitStack() as scope:
             is_new = turn == 0
             if turn > 0:
                 # A right function that jumps, such as argmax, does not do so again: see perturb.py.
@@ -324,25 +329,32 @@ class _Checker:
         without padding. Where it holds something else, what the function raises is in the outcome.
         """
         plan, call, shapes = case.plan, case.call, self._shapes
-        owned = flatten(call.owner)[0] if call.owner else []
+        leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
         find = functools.partial(shapes.slices, plan, call, self._modules)
         masks: Sequence[Real] = ()
         if self._spec.masks:
             masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
         count = functools.partial(self._count, plan, masks, {}) if masks else None
-        for fills in variants:
-            # Of other data only the padding is in question. Some functions do something else with a
-            # mask, even one in which all is real, than without: for transformers position_ids
-            # without a mask that do not count up are several packed sequences.
-            extras = plan.extras
-            if fills is None and extras:
-                extras = real_extras(self._spec, plan, with_masks=bool(case.others))
+        # Of other data only the padding is in question. Some functions do something else with a
+        # mask, even one in which all is real, than without: for transformers position_ids
+        # without a mask that do not count up are several packed sequences.
+        real: dict[str, torch.Tensor] = {}
+        if plan.extras:
+            real = real_extras(self._spec, plan, with_masks=bool(case.others))
+        # Before any run: to the function its arguments are memory from outside, so that its writes
+        # to them are seen. A fill may be a function of the user's, and draw random numbers.
+        with isolated():
+            bound = [
+                (fills, given_by(plan, call, real if fills is None else plan.extras, fills, leaves))
+                for fills in variants
+            ]
+        while bound:
+            fills, given = bound.pop(0)
             read = functools.partial(real_output, plan, None if fills is None else find, count)
             try:
                 outcome = run_undoing_mutations(
                     shapes.function,
-                    [*call.leaves, *owned],
-                    prepare=functools.partial(given_by, plan, call, extras, fills),
+                    given,
                     read=read,
                     names=self._names,
                     modules=self._modules,
@@ -358,6 +370,7 @@ class _Checker:
                 if not fills:
                     raise
                 outcome = Outcome(error=error)
+            del given
             yield outcome
             del outcome
 

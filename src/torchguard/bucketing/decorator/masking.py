@@ -27,7 +27,7 @@ __all__ = [
     "given_masks",
     "lengths_of",
     "make_extras",
-    "mask_shape",
+    "mask_axes",
     "masks_of",
     "real_extras",
 ]
@@ -155,18 +155,21 @@ def _made_mask(
     side = spec.options["side"]
     rows = holder.shape[:1] if dim else ()
     made = mask.make(rows, sizes[mask.axis], buckets[mask.axis], side, holder.device)
-    batch = mask_shape(inputs, mask)[0]
-    if dim and isinstance(batch, str) and buckets[batch] != rows[0]:
+    batch = dict(holder.axes).get(0)
+    if dim and batch is not None and buckets[batch] != rows[0]:
         with torch.inference_mode(False), torch.no_grad():
             padded = pad_to_bucket(made, 0, buckets[batch], value=mask.fill, side=side).tensor
             made = padded.clone()  # of version 0: a later one says that the function wrote to it
     return made
 
 
-def mask_shape(inputs: Iterable[Input], mask: Mask) -> tuple[int | str, ...]:
-    """Return the shape of a mask, (S,) or (B, S), with names in place of sizes that vary."""
+def mask_axes(inputs: Iterable[Input], mask: Mask) -> tuple[tuple[int, str], ...]:
+    """Return the dims of a mask, (S,) or (B, S), whose sizes vary: (dim, name of its axis)."""
     holder, dim = _holder(inputs, mask.axis)
-    return (dict(holder.axes).get(0, holder.shape[0]), mask.axis) if dim else (mask.axis,)
+    batch = dict(holder.axes).get(0)
+    if not dim:
+        return ((0, mask.axis),)
+    return ((1, mask.axis),) if batch is None else ((0, batch), (1, mask.axis))
 
 
 def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:

@@ -1,133 +1,191 @@
-"""How much of each output is real.
+"""How much of each output is real: outputs are taken apart, sized and sliced.
 
-The function runs once more on tensors without data whose sizes are symbols. What comes out
-says how sizes of outputs depend on sizes of inputs: L, L - 1, 2 L, (L - 1) // 2. Nothing is
-ever read off a size that happens to equal a bucket.
+To size them the function runs once more on tensors without data whose sizes are symbols. What
+comes out says how sizes of outputs depend on sizes of inputs: L, L - 1, 2 L, (L - 1) // 2. Nothing
+is ever read off a size that happens to equal a bucket.
+
+Shapes: B batch, T the size of an axis.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._pytree import KeyPath
-from torchguard._torch import SavedSizes, SymbolicSizes, uncompiled
+from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
+from torchguard._torch import ShapeFormula, SymbolicSizes, uncompiled
 from torchguard.bucketing.decorator.compile import COMPILING
 from torchguard.bucketing.decorator.kept import KeptWork
-from torchguard.bucketing.decorator.masking import mask_shape, real_extras
-from torchguard.bucketing.decorator.outputs import (
-    Narrow,
-    Output,
-    Slices,
-    declared_steps,
-    kind_of,
-)
+from torchguard.bucketing.decorator.masking import mask_axes, real_extras
 from torchguard.bucketing.decorator.plan import Call, Plan
+from torchguard.bucketing.decorator.slices import Narrow, Steps, declared_steps
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side
-from torchguard.equivalence.isolate import (
-    buffers_restored,
-    module_state_restored,
-)
+from torchguard.equivalence.isolate import buffers_restored, module_state_restored
+from torchguard.equivalence.outcome import Output as Compared
 
 __all__ = [
+    "UNKNOWN",
+    "Output",
     "OutputShapes",
-    "flattened_rows",
+    "real_output",
     "running_without_data",
+    "slice_or_learn",
+    "slice_output",
 ]
 
 
-_Modules: TypeAlias = "Sequence[torch.nn.Module]"
-"""Those that the function can reach."""
+_WITHOUT_PARTS = (
+    torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes,
+    type(None),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Formula:
-    """How the sizes of every leaf of an output depend on the axes."""
+class Output:
+    """An output taken apart; two are equal that have the same structure."""
 
-    world: SymbolicSizes | SavedSizes
-    sizes: tuple[Any, ...]
-    """For each leaf: expressions for its dims, or for an integer; None for anything else."""
-    conditions: tuple[Any, ...]
+    leaves: list[Any] = field(compare=False)
     paths: list[KeyPath]
-    spelled: dict[str, Any] | None = None
-    """The same as what JSON can hold; None if it can't."""
+    whole: Any = field(compare=False)
+
+    def label(self, index: int) -> str:
+        """Return how to spell a leaf: ``output.logits``."""
+        return keystr("output", self.paths[index], self.whole)
 
     @classmethod
-    def of(cls, world: SymbolicSizes, output: Output) -> _Formula:
-        """Read the sizes of an output that was computed without data."""
-        sizes: list[Any] = []
-        for leaf in output.leaves:
-            if isinstance(leaf, torch.Tensor):
-                sizes.append(tuple(world.expression(size) for size in leaf.shape))
-            elif isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool):
-                sizes.append(world.expression(leaf))
-            else:
-                sizes.append(None)
-        conditions = tuple(world.conditions())
-        spelled = None
-        # A key that is neither a text nor a number can't be spelled either.
-        if all(type(key) in (str, int) for path in output.paths for key in path):
-            with contextlib.suppress(ValueError):
-                spelled = {
-                    "paths": output.paths,
-                    "sizes": [
-                        [world.spell(size) for size in each]
-                        if isinstance(each, tuple)
-                        else None
-                        if each is None
-                        else {"is": world.spell(each)}
-                        for each in sizes
-                    ],
-                    "conditions": [world.spell(each) for each in conditions],
-                }
-        return cls(world, tuple(sizes), conditions, output.paths, spelled)
-
-    @classmethod
-    def read(cls, kept: Any, axes: Iterable[str]) -> _Formula:
-        """Return what :meth:`spell` has spelled.
+    def of(cls, whole: Any) -> Output:
+        """Take an output apart.
 
         Raises:
-            ValueError: it is none.
+            TypeError: it has something inside that may hold tensors, but can't be looked into.
         """
-        if "error" in kept:
-            raise ValueError(kept["error"])
-        world = SavedSizes(axes)
-        sizes = [
-            tuple(map(world.read, each)) if type(each) is list else each and world.read(each["is"])
-            for each in kept["sizes"]
-        ]
-        conditions = tuple(map(world.read, kept["conditions"]))
-        return cls(world, tuple(sizes), conditions, [tuple(path) for path in kept["paths"]])
+        # Of any class, FakeTensor too: a tensor is one leaf.
+        if isinstance(whole, torch.Tensor):
+            return cls([whole], [()], whole)
+        leaves, treedef = flatten(whole)
+        output = cls(leaves, key_paths(treedef), whole)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, (Iterator, Awaitable)):
+                raise TypeError(
+                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}: what comes out "
+                    "of it later can't be cut to size. Return tensors, tuples, lists, dicts or "
+                    "dataclasses"
+                )
+            if not isinstance(leaf, _WITHOUT_PARTS) and _holds_tensors(leaf):
+                raise TypeError(
+                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}, which holds "
+                    "tensors that can't be cut to size: return tensors, tuples, lists, dicts or "
+                    "dataclasses (with Hugging Face models: use_cache=False)"
+                )
+        return output
 
-    def at(self, *sizes: Sizes, unconditionally: bool = False) -> list[list[Any]] | None:
-        """Put sizes in, one set of them or several.
 
-        Returns:
-            For each set the sizes of every leaf. None where the conditions do not hold for one of
-            the sets, unless ``unconditionally``, or a size depends on something else.
-        """
-        value = self.world.value
-        found: list[list[Any]] = []
-        for each in sizes:
-            if not unconditionally and any(value(c, each) is not True for c in self.conditions):
-                return None
-            leaves = [
-                tuple(value(e, each) for e in expressions)
-                if isinstance(expressions, tuple)
-                else None
-                if expressions is None
-                else value(expressions, each)
-                for expressions in self.sizes
-            ]
-            if any(isinstance(leaf, tuple) and None in leaf for leaf in leaves):
-                return None
-            found.append(leaves)
-        return found
+# Three levels reach the tensors in a cache of transformers: its list of layers, a layer, a tensor.
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, (type, torch.nn.Module)) or callable(value):
+        return False
+    inside = [child for _, child in children(value) or ()]
+    inside += getattr(value, "__dict__", {}).values()
+    return any(_holds_tensors(child, depth - 1) for child in inside)
+
+
+class Slices(NamedTuple):
+    """What to take of an output, by index of its leaves."""
+
+    steps: tuple[tuple[int, Steps], ...] = ()
+    numbers: tuple[tuple[int, int], ...] = ()
+    """Integers that say how long something is."""
+
+
+# ---- in every call ----
+
+
+UNKNOWN: Any = object()
+"""What :func:`slice_output` returns for an output of a kind that was not seen yet."""
+
+
+def slice_output(plan: Plan, whole: Any) -> Any:
+    """Take the real part of an output; ``UNKNOWN`` if it is not known yet what that is."""
+    if type(whole) is torch.Tensor:
+        # Outputs of one plan may differ in shape: a branch on data, or a loss in place of logits.
+        slices = plan.slices.get(whole.shape)
+        if slices is None:
+            return UNKNOWN
+        return _slice(whole, slices.steps[0][1]) if slices.steps else whole
+    leaves, key = _flatten(whole)
+    slices = plan.slices.get(key)
+    if slices is None:
+        return UNKNOWN
+    for index, number in slices.numbers:
+        leaves[index] = number
+    for index, steps in slices.steps:
+        leaves[index] = _slice(leaves[index], steps)
+    return unflatten(leaves, whole)
+
+
+def slice_or_learn(plan: Plan, find: Callable[[Output], Slices], whole: Any) -> Any:
+    """Take the real part of an output.
+
+    Args:
+        plan: how the call was padded; what is found is kept there.
+        find: finds out what of an output of a new kind is real. It may run the function on
+            tensors without data.
+        whole: what the function returned.
+    """
+    real = slice_output(plan, whole)
+    if real is UNKNOWN:
+        plan.slices[kind_of(whole)] = find(Output.of(whole))
+        real = slice_output(plan, whole)
+    return real
+
+
+def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
+    for step in steps:
+        tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
+    return tensor
+
+
+def real_output(
+    plan: Plan,
+    find: Callable[[Output], Slices] | None,
+    count: Callable[[Output, Any], list[Compared]] | None,
+    whole: Any,
+) -> tuple[Output, list[Compared]]:
+    """Take the real part of an output apart, to compare it with that of another run.
+
+    Args:
+        plan: of the call.
+        find: as of :func:`slice_or_learn`; None where nothing was padded.
+        count: says which elements count, of the real part of a padded output, or of one that was
+            not padded, which comes with None; left out, all do.
+        whole: what the function returned.
+    """
+    output = Output.of(whole if find is None else slice_or_learn(plan, find, whole))
+    if count is not None:
+        return output, count(output, None if find is None else whole)
+    return output, [Compared(leaf) for leaf in output.leaves]
+
+
+def kind_of(whole: Any) -> Any:
+    """Return what tells an output from others that are sliced otherwise."""
+    return whole.shape if type(whole) is torch.Tensor else _flatten(whole)[1]
+
+
+def _flatten(whole: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of an output, and its kind."""
+    leaves, treedef = flatten(whole)
+    kinds = [leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
+    return leaves, (treedef, *kinds)
+
+
+# ---- in the first call of a kind ----
 
 
 class OutputShapes:
@@ -145,7 +203,7 @@ class OutputShapes:
         self.spec = spec
         self.name = name
         self._kept = kept
-        self._formulas: dict[Any, _Formula | None] = {}
+        self._formulas: dict[Any, ShapeFormula | None] = {}
 
     def narrows(self, plan: Plan, whole: Any) -> dict[int, list[Narrow]]:
         """Return what :func:`slice_output` takes of an output like this, by index of its leaf."""
@@ -156,7 +214,9 @@ class OutputShapes:
         }
         return {index: narrows for index, narrows in found.items() if narrows}
 
-    def slices(self, plan: Plan, call: Call, modules: _Modules, output: Output) -> Slices:
+    def slices(
+        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: Output
+    ) -> Slices:
         """Find out what of an output like this one is real.
 
         Args:
@@ -176,7 +236,8 @@ class OutputShapes:
         side = self.spec.options["side"]
         declared = self.spec.options["outputs"]
         if declared is not None:
-            return Slices(declared_steps(declared, output, plan.sizes, plan.buckets, side))
+            steps = declared_steps(declared, output, plan.sizes, plan.buckets, side)
+            return Slices(steps)
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
         if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
             slices = self._derived(plan, call, modules, output)
@@ -199,7 +260,7 @@ class OutputShapes:
         self,
         plan: Plan,
         call: Call,
-        modules: _Modules,
+        modules: Sequence[torch.nn.Module],
         output: Output,
         *,
         unconditionally: bool = False,
@@ -223,8 +284,8 @@ class OutputShapes:
         return _slices_to(output.leaves, real, self.spec.options["side"])
 
     def _formula(
-        self, plan: Plan, call: Call, modules: _Modules, output: Output
-    ) -> _Formula | None:
+        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: Output
+    ) -> ShapeFormula | None:
         """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
         # The id is not given again: the cache keeps every variant as long as this lives.
         key = (id(plan.variant), plan.specialization, tuple(output.paths))
@@ -242,39 +303,46 @@ class OutputShapes:
         return self._formulas[key]
 
     def _run_without_data(
-        self, plan: Plan, call: Call, modules: _Modules, hints: Sizes
-    ) -> _Formula:
+        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], hints: Sizes
+    ) -> ShapeFormula:
         """Run the function on tensors without data, at the real sizes or with symbols.
 
         Where another process has done so, and the function is the same, nothing is run.
         """
         kept = self._kept.formula(plan, call, hints) if self.spec.plan is not None else None
         if kept is not None:
-            return _Formula.read(kept, plan.sizes)
+            return ShapeFormula.read(kept, plan.sizes)
         try:
             formula = self._derive(plan, call, modules, hints)
         except Exception as error:
             told = str(error).partition("\n")[0]
             self._kept.note_formula(plan, call, hints, {"error": told or type(error).__name__})
             raise
-        if formula.spelled is not None:  # else it is derived again by the next process
-            self._kept.note_formula(plan, call, hints, formula.spelled)
+        spelled = formula.spell()
+        if spelled is not None:  # else it is derived again by the next process
+            self._kept.note_formula(plan, call, hints, spelled)
         return formula
 
-    def _derive(self, plan: Plan, call: Call, modules: _Modules, hints: Sizes) -> _Formula:
+    def _derive(
+        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], hints: Sizes
+    ) -> ShapeFormula:
         extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
-        shapes = {each.index: each.symbolic(hints) for each in plan.inputs}
         # A mask is as long as the axis it masks, so its size is a symbol, too.
         masks = {
-            argument: mask_shape(plan.inputs, mask)
+            argument: mask_axes(plan.inputs, mask)
             for argument, mask in self.spec.masks.items()
             if hints and argument in extras
         }
         with running_without_data(modules), SymbolicSizes(hints) as world:
-            inputs = {index: world.empty(shapes[index], call.leaves[index]) for index in shapes}
-            extras |= {name: world.empty(shape, extras[name]) for name, shape in masks.items()}
+            inputs = {
+                each.index: world.empty(each.shape, call.leaves[each.index], each.axes)
+                for each in plan.inputs
+            }
+            for name, axes in masks.items():
+                extras[name] = world.empty(extras[name].shape, extras[name], axes)
             args, kwargs = call.with_leaves(inputs).bind(extras)
-            return _Formula.of(world, Output.of(self.function(*args, **kwargs)))
+            output = Output.of(self.function(*args, **kwargs))
+            return world.formula(output.leaves, output.paths)
 
     def _unknown(self, output: Output, reason: Exception) -> ValueError:
         """Return the error for an output that can't be sliced."""
@@ -305,7 +373,7 @@ def running_without_data(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         yield
 
 
-def _measured(formula: _Formula, output: Output, side: Side) -> Slices:
+def _measured(formula: ShapeFormula, output: Output, side: Side) -> Slices:
     """Slice to the sizes of a run at the real sizes, without data.
 
     Raises:
@@ -338,7 +406,7 @@ def _slices_to(leaves: Sequence[Any], real: Sequence[Any], side: Side) -> Slices
     for index, (leaf, sizes) in enumerate(zip(leaves, real, strict=True)):
         if isinstance(leaf, torch.Tensor):
             changed = tuple(
-                Narrow.of(dim, size, leaf.shape[dim], side)
+                Narrow(dim, 0 if side == "right" else leaf.shape[dim] - size, size)
                 for dim, size in enumerate(sizes)
                 if size != leaf.shape[dim]
             )
@@ -347,23 +415,3 @@ def _slices_to(leaves: Sequence[Any], real: Sequence[Any], side: Side) -> Slices
         elif type(leaf) is int and isinstance(sizes, int) and sizes != leaf:
             numbers.append((index, sizes))
     return Slices(tuple(steps), tuple(numbers))
-
-
-def flattened_rows(plan: Plan) -> str:
-    """Name what was sliced as one piece, but may be a batch and its rows in one dim."""
-    steps = [
-        step
-        for slices in plan.slices.values()
-        for _, steps in slices.steps
-        for step in steps
-        if isinstance(step, Narrow)
-    ]
-    for dim, _, length in steps:
-        for axis, size in plan.sizes.items():
-            if length > size > 0 and length % size == 0:
-                return (
-                    f". The output has {length // size} times {axis!r} in dimension {dim}: if "
-                    "these are the rows of a batch flattened into one dim, say so in outputs=: "
-                    f"{{{dim}: (None, {axis!r})}}"
-                )
-    return ""

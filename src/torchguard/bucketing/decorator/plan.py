@@ -10,15 +10,17 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
 from torchguard._pytree import TreeDef, flatten, key_paths, keystr, unflatten
-from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
 from torchguard.equivalence.outcome import Given
+
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.spec import Sizes, Spec
 
 __all__ = [
     "PLAIN",
@@ -31,8 +33,6 @@ __all__ = [
     "Specialization",
     "TensorKey",
     "differing",
-    "find_buckets",
-    "find_inputs",
     "given_by",
     "leaf_key",
     "sizes_of",
@@ -355,13 +355,20 @@ def given_by(
     """Return what a function is called with for these leaves, padded unless ``fills`` is None.
 
     Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
+    Where one requires a gradient, a new leaf of autograd's graph takes its place.
     """
+    sources = {
+        place: leaf.detach().requires_grad_()
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    }
+    leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
     count = len(call.leaves)
     given = leaves[:count] if fills is None else plan.pad(leaves[:count], fills)
     args, kwargs = call.bind(extras, given)
     if len(leaves) > count:
         args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
-    return Given([*given, *leaves[count:]], args, kwargs)
+    return Given([*given, *leaves[count:]], args, kwargs, sources)
 
 
 def sizes_of(plan: Plan) -> str:
@@ -372,73 +379,3 @@ def sizes_of(plan: Plan) -> str:
         target = f" -> {plan.buckets[axis]}" if axis in plan.buckets else ""
         shown.append(f"{axis}: {size}{target} in {label}")
     return ", ".join(shown)
-
-
-def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
-    """Look at a call: its tensors that have dims to pad, and the size of each axis.
-
-    Raises:
-        TypeError, IndexError, KeyError: an argument is not what was declared.
-        ValueError: an axis has two sizes, or none.
-    """
-    inputs = []
-    sizes: dict[str, tuple[int, str]] = {}
-    names, _, treedefs, starts = call.signature
-    for name, argument, treedef, start in zip(
-        names, call.arguments, treedefs, starts, strict=False
-    ):
-        if name not in spec.dims and name not in spec.masks:
-            continue
-        paths = [()] if treedef is None else key_paths(treedef)
-        for found in spec.find(name, argument):
-            for dim, axis in found.axes:
-                size = found.tensor.shape[dim]
-                before, label = sizes.setdefault(axis, (size, found.label))
-                if before != size:
-                    raise ValueError(
-                        f"bucketed: axis {axis!r} is {before} in {label} and {size} in "
-                        f"{found.label}"
-                    )
-            inputs.append(
-                Input(
-                    index=start + paths.index(found.path),
-                    label=found.label,
-                    shape=tuple(found.tensor.shape),
-                    axes=found.axes,
-                    fill=0 if found.fill is None else found.fill,
-                    declared=found.fill is not None,
-                    device=found.tensor.device,
-                )
-            )
-    for axis in spec.ladders:
-        if axis not in sizes:
-            raise ValueError(
-                f"bucketed: no argument of the call has axis {axis!r}; dims names "
-                f"{', '.join(spec.dims)}"
-            )
-    return tuple(inputs), {axis: sizes[axis][0] for axis in spec.ladders}
-
-
-def find_buckets(spec: Spec, sizes: Sizes, inputs: Iterable[Input]) -> Sizes | None:
-    """Return each axis' bucket; None if a size is above the largest and may run without.
-
-    Raises:
-        ValueError: it may not.
-    """
-    found: Sizes = {}
-    # Two axes may share a ladder, which is asked once for both sizes.
-    for ladder in dict.fromkeys(spec.ladders.values()):
-        bucket = ladder.bucket_for(sizes)
-        if bucket is None and spec.options["overflow"] == "error":
-            label = next(
-                each.label for each in inputs if any(axis in ladder.axes for _, axis in each.axes)
-            )
-            raise ValueError(
-                f"bucketed: {ladder.too_large(sizes, label)}, or pass overflow='grow', 'eager' or "
-                "'dynamic'"
-            )
-        if bucket is None:
-            return None
-        found |= bucket
-    # In the order of the axes, by which buckets are compared and counted.
-    return {axis: found[axis] for axis in sizes}

@@ -8,146 +8,28 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from typing_extensions import Required
 
-from torchguard._pytree import KeyPath, children, keystr
+from torchguard._pytree import KeyPath, children, key_paths, keystr
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.auto import Ladder, PairLadder, ladders_of
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
+from torchguard.bucketing.decorator.options import MaskingOptions
+from torchguard.bucketing.decorator.plan import Call, Input
 from torchguard.bucketing.decorator.plan_file import PlanFile, read_plan
-from torchguard.bucketing.padding import Side
 
-__all__ = [
-    "Dims",
-    "Found",
-    "MaskingOptions",
-    "Options",
-    "Sizes",
-    "Spec",
-    "checked_options",
-    "signature_with_options",
-]
+__all__ = ["Found", "Sizes", "Spec", "find_buckets", "find_inputs"]
 
 
-class NamedDim(Protocol):
-    """A ``torch.export.Dim``, which has a name."""
-
-    __name__: str
-
-
-AxisName: TypeAlias = str | NamedDim | None
-DimsOfArgument: TypeAlias = (
-    Mapping[int, AxisName]
-    | Mapping[str, "DimsOfArgument"]
-    | Sequence["DimsOfArgument | AxisName"]
-    | None
-)
-Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
-"""``{argument: {dim: name}}``, or a sequence in the order of the arguments; containers nest."""
-
-Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
-CheckPadding: TypeAlias = Literal["first", "always", "never"]
-EngineName: TypeAlias = Literal["static", "ranges", "auto"]
 Sizes: TypeAlias = dict[str, int]
 """Size by axis."""
 
 # difflib's ratio of a name of four letters and one with a letter more or less is 0.86 or above.
 _ALIKE = 0.8
-
-
-class Options(TypedDict, total=False):
-    """The options of :func:`bucketed`, which says what they mean."""
-
-    dims: Required[Dims]
-    buckets: Any
-    fill: Mapping[str, Any] | None
-    outputs: Any
-    side: Side
-    overflow: Overflow
-    check_padding: CheckPadding
-    compile: bool | Mapping[str, Any] | None
-    engine: EngineName
-    plan: str | os.PathLike[str] | None
-    group: Any
-
-
-class MaskingOptions(Options, total=False):
-    """Likewise, with the arguments that are made where the caller leaves them out."""
-
-    lengths: Any
-    mask: Any
-
-
-_DEFAULTS: Any = {
-    **dict.fromkeys(MaskingOptions.__annotations__),
-    "side": "right",
-    "overflow": "error",
-    "check_padding": "first",
-    "engine": "static",
-}
-
-
-def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
-    """Return the options with the defaults filled in.
-
-    Raises:
-        TypeError: one that there is not, or none for ``dims``.
-        ValueError: a word that is not one of those it can be.
-    """
-    # Python's own words: the signature shows each option, though **options takes any.
-    unknown = sorted(options.keys() - _DEFAULTS.keys())
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], _DEFAULTS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"bucketed() got an unexpected keyword argument {unknown[0]!r}{hint}")
-    if "dims" not in options:
-        raise TypeError("bucketed() missing 1 required keyword-only argument: 'dims'")
-    checked: Any = {**_DEFAULTS, **options}
-    for name, allowed in (
-        ("side", get_args(Side)),
-        ("overflow", get_args(Overflow)),
-        ("check_padding", get_args(CheckPadding)),
-        ("engine", get_args(EngineName)),
-    ):
-        if checked[name] not in allowed:
-            listed = ", ".join(map(repr, allowed))
-            raise ValueError(f"bucketed: {name} is {checked[name]!r}, expected one of {listed}")
-    if checked["engine"] != "static" and checked["group"] is not None:
-        raise ValueError(
-            f"bucketed: engine={checked['engine']!r} with group=: without padding ranks have other "
-            "sizes, and each would decide for itself what to compile; use engine='static'"
-        )
-    if checked["fill"] is not None and not isinstance(checked["fill"], Mapping):
-        raise TypeError(
-            f"bucketed: fill is {checked['fill']!r}, expected {{argument: value}}, such as "
-            "{'labels': -100}"
-        )
-    return checked  # type: ignore[no-any-return]
-
-
-def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function with each option in place of its ``**options``."""
-    signature = inspect.signature(function)
-    first = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
-    options = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if name == "dims" else _DEFAULTS[name],
-            annotation=annotation,
-        )
-        for name, annotation in {
-            **Options.__annotations__,
-            **MaskingOptions.__annotations__,
-        }.items()
-    ]
-    return signature.replace(parameters=[*first, *options])
 
 
 class Found(NamedTuple):
@@ -192,7 +74,7 @@ class Spec:
 
         Args:
             function: what is called.
-            options: as :func:`checked_options` returned them.
+            options: as ``checked_options`` returned them.
             bound: leave out the first parameter, ``self``.
 
         Raises:
@@ -291,6 +173,79 @@ class Spec:
             if batch is not None and value.dim() > 1 and (value.dim() == 2 or value.shape[0] != 1):  # noqa: PLR2004
                 axes.insert(0, (0, batch))
             yield Found(name, (), value, tuple(axes), mask.fill)
+
+
+# ---- the tensors of a call that have dims to pad ----
+
+
+def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
+    """Look at a call: its tensors that have dims to pad, and the size of each axis.
+
+    Raises:
+        TypeError, IndexError, KeyError: an argument is not what was declared.
+        ValueError: an axis has two sizes, or none.
+    """
+    inputs = []
+    sizes: dict[str, tuple[int, str]] = {}
+    names, _, treedefs, starts = call.signature
+    for name, argument, treedef, start in zip(
+        names, call.arguments, treedefs, starts, strict=False
+    ):
+        if name not in spec.dims and name not in spec.masks:
+            continue
+        paths = [()] if treedef is None else key_paths(treedef)
+        for found in spec.find(name, argument):
+            for dim, axis in found.axes:
+                size = found.tensor.shape[dim]
+                before, label = sizes.setdefault(axis, (size, found.label))
+                if before != size:
+                    raise ValueError(
+                        f"bucketed: axis {axis!r} is {before} in {label} and {size} in "
+                        f"{found.label}"
+                    )
+            inputs.append(
+                Input(
+                    index=start + paths.index(found.path),
+                    label=found.label,
+                    shape=tuple(found.tensor.shape),
+                    axes=found.axes,
+                    fill=0 if found.fill is None else found.fill,
+                    declared=found.fill is not None,
+                    device=found.tensor.device,
+                )
+            )
+    for axis in spec.ladders:
+        if axis not in sizes:
+            raise ValueError(
+                f"bucketed: no argument of the call has axis {axis!r}; dims names "
+                f"{', '.join(spec.dims)}"
+            )
+    return tuple(inputs), {axis: sizes[axis][0] for axis in spec.ladders}
+
+
+def find_buckets(spec: Spec, sizes: Sizes, inputs: Iterable[Input]) -> Sizes | None:
+    """Return each axis' bucket; None if a size is above the largest and may run without.
+
+    Raises:
+        ValueError: it may not.
+    """
+    found: Sizes = {}
+    # Two axes may share a ladder, which is asked once for both sizes.
+    for ladder in dict.fromkeys(spec.ladders.values()):
+        bucket = ladder.bucket_for(sizes)
+        if bucket is None and spec.options["overflow"] == "error":
+            label = next(
+                each.label for each in inputs if any(axis in ladder.axes for _, axis in each.axes)
+            )
+            raise ValueError(
+                f"bucketed: {ladder.too_large(sizes, label)}, or pass overflow='grow', 'eager' or "
+                "'dynamic'"
+            )
+        if bucket is None:
+            return None
+        found |= bucket
+    # In the order of the axes, by which buckets are compared and counted.
+    return {axis: found[axis] for axis in sizes}
 
 
 def _batch_axis(dims: Iterable[Any], axis: str) -> str | None:

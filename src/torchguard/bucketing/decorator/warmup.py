@@ -23,9 +23,9 @@ from torchguard._pytree import all_reachable_modules
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import alone
-from torchguard.bucketing.decorator.outputs import Output
-from torchguard.bucketing.decorator.plan import Call, Input, Plan, find_inputs
-from torchguard.bucketing.decorator.spec import Sizes, Spec
+from torchguard.bucketing.decorator.output_shapes import Output
+from torchguard.bucketing.decorator.plan import Call, Input, Plan
+from torchguard.bucketing.decorator.spec import Sizes, Spec, find_inputs
 from torchguard.bucketing.padding import Side, pad_to_bucket
 from torchguard.equivalence.isolate import (
     buffers_restored,

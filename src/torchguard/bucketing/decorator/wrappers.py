@@ -18,8 +18,9 @@ from typing_extensions import ParamSpec, Self
 from torchguard import _torch
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import CompileCache, Compilers, compiler_for
+from torchguard.bucketing.decorator.options import MaskingOptions
 from torchguard.bucketing.decorator.plan_file import write_plan
-from torchguard.bucketing.decorator.spec import MaskingOptions, Spec
+from torchguard.bucketing.decorator.spec import Spec
 from torchguard.bucketing.decorator.stats import (
     BucketedReport,
     BucketedStats,

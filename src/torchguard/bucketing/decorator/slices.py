@@ -1,4 +1,4 @@
-"""Outputs taken apart, and sliced to what of them is real.
+"""How to slice an output, and what ``outputs=`` says of that.
 
 Shapes: B batch, T the size of an axis.
 """
@@ -7,92 +7,19 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
+from torchguard._pytree import KeyPath
 from torchguard.bucketing.decorator.spec import Sizes
 from torchguard.bucketing.padding import Side
-from torchguard.equivalence.outcome import Output as Compared
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.plan import Plan
+    from torchguard.bucketing.decorator.output_shapes import Output
 
-__all__ = [
-    "UNKNOWN",
-    "Fold",
-    "Narrow",
-    "Output",
-    "Slices",
-    "Steps",
-    "declared_steps",
-    "kind_of",
-    "real_output",
-    "slice_or_learn",
-    "slice_output",
-]
-
-
-_PLAIN = (int, float, complex, str, bytes, bool, torch.dtype, torch.device)
-
-
-@dataclass(frozen=True)
-class Output:
-    """An output taken apart; two are equal that have the same structure."""
-
-    leaves: list[Any] = field(compare=False)
-    paths: list[KeyPath]
-    whole: Any = field(compare=False)
-
-    def label(self, index: int) -> str:
-        """Return how to spell a leaf: ``output.logits``."""
-        return keystr("output", self.paths[index], self.whole)
-
-    @classmethod
-    def of(cls, whole: Any) -> Output:
-        """Take an output apart.
-
-        Raises:
-            TypeError: it has something inside that may hold tensors, but can't be looked into.
-        """
-        # Of any class, FakeTensor too: a tensor is one leaf.
-        if isinstance(whole, torch.Tensor):
-            return cls([whole], [()], whole)
-        leaves, treedef = flatten(whole)
-        output = cls(leaves, key_paths(treedef), whole)
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, (Iterator, Awaitable)):
-                raise TypeError(
-                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}: what comes out "
-                    "of it later can't be cut to size. Return tensors, tuples, lists, dicts or "
-                    "dataclasses"
-                )
-            if not _is_plain(leaf) and _holds_tensors(leaf):
-                raise TypeError(
-                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}, which holds "
-                    "tensors that can't be cut to size: return tensors, tuples, lists, dicts or "
-                    "dataclasses (with Hugging Face models: use_cache=False)"
-                )
-        return output
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether a leaf is a tensor or certainly holds none."""
-    return leaf is None or isinstance(leaf, (torch.Tensor, torch.Size, *_PLAIN))
-
-
-# Three levels reach the tensors in a cache of transformers: its list of layers, a layer, a tensor.
-def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth == 0 or isinstance(value, (type, torch.nn.Module)) or callable(value):
-        return False
-    inside = [child for _, child in children(value) or ()]
-    inside += getattr(value, "__dict__", {}).values()
-    return any(_holds_tensors(child, depth - 1) for child in inside)
+__all__ = ["Fold", "Narrow", "Steps", "declared_steps"]
 
 
 class Narrow(NamedTuple):
@@ -128,95 +55,6 @@ class Fold(NamedTuple):
 
 Steps: TypeAlias = "tuple[Narrow | Fold, ...]"
 """How to slice a tensor, in order."""
-
-
-class Slices(NamedTuple):
-    """What to take of an output, by index of its leaves."""
-
-    steps: tuple[tuple[int, Steps], ...] = ()
-    numbers: tuple[tuple[int, int], ...] = ()
-    """Integers that say how long something is."""
-
-
-# ---- in every call ----
-
-
-UNKNOWN: Any = object()
-"""What :func:`slice_output` returns for an output of a kind that was not seen yet."""
-
-
-def slice_output(plan: Plan, whole: Any) -> Any:
-    """Take the real part of an output; ``UNKNOWN`` if it is not known yet what that is."""
-    if type(whole) is torch.Tensor:
-        # Outputs of one plan may differ in shape: a branch on data, or a loss in place of logits.
-        slices = plan.slices.get(whole.shape)
-        if slices is None:
-            return UNKNOWN
-        return _slice(whole, slices.steps[0][1]) if slices.steps else whole
-    leaves, key = _flatten(whole)
-    slices = plan.slices.get(key)
-    if slices is None:
-        return UNKNOWN
-    for index, number in slices.numbers:
-        leaves[index] = number
-    for index, steps in slices.steps:
-        leaves[index] = _slice(leaves[index], steps)
-    return unflatten(leaves, whole)
-
-
-def slice_or_learn(plan: Plan, find: Callable[[Output], Slices], whole: Any) -> Any:
-    """Take the real part of an output.
-
-    Args:
-        plan: how the call was padded; what is found is kept there.
-        find: finds out what of an output of a new kind is real. It may run the function on
-            tensors without data.
-        whole: what the function returned.
-    """
-    real = slice_output(plan, whole)
-    if real is UNKNOWN:
-        plan.slices[kind_of(whole)] = find(Output.of(whole))
-        real = slice_output(plan, whole)
-    return real
-
-
-def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
-    for step in steps:
-        tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
-    return tensor
-
-
-def real_output(
-    plan: Plan,
-    find: Callable[[Output], Slices] | None,
-    count: Callable[[Output, Any], list[Compared]] | None,
-    whole: Any,
-) -> tuple[Output, list[Compared]]:
-    """Take the real part of an output apart, to compare it with that of another run.
-
-    Args:
-        plan: of the call.
-        find: as of :func:`slice_or_learn`; None where nothing was padded.
-        count: says which elements count, of the real part of a padded output, or of one that was
-            not padded, which comes with None; left out, all do.
-        whole: what the function returned.
-    """
-    output = Output.of(whole if find is None else slice_or_learn(plan, find, whole))
-    if count is not None:
-        return output, count(output, None if find is None else whole)
-    return output, [Compared(leaf) for leaf in output.leaves]
-
-
-def kind_of(whole: Any) -> Any:
-    """Return what tells an output from others that are sliced otherwise."""
-    return whole.shape if type(whole) is torch.Tensor else _flatten(whole)[1]
-
-
-def _flatten(whole: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of an output, and its kind."""
-    leaves, treedef = flatten(whole)
-    kinds = [leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
-    return leaves, (treedef, *kinds)
 
 
 # ---- what outputs= says ----

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchguard
-from torchguard.transactions import guard
+from torchguard.transactions import hooks
 
 KINDS: dict[str, dict[str, Any]] = {
     "loop": {"foreach": False},
@@ -174,11 +174,11 @@ def test_an_expanded_parameter_is_refused_before_a_fused_kernel_writes_past_it()
 
 def test_copies_that_are_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step runs as torch runs it, and a warning says so once."""
-    monkeypatch.setenv(guard.MAX_BYTES, "1")
+    monkeypatch.setenv(hooks.MAX_BYTES, "1")
     parameters, optimizer = made("SGD", "loop")
     give_gradients(parameters, 0)
     with torchguard.install("optimizer"):
-        with pytest.warns(RuntimeWarning, match=guard.MAX_BYTES):
+        with pytest.warns(RuntimeWarning, match=hooks.MAX_BYTES):
             optimizer.step()
         optimizer.step()
 

@@ -109,14 +109,16 @@ class FusedLists:
             kernels = _kernels_of(lists, wanted)
             options = {**group, "params": list(group["params"])}
             self._groups.append(_Group(options, lists, result, kernels))
-        # Nobody but the optimizer writes its state, so that its layout is asked for once.
-        self._state_is_contiguous = all(
+        # Nobody but the optimizer writes its state, so that its layout is asked for once; kernels
+        # on a GPU look at layouts themselves.
+        self._state_is_contiguous = any(each.is_cpu for each in self._parameters) and all(
             _are_contiguous(tensors)
             for group in self._groups
             for name, tensors in group.lists.items()
             if name not in {_GRADIENTS, _COUNTERS}
         )
         self._zeroed = _allocate(wanted)
+        self._witnesses = [witness[name] for witness, name, _ in wanted if name in _PARAMETERS]
         for each in self._groups:
             _insert_witnesses(each)
         self._take(gradients)
@@ -169,10 +171,8 @@ class FusedLists:
         # zero_grad() gives their memory back; these lists stay until the next step.
         self._gradients = []
         known_contiguous.clear()
-        for kernel in self._kernels():
-            for witness in kernel.witnesses:
-                for name in witness.keys() & _PARAMETERS:
-                    optimizer.state.pop(witness[name], None)
+        for witness in self._witnesses:
+            optimizer.state.pop(witness, None)
 
     def progress(self) -> FusedProgress | None:
         """Return how far the step got; None if it can't be told, or a kernel is torn."""

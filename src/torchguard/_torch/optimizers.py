@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -26,6 +27,7 @@ __all__ = [
     "call_unseen",
     "call_while_tracing",
     "close_checkpoints",
+    "concatenated",
     "copy_all",
     "fused_sgd_skips_half",
     "hooks_registered",
@@ -73,37 +75,42 @@ class _RefuseToCompare(TorchFunctionMode):
 
 _refuse_to_compare = _RefuseToCompare()
 _probe = torch.empty(0)
+_with_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+    torch._C, "_EnableTorchFunction", contextlib.nullcontext
+)
 
 
 def same_tensors(now: Any, before: Any) -> bool:
-    """Whether two lists, of tensors or of dicts of tensors, hold the very same tensors.
+    """Whether two lists, of tensors or of lists or dicts of tensors, hold the very same tensors.
 
     ``==`` of lists and dicts looks at identity first, in C, at a fiftieth of what a loop takes,
     and calls ``Tensor.__eq__`` for those that differ; a mode keeps torch from comparing elements.
     None and objects without an ``__eq__`` are fine too. Dicts may have another order.
     """
-    try:
-        torch._C._push_on_torch_function_stack(_refuse_to_compare)
-        if has_torch_function_unary(_probe):
-            return bool(now == before)
-    except _NotTheSame:
-        return False
-    finally:
-        torch._C._pop_torch_function_stack()
+    with _with_torch_function():
+        try:
+            torch._C._push_on_torch_function_stack(_refuse_to_compare)
+            if has_torch_function_unary(_probe):
+                return bool(now == before)
+        except _NotTheSame:
+            return False
+        finally:
+            torch._C._pop_torch_function_stack()
     return same_one_by_one(now, before)  # inside of torch._C.DisableTorchFunction
 
 
 def same_one_by_one(now: Any, before: Any) -> bool:
-    """Whether two lists, of any objects or of dicts of them, hold the very same objects."""
+    """Whether two lists, of any objects or of lists or dicts of them, hold the very same ones."""
     if len(now) != len(before):
         return False
-    pairs = zip(now, before, strict=True)
-    return all(
-        same_one_by_one(list(one.values()), list(other.values()))
-        if isinstance(one, dict)
-        else one is other
-        for one, other in pairs
-    )
+    for one, other in zip(now, before, strict=True):
+        if isinstance(one, dict):
+            same = same_one_by_one(list(one.values()), list(other.values()))
+        else:
+            same = one is other or (isinstance(one, list) and same_one_by_one(one, other))
+        if not same:
+            return False
+    return True
 
 
 def members_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -180,6 +187,21 @@ def call_unseen(function: Callable[..., Any], *args: Any) -> Any:
     """
     with without_torch_function(), without_torch_dispatch():
         return call_with_grad(False, function, *args)
+
+
+_below_autograd: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+    torch._C, "_AutoDispatchBelowAutograd", torch.no_grad
+)
+
+
+def concatenated(kinds: list[list[Any]]) -> list[torch.Tensor]:
+    """Copy all tensors of each kind by one call, unseen by modes and by autograd.
+
+    A call for each takes three times as long; autograd's kernel, which asks each tensor whether
+    there is something to record, adds half.
+    """
+    with without_torch_function(), without_torch_dispatch(), _below_autograd():
+        return [torch.cat(tensors) for tensors in kinds]
 
 
 def copy_all(targets: list[Any], sources: list[Any]) -> None:

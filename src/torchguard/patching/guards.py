@@ -39,7 +39,7 @@ from torchguard.checkpoint.saving import (
 from torchguard.interop import numpy_memory
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
-from torchguard.transactions import guard as optimizer_guard
+from torchguard.transactions import hooks as optimizer_guard
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[

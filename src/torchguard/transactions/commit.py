@@ -1,4 +1,4 @@
-"""One call of ``optimizer.step()``: prepared so that it can be undone, or finished."""
+"""A step that is taken: prepared so that it can be undone, or made whole."""
 
 from __future__ import annotations
 
@@ -17,27 +17,32 @@ from torchguard._torch.fused import FusedLists, FusedProgress, FusedStep, has_fu
 from torchguard._torch.optimizers import (
     call_unseen,
     init_group,
+    per_optimizer_states,
     step_without_hooks,
 )
 from torchguard.errors import OptimizerStateError, UnrecoverableStepError
 from torchguard.rollback.interrupts import finish
-from torchguard.transactions.containers import StateContainers, restore_container
-from torchguard.transactions.copies import Copies, state_tensors
+from torchguard.transactions.copies import (
+    Containers,
+    Copies,
+    StateContainers,
+    state_of,
+    state_tensors,
+    undos_of,
+)
+from torchguard.transactions.state import TrainingSnapshot, TrainingState
 
 __all__ = [
-    "IN_TRANSACTION",
+    "AtCommit",
     "OptimizerStep",
-    "Prepared",
     "SignalsHeldBack",
     "Undo",
     "add_note",
+    "finish_step",
     "steps_in_one_call",
 ]
 
 Undo = Literal["auto", "copy", "none"]
-
-IN_TRANSACTION: list[Optimizer] = []
-"""The optimizers of transactions that are open: install("optimizer") leaves their steps alone."""
 
 
 def steps_in_one_call(optimizer: Optimizer) -> bool:
@@ -60,14 +65,6 @@ def steps_in_one_call(optimizer: Optimizer) -> bool:
     )
 
 
-class Prepared:
-    """What is known of an optimizer's fused steps, from one to the next."""
-
-    lists: FusedLists | None = None
-    state: StateContainers | None = None
-    """The optimizer's state when the lists were made."""
-
-
 class OptimizerStep:
     """What is known about one call of ``step()``, from before it until it has gone through.
 
@@ -76,29 +73,18 @@ class OptimizerStep:
     For any other step parameters and state are copied, with ``copies``.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        state: StateContainers,
-        *,
-        copies: bool,
-        in_one_call: bool,
-        prepared: Prepared,
-    ) -> None:
-        """``state`` before the step; ``prepared`` is kept from one step to the next."""
+    def __init__(self, optimizer: Optimizer, *, copies: bool, in_one_call: bool) -> None:
         self.optimizer = optimizer
-        self.in_one_call = in_one_call
-        self._prepared = prepared
-        self._fused: FusedStep | None = None
+        self._state: StateContainers | None = None
+        """As it was when the step began; None as long as the step has not asked for it."""
         self._signals: SignalsHeldBack | None = None
-        self._state = state
         self._counts: bool | None = None
         self._copies: Copies | None = None
         if copies:
+            self._state = state_of(optimizer)
             written = [each for group in optimizer.param_groups for each in group["params"]]
             self._copies = Copies([*written, *state_tensors(optimizer)])
-        if in_one_call:
-            self._fused = FusedStep(optimizer, self.prepare)
+        self._fused = FusedStep(optimizer, self.prepare) if in_one_call else None
 
     def prepare(self) -> FusedLists:
         """Make and check the state of a fused step, as the step does when it asks for its lists.
@@ -106,24 +92,19 @@ class OptimizerStep:
         Raises:
             OptimizerStateError: state does not fit its parameter; the optimizer is as before.
         """
-        optimizer, prepared = self.optimizer, self._prepared
-        if not (
-            prepared.lists is not None
-            and prepared.state is not None
-            and prepared.state.are_current(optimizer)
-            and call_unseen(prepared.lists.renew, optimizer)
-        ):
-            prepared.lists = None
+        optimizer = self.optimizer
+        state = self._state = state_of(optimizer)
+        if state.lists is None or not call_unseen(state.lists.renew, optimizer):
+            state.lists = None
             try:
                 call_unseen(_make_state, optimizer)
                 _check(optimizer)
-                prepared.state = StateContainers(optimizer)
-                prepared.lists = call_unseen(FusedLists, optimizer)
+                state = state_of(optimizer)
+                state.lists = call_unseen(FusedLists, optimizer)
             except BaseException:
-                self._restore_containers()
+                self._state.restore()
                 raise
-        assert prepared.lists is not None
-        return prepared.lists
+        return state.lists
 
     @property
     def is_copied(self) -> bool:
@@ -144,7 +125,8 @@ class OptimizerStep:
 
     def undo(self) -> None:
         """Put parameters and state back from their copies."""
-        self._restore_containers()
+        if self._state is not None:
+            self._state.restore()
         if self._copies is not None:
             self._copies.restore()
 
@@ -169,29 +151,26 @@ class OptimizerStep:
         if self._copies is not None:
             finish(self.undo)
             return False
+        name = type(self.optimizer).__name__
         if self._fused is None:
             raise UnrecoverableStepError(
-                f"{_name(self.optimizer)}.step() raised midway and undo='none' keeps no copies: "
+                f"{name}.step() raised midway and undo='none' keeps no copies: "
                 "load a checkpoint, or use undo='auto'"
             ) from error
-        return self._finish(self._fused, error)
-
-    def _finish(self, fused: FusedStep, error: BaseException | None) -> bool:
-        optimizer = self.optimizer
-        fused.end()
+        self._fused.end()
         try:
-            progress: FusedProgress | None = call_unseen(fused.progress)
+            progress: FusedProgress | None = call_unseen(self._fused.progress)
             if progress is not None:
                 call_unseen(progress.take_back_counts)
         except Exception as again:  # noqa: BLE001  the device is lost, whatever it says
             progress, error = None, error or again
         if progress is None:
             raise UnrecoverableStepError(
-                f"{_name(optimizer)}.step() raised within one of its fused kernels, or it can't be "
+                f"{name}.step() raised within one of its fused kernels, or it can't be "
                 "told how far it got: load a checkpoint, or use undo='copy'"
             ) from error
         if not progress.stepped:
-            self._restore_containers()
+            self.undo()
             return False
         if not progress.all_stepped:
             self._step_the_others(progress.stepped, error)
@@ -211,10 +190,6 @@ class OptimizerStep:
         finally:
             for parameter, gradient in zip(stepped, gradients, strict=True):
                 parameter.grad = gradient
-
-    def _restore_containers(self) -> None:
-        for container, before in self._state.copies:
-            restore_container(container, before)
 
 
 def _name(optimizer: Optimizer) -> str:
@@ -273,12 +248,91 @@ def _check_against(parameter: Tensor, tensor: Tensor, what: str) -> None:
             )
 
 
+# --- a step that counts although its block raises -------------------------------------------
+
+
+class AtCommit:
+    """What changes after the optimizers, as it was when the last of them had stepped."""
+
+    def __init__(self, training: TrainingState) -> None:
+        groups = [group for each in training.optimizers for group in each.param_groups]
+        parameters = [group["params"] for group in groups]
+        self.others = [
+            (other, Containers([vars(other)]))
+            if per_optimizer_states(other) is not None
+            else (other, Containers([vars(other), *groups], skip=parameters))
+            for other in training.others
+        ]
+        self.also = undos_of(training.also, buffers=True)
+
+
+def finish_step(
+    training: TrainingState,
+    snapshot: TrainingSnapshot,
+    at_commit: AtCommit | None,
+    exception: BaseException | None,
+) -> None:
+    """Finish scaler and scheduler, or put them back; note on the exception that the step counts.
+
+    ``at_commit`` is None if an interrupt came while it was read: nothing has run since then.
+    """
+    notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
+    for optimizer in training.optimizers:
+        # What scaler.step() hands to a fused optimizer, and deletes at its end: a scale that stays
+        # is multiplied with the next one.
+        now, before = vars(optimizer), snapshot.optimizers[id(optimizer)].attributes
+        for name in ("grad_scale", "found_inf"):
+            now.pop(name, None)
+            now.update({name: before[name]} if name in before else {})
+    read = {} if at_commit is None else {id(other): held for other, held in at_commit.others}
+    for other in training.others:
+        containers = read.get(id(other))
+        if per_optimizer_states(other) is not None:
+            notes.append(_finish_scaler(other, containers))
+        elif containers is not None and _raised_inside(exception, other):
+            containers.restore()
+            notes.append(f"{type(other).__name__} is as it was before its step()")
+    if at_commit is not None and at_commit.also:
+        for undo in at_commit.also:
+            undo()
+        notes.append("what also= names is as it was when the last optimizer had stepped")
+    if exception is not None:
+        add_note(exception, "; ".join(notes))
+
+
+def _finish_scaler(scaler: Any, at_commit: Containers | None) -> str:
+    """Do what ``scaler.update()`` has not done, so that the next step finds it ready."""
+    if not per_optimizer_states(scaler):
+        return "the scaler is updated"
+    try:
+        if at_commit is not None:
+            at_commit.restore()  # update() may have raised with the scale changed already
+        scaler.update()
+    except Exception as error:  # noqa: BLE001  the exception on its way is the one to see
+        per_optimizer_states(scaler).clear()  # type: ignore[union-attr]
+        return f"the scaler keeps its scale ({error})"
+    return "the scaler was updated"
+
+
+def _raised_inside(exception: BaseException | None, owner: Any) -> bool:
+    """Whether an exception went through a method of an object."""
+    traceback = None if exception is None else exception.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_locals.get("self") is owner:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
 def add_note(exception: BaseException, note: str) -> None:
     """Call ``exception.add_note``, which Python 3.10 does not have."""
     if hasattr(exception, "add_note"):
         exception.add_note(note)
     else:
         exception.__notes__ = [*getattr(exception, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+# --- signals ---------------------------------------------------------------------------------
 
 
 class SignalsHeldBack:

@@ -1,10 +1,14 @@
-"""Copies of tensors' elements, and of what only its owner can put back."""
+"""Copies of what a step changes: tensors' elements, and what dicts, lists and sets hold."""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,28 +17,50 @@ from torch.optim import Optimizer
 
 from torchguard import _pytree
 from torchguard._torch import has_own_dispatch, set_version
-from torchguard._torch.optimizers import call_unseen, copy_all, versions_of
-from torchguard.rollback.snapshot import capture
+from torchguard._torch.fused import FusedLists
+from torchguard._torch.optimizers import (
+    call_unseen,
+    copy_all,
+    same_one_by_one,
+    same_tensors,
+    versions_of,
+)
+from torchguard.rollback.snapshot import Snapshot, capture
 
 __all__ = [
+    "Containers",
     "Copies",
+    "OptimizerSnapshot",
+    "StateContainers",
+    "comparison_of",
     "different",
+    "forget_states",
     "is_plain",
-    "others",
+    "restore_container",
     "restore_versions",
+    "same_objects",
+    "state_of",
     "state_tensors",
     "undos_of",
 ]
 
 
+# --- elements --------------------------------------------------------------------------------
+
+
 class Copies:
     """Copies of tensors' elements, made in bulk: on their device, or on the host if it is full."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.plain = [tensor for tensor in tensors if is_plain(tensor)]
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.plain: list[Tensor] = []
+        self.others: list[Snapshot] = []
+        for tensor in {id(each): each for each in tensors}.values():
+            if is_plain(tensor):
+                self.plain.append(tensor)
+            else:
+                self.others.append(capture(tensor, data=True))
         self.versions = versions_of(self.plain)
         self.copies = call_unseen(_copied, self.plain)
-        self.others = [capture(each, data=True) for each in others(tensors, self.plain)]
 
     def restore(self) -> None:
         """Write the elements back into the same tensors, version counters included."""
@@ -46,9 +72,6 @@ class Copies:
     def written(self) -> int:
         """Return how many of the tensors were written since, as far as version counters tell."""
         return different(versions_of(self.plain), self.versions)
-
-    def __len__(self) -> int:
-        return len(self.plain) + len(self.others)
 
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:
@@ -90,52 +113,205 @@ def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) 
             set_version(tensor, before)
 
 
-def others(tensors: list[Tensor], some: list[Tensor]) -> list[Tensor]:
-    """Return the tensors that are not among some of them."""
-    ids = set(map(id, some))
-    return [each for each in tensors if id(each) not in ids]
+# --- dicts, lists and sets -------------------------------------------------------------------
+
+
+class Containers:
+    """Shallow copies of the dicts and lists that objects hold, and copies of the tensors in them.
+
+    Goes into dicts, lists, tuples and sets, and into what holds state of its own inside a
+    scheduler (another scheduler), but not into modules and optimizers.
+    """
+
+    def __init__(self, roots: Iterable[Any], *, skip: Iterable[Any] = ()) -> None:
+        self.copies: list[tuple[Any, Any]] = []
+        self.tensors: list[Snapshot] = []
+        seen = set(map(id, skip))
+        waiting = deque(roots)
+        while waiting:
+            node = waiting.popleft()
+            if type(node) in _ATOMS or id(node) in seen:
+                continue
+            seen.add(id(node))
+            waiting.extend(self._children(node))
+
+    def _children(self, node: Any) -> Iterable[Any]:
+        if isinstance(node, Tensor):
+            self.tensors.append(capture(node, data=True))
+        elif isinstance(node, dict):
+            self.copies.append((node, dict(node)))
+            return node.values()
+        elif isinstance(node, (list, deque)):
+            self.copies.append((node, list(node)))
+            return node
+        elif isinstance(node, set):
+            self.copies.append((node, set(node)))
+        elif isinstance(node, tuple):
+            return node
+        elif _has_state(node):
+            return (vars(node),)
+        return ()
+
+    def restore(self) -> None:
+        """Put every container and every tensor back; what is unchanged is not touched."""
+        for container, before in self.copies:
+            restore_container(container, before)
+        for saved in self.tensors:
+            saved.restore()
+
+
+_ATOMS = {int, float, bool, str, bytes, type(None), complex}
+
+
+def _has_state(node: Any) -> bool:
+    return (
+        not isinstance(node, (nn.Module, Optimizer, type))
+        and hasattr(node, "state_dict")
+        and hasattr(node, "load_state_dict")
+        and hasattr(node, "__dict__")
+    )
+
+
+def restore_container(container: Any, before: Any) -> None:
+    """Let a dict, list, deque or set hold what it held, in the order in which it held it."""
+    if isinstance(container, dict):
+        if same_objects(list(container.values()), list(before.values())) and list(
+            container
+        ) == list(before):
+            return
+        # Emptied and filled: the order of a dict is that of insertion, and hooks run in it.
+        container.clear()
+        container.update(before)
+    elif isinstance(container, set):
+        if container != before:
+            container.clear()
+            container.update(before)
+    elif not same_objects(list(container), before):
+        container.clear()
+        container.extend(before)
+
+
+def same_objects(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def comparison_of(values: Iterable[Any]) -> Callable[[Any, Any], bool]:
+    """Return how to find out whether dicts hold the very same values: quickly if it can be."""
+    kinds: set[Any] = set(map(type, values))
+    compared_by_identity = all(
+        kind is type(None) or issubclass(kind, Tensor) or kind.__eq__ is object.__eq__
+        for kind in kinds
+    )
+    return same_tensors if compared_by_identity else same_one_by_one
+
+
+# --- optimizers ------------------------------------------------------------------------------
+
+
+class StateContainers:
+    """The dicts of an optimizer's state, each with a shallow copy."""
+
+    lists: FusedLists | None = None
+    """The lists of a fused step, made from this state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        state = optimizer.state
+        self._entries = list(state.values())
+        self._entry_copies = list(map(dict.copy, self._entries))
+        # Optimizers that are not torch's may count steps in a number of Python, and two equal ones
+        # may be two objects; tensors are never compared by their elements.
+        self._same_values = comparison_of(chain.from_iterable(map(dict.values, self._entry_copies)))
+        self.copies: list[tuple[Any, Any]] = [(state, dict(state))]
+        self.copies += zip(self._entries, self._entry_copies, strict=True)
+
+    def are_current(self, optimizer: Optimizer) -> bool:
+        """Whether the dicts hold the very same tensors and numbers."""
+        return (
+            optimizer.state is self.copies[0][0]
+            and same_objects(list(optimizer.state.values()), self._entries)
+            and self._same_values(self._entries, self._entry_copies)
+        )
+
+    def restore(self) -> None:
+        """Let the dicts hold what they held."""
+        for container, before in self.copies:
+            restore_container(container, before)
+
+
+_last_state: weakref.WeakKeyDictionary[Optimizer, StateContainers] = weakref.WeakKeyDictionary()
+forget_states: Callable[[], None] = _last_state.clear
+
+
+def state_of(optimizer: Optimizer) -> StateContainers:
+    """Return the containers of an optimizer's state; the last copies if nothing was replaced."""
+    last = _last_state.get(optimizer)
+    if last is None or not last.are_current(optimizer):
+        last = _last_state[optimizer] = StateContainers(optimizer)
+    return last
+
+
+class OptimizerSnapshot:
+    """An optimizer's attributes, options and the keys of its state, without the moments."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.attributes = dict(vars(optimizer))
+        self.state = state_of(optimizer)
+        groups = optimizer.param_groups
+        self._containers: list[tuple[Any, Any]] = [(groups, groups.copy())]
+        options: list[Any] = []
+        for group in groups:
+            parameters = group["params"]
+            self._containers += [(group, group.copy()), (parameters, parameters.copy())]
+            options += [each for each in group.values() if type(each) not in _ATOMS]
+        self._options = Containers(options, skip=[group["params"] for group in groups])
+
+    def restore(self) -> None:
+        """Put them back."""
+        restore_container(vars(self.optimizer), self.attributes)
+        for container, before in self._containers:
+            restore_container(container, before)
+        self.state.restore()
+        self._options.restore()
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors in an optimizer's state, also those in lists and dicts of it."""
-    found: dict[int, Tensor] = {}
+    found: list[Tensor] = []
     waiting: list[Any] = list(optimizer.state.values())
     while waiting:
         node = waiting.pop()
         if isinstance(node, Tensor):
-            found[id(node)] = node
+            found.append(node)
         elif isinstance(node, dict):
             waiting.extend(node.values())
         elif isinstance(node, (list, tuple)):
             waiting.extend(node)
-    return list(found.values())
+    return found
 
 
-def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[], None]]:
+# --- what only its owner can put back --------------------------------------------------------
+
+
+def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[], Any]]:
     """Copy what nobody but the user knows, and return what puts each back.
 
     Of modules the parameters; with ``buffers`` those too, which a snapshot copies with the others.
     """
     tensors = [each for each in items if isinstance(each, Tensor)]
-    tensors += [p for each in items if isinstance(each, nn.Module) for p in each.parameters()]
-    if buffers:
-        tensors += [b for each in items if isinstance(each, nn.Module) for b in each.buffers()]
-    undos: list[Callable[[], None]] = [Copies(tensors).restore] if tensors else []
+    for module in items:
+        if isinstance(module, nn.Module):
+            tensors += [*module.parameters(), *(module.buffers() if buffers else ())]
+    undos: list[Callable[[], Any]] = [Copies(tensors).restore] if tensors else []
     for each in items:
         if isinstance(each, torch.Generator):
-            undos.append(_setter(each.set_state, each.get_state()))
+            undos.append(partial(each.set_state, each.get_state()))
         elif not isinstance(each, (Tensor, nn.Module)):
             undos.append(
-                _setter(each.load_state_dict, call_unseen(_copied_tree, each.state_dict()))
+                partial(each.load_state_dict, call_unseen(_copied_tree, each.state_dict()))
             )
     return undos
-
-
-def _setter(function: Callable[[Any], Any], value: Any) -> Callable[[], None]:
-    def set_back() -> None:
-        function(value)
-
-    return set_back
 
 
 def _copied_tree(tree: Any) -> Any:

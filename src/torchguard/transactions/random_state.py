@@ -17,144 +17,124 @@ from torchguard.equivalence.isolate import rng_generators
 
 __all__ = ["RandomState"]
 
+_Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""Reads where a generator stands, and sets it back there."""
+
 
 class RandomState(NamedTuple):
-    """Where the random number generators of torch, Python and numpy stand."""
+    """Where the default generators of torch, of each device in use, of Python and numpy stand."""
 
-    torch: list[tuple[Callable[[Tensor], None], Tensor]]
-    python: Any
-    numpy: Any
+    generators: list[_Generator]
+    read: list[Any]
 
     @classmethod
     def capture(cls) -> RandomState:
-        """Read the default generators: torch's of each device in use, Python's and numpy's."""
-        states = [(set_state, get_state()) for get_state, set_state in _generators_of_torch()]
-        return cls(states, _python.state(), _numpy_state())
+        """Read them."""
+        generators = _generators()
+        return cls(generators, [get_state() for get_state, _ in generators])
 
     def changed(self) -> int:
         """Return how many of the generators have moved on."""
-        now = RandomState.capture()
-        pairs = zip(now.torch, self.torch, strict=True)
-        moved = [not torch.equal(one, other) for (_, one), (_, other) in pairs]
-        moved += [now.python != self.python, pickle.dumps(now.numpy) != pickle.dumps(self.numpy)]
-        return sum(moved)
+        pairs = zip(self.generators, self.read, strict=True)
+        return sum(_bytes_of(get_state()) != _bytes_of(before) for (get_state, _), before in pairs)
 
     def restore(self) -> None:
         """Set the generators back."""
-        for set_state, state in self.torch:
-            set_state(state)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+        for (_, set_state), before in zip(self.generators, self.read, strict=True):
+            set_state(before)
 
 
-_in_use: tuple[bool, bool] | None = None
-_generators: list[Any] = []
+def _bytes_of(state: Any) -> bytes:
+    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
 
 
-def _generators_of_torch() -> list[Any]:
-    """Return ``rng_generators()``, asked for again when a device has come into use."""
-    global _generators, _in_use
-    # Devices don't come and go otherwise, and to ask for all of them takes microseconds.
-    in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized()
-    if in_use != _in_use:
-        _generators, _in_use = rng_generators(), in_use
-    return _generators
+_known: tuple[Any, list[_Generator]] = None, []
 
 
-class _Reader:
-    """Reads a generator's state anew only where a byte of its memory has changed.
-
-    To make a state takes 10 microseconds in Python and 45 in numpy, which is a number object for
-    each of 624 words, and most steps draw nothing. Generators are objects in C that hold their
-    words, and a normal variate that is left over, in their own memory: the same bytes are the same
-    state, wherever in them what lies.
-    """
-
-    def __init__(self, get_state: Callable[[], Any], *memory: tuple[int, int]) -> None:
-        """``memory``: addresses and lengths; the caller keeps their owners alive."""
-        self._get_state = get_state
-        self._views = [
-            memoryview((ctypes.c_char * length).from_address(address)) for address, length in memory
-        ]
-        self._last: tuple[list[bytes], Any] | None = None
-
-    def bytes_now(self) -> list[bytes]:
-        return [view.tobytes() for view in self._views]
-
-    def state(self) -> Any:
-        now = self.bytes_now()
-        if self._last is not None and self._last[0] == now:
-            return self._last[1]
-        state = self._get_state()
-        # Another thread may have drawn between the two readings.
-        self._last = (now, state) if self._views and self.bytes_now() == now else None
-        return state
+def _generators() -> list[_Generator]:
+    """Return all of them, asked for again when a device or another one of numpy came into use."""
+    global _known
+    numpy = sys.modules.get("numpy") if "numpy.random" in sys.modules else None
+    get_bit_generator: Any = getattr(getattr(numpy, "random", None), "get_bit_generator", None)
+    bit_generator = None if get_bit_generator is None else get_bit_generator()
+    in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), numpy, bit_generator
+    if in_use != _known[0]:
+        of_numpy = [] if numpy is None else [_of_numpy(numpy, bit_generator)]
+        _known = in_use, [*rng_generators(), _of_python(), *of_numpy]
+    return _known[1]
 
 
-def _own_memory(owner: Any, kind: type) -> tuple[int, int]:
-    """Return where the fields of an object lie that ``kind``, written in C, has declared."""
+# To ask Python for its state takes 10 microseconds and numpy 45, a number object for each of 624
+# words. Both are objects in C that hold the words in their own memory, whose bytes are read here in
+# one; numbers are made of them when the generator is set back.
+_WORDS = 624
+_MT19937_BYTES = _WORDS * 4 + 4
+
+
+def _memory(address: int, length: int) -> memoryview:
+    """Return a view of bytes in memory; whoever uses it keeps their owner alive."""
+    return memoryview((ctypes.c_char * length).from_address(address))
+
+
+def _of_python() -> _Generator:
+    """Return how to read Python's generator: its memory is ``int index; uint32_t state[624]``."""
+    # https://github.com/python/cpython/blob/v3.13.0/Modules/_randommodule.c#L110
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    c_type: Any = random.Random.__mro__[1]
     header = object.__basicsize__
-    return id(owner) + header, kind.__basicsize__ - header
+    if c_type.__basicsize__ - header < _MT19937_BYTES:
+        return random.getstate, random.setstate
+    memory = _memory(id(generator) + header, _MT19937_BYTES)
+
+    def read() -> Any:
+        return memory.tobytes(), generator.gauss_next
+
+    def numbers_of(found: Any) -> Any:
+        position, *words = struct.unpack(f"=i{_WORDS}I", found[0])
+        return random.Random.VERSION, (*words, position), found[1]
+
+    if numbers_of(read()) == random.getstate():
+        return read, lambda found: random.setstate(numbers_of(found))
+    return random.getstate, random.setstate  # an interpreter that keeps them elsewhere
 
 
-class _PythonReader(_Reader):
-    """Python's default generator, whose left over variate is an attribute."""
+def _of_numpy(numpy: Any, bit_generator: Any) -> _Generator:
+    """Return how to read numpy's generator: ``uint32_t key[624]; int pos``, and a variate."""
+    get_state = numpy.random.get_state
+    place = _place_of_variate(numpy)
 
-    def __init__(self) -> None:
-        self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        self._variate: Any = None
-        c_type: Any = random.Random.__mro__[1]
-        super().__init__(random.getstate, _own_memory(self._generator, c_type))
-        words = struct.pack("=624I", *random.getstate()[1][:624])
-        if words not in self.bytes_now()[0]:
-            self._views = []  # an interpreter that keeps them elsewhere
+    def set_state(state: Any) -> None:
+        if bit_generator is not None and numpy.random.get_bit_generator() is not bit_generator:
+            numpy.random.set_bit_generator(bit_generator)
+        numpy.random.set_state(state)
 
-    def state(self) -> Any:
-        if self._generator.gauss_next is not self._variate:
-            self._variate, self._last = self._generator.gauss_next, None
-        return super().state()
+    if type(bit_generator).__name__ != "MT19937" or place is None:
+        return lambda: get_state(legacy=False), set_state
+    # The address that numpy documents for other languages.
+    memory = _memory(bit_generator.ctypes.state_address, _MT19937_BYTES)
+    left_over = _memory(id(get_state.__self__) + place, struct.calcsize(_VARIATE))
 
+    def read() -> Any:
+        return memory.tobytes(), left_over.tobytes()
 
-_MT19937_BYTES = 624 * 4 + 4  # struct mt19937_state: uint32_t key[624]; int pos
+    def set_back(found: Any) -> None:
+        *words, position = struct.unpack(f"={_WORDS}Ii", found[0])
+        has_variate, variate = struct.unpack(_VARIATE, found[1])
+        key = numpy.array(words, dtype=numpy.uint32)
+        state = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
+        set_state({**state, "has_gauss": has_variate, "gauss": variate})
 
-
-class _NumpyReader(_Reader):
-    """numpy's default generator, as long as it has this bit generator."""
-
-    def __init__(self, numpy: Any, bit_generator: Any) -> None:
-        self.bit_generator = bit_generator
-        get_state = numpy.random.get_state
-        memory = []
-        if type(bit_generator).__name__ == "MT19937" and _holds_its_variate(numpy):
-            # The address that numpy documents for other languages, and the RandomState itself.
-            memory.append((bit_generator.ctypes.state_address, _MT19937_BYTES))
-            memory.append(_own_memory(get_state.__self__, numpy.random.RandomState))
-        super().__init__(lambda: get_state(legacy=False), *memory)
+    return read, set_back
 
 
-def _holds_its_variate(numpy: Any) -> bool:
-    """Whether a RandomState has the variate left over in its own memory; one of ours is tried."""
+_VARIATE = "=i4xd"  # struct { int has_gauss; double gauss; }, aligned
+
+
+def _place_of_variate(numpy: Any) -> int | None:
+    """Return where in a RandomState the normal variate lies that is left over; one is tried."""
+    header = object.__basicsize__
     probe = numpy.random.RandomState(0)
     probe.standard_normal()
-    reader = _Reader(lambda: None, _own_memory(probe, numpy.random.RandomState))
-    return struct.pack("=d", probe.get_state(legacy=False)["gauss"]) in reader.bytes_now()[0]
-
-
-_python = _PythonReader()
-_numpy: _NumpyReader | None = None
-
-
-def _numpy_state() -> Any:
-    """Return ``numpy.random.get_state()``; None as long as nobody has imported it."""
-    global _numpy
-    numpy = sys.modules.get("numpy")
-    if numpy is None or "numpy.random" not in sys.modules:
-        return None
-    get_bit_generator: Any = getattr(numpy.random, "get_bit_generator", None)
-    if get_bit_generator is None:  # numpy < 1.24
-        return numpy.random.get_state(legacy=False)
-    bit_generator = get_bit_generator()
-    if _numpy is None or _numpy.bit_generator is not bit_generator:
-        _numpy = _NumpyReader(numpy, bit_generator)
-    return _numpy.state()
+    memory = _memory(id(probe) + header, type(probe).__basicsize__ - header).tobytes()
+    found = memory.find(struct.pack(_VARIATE, 1, probe.get_state(legacy=False)["gauss"]))
+    return None if found < 0 else header + found

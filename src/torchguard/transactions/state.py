@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchguard._torch.optimizers import call_unseen, copy_all, versions_of
-from torchguard.rollback.snapshot import capture
-from torchguard.transactions.containers import (
-    Containers,
-    OptimizerSnapshot,
-    StateContainers,
-    restore_container,
-    same_objects,
+from torchguard._torch import without_torch_function
+from torchguard._torch.optimizers import (
+    FORWARD_HOOKS,
+    call_unseen,
+    concatenated,
+    copy_all,
+    hooks_registered,
+    members_of,
+    same_tensors,
+    versions_of,
 )
+from torchguard.rollback.snapshot import capture
 from torchguard.transactions.copies import (
+    Containers,
     Copies,
+    OptimizerSnapshot,
+    comparison_of,
     different,
+    is_plain,
+    restore_container,
     restore_versions,
     state_tensors,
     undos_of,
 )
 from torchguard.transactions.random_state import RandomState
-from torchguard.transactions.survey import Survey
 
 __all__ = ["TrainingSnapshot", "TrainingState"]
 
@@ -46,40 +54,133 @@ class TrainingState:
         self.others = tuple(others)
         """Scalers and schedulers."""
         self.also = tuple(also)
-        self._survey: Survey | None = None
-        self._state: dict[int, StateContainers] = {}
+        self._survey: _Survey | None = None
 
-    def survey(self) -> Survey:
-        """Return the modules and tensors as they are now."""
-        optimized = [
-            parameter
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        if self._survey is None or not self._survey.is_current(optimized):
-            copied = [each for each in self.also if isinstance(each, nn.Module)]
-            self._survey = Survey(self.modules, copied, optimized)
-        return self._survey
-
-    def state_of(self, optimizer: Optimizer) -> StateContainers:
-        """Return the containers of an optimizer's state; the last copies if nothing changed."""
-        last = self._state.get(id(optimizer))
-        if last is None or not last.are_current(optimizer):
-            last = self._state[id(optimizer)] = StateContainers(optimizer)
-        return last
+    def groups(self) -> list[list[Tensor]]:
+        """Return the lists of parameters that the optimizers have now."""
+        return [group["params"] for each in self.optimizers for group in each.param_groups]
 
     def capture(self, *, parameters: bool = False) -> TrainingSnapshot:
         """Read everything; with ``parameters``, those and the optimizers' state are copied too."""
-        survey = self.survey()
-        buffers = call_unseen(_concatenated, survey.flat_buffers)
-        # A vector of another length is seen here and not in is_current(): the sum of the lengths
-        # costs nothing, and to ask 106 buffers 7 microseconds.
-        if [each.numel() for each in buffers] != survey.totals:
-            self._survey = None
-            survey = self.survey()
-            buffers = call_unseen(_concatenated, survey.flat_buffers)
-        return TrainingSnapshot(self, survey, buffers, parameters=parameters)
+        # Else a mode that somebody has set, such as a default device, sees each attribute read.
+        with without_torch_function():
+            survey = self._survey
+            if survey is None or not survey.is_current(self.groups()):
+                survey = self._survey = _Survey(self)
+            buffers = concatenated(survey.flat_buffers)
+            # A vector of another length is seen here: the sum of the lengths costs nothing, and
+            # to ask 106 buffers 7 microseconds.
+            if [each.numel() for each in buffers] != survey.totals:
+                survey = self._survey = _Survey(self)
+                buffers = concatenated(survey.flat_buffers)
+            return TrainingSnapshot(self, survey, buffers, parameters=parameters)
+
+
+class _Survey:
+    """The modules and tensors of a training; made anew when a module has gained or lost one."""
+
+    def __init__(self, training: TrainingState) -> None:
+        copied = [each for each in training.also if isinstance(each, nn.Module)]
+        self.modules = list(
+            {id(m): m for root in (*training.modules, *copied) for m in root.modules()}.values()
+        )
+        self.kinds = [type(each) for each in self.modules]
+        self.attributes: list[dict[str, Any]] = [each.__dict__ for each in self.modules]
+        # What the modules hold: parameters, buffers and children. Most of these dicts are empty.
+        structure = [members for each in self.modules for members in members_of(each)]
+        self.members = [(each, each.copy()) for each in structure]
+        self._filled = [each for each in structure if each]
+        self._empty = [each for each in structure if not each]
+        self._filled_copies = list(map(dict.copy, self._filled))
+        self._same_members = comparison_of(self.modules)
+        self.hooks = [
+            attributes[name]
+            for attributes in self.attributes
+            for name in FORWARD_HOOKS
+            if name in attributes
+        ]
+        self._hook_copies: list[dict[int, Any]] = []
+        self._with_hooks: list[tuple[dict[int, Any], int]] = []
+        self._hooks_registered = -1
+        self._groups = list(map(list, training.groups()))
+        self.copied = {id(each) for module in copied for each in module.parameters()}
+        self._sort_tensors()
+
+    def _sort_tensors(self) -> None:
+        """Sort out which tensors are copied in bulk, and which one by one."""
+        own = [each for module in self.modules for each in module.parameters(recurse=False)]
+        held = [each for module in self.modules for each in module.buffers(recurse=False)]
+        self.parameters, self.odd_parameters = _parted(
+            [*own, *chain.from_iterable(self._groups)], is_plain
+        )
+        self.all_parameters = [*self.parameters, *self.odd_parameters]
+        self.buffers, self.odd_buffers = _parted(
+            held, lambda b: is_plain(b) and b.is_contiguous() and b.numel() > 0
+        )
+        self._tensors = [*self.parameters, *self.buffers]
+        self.metadata = [capture(each, autograd=True) for each in self._tensors]
+        # x.data = y, which model.to() does, leaves the tensor the same object and does not move
+        # its version counter, so nothing but the address tells.
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
+        self._pointers = list(map(Tensor.data_ptr, self._tensors))
+        # The same memory may be seen in another way: x.data = x.data.t(). A scalar has one
+        # element, and the length of a buffer of one dim is seen when it is copied.
+        self._shaped = [each for each in self._tensors if each.dim() > 1]
+        self._layouts = _layouts(self._shaped)
+        self._vectors = [each for each in self.parameters if each.dim() == 1]
+        self._lengths = list(map(Tensor.numel, self._vectors))
+        by_kind: dict[Any, list[Tensor]] = {}
+        for buffer in self.buffers:
+            by_kind.setdefault((buffer.device, buffer.dtype), []).append(
+                buffer if buffer.dim() == 1 else buffer.detach().view(-1)
+            )
+        self.flat_buffers = list(by_kind.values())
+        self.lengths = [list(map(Tensor.numel, tensors)) for tensors in self.flat_buffers]
+        self.totals = list(map(sum, self.lengths))
+
+    def is_current(self, groups: list[list[Tensor]]) -> bool:
+        """Whether modules and optimizers hold the same tensors, and the tensors the same memory."""
+        return (
+            self._same_members(self._filled, self._filled_copies)
+            and not any(self._empty)
+            and same_tensors(groups, self._groups)
+            and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+            and _layouts(self._shaped) == self._layouts
+            and list(map(Tensor.numel, self._vectors)) == self._lengths
+        )
+
+    def hook_copies(self) -> list[dict[int, Any]]:
+        """Return copies of the dicts of hooks, the last ones if no hook came or went.
+
+        One that comes moves torch's counter of hooks, one that goes leaves a dict shorter.
+        """
+        registered = hooks_registered()
+        if registered != self._hooks_registered or any(
+            len(hooks) != length for hooks, length in self._with_hooks
+        ):
+            self._hooks_registered = registered
+            self._hook_copies = [dict(each) for each in self.hooks]
+            self._with_hooks = [(each, len(each)) for each in self.hooks if each]
+        return self._hook_copies
+
+    def split(self, copies: list[Tensor]) -> Iterator[tuple[list[Tensor], Sequence[Tensor]]]:
+        """Yield the buffers of each kind, with what a copy of all of them holds for each."""
+        for tensors, lengths, copied in zip(self.flat_buffers, self.lengths, copies, strict=True):
+            yield tensors, copied.split(lengths)
+
+
+def _layouts(tensors: list[Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
+    return [(tensor.shape, tensor.stride()) for tensor in tensors]
+
+
+def _parted(
+    tensors: list[Tensor], condition: Callable[[Tensor], bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return those that fulfil a condition, and the others; each tensor once."""
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for tensor in {id(each): each for each in tensors}.values():
+        parts[0 if condition(tensor) else 1].append(tensor)
+    return parts
 
 
 class TrainingSnapshot:
@@ -88,22 +189,21 @@ class TrainingSnapshot:
     def __init__(
         self,
         training: TrainingState,
-        survey: Survey,
+        survey: _Survey,
         buffers: list[Tensor],
         *,
         parameters: bool,
     ) -> None:
+        self._training = training
         self._survey = survey
         # Copied in each block: to compare them with the last copies takes twice as long.
         self._attributes = list(map(dict.copy, survey.attributes))
         self._hooks = survey.hook_copies()
-        self._optimizers = [
-            OptimizerSnapshot(each, training.state_of(each)) for each in training.optimizers
-        ]
+        self.optimizers = {id(each): OptimizerSnapshot(each) for each in training.optimizers}
         self._others = Containers(map(vars, training.others))
-        self.versions = versions_of(survey.parameters)
-        self._gradients = [each.grad for each in survey.all_parameters]
+        self._versions = versions_of(survey.parameters)
         self._requires_grad = [each.requires_grad for each in survey.all_parameters]
+        self._gradients = [each.grad for each in survey.all_parameters]
         present = [each for each in self._gradients if each is not None]
         self._gradient_copies = Copies(present) if present else None
         self._buffer_versions = versions_of(survey.buffers)
@@ -111,7 +211,6 @@ class TrainingSnapshot:
         self._odd = [capture(each, data=True) for each in survey.odd_buffers]
         self._odd += [capture(each, data=parameters) for each in survey.odd_parameters]
         self._also = undos_of(training.also)
-        self._training = training
         self._copies: Copies | None = None
         if parameters:
             self.copy_parameters()
@@ -120,10 +219,8 @@ class TrainingSnapshot:
     def copy_parameters(self) -> None:
         """Copy the parameters and the tensors of the optimizers' state, unless that was done."""
         if self._copies is None:
-            optimizers = self._training.optimizers
-            written = [each for optimizer in optimizers for each in state_tensors(optimizer)]
-            every = {id(each): each for each in (*self._survey.parameters, *written)}
-            self._copies = Copies(list(every.values()))
+            written = [t for each in self._training.optimizers for t in state_tensors(each)]
+            self._copies = Copies([*self._survey.parameters, *written])
 
     def restore(self) -> None:
         """Put everything back. May be called again and again."""
@@ -135,26 +232,43 @@ class TrainingSnapshot:
 
         Of parameters and gradients as far as version counters tell.
         """
+        survey = self._survey
         gradients = sum(
             parameter.grad is not before
-            for parameter, before in zip(self._survey.all_parameters, self._gradients, strict=True)
+            for parameter, before in zip(survey.all_parameters, self._gradients, strict=True)
         )
         if self._gradient_copies is not None:
             gradients += self._gradient_copies.written()
-        survey = self._survey
         return {
-            "parameters": different(versions_of(survey.parameters), self.versions),
+            "parameters": different(versions_of(survey.parameters), self._versions),
             "gradients": gradients,
             # batch_norm writes its statistics without moving their version counters.
-            "buffers": call_unseen(_count_different, survey, self._buffers),
+            "buffers": call_unseen(self._count_buffers),
             "RNG states": self._random.changed(),
         }
 
-    def undos(self) -> Iterator[Callable[[], None]]:
+    def _count_buffers(self) -> int:
+        """Return how many buffers have other bits than their copies; a NaN equals itself."""
+        return sum(
+            not torch.equal(tensor.view(torch.uint8), copied.view(torch.uint8))
+            for pairs in self._survey.split(self._buffers)
+            for tensor, copied in zip(*pairs, strict=True)
+        )
+
+    def written(self) -> bool:
+        """Whether parameters that were not copied were written, as far as versions tell."""
+        survey = self._survey
+        now = versions_of(survey.parameters)
+        return self._copies is None and any(
+            before != after and id(parameter) not in survey.copied
+            for parameter, before, after in zip(survey.parameters, self._versions, now, strict=True)
+        )
+
+    def undos(self) -> Iterator[Callable[[], Any]]:
         """Yield what puts back each kind of state, in the order in which that has to happen."""
         # Modules first: which tensor a name leads to has to be right before one is written.
         yield self._restore_modules
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers.values():
             yield optimizer.restore
         yield self._others.restore
         # Shapes and memory before elements: a copy goes into memory of the old size.
@@ -173,44 +287,26 @@ class TrainingSnapshot:
         # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
         yield torch.clear_autocast_cache
 
-    def state_of(self, optimizer: Optimizer) -> StateContainers:
-        """Return the containers of an optimizer's state."""
-        return next(each.state for each in self._optimizers if each.optimizer is optimizer)
-
-    def restore_scaling(self, optimizer: Optimizer) -> None:
-        """Take away what ``scaler.step()`` hands to a fused optimizer and deletes at its end.
-
-        A scale that stays is multiplied with the next one.
-        """
-        before = next(e.attributes for e in self._optimizers if e.optimizer is optimizer)
-        for name in ("grad_scale", "found_inf"):
-            if name in before:
-                vars(optimizer)[name] = before[name]
-            else:
-                vars(optimizer).pop(name, None)
-
     def restore_buffers_where(self, skipped: Tensor) -> None:
         """Put buffers back if ``skipped`` is True; contiguous ones without asking the device."""
-        call_unseen(_split_where, self._survey, self._buffers, skipped)
+        call_unseen(self._split_where, skipped)
         restore_versions(self._survey.buffers, self._buffer_versions)
         if self._odd and bool(skipped):
             for saved in self._odd:
                 saved.restore()
 
-    def written(self) -> bool:
-        """Whether parameters that were not copied were written, as far as versions tell."""
-        survey = self._survey
-        now = versions_of(survey.parameters)
-        return self._copies is None and any(
-            before != after and id(parameter) not in survey.copied
-            for parameter, before, after in zip(survey.parameters, self.versions, now, strict=True)
-        )
+    def _split_where(self, skipped: Tensor) -> None:
+        now = concatenated(self._survey.flat_buffers)
+        for each, before in zip(now, self._buffers, strict=True):
+            condition = skipped.to(each.device, non_blocking=True)
+            torch.where(condition, before, each, out=each)
+        for tensors, kept in self._survey.split(now):
+            copy_all(tensors, list(kept))
 
     def _restore_modules(self) -> None:
         survey = self._survey
-        for members, before in zip(survey.structure, survey.member_copies, strict=True):
-            if not same_objects(list(members.values()), list(before.values())):
-                restore_container(members, before)
+        for members, before in survey.members:
+            restore_container(members, before)
         for module, kind, before in zip(
             survey.modules, survey.kinds, self._attributes, strict=True
         ):
@@ -221,10 +317,8 @@ class TrainingSnapshot:
             restore_container(hooks, registered)
 
     def _restore_metadata(self) -> None:
-        survey = self._survey
-        for snapshot, before in zip(
-            survey.metadata, (*self.versions, *self._buffer_versions), strict=True
-        ):
+        versions = (*self._versions, *self._buffer_versions)
+        for snapshot, before in zip(self._survey.metadata, versions, strict=True):
             snapshot.restore(before)
 
     def _restore_gradients(self) -> None:
@@ -235,7 +329,8 @@ class TrainingSnapshot:
             self._gradient_copies.restore()
 
     def _restore_buffers(self) -> None:
-        call_unseen(_split, self._survey, self._buffers)
+        for tensors, kept in self._survey.split(self._buffers):
+            call_unseen(copy_all, tensors, list(kept))
         for saved in self._odd:
             saved.restore()
 
@@ -246,33 +341,4 @@ class TrainingSnapshot:
 
     def _restore_versions(self) -> None:
         restore_versions(self._survey.buffers, self._buffer_versions)
-        restore_versions(self._survey.parameters, self.versions)
-
-
-def _concatenated(flat: list[list[Tensor]]) -> list[Tensor]:
-    """Copy all buffers of a kind by one call of torch, a third of the time of a call for each."""
-    return [torch.cat(tensors) for tensors in flat]
-
-
-def _split(survey: Survey, copies: list[Tensor]) -> None:
-    for tensors, lengths, source in zip(survey.flat_buffers, survey.lengths, copies, strict=True):
-        copy_all(tensors, list(source.split(lengths)))
-
-
-def _count_different(survey: Survey, copies: list[Tensor]) -> int:
-    """Return how many buffers have other bits than their copies; a NaN equals itself."""
-    return sum(
-        not torch.equal(tensor.view(torch.uint8), copied.view(torch.uint8))
-        for tensors, lengths, source in zip(
-            survey.flat_buffers, survey.lengths, copies, strict=True
-        )
-        for tensor, copied in zip(tensors, source.split(lengths), strict=True)
-    )
-
-
-def _split_where(survey: Survey, copies: list[Tensor], skipped: Tensor) -> None:
-    for tensors, lengths, source in zip(survey.flat_buffers, survey.lengths, copies, strict=True):
-        now = torch.cat(tensors)
-        condition = skipped.to(source.device, non_blocking=True)
-        torch.where(condition, source, now, out=now)
-        copy_all(tensors, list(now.split(lengths)))
+        restore_versions(self._survey.parameters, self._versions)

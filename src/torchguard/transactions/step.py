@@ -15,22 +15,19 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchguard._public import public
-from torchguard._torch.optimizers import (
-    close_checkpoints,
-)
+from torchguard._torch.optimizers import close_checkpoints
 from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
 from torchguard.rollback.interrupts import finish
 from torchguard.transactions.commit import (
-    IN_TRANSACTION,
+    AtCommit,
     OptimizerStep,
-    Prepared,
     SignalsHeldBack,
     Undo,
+    finish_step,
     steps_in_one_call,
 )
-from torchguard.transactions.finish import AtCommit, finish_step
 from torchguard.transactions.hooks import opened, step_is_compiled, watch
 from torchguard.transactions.nonfinite import NonfiniteGate, is_gated_on_device
 from torchguard.transactions.ranks import Ranks
@@ -63,17 +60,17 @@ class TransactionStats:
     ``RNG states``. Of parameters and gradients, as far as version counters tell."""
 
 
+@dataclass
 class _Block:
     """One ``with`` statement: the training before it, and what its optimizers have done."""
 
-    def __init__(self, snapshot: TrainingSnapshot) -> None:
-        self.snapshot = snapshot
-        self.modes = ThreadModes.capture()
-        self.stepped: list[OptimizerStep] = []
-        self.pending: OptimizerStep | None = None
-        self.at_commit: AtCommit | None = None
-        self.foreign: str | None = None
-        self.changed: dict[str, int] | None = None
+    snapshot: TrainingSnapshot
+    modes: ThreadModes
+    stepped: list[OptimizerStep] = field(default_factory=list)
+    pending: OptimizerStep | None = None
+    at_commit: AtCommit | None = None
+    foreign: str | None = None
+    changed: dict[str, int] | None = None
 
 
 class Transaction:
@@ -104,7 +101,6 @@ class Transaction:
         self.committed = False
         """Whether the last block counts: it went through, or every optimizer had stepped."""
         self.saved: list[_Block] = []
-        self._prepared = {id(each): Prepared() for each in training.optimizers}
         watch(self)
 
     def run(
@@ -226,10 +222,12 @@ class Transaction:
         if self.saved:
             raise RuntimeError("this transaction is open already: leave its block first")
         self.committed = False
-        block = _Block(self.training.capture(parameters=self._copies_on_entry()))
+        parameters = self._undo_option == "copy" or (
+            step_is_compiled() and self._undo_option == "auto"
+        )
+        block = _Block(self.training.capture(parameters=parameters), ThreadModes.capture())
         try:
             opened.append(self)
-            IN_TRANSACTION.extend(self.training.optimizers)
             self._seconds += time.perf_counter() - began
             self.saved.append(block)
         except BaseException:  # an interrupt: no __exit__ will be called
@@ -238,9 +236,6 @@ class Transaction:
         return self
 
     __exit__ = UndoOnExit()
-
-    def _copies_on_entry(self) -> bool:
-        return self._undo_option == "copy" or (step_is_compiled() and self._undo_option == "auto")
 
     def leave(
         self,
@@ -283,8 +278,6 @@ class Transaction:
             self.gate.close(self.optimizers)
         if self in opened:
             opened.remove(self)
-            own = set(map(id, self.training.optimizers))
-            IN_TRANSACTION[:] = [each for each in IN_TRANSACTION if id(each) not in own]
         self.saved.clear()
 
     def _went_through(self, block: _Block) -> None:
@@ -354,8 +347,7 @@ class Transaction:
                 _attempt(undo, problems)
 
     def _all_have_stepped(self, block: _Block) -> bool:
-        stepped = {id(each.optimizer) for each in block.stepped}
-        return bool(stepped) and stepped >= set(map(id, self.training.optimizers))
+        return bool(block.stepped) and self._is_last(block, block.stepped[-1].optimizer)
 
     # What the hooks of optimizers call.
 
@@ -364,7 +356,7 @@ class Transaction:
         block = self.saved[-1] if self.saved else None
         if block is None:
             return
-        if not any(each is optimizer for each in self.training.optimizers):
+        if not any(each is optimizer for each in self.optimizers):
             self._note_foreign(block, optimizer)
             return
         self._settle(block, None)  # what the last step raised was caught inside the block
@@ -375,13 +367,8 @@ class Transaction:
         in_one_call = steps_in_one_call(optimizer) and not with_closure
         last = self._is_last(block, optimizer)
         copies = self._undo_option == "auto" and not (in_one_call and last)
-        pending = OptimizerStep(
-            optimizer,
-            block.snapshot.state_of(optimizer),
-            copies=copies or self._undo_option == "copy",
-            in_one_call=in_one_call,
-            prepared=self._prepared[id(optimizer)],
-        )
+        copies = copies or self._undo_option == "copy"
+        pending = OptimizerStep(optimizer, copies=copies, in_one_call=in_one_call)
         if self.ranks is not None and last and not pending.is_copied:
             pending.hold_signals_back()  # the others step, whatever happens to this rank
             try:
@@ -410,7 +397,7 @@ class Transaction:
         return stepped >= set(map(id, self.optimizers))
 
     def _note_foreign(self, block: _Block, optimizer: Optimizer) -> None:
-        own = {id(p) for o in self.training.optimizers for g in o.param_groups for p in g["params"]}
+        own = {id(each) for group in self.training.groups() for each in group}
         own |= {id(p) for module in self.training.modules for p in module.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             block.foreign = (

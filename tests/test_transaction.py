@@ -29,6 +29,26 @@ def register_hook(training: Training) -> None:
     training.model.head.register_forward_hook(lambda *_: None)
 
 
+def register_unsaved_buffer(training: Training) -> None:
+    training.model.register_buffer("late", torch.zeros(2), persistent=False)
+
+
+def save_no_more(training: Training) -> None:
+    training.model.register_buffer("rows", training.model.rows, persistent=False)
+
+
+def register_hook_of_state_dict(training: Training) -> None:
+    training.model.head.register_state_dict_pre_hook(lambda *_: None)
+    training.model.head.register_load_state_dict_post_hook(lambda *_: None)
+
+
+def register_hook_of_gradient(training: Training) -> None:
+    """One that runs twice if the block is tried again."""
+    training.model.head.weight.register_hook(lambda gradient: gradient * 0.1)
+    training.model.frozen.requires_grad_(True)
+    training.model.frozen.bias.register_post_accumulate_grad_hook(lambda _: None)
+
+
 def remove_hook(training: Training) -> None:
     training.model.head._forward_hooks.clear()
 
@@ -62,6 +82,11 @@ CHANGES: dict[str, Callable[[Training], Any]] = {
     "a parameter has other memory": rebind,
     "a hook is registered": register_hook,
     "a hook is removed": remove_hook,
+    "a buffer that is not saved is registered": register_unsaved_buffer,
+    "a buffer is not saved any more": save_no_more,
+    "a hook of the state dict": register_hook_of_state_dict,
+    "a hook of a gradient": register_hook_of_gradient,
+    "a hook of the optimizer": lambda t: t.optimizer.register_step_post_hook(lambda *_: None),
     "learning rate": lambda t: t.optimizer.param_groups[0].update(lr=7.0),
     "a group is added": lambda t: t.optimizer.add_param_group(
         {"params": [nn.Parameter(torch.ones(1))]}

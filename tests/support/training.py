@@ -62,6 +62,17 @@ class Average:
             kept.copy_(loaded)
 
 
+class Decay:
+    """A schedule with a state of its own, which ``LambdaLR.state_dict`` saves too."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, _: int) -> float:
+        self.calls += 1
+        return float(0.9**self.calls)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "loop": {"foreach": False},
     "foreach": {"foreach": True},
@@ -78,7 +89,8 @@ class Training:
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.01, **KINDS[kind])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.9)
+        self.decay = Decay()
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.decay)
         self.average = Average(self.model)
         self.teacher = Net()
         self.counter = torch.zeros(3)
@@ -136,6 +148,8 @@ def tree_state(value: Any) -> Any:
         ]
     if isinstance(value, (list, tuple)):
         return [tree_state(each) for each in value]
+    if isinstance(value, set):
+        return sorted(value)
     if isinstance(value, (int, float, str, bool, type(None))):
         return value
     return id(value)
@@ -151,6 +165,8 @@ def fingerprint(training: Training) -> dict[str, Any]:
         found[f"parameter {name}"] = tensor_state(parameter)
         found[f"gradient {name}"] = tensor_state(parameter.grad)
         found[f"requires_grad {name}"] = parameter.requires_grad
+        hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        found[f"hooks {name}"] = [list(each or ()) for each in hooks]
     for name, module in (
         *training.model.named_modules(),
         *training.teacher.named_modules(prefix="t"),
@@ -168,6 +184,7 @@ def fingerprint(training: Training) -> dict[str, Any]:
     found["groups"] = tree_state(training.optimizer.param_groups)
     found["scaler"] = tree_state(vars(training.scaler))
     found["scheduler"] = tree_state(vars(training.scheduler))
+    found["decay"] = training.decay.calls
     found["average"] = [each.tolist() for each in training.average.shadow]
     found["counter"] = tensor_state(training.counter)
     found["generator"] = training.generator.get_state().tolist()

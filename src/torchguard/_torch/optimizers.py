@@ -23,7 +23,7 @@ from torchguard._torch.modes import (
 from torchguard._torch.tensors import version_of
 
 __all__ = [
-    "FORWARD_HOOKS",
+    "MODULE_HOOKS",
     "call_unseen",
     "call_while_tracing",
     "close_checkpoints",
@@ -35,7 +35,9 @@ __all__ = [
     "init_group_arguments",
     "lists_of_init_group",
     "members_of",
+    "not_saved",
     "per_optimizer_states",
+    "remove_hooks_since",
     "same_one_by_one",
     "same_tensors",
     "step_without_hooks",
@@ -44,7 +46,7 @@ __all__ = [
     "wrap_step",
 ]
 
-FORWARD_HOOKS = (
+MODULE_HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -52,8 +54,12 @@ FORWARD_HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
-"""The dicts of a module whose hooks run in forward and backward; ids of hooks are their keys."""
+"""The dicts in which a module holds hooks; ids of hooks are their keys."""
 
 
 def versions_of(tensors: list[Any]) -> list[int | None]:
@@ -118,9 +124,23 @@ def members_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any],
     return module._parameters, module._buffers, module._modules
 
 
+def not_saved(module: torch.nn.Module) -> set[str]:
+    """Return the set of names of those buffers that are not in a module's state dict."""
+    return module._non_persistent_buffers_set
+
+
 def hooks_registered() -> int:
     """Return how many hooks torch has registered in this process: ids of hooks count up."""
     return int(RemovableHandle.next_id)
+
+
+def remove_hooks_since(registered: int, tensor: torch.Tensor) -> None:
+    """Take away the hooks of a tensor that came since :func:`hooks_registered` said a number."""
+    kinds: list[Any] = [tensor._backward_hooks]
+    kinds.append(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    for hooks in kinds:
+        for number in [each for each in hooks or () if each >= registered]:
+            del hooks[number]
 
 
 def per_optimizer_states(scaler: Any) -> dict[int, dict[str, Any]] | None:

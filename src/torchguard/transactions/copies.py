@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -120,7 +121,8 @@ class Containers:
     """Shallow copies of the dicts and lists that objects hold, and copies of the tensors in them.
 
     Goes into dicts, lists, tuples and sets, and into what holds state of its own inside a
-    scheduler (another scheduler), but not into modules and optimizers.
+    scheduler (another scheduler, a schedule that ``LambdaLR`` calls), but not into modules and
+    optimizers.
     """
 
     def __init__(self, roots: Iterable[Any], *, skip: Iterable[Any] = ()) -> None:
@@ -163,12 +165,18 @@ class Containers:
 _ATOMS = {int, float, bool, str, bytes, type(None), complex}
 
 
+_STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType)
+
+
 def _has_state(node: Any) -> bool:
+    """Whether the state dict of a scheduler has what this holds, as LambdaLR's has of a callable.
+
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py#L352
+    """
     return (
-        not isinstance(node, (nn.Module, Optimizer, type))
-        and hasattr(node, "state_dict")
-        and hasattr(node, "load_state_dict")
+        not isinstance(node, _STATELESS)
         and hasattr(node, "__dict__")
+        and (callable(node) or (hasattr(node, "state_dict") and hasattr(node, "load_state_dict")))
     )
 
 
@@ -260,6 +268,12 @@ class OptimizerSnapshot:
         self.state = state_of(optimizer)
         groups = optimizer.param_groups
         self._containers: list[tuple[Any, Any]] = [(groups, groups.copy())]
+        # Hooks among them, and the defaults of the options; the state has a copy of its own.
+        self._containers += [
+            (value, dict(value))
+            for name, value in self.attributes.items()
+            if isinstance(value, dict) and name != "state"
+        ]
         options: list[Any] = []
         for group in groups:
             parameters = group["params"]

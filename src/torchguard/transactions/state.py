@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from torchguard._torch import without_torch_function
 from torchguard._torch.optimizers import (
-    FORWARD_HOOKS,
+    MODULE_HOOKS,
     call_unseen,
     concatenated,
     copy_all,
     hooks_registered,
     members_of,
+    not_saved,
+    remove_hooks_since,
     same_tensors,
     versions_of,
 )
@@ -88,15 +90,18 @@ class _Survey:
         self.attributes: list[dict[str, Any]] = [each.__dict__ for each in self.modules]
         # What the modules hold: parameters, buffers and children. Most of these dicts are empty.
         structure = [members for each in self.modules for members in members_of(each)]
-        self.members = [(each, each.copy()) for each in structure]
+        names = [not_saved(each) for each in self.modules]
+        self.members: list[tuple[Any, Any]] = [(each, each.copy()) for each in structure]
+        self.members += [(each, each.copy()) for each in names]
         self._filled = [each for each in structure if each]
-        self._empty = [each for each in structure if not each]
+        self._names = [(each, each.copy()) for each in names if each]
+        self._empty = [each for each in (*structure, *names) if not each]
         self._filled_copies = list(map(dict.copy, self._filled))
         self._same_members = comparison_of(self.modules)
         self.hooks = [
             attributes[name]
             for attributes in self.attributes
-            for name in FORWARD_HOOKS
+            for name in MODULE_HOOKS
             if name in attributes
         ]
         self._hook_copies: list[dict[int, Any]] = []
@@ -143,6 +148,7 @@ class _Survey:
         return (
             self._same_members(self._filled, self._filled_copies)
             and not any(self._empty)
+            and all(names == before for names, before in self._names)
             and same_tensors(groups, self._groups)
             and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
             and _layouts(self._shaped) == self._layouts
@@ -199,6 +205,7 @@ class TrainingSnapshot:
         # Copied in each block: to compare them with the last copies takes twice as long.
         self._attributes = list(map(dict.copy, survey.attributes))
         self._hooks = survey.hook_copies()
+        self._hooks_registered = hooks_registered()
         self.optimizers = {id(each): OptimizerSnapshot(each) for each in training.optimizers}
         self._others = Containers(map(vars, training.others))
         self._versions = versions_of(survey.parameters)
@@ -336,6 +343,7 @@ class TrainingSnapshot:
 
     def _restore_flags(self) -> None:
         for parameter, before in zip(self._survey.all_parameters, self._requires_grad, strict=True):
+            remove_hooks_since(self._hooks_registered, parameter)
             if parameter.requires_grad != before:
                 parameter.requires_grad_(before)
 

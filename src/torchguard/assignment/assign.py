@@ -76,6 +76,9 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         out = _writable_copy(t, index, value) if inside_transform() else t.clone()
         out[index] = value
     except Exception as error:
+        if not isinstance(t, torch.Tensor):
+            message = f"sliced_assign: t is {type(t).__name__}, expected a torch.Tensor"
+            raise TypeError(message) from None
         name_the_call(error, "sliced_assign", t, index, value)
         raise
     return out

@@ -70,6 +70,8 @@ def at(t: torch.Tensor) -> At:
         >>> torchguard.at(torch.zeros(3))[[0, 0, 2]].add(1.0)
         tensor([2., 0., 1.])
     """
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"at: t is {type(t).__name__}, expected a torch.Tensor")
     return At(t)
 
 

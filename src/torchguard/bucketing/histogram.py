@@ -65,7 +65,7 @@ def observe(sizes: Sizes, operation: str) -> Observed:
     if array.ndim != 1:
         raise ValueError(f"{operation}: sizes has shape {array.shape}, expected one dimension")
     if not array.size:
-        raise ValueError(f"{operation}: sizes is empty, expected at least one observed size")
+        raise ValueError(f"{operation}: sizes is empty, expected at least one size")
     smallest, largest = int(array.min()), int(array.max())
     if smallest < 1 or largest > _LARGEST:
         bad = smallest if smallest < 1 else largest

@@ -95,7 +95,7 @@ def select(
     if family is not None and family not in FAMILIES:
         raise ValueError(f"no family {family!r}; the families are {', '.join(FAMILIES)}")
     families = {row.id: None if isinstance(row, BrokenDefect) else row.family for row in rows}
-    wanted = list(families) if only is None else list(only)
+    wanted = list(families) if only is None else [only] if isinstance(only, str) else list(only)
     for identifier in wanted:
         if identifier not in families:
             raise ValueError(_unknown(identifier, list(families)))

@@ -117,9 +117,11 @@ class Guarded(contextlib.ContextDecorator):
                 the scope as well.
         """
         if isinstance(function, type) or not callable(function):
-            kind = "the class " if isinstance(function, type) else ""
+            found = "a Tensor" if isinstance(function, torch.Tensor) else repr(function)
+            if isinstance(function, type):
+                found = f"the class {function.__qualname__}"
             raise TypeError(
-                f"guarded: function is {kind}{getattr(function, '__qualname__', repr(function))}, "
+                f"guarded: function is {found}, "
                 "expected a function or a method: decorate those that change tensors"
             )
         if inspect.isasyncgenfunction(function):

@@ -95,12 +95,14 @@ def transaction(
         _refuse_model(each)
     for each in optimizers:
         _refuse_optimizer(each)
+    _require("scaler", _several(scaler), "unscale_", "a torch.amp.GradScaler")
     if skip_nonfinite and scaler is not None and scaler.is_enabled():
         raise ValueError(
             "transaction: skip_nonfinite=True with a GradScaler, which skips such steps itself; "
             "leave one of them out"
         )
     schedulers = _several(scheduler)
+    _require("scheduler", schedulers, "step", "a scheduler of torch.optim.lr_scheduler")
     others = [*_several(scaler), *schedulers]
     return Transaction(
         TrainingState(models, optimizers, others, tuple(also)),
@@ -126,6 +128,13 @@ def _several(value: Any, kind: Any = object, name: str = "") -> list[Any]:
                 f"{kind.__name__} or a list of them"
             )
     return values
+
+
+def _require(name: str, values: Iterable[Any], method: str, expected: str) -> None:
+    """Refuse what is no scaler or scheduler, by the method that a step calls."""
+    for value in values:
+        if not hasattr(value, method):
+            raise TypeError(f"transaction: {name} is a {type(value).__name__}, expected {expected}")
 
 
 def _innermost(optimizer: Any) -> Optimizer:

@@ -35,6 +35,11 @@ class Options:
             raise ValueError(
                 f"verified: max_bytes is {self.max_bytes!r}, expected a number of bytes or None"
             )
+        if self.group is not None and not _may_be_group(self.group):
+            raise TypeError(
+                f"verified: group is {self.group!r}, expected a process group, such as "
+                "torch.distributed.group.WORLD, True for all ranks, or None"
+            )
         # A string is a collection of its letters, and equal options make equal backends.
         names = None if isinstance(self.run_twice, str) else tuple(self.run_twice)
         if names is None or not all(isinstance(name, str) for name in names):
@@ -49,6 +54,11 @@ class Options:
                 'its namespace: "namespace::name"'
             )
         object.__setattr__(self, "run_twice", frozenset(names))
+
+
+def _may_be_group(group: object) -> bool:
+    # By what it is not: a build of torch without torch.distributed has no class to compare with.
+    return group is True or not isinstance(group, (str, int, float, list, tuple))
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -51,6 +51,7 @@ def no_recompile(function: Any = None, /) -> Any:
         function: what to decorate; left out, a scope is returned.
 
     Raises:
+        TypeError: ``function`` can't be called.
         RecompileError: something in the scope was about to compile, for the first time or again.
 
     Example:
@@ -62,6 +63,11 @@ def no_recompile(function: Any = None, /) -> Any:
         Traceback (most recent call last):
         torchguard.RecompileError: no_recompile: <lambda> was about to compile with x ...
     """
+    if function is not None and not callable(function):
+        raise TypeError(
+            f"no_recompile: function is {type(function).__name__}, expected a function: write "
+            "@no_recompile, or `with no_recompile():` around the calls"
+        )
     return _scope() if function is None else _scope()(function)
 
 

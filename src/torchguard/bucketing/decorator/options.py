@@ -89,6 +89,11 @@ def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
         raise TypeError(f"bucketed() got an unexpected keyword argument {unknown[0]!r}{hint}")
     if "dims" not in options:
         raise TypeError("bucketed() missing 1 required keyword-only argument: 'dims'")
+    if not isinstance(options["dims"], (Mapping, Sequence)) or isinstance(options["dims"], str):
+        raise TypeError(
+            f"bucketed: dims is {options['dims']!r}, expected {{argument: {{dim: name}}}}, such as "
+            "{'x': {1: 't'}}"
+        )
     checked: Any = {**_DEFAULTS, **options}
     for name, allowed in (
         ("side", get_args(Side)),

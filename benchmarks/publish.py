@@ -1,6 +1,6 @@
-"""Writes what committed records say into README.md and docs/guards.md.
+"""Writes what committed records say into README.md, docs/guards.md and docs/verified.md.
 
-    python -m benchmarks.publish            the newest records of resize and of end_to_end
+    python -m benchmarks.publish            the newest records of resize, end_to_end and verified
     python -m benchmarks.publish --check    change nothing; exit status 1 if a page is out of date
 
 A number in what it writes is never typed by hand. ``benchmarks/plots.py`` draws the same records.
@@ -172,11 +172,16 @@ def host_bound() -> str:
         return max(row["count"] for row in rows), max(row["percent"] for row in rows)
 
     (calls, percent), (all_calls, all_percent) = worst("install()"), worst("install(), every guard")
-    default = f"at most {calls} times, {percent:.2g} % of the host's time" if calls else "not once"
+    default = (
+        f"is called at most {calls} times, which takes {percent:.2g} % of the host's time"
+        if calls
+        else "is never called"
+    )
     return (
-        "Steps of three models, training and inference, eager and compiled, call what `install()` "
-        f"patches {default}, and what all guards together patch at most {all_calls} times, at most "
-        f"{all_percent:.2g} % of the host's time ([counted](docs/benchmarks.md#host))."
+        "In steps of three models (training and inference, eager and compiled) what `install()` "
+        f"patches {default}; what all guards together patch is called at most "
+        f"{all_calls} times, which takes at most {all_percent:.2g} % of the host's time "
+        "([counted](docs/benchmarks.md#host))."
     )
 
 
@@ -205,6 +210,37 @@ def _differences(record: Record, device: str) -> str:
     )
 
 
+_FIRST_CALLS = {
+    "first-transformer": "first call of a transformer, forward and backward",
+    "first-tiny": "first calls of many tiny graphs",
+    "first-lengths": "a stream of 120 lengths through one graph, its compilation included",
+}
+
+
+def verified_costs(_: Record) -> str:
+    """Lay out what ``verified`` costs, from the newest record of ``bench_verified``."""
+    record = newest(committed(), "verified", "cpu")
+    if record is None:
+        return "Not measured yet."
+    rows = []
+    for row in record["first_calls"]:
+        plain, checked = (row[side]["median"] for side in ("plain_seconds", "checked_seconds"))
+        checks = f", {row['checks']} checks" if row.get("checks") else ""
+        rows.append(
+            (
+                f"{_FIRST_CALLS[row['id']]}{checks}",
+                f"{plain:.1f} → {checked:.1f} s",
+                times(row["ratio"]["median"]),
+                times(row["memory_ratio"]["median"]),
+            )
+        )
+    for row in record["rows"]:
+        workload = row["id"].partition("-")[2]
+        rows.append((f"{row['what']}: {workload}", from_to(row), times(row["ratio"]["median"]), ""))
+    header = ("", "`torch.compile` → `verified`", "time", "most memory")
+    return f"{made(record)}\n\n{table(header, rows)}"
+
+
 def address() -> str:
     """Return the repository's address, which pyproject.toml alone says.
 
@@ -221,6 +257,7 @@ PAGES: tuple[tuple[str, str, Callable[[Record], str]], ...] = (
     ("README.md", "whole steps", overhead),
     ("docs/guards.md", "costs", summary),
     ("docs/guards.md", "every row", every_row),
+    ("docs/verified.md", "costs", verified_costs),
 )
 
 

@@ -93,6 +93,23 @@ def test_another_figure_in_the_record_makes_another_table() -> None:
     assert rewritten(page, "costs", summary(slower)) != page
 
 
+def test_what_verified_costs_is_told_of_a_stream_of_lengths_once_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from benchmarks import publish  # noqa: PLC0415
+    from benchmarks.records import committed, newest  # noqa: PLC0415
+
+    record = copy.deepcopy(newest(committed(), "verified", "cpu"))
+    assert record is not None
+    row = {**record["first_calls"][0], "id": "first-lengths", "checks": 87}
+    record["first_calls"] = [row]
+    monkeypatch.setattr(publish, "committed", lambda: [record])
+    told = publish.verified_costs({})
+    assert (
+        "| a stream of 120 lengths through one graph, its compilation included, 87 checks |" in told
+    )
+
+
 def test_a_gpus_record_is_told_of_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import publish  # noqa: PLC0415
     from benchmarks.records import committed, newest  # noqa: PLC0415

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from torchguard.bucketing.decorator.other_inputs import (
 from torchguard.bucketing.decorator.output_shapes import Output, OutputShapes, real_output
 from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, sizes_of
 from torchguard.bucketing.decorator.slices import Narrow
+from torchguard.bucketing.decorator.thresholds import OPERATORS, Thresholds
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
@@ -97,23 +98,16 @@ def check_padding(
         PaddingLeakError: padding changes something.
         RuntimeError: it does so on another rank only.
     """
-    checker = _Checker(shapes, plan, call)
+    checker = _Checker(shapes, plan, call, () if anew else proven.neutral)
     with COMPILING, uncompiled():
         _check(checker, plan, call, proven, anew=anew)
 
 
 def _check(checker: _Checker, plan: Plan, call: Call, proven: Proven, *, anew: bool) -> None:
     case = _Case(plan, call)
-    neutral = () if anew else proven.neutral
-    padded = {pad.leaf for pad in plan.pads}
-    undeclared = [
-        each
-        for each in plan.inputs
-        if not each.declared and each.index in padded and each.label not in neutral
-    ]
     first, failure = _First(None, None, suspicious=False), None
     try:
-        first = checker.first(case, undeclared)
+        first = checker.first(case)
     except Exception as error:  # noqa: BLE001 - it has to wait for the other ranks
         failure = error
     leaks, depends, suspicious, steps, failed = checker.agreed(
@@ -132,19 +126,35 @@ def _check(checker: _Checker, plan: Plan, call: Call, proven: Proven, *, anew: b
     # Other data is tried once for all buckets: it is the function that is in question, not a size.
     if depends or anew or not proven.tried:
         dependence = first.dependence
-        if checker.try_other_values(case, undeclared, dependence, depends=depends, steps=steps):
+        if checker.try_other_values(case, dependence, depends=depends, steps=steps):
             proven.tried = True
         if depends:
-            proven.neutral = proven.neutral.union(checker.relying(case, undeclared))
+            proven.neutral = proven.neutral.union(checker.relying(case))
     if suspicious:
         plan = checker.with_more_padding(case)
     proven.add(plan)
 
 
 class _Checker:
-    """Makes the runs of one check."""
+    """Makes the runs of one check.
 
-    def __init__(self, shapes: OutputShapes, plan: Plan, call: Call) -> None:
+    Args:
+        shapes: knows what runs.
+        plan: how the call is padded.
+        call: not padded.
+        neutral: the inputs that 0 in the padding is known to be neutral for.
+    """
+
+    def __init__(
+        self, shapes: OutputShapes, plan: Plan, call: Call, neutral: Container[str]
+    ) -> None:
+        padded = {pad.leaf for pad in plan.pads}
+        self._inputs = [
+            each
+            for each in plan.inputs
+            if not each.declared and each.index in padded and each.label not in neutral
+        ]
+        """Those that get other values."""
         self._shapes = shapes
         self._spec = shapes.spec
         self._group = shapes.spec.options["group"]
@@ -153,6 +163,7 @@ class _Checker:
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
+        self._thresholds = Thresholds()
 
     def agreed(self, *found: bool) -> list[bool]:
         """Return what any rank has found."""
@@ -170,9 +181,9 @@ class _Checker:
 
     # ---- what is tried ----
 
-    def first(self, case: _Case, inputs: Sequence[Input]) -> _First:
+    def first(self, case: _Case) -> _First:
         """Run the call without padding, padded, and padded with other values, above and below."""
-        others = self._other_fills(case, inputs)
+        others = self._other_fills(case, self._inputs)
         pair = self._pair_of(case)
         leak = dependence = None
         with self._turn(case, 0) as (same, _):
@@ -196,7 +207,6 @@ class _Checker:
     def try_other_values(
         self,
         case: _Case,
-        inputs: Sequence[Input],
         dependence: PaddingLeakError | None,
         *,
         depends: bool,
@@ -208,11 +218,12 @@ class _Checker:
             PaddingLeakError: it is not, or it could not be shown.
         """
         tried = False
-        for values in other_values(relies_on_0=depends, steps=steps):
-            other = values.made(inputs, case.call)
+        kinds = other_values(self._thresholds, self.agreed, relies_on_0=depends, steps=steps)
+        for values in kinds:
+            other = values.made(self._inputs, case.call)
             if other is None and self._group is None:
                 continue
-            labels = tuple(each.label for each in inputs)
+            labels = tuple(each.label for each in self._inputs)
             tried |= self._try(_Case(case.plan, other or case.call, values.description, labels))
         (tried,) = self.agreed(tried)
         if depends and not tried:
@@ -230,14 +241,14 @@ class _Checker:
             self.confirm(case, leak)
         return ran_through
 
-    def relying(self, case: _Case, inputs: Sequence[Input]) -> list[str]:
+    def relying(self, case: _Case) -> list[str]:
         """Return the labels of the inputs whose padding the answer depends on."""
-        labels = [each.label for each in inputs]
+        labels = [each.label for each in self._inputs]
         # Each rank might find other inputs, and would make another number of runs.
         if self._group is not None or len(labels) == 1:
             return labels
         found = []
-        for each in inputs:
+        for each in self._inputs:
             others = self._other_fills(case, [each])
             with self._turn(case, 0) as (same, _):
                 runs = self._runs(same, [{}, *others])
@@ -341,6 +352,8 @@ class _Checker:
         real: dict[str, torch.Tensor] = {}
         if plan.extras:
             real = real_extras(self._spec, plan, with_masks=bool(case.others))
+        varied = [call.leaves[each.index] for each in self._inputs]
+        observers = dict.fromkeys(OPERATORS, functools.partial(self._thresholds.note, varied))
         # Before any run: to the function its arguments are memory from outside, so that its writes
         # to them are seen. A fill may be a function of the user's, and draw random numbers.
         with isolated():
@@ -359,6 +372,7 @@ class _Checker:
                     names=self._names,
                     modules=self._modules,
                     held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
+                    observers=observers if fills is None else None,
                 )
                 lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
                 if lost:

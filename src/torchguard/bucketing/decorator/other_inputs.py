@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torchguard.bucketing.decorator.masking import Real, given_masks, make_extras
 from torchguard.bucketing.decorator.plan import Call, Input, Plan
 from torchguard.bucketing.decorator.spec import Sizes, Spec
+from torchguard.bucketing.decorator.thresholds import Beyond, Thresholds
 
 __all__ = [
     "Fills",
@@ -29,6 +31,12 @@ _LARGER = 16.0
 _SMALLER = 1 / 64
 _WHOLE = 31
 """A prime number: no dim that is counted along has all its numbers alike."""
+
+_ROUNDS = 2
+"""How often larger numbers are tried: the way to a threshold is guessed, and may be longer."""
+
+_CANDIDATES = 16
+"""Of more numbers that reach thresholds, the smallest are tried."""
 
 _STEPS = {
     # rounding
@@ -130,8 +138,13 @@ class OtherValues(NamedTuple):
         return other if torch.equal(other.isfinite(), tensor.isfinite()) else None
 
 
-def _without_zeros(numbers: torch.Tensor) -> torch.Tensor:
-    return torch.where(numbers == 0, numbers.max(), numbers)
+def _positive(numbers: torch.Tensor) -> torch.Tensor:
+    """Put the largest number in the place of those that are not positive, if it is."""
+    return torch.where((numbers <= 0) & (numbers.max() > 0), numbers.max(), numbers)
+
+
+def _negative(numbers: torch.Tensor) -> torch.Tensor:
+    return -_positive(-numbers)
 
 
 def _exchanged(numbers: torch.Tensor) -> torch.Tensor:
@@ -141,11 +154,32 @@ def _exchanged(numbers: torch.Tensor) -> torch.Tensor:
     return exchanged
 
 
-def _whole(values: torch.Tensor) -> torch.Tensor:
-    """Make whole numbers from 1 to 31, each as often as the others, in an order without a rule."""
+def _order(values: torch.Tensor) -> torch.Tensor:
+    """Return a number for each place of a tensor, in an order without a rule."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(values.numel(), generator=generator, device="cpu")
-    return (order % _WHOLE + 1).view(values.shape).to(values)
+    return order.view(values.shape).to(values.device)
+
+
+def _whole(values: torch.Tensor, factor: float = 1) -> torch.Tensor:
+    """Make whole numbers from 1 to 31, each as often as the others, times a factor."""
+    return ((_order(values) % _WHOLE + 1) * factor).to(values.dtype)
+
+
+def _of_either_sign(values: torch.Tensor, factor: float = 1) -> torch.Tensor:
+    whole = _whole(values)
+    return torch.where(whole % 2 == 0, whole, -whole) * factor
+
+
+def _across(values: torch.Tensor, beyond: Beyond, factor: float) -> torch.Tensor:
+    """Make whole numbers of either sign, far and near, and those that reach the thresholds."""
+    made = _of_either_sign(values, factor)
+    if not beyond.missed:
+        return made
+    part = _order(values)
+    reaching = torch.tensor(beyond.missed[:_CANDIDATES], dtype=values.dtype, device=values.device)
+    made = torch.where(part % 3 == 1, _of_either_sign(values), made)
+    return torch.where(part % 3 == 0, reaching[part // 3 % len(reaching)], made)
 
 
 def _spread(numbers: torch.Tensor) -> torch.Tensor:
@@ -156,34 +190,83 @@ def _spread(numbers: torch.Tensor) -> torch.Tensor:
     if numbers.is_cpu:  # one that is not valid raises, on an accelerator it ends the process
         present = torch.arange(1, int(present[-1].clamp(max=_WHOLE)) + 1, dtype=numbers.dtype)
     spread: torch.Tensor = present[_whole(numbers).long() % len(present)]
+    if spread.dim() > 1 and len(spread) > 1:
+        spread[-1] = spread[-1, ..., :1]  # a row of one number, for what asks for all of a row
     return spread
 
 
 _SIGNS = (
-    OtherValues("is positive", lambda x: _without_zeros(x.abs()), _without_zeros, keeps_sign=True),
-    OtherValues("is negative", lambda x: -x.abs(), torch.clone, keeps_sign=False),
+    OtherValues("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True),
+    OtherValues("is negative", lambda x: -x.abs(), _negative, keeps_sign=False),
 )
 """They find what other padding can't: one negative number, and ``(x > 0).all()`` is False whatever
 the padding holds."""
 
-_WHOLE_NUMBERS = (
-    OtherValues("is a positive whole number", _whole, _spread, keeps_sign=False),
-    OtherValues("is a negative whole number", lambda x: -_whole(x), torch.clone, keeps_sign=False),
-    OtherValues(
-        "is a whole number of either sign",
-        lambda x: torch.where(_whole(x) % 2 == 0, _whole(x), -_whole(x)),
-        torch.clone,
-        keeps_sign=False,
-    ),
-)
-"""They find what data can't that is all alike once it is rounded: ``x.round().mode(1)`` of numbers
-below 0.5 is 0 as long as more of them are real than padded."""
+
+def _whole_numbers(beyond: Beyond, factor: float) -> tuple[OtherValues, ...]:
+    """Return whole numbers, the least of them beyond every threshold.
+
+    They find what data can't that is all alike once it is rounded: ``x.round().mode(1)`` of
+    numbers below 0.5 is 0 as long as more of them are real than padded.
+    """
+    return (
+        OtherValues(
+            "is a positive whole number", lambda x: _whole(x, factor), _spread, keeps_sign=False
+        ),
+        OtherValues(
+            "is a negative whole number",
+            lambda x: -_whole(x, factor),
+            torch.clone,
+            keeps_sign=False,
+        ),
+        OtherValues(
+            "is a whole number of either sign",
+            lambda x: _across(x, beyond, factor),
+            torch.clone,
+            keeps_sign=False,
+        ),
+    )
+
+
+def _near(compared: Sequence[float]) -> OtherValues:
+    """Return the integers that a function compares its input with, and those beside them."""
+    near = [round(each) + step for each in compared[:_CANDIDATES] for step in (0, 1, -1)]
+
+    def made(numbers: torch.Tensor) -> torch.Tensor:
+        return _chosen(numbers, [*near, *torch.unique(numbers).tolist()])
+
+    said = "is near what the function compares it with"
+    return OtherValues(said, torch.clone, made, keeps_sign=True)
+
+
+def _above(compared: float) -> OtherValues:
+    """Return integers above those that a function compares its input with."""
+    least = math.ceil(compared) + 1
+
+    def made(numbers: torch.Tensor) -> torch.Tensor:
+        above = torch.unique(numbers[numbers >= least]).tolist()
+        return _chosen(numbers, above or [least, least + 1, least + 2])
+
+    said = "is above all that the function compares it with"
+    return OtherValues(said, torch.clone, made, keeps_sign=True)
+
+
+def _chosen(numbers: torch.Tensor, among: Iterable[int]) -> torch.Tensor:
+    """Put other integers that may come, each about as often as the others."""
+    # One that is not valid raises, on an accelerator it ends the process. Ones may be a mask.
+    if not numbers.is_cpu or bool((numbers == 1).all()):
+        return numbers.clone()
+    least = min(int(numbers.min()), 1)
+    valid = dict.fromkeys(each for each in among if each >= least)
+    chosen: torch.Tensor = torch.tensor([*valid], dtype=numbers.dtype)[_order(numbers) % len(valid)]
+    return chosen
+
 
 _MAGNITUDES = (
     OtherValues(
         "is 64 times smaller and in reverse order",
         lambda x: (x * _SMALLER).flip(tuple(range(x.dim()))),
-        lambda x: x.flip(-1),
+        lambda x: x[..., :1].expand_as(x).clone(),
         keeps_sign=True,
     ),
     OtherValues(
@@ -195,16 +278,44 @@ _MAGNITUDES = (
 )
 
 
-def other_values(*, relies_on_0: bool, steps: bool) -> tuple[OtherValues, ...]:
-    """Return the other data to try on a function.
+def other_values(
+    thresholds: Thresholds,
+    agreed: Callable[..., list[bool]],
+    *,
+    relies_on_0: bool,
+    steps: bool,
+) -> Iterator[OtherValues]:
+    """Yield the other data to try on a function, each once that before it was tried.
 
     Args:
-        relies_on_0: whether its answer depends on what the padding holds.
-        steps: whether it rounds, compares, or chooses.
+        thresholds: those that were seen, and that are while it is tried.
+        agreed: returns what any rank has found.
+        relies_on_0: whether the answer depends on what the padding holds.
+        steps: whether the function rounds, compares, or chooses.
     """
+    yield from _SIGNS
+    floats, integers, tried = Beyond(), Beyond(), 0.0
+    for _ in range(_ROUNDS):
+        if thresholds.runs:
+            floats = thresholds.beyond(of_integers=False)
+            integers = thresholds.beyond(of_integers=True)
+        # A power of 2, so that they are the same numbers in every dtype.
+        factor = 2.0 ** math.ceil(math.log2(floats.farthest + 1))
+        if tried:
+            wanted = bool(floats.missed) and factor > tried
+        else:
+            wanted = steps or relies_on_0 or bool(floats.missed or integers.missed)
+        wanted, near, above = agreed(wanted, bool(integers.missed), integers.farthest > 1)
+        if not wanted:
+            break
+        yield from _whole_numbers(floats, factor)
+        tried = factor
+    if near:
+        yield _near(integers.missed)
+    if above:
+        yield _above(integers.farthest)
     if relies_on_0:
-        return (*_SIGNS, *_WHOLE_NUMBERS, *_MAGNITUDES)
-    return (*_SIGNS, *_WHOLE_NUMBERS) if steps else _SIGNS
+        yield from _MAGNITUDES
 
 
 # ---- shorter inputs ----

@@ -22,6 +22,7 @@ __all__ = ["BucketCollator"]
 
 Dims: TypeAlias = Any
 """The batch's own structure with, for each tensor to pad, ``{dim: axis}`` in its place."""
+_DimsOfPart: TypeAlias = dict[int, str]
 
 
 @public
@@ -87,7 +88,8 @@ class BucketCollator:
         mask_key: str | Mapping[str, str] | None = None,
         batch_sizes: int | Mapping[int, int] | Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
-        axes = _axes(dims, "dims")
+        self._declared = list(_declared(dims, "dims"))
+        axes = dict.fromkeys(axis for _, each in self._declared for axis in each.values())
         if not axes:
             raise ValueError("BucketCollator: dims names no dimension to pad")
         if isinstance(buckets, Mapping):  # it may be a dict of more axes than these
@@ -101,13 +103,12 @@ class BucketCollator:
         if self._batch_sizes is None:
             # With rows of padding fill also names what dims does not: it is checked with the batch.
             _check_fill(fill, dims, "fill")
-        self._dims = dims
         self._fill = fill
         self._collate_fn = collate_fn
         self._side: Side = side
         self._length_key = length_key
         self._mask_keys = _mask_keys(mask_key, axes)
-        self._batch_axis = _batch_axis(dims)
+        self._batch_axis = next((each[0] for _, each in self._declared if 0 in each), None)
         if self._mask_keys and collate_fn is not default_collate:
             raise ValueError(
                 "BucketCollator: mask_key and collate_fn are both given: how long each sample was "
@@ -161,7 +162,7 @@ class BucketCollator:
     def _parts_of_sample(self, sample: Any, index: int) -> list[_Part]:
         """Return what is to be evened out; the rest is left to collate."""
         found = []
-        for part in _parts(sample, self._dims, self._fill, f"samples[{index}]"):
+        for part in self._parts(sample, f"samples[{index}]"):
             tensor = _tensor(part.value)
             if tensor is None:
                 continue
@@ -177,7 +178,7 @@ class BucketCollator:
 
     def _padded(self, batch: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
         """Pad a batch to its buckets; also return the length of each axis, and its bucket."""
-        parts = list(_parts(batch, self._dims, self._fill, "batch"))
+        parts = list(self._parts(batch, "batch"))
         for part in parts:
             if not isinstance(part.value, torch.Tensor):
                 raise TypeError(
@@ -190,6 +191,19 @@ class BucketCollator:
         if self._batch_sizes is not None:
             padded = self._with_rows(batch, padded, self._rows(sizes))
         return replace(batch, padded), real, sizes
+
+    def _parts(self, value: Any, label: str) -> Iterator[_Part]:
+        """Yield the parts of a sample or of a batch that ``dims`` names."""
+        for path, dims in self._declared:
+            part, where = value, label
+            for key in path:
+                where = f"{where}[{key!r}]"
+                try:
+                    part = child_of(part, key)
+                except (KeyError, IndexError, TypeError):
+                    has = f"keys {list(part)}" if isinstance(part, Mapping) else type(part).__name__
+                    raise KeyError(f"BucketCollator: there is no {where}; it has {has}") from None
+            yield _Part(path, part, dims, _at(self._fill, path), where)
 
     def _rows(self, sizes: Mapping[str, int]) -> int:
         """Return how many rows a batch of these buckets gets."""
@@ -207,8 +221,9 @@ class BucketCollator:
             if isinstance(leaf, torch.Tensor) and leaf.dim()
         }
         tensors.update(padded)
-        for path in _paths(self._fill):
-            if path not in tensors:
+        fills, treedef = flatten(self._fill)
+        for path, fill in zip(key_paths(treedef), fills, strict=True):
+            if fill is not None and path not in tensors:
                 raise KeyError(
                     f"BucketCollator: {keystr('fill', path)} is given, but the batch has no tensor "
                     f"{keystr('batch', path)}"
@@ -252,28 +267,9 @@ class _Part(NamedTuple):
 
     path: KeyPath
     value: Any
-    dims: dict[int, str]
+    dims: _DimsOfPart
     fill: Any
     label: str
-
-
-def _parts(value: Any, dims: Dims, fill: Any, label: str, path: KeyPath = ()) -> Iterator[_Part]:
-    """Yield the parts of a sample or of a batch that ``dims`` names."""
-    if dims is None:
-        return
-    if _is_leaf(dims):
-        yield _Part(path, value, dict(dims), fill, label)
-        return
-    for key, inner in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
-        if inner is None:
-            continue
-        where = f"{label}[{key!r}]"
-        try:
-            part = child_of(value, key)
-        except (KeyError, IndexError, TypeError):
-            has = f"keys {list(value)}" if isinstance(value, Mapping) else type(value).__name__
-            raise KeyError(f"BucketCollator: there is no {where}; it has {has}") from None
-        yield from _parts(part, inner, _part(fill, key), where, (*path, key))
 
 
 def _lengths(parts: Iterable[_Part]) -> dict[str, int]:
@@ -412,38 +408,20 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _axes(dims: Dims, path: str) -> dict[str, None]:
-    """Return the axes in their order; a dict in place of a set, which has none."""
+def _declared(dims: Dims, where: str, path: KeyPath = ()) -> Iterator[tuple[KeyPath, _DimsOfPart]]:
+    """Yield the path of each tensor that ``dims`` names, and the axes of its dimensions."""
     if dims is None:
-        return {}
-    if _is_leaf(dims):
-        for axis in dims.values():
-            if not isinstance(axis, str):
-                raise TypeError(
-                    f"BucketCollator: {path} is {dims!r}, expected {{dimension: axis name}}"
-                )
-        return dict.fromkeys(dims.values())
-    if isinstance(dims, Mapping):
-        items: Any = dims.items()
-    elif _is_sequence(dims):
-        items = enumerate(dims)
-    else:
+        return
+    if _is_leaf(dims) and all(isinstance(axis, str) for axis in dims.values()):
+        yield path, dict(dims)
+        return
+    if _is_leaf(dims) or not (isinstance(dims, Mapping) or _is_sequence(dims)):
         raise TypeError(
-            f"BucketCollator: {path} is {dims!r}, expected {{dimension: axis name}}, such as "
+            f"BucketCollator: {where} is {dims!r}, expected {{dimension: axis name}}, such as "
             "{1: 't'}"
         )
-    return {axis: None for key, inner in items for axis in _axes(inner, f"{path}[{key!r}]")}
-
-
-def _batch_axis(dims: Dims) -> str | None:
-    """Return the axis of the batch's own dimension, if it is padded."""
-    if dims is None:
-        return None
-    if _is_leaf(dims):
-        axis: str | None = dims.get(0)
-        return axis
-    inside = dims.values() if isinstance(dims, Mapping) else dims
-    return next((axis for axis in map(_batch_axis, inside) if axis is not None), None)
+    for key, inner in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
+        yield from _declared(inner, f"{where}[{key!r}]", (*path, key))
 
 
 def _check_fill(fill: Any, dims: Dims, path: str) -> None:
@@ -469,9 +447,3 @@ def _at(fill: Any, path: KeyPath) -> Any:
     for key in path:
         fill = _part(fill, key)
     return fill
-
-
-def _paths(fill: Any) -> list[KeyPath]:
-    """Return the path of each fill that is given."""
-    leaves, treedef = flatten(fill)
-    return [path for path, leaf in zip(key_paths(treedef), leaves, strict=True) if leaf is not None]

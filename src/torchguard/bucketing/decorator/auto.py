@@ -26,7 +26,14 @@ _Kind = TypeVar("_Kind", Buckets, PairBuckets)
 
 
 class _Ladder(Generic[_Kind]):
-    """What the ladders of one axis and of two have in common."""
+    """The buckets of one axis, or of two that share them, which may change.
+
+    Args:
+        axes: the axis, or the two.
+        given: the buckets; ``"auto"`` begins with powers of two, as they are needed, and
+            fits them once to the first calls.
+        growing: whether a size that no bucket holds adds one.
+    """
 
     def __init__(self, axes: tuple[str, ...], given: Any, *, growing: bool) -> None:
         self.axes = axes
@@ -36,35 +43,47 @@ class _Ladder(Generic[_Kind]):
         self._growing = growing or self.automatic
         self._lock = threading.Lock()
 
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Return each bucket as a size per axis, cheapest first."""
+        return [each if isinstance(each, tuple) else (each,) for each in self.buckets or ()]
 
-class Ladder(_Ladder[Buckets]):
-    """The buckets of one axis, which may change.
-
-    Args:
-        axes: the axis.
-        given: the buckets; ``"auto"`` begins with powers of two, as they are needed, and
-            fits them once to the first calls.
-        growing: whether a size above the largest adds a bucket.
-    """
+    def _find(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the cheapest bucket that holds these sizes, which may be a new one."""
+        raise NotImplementedError
 
     def shapes(self) -> list[dict[str, int]]:
         """Return each bucket, by axis."""
-        return [{self.axes[0]: size} for size in self.buckets or ()]
+        return [dict(zip(self.axes, each, strict=True)) for each in self._shapes()]
 
-    def largest(self, axis: str) -> int | None:  # noqa: ARG002 - there is one
+    def largest(self, axis: str) -> int | None:
         """Return the largest size that it will ever have a bucket for; None if it may grow."""
-        return None if self._growing or self.buckets is None else self.buckets.sizes[-1]
+        index = self.axes.index(axis)
+        sizes = [each[index] for each in self._shapes()]
+        return None if self._growing else max(sizes, default=None)
 
     def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """Return the bucket for the size of its axis, None if none may be added."""
+        """Return the cheapest bucket for the sizes of its axes, None if none may be added."""
         with self._lock:
-            bucket = self._bucket_for(sizes[self.axes[0]])
-        return None if bucket is None else {self.axes[0]: bucket}
+            found = self._find(tuple(sizes[axis] for axis in self.axes))
+        return None if found is None else dict(zip(self.axes, found, strict=True))
 
     def least(self, axis: str, sizes: Mapping[str, int]) -> int:
         """Return the smallest size of an axis that gets the same bucket as ``sizes``."""
-        smaller = [each for each in self.buckets or () if each < sizes[axis]]
-        return max(smaller, default=0) + 1
+        index = self.axes.index(axis)
+        own = tuple(sizes[each] for each in self.axes)
+        found = 0
+        for shape in self._shapes():
+            too_small = [place for place, size in enumerate(own) if size > shape[place]]
+            if not too_small:
+                break
+            # A cheaper bucket that would hold the sizes but for this one.
+            if too_small == [index]:
+                found = max(found, shape[index])
+        return found + 1
+
+
+class Ladder(_Ladder[Buckets]):
+    """The buckets of one axis."""
 
     def too_large(self, sizes: Mapping[str, int], label: str) -> str:
         """Return why a size of an argument has no bucket, and what to do."""
@@ -75,21 +94,19 @@ class Ladder(_Ladder[Buckets]):
             "a larger one"
         )
 
-    def _bucket_for(self, size: int) -> int | None:
-        if self.fitting:  # powers of two, as they are needed
-            bucket = max(_COARSE_FROM, 1 << (size - 1).bit_length())
-            before = () if self.buckets is None else self.buckets.sizes
-            if bucket not in before:
-                self.buckets = Buckets([*before, bucket])
-            return bucket
-        if self.buckets is not None and size <= self.buckets.sizes[-1]:
-            return self.buckets.sizes[bisect_left(self.buckets.sizes, size)]
+    def _find(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        (size,) = sizes
+        before = () if self.buckets is None else self.buckets.sizes
+        if before and size <= before[-1] and not self.fitting:
+            return (before[bisect_left(before, size)],)
         if not self._growing:
             return None
-        sizes = () if self.buckets is None else self.buckets.sizes
-        bucket = max(_COARSE_FROM, 2 * sizes[-1] if sizes else 0, 1 << (size - 1).bit_length())
-        self.buckets = Buckets([*sizes, bucket])
-        return bucket
+        # Powers of two as they are needed; once they are fitted, twice the largest at least.
+        doubled = 2 * before[-1] if before and not self.fitting else 0
+        bucket = max(_COARSE_FROM, doubled, 1 << (size - 1).bit_length())
+        if bucket not in before:
+            self.buckets = Buckets([*before, bucket])
+        return (bucket,)
 
     def observe(
         self, arrived: Mapping[tuple[int, ...], int], compiled: Iterable[tuple[int, ...]]
@@ -125,33 +142,14 @@ class Ladder(_Ladder[Buckets]):
 
 
 class PairLadder(_Ladder[PairBuckets]):
-    """The buckets of two axes, which may change; likewise.
+    """The buckets of two axes."""
 
-    Args:
-        axes: the two axes.
-        given: the buckets; ``"auto"`` begins with powers of two in either size, as they are
-            needed, and fits them once to the first calls.
-        growing: whether sizes that no bucket holds add one.
-    """
-
-    def shapes(self) -> list[dict[str, int]]:
-        """Return each bucket, by axis."""
-        return [dict(zip(self.axes, each, strict=True)) for each in self.buckets or ()]
-
-    def largest(self, axis: str) -> int | None:
-        """Return the largest size that it will ever have a bucket for; None if it may grow."""
-        index = self.axes.index(axis)
-        sizes = [each[index] for each in self.buckets or ()]
-        return None if self._growing else max(sizes, default=None)
-
-    def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """Return the cheapest bucket for both sizes, None if none holds them or may be added."""
-        a, b = (sizes[axis] for axis in self.axes)
-        with self._lock:
-            shape = holding(self.buckets or (), a, b)
-            if (shape is None and self._growing) or self.fitting:
-                shape = self._grown(a, b)
-        return None if shape is None else dict(zip(self.axes, shape, strict=True))
+    def _find(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        a, b = sizes
+        shape = holding(self.buckets or (), a, b)
+        if (shape is None and self._growing) or self.fitting:
+            return self._grown(a, b)
+        return shape
 
     def _grown(self, a: int, b: int) -> tuple[int, int]:
         """Add a bucket that holds both sizes.
@@ -175,16 +173,6 @@ class PairLadder(_Ladder[PairBuckets]):
                 + [s for s in before if s[0] * s[1] > found[0] * found[1]]
             )
         return found
-
-    def least(self, axis: str, sizes: Mapping[str, int]) -> int:
-        """Return the smallest size of an axis that gets the same bucket as ``sizes``."""
-        shapes = () if self.buckets is None else self.buckets.shapes
-        index = self.axes.index(axis)
-        other = sizes[self.axes[1 - index]]
-        a, b = (sizes[each] for each in self.axes)
-        cheaper = shapes[: next((i for i, s in enumerate(shapes) if a <= s[0] and b <= s[1]), 0)]
-        # Of those that hold the other size, each is too small for this one.
-        return max((s[index] for s in cheaper if other <= s[1 - index]), default=0) + 1
 
     def too_large(self, sizes: Mapping[str, int], label: str) -> str:
         """Return why two sizes have no bucket, and what to do."""

@@ -78,10 +78,18 @@ class Caller:
         self._static = spec.options["engine"] == "static"
         self._fitting = any(ladder.automatic for ladder in spec.ladders.values())
 
-    @property
-    def seen(self) -> dict[tuple[int, ...], int]:
-        """How often each combination of sizes was called."""
-        return {sizes: cell[0] for sizes, cell in list(self._seen.items()) if cell[0]}
+    def seen(self, axes: Iterable[str]) -> Counter[tuple[int, ...]]:
+        """Return how often each combination of the sizes of these axes was called."""
+        places = self._places(axes)
+        found: Counter[tuple[int, ...]] = Counter()
+        # A list: a call of another thread may add one meanwhile.
+        for sizes, cell in list(self._seen.items()):
+            if cell[0]:
+                found[tuple(sizes[place] for place in places)] += cell[0]
+        return found
+
+    def _places(self, axes: Iterable[str]) -> list[int]:
+        return [list(self.spec.ladders).index(axis) for axis in axes]
 
     # ---- in every call ----
 
@@ -327,10 +335,7 @@ class Caller:
         """Return a variant's function, to be called once, that notes what compiling took."""
         variant = plan.variant
         if no_recompile.refused() and not variant.compiled_for:
-            sizes = plan.buckets or plan.sizes
-            shapes = tuple((each.label, each.padded(sizes)) for each in plan.inputs)
-            compiled, around = self.cache.keys_compiled(), plan.specialization.around
-            news = no_recompile.news(plan, shapes, around, compiled)
+            news = no_recompile.news(plan, self.cache.keys_compiled())
             raise RecompileError(f"no_recompile: {self.name} was about to compile {news}")
 
         self.kept.load_compiled()
@@ -413,17 +418,11 @@ class Caller:
     def _refit(self) -> None:
         """Fit automatic ladders once enough calls were seen."""
         changed = False
-        seen = self.seen
-        axes = list(self.spec.ladders)
         for ladder in dict.fromkeys(self.spec.ladders.values()):
-            if not ladder.fitting:
-                continue
-            places = [axes.index(axis) for axis in ladder.axes]
-            sizes: Counter[tuple[int, ...]] = Counter()
-            for combination, count in seen.items():
-                sizes[tuple(combination[place] for place in places)] += count
-            ran = {tuple(each[place] for place in places) for each in self.counts if each}
-            changed |= ladder.observe(sizes, ran)
+            if ladder.fitting:
+                places = self._places(ladder.axes)
+                ran = {tuple(each[place] for place in places) for each in self.counts if each}
+                changed |= ladder.observe(self.seen(ladder.axes), ran)
         self._fitting = any(ladder.fitting for ladder in self.spec.ladders.values())
         if changed:
             # A plan keeps the sizes of its bucket, which may be another one now.

@@ -138,13 +138,10 @@ class CompileCache:
             # Dynamo compiles anew for each of these anyway. With a function of its own a call
             # finds one entry in Dynamo's cache: in a list of several, threads walk past theirs.
             key = (shapes, specialization.around)
-        return self._variant(key)
+        return self.variant(key)
 
-    def variant_of_ranges(self, key: RangesKey) -> Variant:
-        """Return what runs inputs of all sizes between some bounds."""
-        return self._variant(key)
-
-    def _variant(self, key: Any) -> Variant:
+    def variant(self, key: Any) -> Variant:
+        """Return what runs for a key of the cache; it is made where there is none yet."""
         found = self.variants.get(key)
         if found is None:
             found = self.variants[key] = self._new(key)

@@ -7,6 +7,7 @@ decides for each bucket while calls arrive: :mod:`torchguard.bucketing.decorator
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -37,6 +38,7 @@ _COMPILED_OFTEN = 8
 _ASSUMED, _ASSUMED_CHEAP = 12.0, 0.5
 
 Run = Callable[[Plan, Call], Any]
+Timed = Callable[[Plan, Call], float]
 
 
 class Engine:
@@ -122,19 +124,19 @@ class Engine:
         """Return the plan that pads this call, whatever runs its bucket."""
         return plan if plan.choice is None else self._target(plan, call, "static")
 
-    def warm(self, plan: Plan, call: Call, run: Run) -> None:
+    def warm(self, plan: Plan, call: Call, timed: Timed) -> None:
         """Compile all that may run a bucket; where that is not decided, time it and decide.
 
         Args:
             plan: of :meth:`begin`.
             call: of the size of the bucket.
-            run: runs a plan, so that nothing is changed by it.
+            timed: runs a plan, so that nothing is changed by it, and returns the seconds.
         """
         choice = plan.choice
         if self.kind == "ranges":
             how: How | None = choice.how
             while how is not None:
-                reason = self._warmed(self._target(plan, call, how), call, run)
+                reason = self._warmed(self._target(plan, call, how), call, timed)
                 if reason is None:
                     return
                 choice.refuse(how, reason)
@@ -142,13 +144,14 @@ class Engine:
             return
         for how in choice.order:
             if how not in choice.refused and how != "eager":
-                reason = self._warmed(self._target(plan, call, how), call, run)
+                reason = self._warmed(self._target(plan, call, how), call, timed)
                 if reason is not None:
                     choice.refuse(how, reason)
         for _ in range(_RUNS_TO_COMPARE):
             for how in choice.order:
                 if how not in choice.refused:
-                    self._time_once(self._target(plan, call, how), call, run)
+                    seconds = timed(self._target(plan, call, how), call)
+                    choice.took(how, seconds, compiled=False, warmed=True)
         with self._lock:
             choice.settle_on_fastest()
 
@@ -165,13 +168,15 @@ class Engine:
     def _new_choice(self, plan: Plan, call: Call) -> Choice:
         buckets = tuple(plan.buckets.values())
         if self._cache.static is None:
-            return Choice.of_one("eager", buckets, "nothing compiles: pass compile=True")
+            return Choice(buckets, ("eager",), "eager", why="nothing compiles: pass compile=True")
         reason = self._why_no_ranges(plan, call)
         if reason is not None and self.kind == "ranges":
             raise ValueError(f"bucketed: engine='ranges' is refused: {reason}; use engine='static'")
         whole = self._range_of(plan, whole=True)
         if self.kind == "ranges":
-            return Choice.in_order(buckets, whole, self._range_of(plan, whole=False))
+            # One graph for all sizes; where that can't be, the next best.
+            ranges = {"ranges": whole, "range": self._range_of(plan, whole=False)}
+            return Choice(buckets, ("ranges", "range", "static", "eager"), "ranges", ranges=ranges)
         choice = Choice.by_rent(buckets, whole, self._prices)
         if reason is not None:
             choice.refuse("ranges", reason)
@@ -185,7 +190,7 @@ class Engine:
         ):
             return "sizes of tensor subclasses can't be marked as symbols"
         # CUDA graphs and the kernels of max-autotune are for GPUs alone.
-        if "cuda" not in _devices(plan):
+        if all(each.device.type != "cuda" for each in plan.inputs):
             return None
         static = self._cache.variant_for(plan.shapes, plan.specialization)
         if _torch.autotunes(static.run) and _torch.bounds_of_padding_are_wrong():
@@ -236,7 +241,7 @@ class Engine:
             made.variant = self._cache.variant_for(made.shapes, plan.specialization)
         elif how != "eager":
             key = choice.ranges[how].key
-            made.variant = self._cache.variant_of_ranges(key)
+            made.variant = self._cache.variant(key)
             made.marks = tuple(_marks(self._spec, plan, key, extras))
         return made
 
@@ -250,20 +255,16 @@ class Engine:
         compiles = _will_compile(target)
         device = target.inputs[0].device
 
-        def took(seconds: float) -> None:
+        def took(seconds: float, *, backward: bool = False) -> None:
             with self._lock:
-                choice.took(how, seconds, compiled=compiles)
-
-        def took_backward(seconds: float) -> None:
-            with self._lock:
-                choice.took(how, seconds, compiled=compiles, backward=True)
+                choice.took(how, seconds, compiled=compiles, backward=backward)
 
         # Of a call that compiles the seconds of the host count.
         stop = self._clock.start(torch.device("cpu") if compiles else device)
         output = self._counted(target, call, run)
         stop(took)
         if torch.is_grad_enabled() and not choice.settled:
-            self._clock.time_backward(output, device, took_backward)
+            self._clock.time_backward(output, device, functools.partial(took, backward=True))
         return output
 
     def _counted(self, target: Plan, call: Call, run: Run) -> Any:
@@ -297,12 +298,11 @@ class Engine:
 
     # ---- warm-up ----
 
-    def _warmed(self, target: Plan, call: Call, run: Run) -> str | None:
+    def _warmed(self, target: Plan, call: Call, timed: Timed) -> str | None:
         """Compile a plan; return why it can't be."""
         compiles = _will_compile(target)
-        begun = time.perf_counter()
         try:
-            run(target, call)
+            seconds = timed(target, call)
         except Exception as error:
             reason = self._reason_to_refuse(target.how, error)
             if reason is None:
@@ -310,24 +310,8 @@ class Engine:
             return reason
         choice = target.choice
         if choice.prices is not None:
-            seconds = time.perf_counter() - begun
             choice.took(target.how, seconds, compiled=compiles, warmed=True)
         return None
-
-    def _time_once(self, target: Plan, call: Call, run: Run) -> None:
-        device = target.inputs[0].device
-        # Nothing else runs in a warm-up, so it may wait for the device.
-        synchronize: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        synchronize()
-        begun = time.perf_counter()
-        run(target, call)
-        synchronize()
-        seconds = time.perf_counter() - begun
-        target.choice.took(target.how, seconds, compiled=False, warmed=True)
-
-
-def _devices(plan: Plan) -> set[str]:
-    return {each.device.type for each in plan.inputs}
 
 
 def _assumed_price(spec: Spec) -> float:

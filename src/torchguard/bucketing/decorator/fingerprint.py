@@ -121,19 +121,14 @@ def fingerprint(roots: Mapping[str, Any], settings: Mapping[str, Any]) -> Parts:
 
 
 class _Walk:
-    """Goes through all that functions can reach, and hashes each of them by itself.
-
-    Args:
-        names: attributes that some function reads.
-        constant: what is known of tensors already, by id.
-    """
+    """Goes through all that functions can reach, and hashes each of them by itself."""
 
     def __init__(self, names: set[str], constant: dict[int, str]) -> None:
         self.parts: Parts = {}
         self.found: set[str] = set()
-        self._names = names
+        self._names = names  # attributes that some function reads
         self._everything = not _DYNAMIC.isdisjoint(names)
-        self._constant = constant
+        self._constant = constant  # what is known of tensors already, by id
         self._labels: dict[int, str] = {}
         self._spaces: dict[int, str] = {}
         self._kept: list[Any] = []  # so that no id is given twice
@@ -244,7 +239,8 @@ class _Walk:
             if not _is_foundation(function):
                 spelled += [_file_of(home), self.replaced(sys.modules[home])]
         else:
-            spelled = [self._code(code, where), self._defaults(function, where)]
+            defaults = [function.__defaults__, function.__kwdefaults__]
+            spelled = [self._code(code, where), self._all(defaults, f"default of {where}")]
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
@@ -259,9 +255,6 @@ class _Walk:
             k: v for k, v in vars(function).items() if k in self._names and k != "__wrapped__"
         }
         return " ".join([*spelled, self.spell(attributes, where)])
-
-    def _defaults(self, function: types.FunctionType, where: str) -> str:
-        return self._all([function.__defaults__, function.__kwdefaults__], f"default of {where}")
 
     def _code(self, code: types.CodeType, where: str) -> str:
         """Spell bytecode and constants, without the lines and the file they come from."""
@@ -406,10 +399,11 @@ def _state_of(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
         return vars(value)
     kind = type(value)
+    declared = [vars(each).get("__slots__", ()) for each in kind.__mro__]
     slots = [
         name
-        for each in kind.__mro__
-        for name in _as_tuple(vars(each).get("__slots__", ()))
+        for names in declared
+        for name in ((names,) if isinstance(names, str) else names)
         if name not in ("__dict__", "__weakref__")
     ]
     state = {name: getattr(value, name) for name in slots if hasattr(value, name)}
@@ -417,10 +411,6 @@ def _state_of(value: Any) -> Mapping[str, Any] | None:
         return {**state, **vars(value)}
     # An object of C has neither, and its state is its own.
     return state if slots or not _is_foundation(kind) else None
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _all_codes(code: types.CodeType) -> list[types.CodeType]:

@@ -34,15 +34,13 @@ from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.version import __version__
 
-__all__ = ["KeptWork", "Proofs", "Proven", "spell_key"]
+__all__ = ["KeptWork", "Proven", "spell_key"]
 
 _OPTIONS = ("dims", "fill", "mask", "lengths", "outputs", "side")
 """On which an answer depends; those that are left out say when to check and what to compile."""
 
 _NAMED = 3
 
-
-# ---- what this process has proven ----
 
 _GROWS = 2.0
 """A bucket is checked again where it gets more than so many times the padding it had then."""
@@ -52,115 +50,38 @@ _GROWS = 2.0
 class Proven:
     """What was proven of a function for calls that differ in their sizes alone."""
 
-    shared: bool
-    """Whether ranks check together."""
     neutral: frozenset[str] = frozenset()
     """The inputs that 0 in the padding is neutral for, though another value is not."""
     tried: bool = False
     """Whether the check has run on other data than the caller's."""
-    _shares: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
-    """By bucket, how much padding it was proven with."""
-
-    def covers(self, plan: Plan) -> bool:
-        """Whether its bucket was proven with about as much padding, or with more."""
-        shares = self._shares.get(tuple(plan.buckets.values()))
-        return shares is not None and self.would_cover(plan, shares)
-
-    def would_cover(self, plan: Plan, shares: Iterable[float]) -> bool:
-        """Whether a proof with so much padding covers a plan."""
-        return all(
-            now <= _GROWS * before for now, before in zip(self._of(plan), shares, strict=True)
-        )
-
-    def shares(self, plan: Plan) -> tuple[float, ...]:
-        """Return with how much padding a plan's bucket was proven, for what was real."""
-        return self._shares[tuple(plan.buckets.values())]
-
-    def adopt(
-        self, plan: Plan, shares: Iterable[float], neutral: Iterable[str], *, tried: bool
-    ) -> None:
-        """Take over what another process has proven of a plan's bucket."""
-        self._shares[tuple(plan.buckets.values())] = tuple(shares)
-        self.neutral = self.neutral.union(neutral)
-        self.tried = self.tried or tried
+    shares: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
+    """By bucket, how much padding it was proven with, for what was real, by axis."""
 
     def add(self, plan: Plan) -> None:
         """Note that its bucket is proven with its padding."""
-        bucket, now = tuple(plan.buckets.values()), self._of(plan)
+        bucket, now = tuple(plan.buckets.values()), _share_of_padding(plan)
         # A proof with more padding stays one: only more than it had has to be shown again.
-        self._shares[bucket] = tuple(map(max, self._shares.get(bucket, now), now))
-
-    def _of(self, plan: Plan) -> tuple[float, ...]:
-        """Return how much padding there is for what is real, by axis."""
-        # Of the shortest rank: the others have decided the same.
-        sizes = plan.shortest if self.shared else plan.sizes
-        return tuple(
-            (bucket - sizes[axis]) / max(sizes[axis], 1) for axis, bucket in plan.buckets.items()
-        )
+        self.shares[bucket] = tuple(map(max, self.shares.get(bucket, now), now))
 
 
-class Proofs:
-    """What was proven of a function so far.
-
-    Args:
-        spec: says when to check, and whether ranks check together.
-    """
-
-    def __init__(self, spec: Spec) -> None:
-        self._when = spec.options["check_padding"]
-        # Ranks check together, so nothing may count in which they differ.
-        self._shared = spec.options["group"] is not None
-        self._masks = spec.masks  # that one rank may give and another may not
-        self._proven: dict[Any, Proven] = {}
-
-    def unproven(self, plan: Plan) -> Proven | None:
-        """Return what was proven so far, if padding this call has to be checked."""
-        if self._when == "never" or not plan.buckets or plan.specialization.transformed:
-            return None
-        if self._shared:
-            # The same question on every rank, whatever its own sizes: all of them check or none.
-            padded = plan.shortest != plan.buckets
-        else:
-            # An empty input has no real part that a run without padding could compute.
-            padded = bool(plan.pads) and all(plan.sizes.values())
-        if not padded:
-            return None
-        proven = self.of(plan)
-        return None if proven.covers(plan) and self._when != "always" else proven
-
-    def of(self, plan: Plan) -> Proven:
-        """Return what was proven for calls like that of a plan; to be added to."""
-        return self._proven.setdefault(self._situation(plan), Proven(self._shared))
-
-    def key(self, plan: Plan) -> tuple[Any, ...]:
-        """Return what a proof is of: the bucket, and what leads the function another way."""
-        return (*plan.buckets.values(), *self._situation(plan))
-
-    @property
-    def relies_on_zero(self) -> tuple[str, ...]:
-        """All inputs whose answer relies on 0 in the padding."""
-        proven = list(self._proven.values())
-        return tuple(dict.fromkeys(label for each in proven for label in each.neutral))
-
-    def _situation(self, plan: Plan) -> tuple[Any, ...]:
-        # With labels a model computes a loss, so which inputs there are counts as well. Switches
-        # may differ between ranks, and all of them have to check at the same time.
-        around, labels = plan.specialization.around, [each.label for each in plan.inputs]
-        if self._shared:
-            return around, *(label for label in labels if label not in self._masks)
-        structure, others = plan.specialization.structure, plan.specialization.others
-        # Switches may lead the function another way; sizes and fractions do not.
-        switches = [
-            (label, None if isinstance(key, (TensorKey, float)) else key) for label, key in others
-        ]
-        return around, structure, *switches, *labels
+def _share_of_padding(plan: Plan) -> tuple[float, ...]:
+    """Return how much padding there is for what is real, by axis."""
+    # Of the shortest rank: the others have decided the same.
+    sizes = plan.shortest or plan.sizes
+    return tuple(
+        (bucket - sizes[axis]) / max(sizes[axis], 1) for axis, bucket in plan.buckets.items()
+    )
 
 
-# ---- what the next process may use ----
+def _covers(shares: Iterable[float] | None, plan: Plan) -> bool:
+    """Whether a proof with so much padding is one for a plan: with about as much, or with less."""
+    return shares is not None and all(
+        now <= _GROWS * before for now, before in zip(_share_of_padding(plan), shares, strict=True)
+    )
 
 
 class KeptWork:
-    """What the plan of a function has kept, and what is to be kept of this process.
+    """What was proven of a function, what its plan has kept, and what is to be kept.
 
     Args:
         function: what runs, not compiled.
@@ -179,7 +100,7 @@ class KeptWork:
         self._spec = spec
         self._name = name
         self._compiles = compiles
-        self.proofs = Proofs(spec)
+        self._proven: dict[Any, Proven] = {}
         self._lock = threading.Lock()
         self._functions: list[Parts] = []
         # What is read is never what this process has noted: it remembers that by itself, and
@@ -226,48 +147,89 @@ class KeptWork:
 
     # ---- the proof of the padding ----
 
+    @property
+    def relies_on_zero(self) -> tuple[str, ...]:
+        """All inputs whose answer relies on 0 in the padding."""
+        proven = list(self._proven.values())
+        return tuple(dict.fromkeys(label for each in proven for label in each.neutral))
+
     def unproven(self, plan: Plan, call: Call) -> Proven | None:
         """Begin a call; return what was proven so far, if its padding has to be checked.
 
         All ranks of a group say the same, because a check has collectives.
         """
         self.begin()
-        proven = self.proofs.unproven(plan)
-        if proven is None or (self._spec.plan is not None and self._adopt(plan, call, proven)):
+        when = self._spec.options["check_padding"]
+        if when == "never" or not plan.buckets or plan.specialization.transformed:
+            return None
+        if plan.shortest:
+            # The same question on every rank, whatever its own sizes: all of them check or none.
+            padded = plan.shortest != plan.buckets
+        else:
+            # An empty input has no real part that a run without padding could compute.
+            padded = bool(plan.pads) and all(plan.sizes.values())
+        if not padded:
+            return None
+        proven = self._of(plan)
+        known = _covers(proven.shares.get(tuple(plan.buckets.values())), plan)
+        if when != "always" and (known or self._adopt(plan, call, proven)):
             return None
         return self.before_check(plan, call)
 
     def before_check(self, plan: Plan, call: Call) -> Proven:
         """Note what the function is made of; return what was proven so far."""
         # Before it runs: a check is one of the function as it is now, whoever changes it meanwhile.
-        proven = self.proofs.of(plan)
+        proven = self._of(plan)
         with contextlib.suppress(UnknownValue):
             self._made_of(plan, call)
         return proven
 
+    def note_proof(self, plan: Plan, call: Call) -> None:
+        """Keep that a call's bucket was proven, if it can be told of which function."""
+        known = self._of(plan)
+        entry = {
+            "shares": known.shares[tuple(plan.buckets.values())],
+            "neutral": sorted(known.neutral),
+            "tried": known.tried,
+        }
+        self._note(self._proofs, self._proof_key(plan), plan, call, entry)
+
     def _adopt(self, plan: Plan, call: Call, proven: Proven) -> bool:
         """Whether the plan has a proof for a call's bucket; if so, it is added to ``proven``."""
-        if self._spec.options["check_padding"] == "always":
+        if self._spec.plan is None:
             return False
-        found = self._found(self._read_proofs, lambda: self.proofs.key(plan), plan, call)
-        holds = found is not None and proven.would_cover(plan, found["shares"])
+        found = self._found(self._read_proofs, lambda: self._proof_key(plan), plan, call)
+        holds = found is not None and _covers(found["shares"], plan)
         group = self._spec.options["group"]
         if group is not None:
             (missing,) = largest_of_all_ranks(group, [int(not holds)])
             holds = not missing
         if holds and found is not None:
-            proven.adopt(plan, found["shares"], found["neutral"], tried=found["tried"])
+            proven.shares[tuple(plan.buckets.values())] = tuple(found["shares"])
+            proven.neutral = proven.neutral.union(found["neutral"])
+            proven.tried = proven.tried or found["tried"]
         return holds
 
-    def note_proof(self, plan: Plan, call: Call) -> None:
-        """Keep that a call's bucket was proven, if it can be told of which function."""
-        known = self.proofs.of(plan)
-        entry = {
-            "shares": known.shares(plan),
-            "neutral": sorted(known.neutral),
-            "tried": known.tried,
-        }
-        self._note(self._proofs, self.proofs.key(plan), plan, call, entry)
+    def _of(self, plan: Plan) -> Proven:
+        """Return what was proven for calls like that of a plan; to be added to."""
+        return self._proven.setdefault(self._situation(plan), Proven())
+
+    def _proof_key(self, plan: Plan) -> tuple[Any, ...]:
+        """Return what a proof is of: the bucket, and what leads the function another way."""
+        return (*plan.buckets.values(), *self._situation(plan))
+
+    def _situation(self, plan: Plan) -> tuple[Any, ...]:
+        # With labels a model computes a loss, so which inputs there are counts as well. Switches
+        # may differ between ranks, and all of them have to check at the same time; so may masks.
+        around, labels = plan.specialization.around, [each.label for each in plan.inputs]
+        if plan.shortest:
+            return around, *(label for label in labels if label not in self._spec.masks)
+        structure, others = plan.specialization.structure, plan.specialization.others
+        # Switches may lead the function another way; sizes and fractions do not.
+        switches = [
+            (label, None if isinstance(key, (TensorKey, float)) else key) for label, key in others
+        ]
+        return around, structure, *switches, *labels
 
     # ---- the sizes of outputs ----
 

@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from torchguard.bucketing.decorator.plan import Plan
 
 __all__ = ["news", "no_recompile", "reasons", "refused"]
-
-Shapes: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
-"""Label and padded shape of each input."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -111,18 +108,12 @@ def reasons(error: RuntimeError) -> str | None:
     return "; ".join(dict.fromkeys(lines[:_QUOTED]))
 
 
-def news(plan: Plan, shapes: Shapes, around: tuple[Any, ...], compiled: Iterable[Any]) -> str:
-    """Return what a call has that no compiled variant has.
-
-    Args:
-        plan: of the call.
-        shapes: of its inputs, padded.
-        around: grad mode and the like, as in ``Specialization.around``.
-        compiled: (shapes, around) of what is compiled.
-    """
+def news(plan: Plan, compiled: Iterable[Any]) -> str:
+    """Return what a call has that nothing has of what is compiled: (padded shapes, around) each."""
     from torchguard.bucketing.decorator.plan import sizes_of  # noqa: PLC0415 - it is not needed
 
-    inputs = dict(shapes)
+    inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
+    around = plan.specialization.around
     others = [(dict(key[0]), key[1]) for key in compiled]
     # The news is told by how near it is: a bucket, then what is around the call, then other dims.
     same_bucket = [

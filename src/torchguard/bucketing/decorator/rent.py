@@ -110,13 +110,11 @@ class _Meter:
 
     def __init__(self) -> None:
         self.count = 0
-        self.total = 0.0
         self._forward: deque[float] = deque(maxlen=2 * _ENOUGH_WHERE_CLOSE)
         self._backward: deque[float] = deque(maxlen=2 * _ENOUGH_WHERE_CLOSE)
 
     def add(self, seconds: float, *, backward: bool) -> None:
         (self._backward if backward else self._forward).append(seconds)
-        self.total += seconds
         self.count += not backward
 
     @property
@@ -157,17 +155,6 @@ class Choice:
     _spent: float = 0.0
     """Seconds since nothing was decided."""
     _compiled: int = 0
-
-    @classmethod
-    def of_one(cls, how: How, buckets: tuple[int, ...], why: str) -> Choice:
-        """There is nothing to choose from."""
-        return cls(buckets, (how,), how, why=why)
-
-    @classmethod
-    def in_order(cls, buckets: tuple[int, ...], whole: Range, own: Range) -> Choice:
-        """Take one graph for all sizes; where that can't be, the next best."""
-        ranges = {"ranges": whole, "range": own}
-        return cls(buckets, ("ranges", "range", "static", "eager"), "ranges", ranges=ranges)
 
     @classmethod
     def by_rent(cls, buckets: tuple[int, ...], whole: Range, prices: Prices) -> Choice:

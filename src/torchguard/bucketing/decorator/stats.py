@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,16 +56,10 @@ class BucketedStats:
     def as_dict(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
         return {
-            "name": self.name,
-            "calls": self.calls,
+            **vars(self),
             "hits": {"x".join(map(str, sizes)): count for sizes, count in self.hits.items()},
-            "overflowed": self.overflowed,
-            "waste": self.waste,
-            "compile_seconds": self.compile_seconds,
-            "graphs": self.graphs,
             "axes": list(self.axes),
             "relies_on_fill_0": list(self.relies_on_fill_0),
-            "compiled": self.compiled,
             "engines": {"x".join(map(str, sizes)): text for sizes, text in self.engines.items()},
         }
 
@@ -112,7 +105,7 @@ def stats_of(caller: Caller) -> BucketedStats:
         compile_seconds=sum(variant.seconds for variant in variants),
         graphs=sum(variant.graphs for variant in variants),
         axes=tuple(caller.spec.ladders),
-        relies_on_fill_0=caller.kept.proofs.relies_on_zero,
+        relies_on_fill_0=caller.kept.relies_on_zero,
         compiled=caller.cache.static is not None,
         engines=caller.engine.described(),
     )
@@ -170,15 +163,12 @@ class BucketedReport:
         return "\n".join(lines)
 
 
-def observed_sizes(caller: Caller) -> dict[str, Counter[int]]:
+def observed_sizes(caller: Caller) -> dict[str, dict[int, int]]:
     """Return how often each size was called, by axis."""
-    with caller.lock:
-        seen = caller.seen
-    sizes: dict[str, Counter[int]] = {axis: Counter() for axis in caller.spec.ladders}
-    for combination, count in seen.items():
-        for counts, size in zip(sizes.values(), combination, strict=True):
-            counts[size] += count
-    return sizes
+    return {
+        axis: {size: count for (size,), count in caller.seen([axis]).items()}
+        for axis in caller.spec.ladders
+    }
 
 
 def report_of(caller: Caller, path: str | os.PathLike[str] | None) -> BucketedReport:
@@ -188,19 +178,13 @@ def report_of(caller: Caller, path: str | os.PathLike[str] | None) -> BucketedRe
         ValueError: nothing was called yet.
         ImportError: a path is given, but matplotlib is not installed.
     """
-    with caller.lock:
-        seen = caller.seen
-    names = list(caller.spec.ladders)
     ladders = list(dict.fromkeys(caller.spec.ladders.values()))
     axes = []
     for ladder in ladders:
-        places = [names.index(axis) for axis in ladder.axes]
-        sizes: Counter[Any] = Counter()
-        for combination, count in seen.items():
-            sizes[tuple(combination[place] for place in places)] += count
         buckets = ladder.buckets
         # A size that no bucket holds has run without padding: none is wasted on it.
-        held = {key: count for key, count in sizes.items() if buckets and _holds(buckets, key)}
+        seen = caller.seen(ladder.axes).items()
+        held = {key: count for key, count in seen if buckets and _holds(buckets, key)}
         if buckets is None or not held:
             raise ValueError("bucketed: nothing to report yet: call the function first")
         target = None if path is None else Path(path)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TextIO
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import Self
 
 from torchguard import _torch
 from torchguard._public import public
@@ -139,58 +139,49 @@ def warm_up(
         combinations = _sizes_within(spec, combinations)
     modules = all_reachable_modules(caller.cache.function, (*owner, *args))
     shown = sys.stderr.isatty() if progress is None else progress
-    found = _Found()
-    with _Bar(sys.stderr, len(combinations), shown=shown) as bar:
-        for done, buckets in enumerate(combinations):
-            bar.show(done, buckets)
+    seconds: dict[tuple[int, ...], float] = {}
+    errors: dict[tuple[int, ...], Exception] = {}
+    with contextlib.closing(_with_a_bar(combinations, shown=shown)) as each_bucket:
+        for buckets in each_bucket:
+            key = tuple(buckets[axis] for axis in spec.ladders)
             # Not isolated(): Dynamo guards on whether autocast's cache is on.
             with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
-                _warm_up_one(caller, call, inputs, buckets, found)
-        bar.show(len(combinations), {})
+                took = _warm_up_one(caller, call, inputs, buckets)
+            if isinstance(took, Exception):
+                errors[key] = took
+            elif took is not None:
+                seconds[key] = took
     # Nothing fits, so there is nothing that a warning could leave: the last is the smallest.
-    if found.left_out and len(found.left_out) == len(combinations):
-        raise found.errors[-1]
-    if found.left_out:
-        _warn_of_left_out(list(spec.ladders), found.left_out, len(combinations))
+    if errors and len(errors) == len(combinations):
+        raise list(errors.values())[-1]
+    left_out = {
+        key: (str(error).strip() or type(error).__name__).splitlines()[0]
+        for key, error in errors.items()
+    }
+    if left_out:
+        _warn_of_left_out(list(spec.ladders), left_out, len(combinations))
     compiled = [each for each in caller.cache.variants.values() if each.warmed_for]
-    return WarmupReport(
-        tuple(spec.ladders),
-        found.seconds,
-        sum(each.seconds for each in compiled) / max(len(compiled), 1),
-        found.left_out,
-    )
-
-
-@dataclass
-class _Found:
-    """What warming up finds, by the sizes of a bucket."""
-
-    seconds: dict[tuple[int, ...], float] = field(default_factory=dict)
-    left_out: dict[tuple[int, ...], str] = field(default_factory=dict)
-    errors: list[Exception] = field(default_factory=list)
+    each_took = sum(each.seconds for each in compiled) / max(len(compiled), 1)
+    return WarmupReport(tuple(spec.ladders), seconds, each_took, left_out)
 
 
 def _warm_up_one(
-    caller: Caller, call: Call, inputs: Sequence[Input], buckets: Sizes, found: _Found
-) -> None:
-    """Compile one bucket and time it; note where it does not fit into memory."""
-    side, key = caller.spec.options["side"], tuple(buckets[axis] for axis in caller.spec.ladders)
+    caller: Caller, call: Call, inputs: Sequence[Input], buckets: Sizes
+) -> float | Exception | None:
+    """Compile one bucket and time it; return the error where it does not fit into memory."""
+    side = caller.spec.options["side"]
     try:
         sized = call.with_leaves(
             {each.index: _sized(call.leaves[each.index], each, buckets, side) for each in inputs}
         )
-        seconds = _compile(caller, sized)
+        return _compile(caller, sized)
     except Exception as error:
         if not _torch.is_out_of_memory(error):
             raise
         # Its frames hold what it had in memory already: the next bucket needs that.
         for each in (error, error.__cause__, error.__context__):
             traceback.clear_frames(None if each is None else each.__traceback__)
-        found.errors.append(error.with_traceback(None))
-        found.left_out[key] = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return
-    if seconds is not None:
-        found.seconds[key] = seconds
+        return error.with_traceback(None)
 
 
 def _warn_of_left_out(
@@ -217,29 +208,27 @@ def _compile(caller: Caller, call: Call) -> float | None:
     args, kwargs = call.bind()
     plan, call = caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
     if plan.choice is not None:
-        caller.engine.warm(plan, call, functools.partial(_run, caller, again=True))
+        caller.engine.warm(plan, call, functools.partial(_timed, caller))
         return None
     _run(caller, plan, call)
     if not plan.variant.compiles:
         return None
-    seconds = []
-    for _ in range(_TIMED):
-        _wait(call.leaves)
-        begun = time.perf_counter()
-        _run(caller, plan, call, again=True)
-        _wait(call.leaves)
-        seconds.append(time.perf_counter() - begun)
     # The better of two: what else the machine does makes a call slower, never faster.
-    return min(seconds)
+    return min(_timed(caller, plan, call) for _ in range(_TIMED))
 
 
-def _wait(leaves: Sequence[Any]) -> None:
-    """Wait for the devices of tensors."""
-    for kind in {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}:
-        # torch.cuda, torch.xpu and torch.mps have it; the CPU and meta have nothing to wait for.
-        wait = getattr(getattr(torch, kind, None), "synchronize", None)
-        if wait is not None:
-            wait()
+def _timed(caller: Caller, plan: Plan, call: Call) -> float:
+    """Run a plan and its backward once; return the seconds, those of the device included."""
+    kinds = {leaf.device.type for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
+    # torch.cuda, torch.xpu and torch.mps have it; the CPU and meta have nothing to wait for.
+    waits = [getattr(getattr(torch, kind, None), "synchronize", lambda: None) for kind in kinds]
+    for wait in waits:
+        wait()
+    begun = time.perf_counter()
+    _run(caller, plan, call, again=True)
+    for wait in waits:
+        wait()
+    return time.perf_counter() - begun
 
 
 def _run(caller: Caller, plan: Plan, call: Call, *, again: bool = False) -> None:
@@ -289,29 +278,24 @@ def _sized(tensor: torch.Tensor, each: Input, buckets: Sizes, side: Side) -> tor
     return sized
 
 
-class _Bar:
-    """A progress bar on a terminal."""
+def _with_a_bar(combinations: Sequence[Sizes], *, shown: bool) -> Generator[Sizes, None, None]:
+    """Yield the buckets, and show how far warming up is."""
+    begun, total = time.monotonic(), len(combinations)
 
-    def __init__(self, stream: TextIO, total: int, *, shown: bool) -> None:
-        self._stream, self._total, self._shown = stream, total, shown
-        self._begun = time.monotonic()
-
-    def show(self, done: int, buckets: dict[str, int]) -> None:
-        if not self._shown:
-            return
-        filled = _WIDTH * done // self._total
+    def draw(done: int, buckets: Sizes) -> None:
         now = ", ".join(f"{name} = {size}" for name, size in buckets.items())
-        seconds = time.monotonic() - self._begun
-        line = (
-            f"compiling [{'#' * filled:<{_WIDTH}}] {done} of {self._total}, {seconds:.0f} s {now}"
-        )
-        self._stream.write(f"\r{line:<78}")
-        self._stream.flush()
+        bar, seconds = "#" * (_WIDTH * done // total), time.monotonic() - begun
+        line = f"compiling [{bar:<{_WIDTH}}] {done} of {total}, {seconds:.0f} s {now}"
+        sys.stderr.write(f"\r{line:<78}")
+        sys.stderr.flush()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._stream.write("\n")
-            self._stream.flush()
+    if not shown:
+        yield from combinations
+        return
+    try:
+        for done, buckets in enumerate(combinations):
+            draw(done, buckets)
+            yield buckets
+        draw(total, {})
+    finally:
+        sys.stderr.write("\n")

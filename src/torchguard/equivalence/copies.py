@@ -182,7 +182,8 @@ class _Copier:
             copy = torch.empty(0, dtype=dtype, device=tensor.device)
             copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
             # Inductor reads a negative view without its sign, so the copy has to be one too.
-            set_lazy_bits(copy, tensor)
+            if tensor.is_neg() or tensor.is_conj():
+                set_lazy_bits(copy, tensor)
         if not tensor.requires_grad:
             return copy
         if tensor.is_leaf:

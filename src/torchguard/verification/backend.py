@@ -137,9 +137,9 @@ class VerifiedBackend:
             or (first.name == "inductor" and inductor_draws_like_eager(first.compile)),
             compile_seconds=compile_seconds,
         )
+        numbers = numbers_in(traced, example_inputs)
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         sizes = sizes_of(examples, [node.meta.get("example_value") for node in placeholders])
-        numbers = numbers_in(traced, example_inputs)
         if (sizes is None and not numbers) or self._options.check_each == "graph":
             return checked_calls(check, self._options.calls)
         return checked_calls_of_new_sizes(check, self._options, sizes, numbers)

@@ -190,7 +190,7 @@ class Engine:
         ):
             return "sizes of tensor subclasses can't be marked as symbols"
         # CUDA graphs and the kernels of max-autotune are for GPUs alone.
-        if all(each.device.type != "cuda" for each in plan.inputs):
+        if "cuda" not in _devices(plan):
             return None
         static = self._cache.variant_for(plan.shapes, plan.specialization)
         if _torch.autotunes(static.run) and _torch.bounds_of_padding_are_wrong():
@@ -312,6 +312,10 @@ class Engine:
         if choice.prices is not None:
             choice.took(target.how, seconds, compiled=compiles, warmed=True)
         return None
+
+
+def _devices(plan: Plan) -> set[str]:
+    return {each.device.type for each in plan.inputs}
 
 
 def _assumed_price(spec: Spec) -> float:

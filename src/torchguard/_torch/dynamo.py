@@ -34,7 +34,6 @@ __all__ = [
     "mark_untraced",
     "on_import",
     "rebuild_dynamo_tables",
-    "shape_guards",
     "skip_frames",
     "symbols_in",
     "symbols_of",
@@ -406,22 +405,6 @@ def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> I
             # What stays here would keep torch.utils.swap_tensors from its work.
             for value, _ in told:
                 context.tensor_to_context.pop(value, None)
-
-
-def shape_guards(context: Any) -> int | None:
-    """Count the guards on symbolic sizes so far; None where torch does not say.
-
-    AOTAutograd's cache adds that a size is no larger than 64 bits can say, which it never is.
-    """
-    environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
-    if environment is None:
-        return None
-    return sum(not _names_the_largest_integer(guard) for guard in environment.guards)
-
-
-def _names_the_largest_integer(guard: Any) -> bool:
-    numbers = [atom for atom in guard.expr.atoms() if atom.is_Integer]
-    return any(abs(int(number)) >= 2**63 - 2 for number in numbers)
 
 
 # ---- warn at a line of the user's ----

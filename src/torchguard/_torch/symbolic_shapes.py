@@ -23,6 +23,7 @@ __all__ = [
     "call_around_backward",
     "compile_failures",
     "marked_dynamic",
+    "shape_guards",
 ]
 
 
@@ -232,6 +233,22 @@ def _function_of_sizes(name: str) -> Any:
         if isinstance(found, type) and issubclass(found, importlib.import_module("sympy").Basic):
             return found
     raise ValueError(f"there is no {name!r} of sizes")
+
+
+def shape_guards(context: Any) -> int | None:
+    """Count the guards on symbolic sizes so far; None where torch does not say.
+
+    AOTAutograd's cache adds that a size is no larger than 64 bits can say, which it never is.
+    """
+    environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    if environment is None:
+        return None
+    return sum(not _names_the_largest_integer(guard) for guard in environment.guards)
+
+
+def _names_the_largest_integer(guard: Any) -> bool:
+    numbers = [atom for atom in guard.expr.atoms() if atom.is_Integer]
+    return any(abs(int(number)) >= 2**63 - 2 for number in numbers)
 
 
 # ---- sizes between two bounds, and what torch does wrong with them ----

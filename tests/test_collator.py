@@ -336,6 +336,13 @@ def test_a_fill_for_what_is_not_padded_is_refused() -> None:
         BucketCollator(BUCKETS, {"labels": {1: "t"}}, fill={"lables": -100})
 
 
+@pytest.mark.parametrize("fill", [-100, [-100], "repeat-last"])
+def test_a_fill_that_does_not_have_the_structure_of_dims_is_refused(fill: Any) -> None:
+    """It named no part of the batch, so padding held 0."""
+    with pytest.raises(TypeError, match="expected the structure of dims"):
+        BucketCollator(BUCKETS, {"labels": {1: "t"}}, fill=fill)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

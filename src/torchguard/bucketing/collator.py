@@ -433,7 +433,7 @@ def _check_fill(fill: Any, dims: Dims, path: str) -> None:
             if not isinstance(dims, Mapping) or dims.get(key) is None:
                 raise ValueError(f"BucketCollator: {path}[{key!r}] is given, but not padded")
             _check_fill(inner, dims[key], f"{path}[{key!r}]")
-    elif not _is_sequence(fill) and _is_sequence(dims):
+    elif not (_is_sequence(fill) and _is_sequence(dims)):
         raise TypeError(f"BucketCollator: {path} is {fill!r}, expected the structure of dims")
 
 

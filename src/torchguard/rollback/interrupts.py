@@ -24,8 +24,11 @@ Nothing here costs anything as long as nothing fails.
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 _ROUNDS = 1000  # a tensor subclass that raises KeyboardInterrupt every time must not hang here
@@ -68,3 +71,55 @@ def persist(step: Callable[..., None], *args: Any, failure: str) -> None:
         else:
             if not isinstance(first, RuntimeError):
                 raise first
+
+
+# The functions in C: those around them try to turn every handler into an enum, which takes longer
+# than the rest of a step's preparation.
+_get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+_HELD_BACK = tuple(
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+
+
+class SignalsHeldBack:
+    """Signals that Python code handles wait until :meth:`let_go`; Ctrl-C is one of them."""
+
+    def __init__(self, numbers: Sequence[int] = _HELD_BACK, *, at_most: int | None = None) -> None:
+        """``at_most``: how many wait; those after them do not."""
+        self._at_most = at_most
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._arrived: list[int] = []
+        if threading.current_thread() is not threading.main_thread():
+            return  # handlers run in the main thread
+        try:
+            for number in numbers:
+                handler = _get_handler(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    _set_handler(number, self._arrive)
+        except BaseException:  # one that arrived before its turn
+            self.let_go()
+            raise
+
+    def _arrive(self, number: int, _: FrameType | None) -> None:
+        self._arrived.append(number)
+        if self._at_most is not None and len(self._arrived) > self._at_most:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Call the handlers of the signals that have arrived; those after them wait again."""
+        arrived, self._arrived = self._arrived, []
+        for number in arrived:
+            self._handlers[number](number, None)
+
+    def let_go(self) -> None:
+        """Put the handlers back, and call those whose signal has arrived."""
+        for number, handler in self._handlers.items():
+            _set_handler(number, handler)
+        try:
+            self.deliver()
+        finally:
+            self._handlers = {}

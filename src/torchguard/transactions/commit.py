@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -21,7 +17,7 @@ from torchguard._torch.optimizers import (
     step_without_hooks,
 )
 from torchguard.errors import OptimizerStateError, UnrecoverableStepError
-from torchguard.rollback.interrupts import finish
+from torchguard.rollback.interrupts import SignalsHeldBack, finish
 from torchguard.transactions.copies import (
     Containers,
     Copies,
@@ -35,7 +31,6 @@ from torchguard.transactions.state import TrainingSnapshot, TrainingState
 __all__ = [
     "AtCommit",
     "OptimizerStep",
-    "SignalsHeldBack",
     "Undo",
     "add_note",
     "finish_step",
@@ -330,47 +325,3 @@ def add_note(exception: BaseException, note: str) -> None:
         exception.add_note(note)
     else:
         exception.__notes__ = [*getattr(exception, "__notes__", ()), note]  # type: ignore[attr-defined]
-
-
-# --- signals ---------------------------------------------------------------------------------
-
-
-class SignalsHeldBack:
-    """Signals that Python code handles wait until :meth:`let_go`; Ctrl-C is one of them."""
-
-    def __init__(self) -> None:
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._arrived: list[int] = []
-        if threading.current_thread() is not threading.main_thread():
-            return  # handlers run in the main thread
-        try:
-            for number in _HELD_BACK:
-                handler = _get_handler(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    _set_handler(number, self._arrive)
-        except BaseException:  # one that arrived before its turn
-            self.let_go()
-            raise
-
-    def _arrive(self, number: int, _: FrameType | None) -> None:
-        self._arrived.append(number)
-
-    def let_go(self) -> None:
-        """Put the handlers back, and call those whose signal has arrived."""
-        for number, handler in self._handlers.items():
-            _set_handler(number, handler)
-        handlers, self._handlers = self._handlers, {}
-        for number in self._arrived:
-            handlers[number](number, None)
-
-
-# The functions in C: those around them try to turn every handler into an enum, which takes longer
-# than the rest of a step's preparation.
-_get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
-_HELD_BACK = tuple(
-    int(getattr(signal, name))
-    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-)

@@ -19,10 +19,10 @@ from torch.optim.optimizer import (
 
 from torchguard._torch import patch
 from torchguard._torch.optimizers import call_while_tracing, unwrap_steps, wrap_step
+from torchguard.rollback.interrupts import SignalsHeldBack
 from torchguard.transactions import fused
 from torchguard.transactions.commit import (
     OptimizerStep,
-    SignalsHeldBack,
     add_note,
     steps_in_one_call,
 )

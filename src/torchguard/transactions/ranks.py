@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchguard._torch import without_dispatch_modes
 from torchguard.errors import PeerFailedError
+from torchguard.rollback.interrupts import SignalsHeldBack
 
 __all__ = ["FAILED", "OUT_OF_MEMORY", "Ranks"]
 
@@ -29,26 +28,25 @@ __all__ = ["FAILED", "OUT_OF_MEMORY", "Ranks"]
 _WELL, OUT_OF_MEMORY, FAILED = range(3)
 
 
-@dataclass(frozen=True)
-class _Bucket:
+class _Bucket(NamedTuple):
     """Tensors of one dtype and device, and memory for all their elements in a row."""
 
-    tensors: list[torch.Tensor]
     flat: torch.Tensor
-    views: list[torch.Tensor]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    """Each tensor, and a view of the memory that has its shape."""
 
-    @staticmethod
-    def of(tensors: Sequence[torch.Tensor]) -> list[_Bucket]:
-        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for tensor in tensors:
-            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        buckets = []
-        for (dtype, device), same in alike.items():
-            flat = torch.zeros(sum(each.numel() for each in same), dtype=dtype, device=device)
-            pieces = flat.split([each.numel() for each in same])
-            views = [piece.view(each.shape) for piece, each in zip(pieces, same, strict=True)]
-            buckets.append(_Bucket(same, flat, views))
-        return buckets
+
+def _buckets_of(tensors: Sequence[torch.Tensor]) -> list[_Bucket]:
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    buckets = []
+    for (dtype, device), same in alike.items():
+        lengths = [each.numel() for each in same]
+        flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
+        pieces = zip(same, flat.split(lengths), strict=True)
+        buckets.append(_Bucket(flat, [(each, piece.view(each.shape)) for each, piece in pieces]))
+    return buckets
 
 
 class Ranks:
@@ -77,9 +75,7 @@ class Ranks:
         self._parameters = parameters
         self._gradients: list[_Bucket] = []
         self._buffers: list[_Bucket] = []
-        self._has_gradient: list[bool] = []
-        self._on_interrupt: Callable[[int, Any], Any] = signal.default_int_handler
-        self._interrupted = False
+        self._signals: SignalsHeldBack | None = None
         self.undecided = False
         """Whether the other ranks will wait for this one to say how it is."""
         self.worst = _WELL
@@ -92,16 +88,18 @@ class Ranks:
         Ctrl-C waits for the next agreement: between two of them it would leave this rank with
         another answer than the one it gave. A second one does not wait.
         """
-        with self._interrupts_wait():
+        self._signals = SignalsHeldBack((signal.SIGINT,), at_most=1)
+        try:
             self.undecided = True
             self.worst = _WELL
-            try:
-                yield
-            except BaseException as error:
-                if self.undecided:
-                    self.undecided = False
-                    self._all_reduce(code_of(error))
-                raise
+            yield
+        except BaseException as error:
+            if self.undecided:
+                self.undecided = False
+                self._all_reduce(code_of(error))
+            raise
+        finally:
+            self._signals.let_go()  # one that came after the last agreement: the step is done
 
     @contextlib.contextmanager
     def without_communication(self) -> Iterator[None]:
@@ -125,51 +123,45 @@ class Ranks:
         self._communicate()
         self._distribute()
 
+    @torch.no_grad()
     def _collect(self) -> None:
         """Copy gradients and buffers to where the other ranks get them from."""
         if not self._gradients:
-            self._gradients = _Bucket.of(self._parameters)
-            self._buffers = _Bucket.of([b for model in self._models for b in _broadcast(model)])
-        with torch.no_grad():
-            self._flags[1:].copy_(
-                torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
-            )
-            for bucket in self._gradients:
-                for parameter, view in zip(bucket.tensors, bucket.views, strict=True):
-                    if parameter.grad is None:
-                        view.zero_()
-                    else:
-                        # As DistributedDataParallel does: divided first, then added up.
-                        torch.mul(parameter.grad, 1.0 / self._world, out=view)
-            for bucket in self._buffers:
-                for buffer, view in zip(bucket.tensors, bucket.views, strict=True):
-                    view.copy_(buffer)
+            self._gradients = _buckets_of(self._parameters)
+            self._buffers = _buckets_of([b for model in self._models for b in _broadcast(model)])
+        self._flags[1:].copy_(
+            torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
+        )
+        for parameter, view in _pairs(self._gradients):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                # As DistributedDataParallel does: divided first, then added up.
+                torch.mul(parameter.grad, 1.0 / self._world, out=view)
+        for buffer, view in _pairs(self._buffers):
+            view.copy_(buffer)
 
     def _communicate(self) -> None:
         with without_dispatch_modes(self._flags):
-            self._has_gradient = [bool(flag) for flag in self._flags[1:].tolist()]
             for bucket in self._gradients:
                 dist.all_reduce(bucket.flat, group=self._group)
             first = dist.get_process_group_ranks(self._group or dist.group.WORLD)[0]
             for bucket in self._buffers:
                 dist.broadcast(bucket.flat, src=first, group=self._group)
 
+    @torch.no_grad()
     def _distribute(self) -> None:
         """Copy what the ranks have made together back to gradients and buffers."""
-        has_gradient: dict[torch.Tensor, bool] = dict(
-            zip(self._parameters, self._has_gradient, strict=True)
-        )
-        with torch.no_grad():
-            for bucket in self._gradients:
-                for parameter, view in zip(bucket.tensors, bucket.views, strict=True):
-                    if not has_gradient[parameter]:
-                        continue  # unused on every rank: stays None, and weight decay skips it
-                    if parameter.grad is None:
-                        parameter.grad = torch.empty_like(parameter)
-                    parameter.grad.copy_(view)
-            for bucket in self._buffers:
-                for buffer, view in zip(bucket.tensors, bucket.views, strict=True):
-                    buffer.copy_(view)
+        with without_dispatch_modes(self._flags):
+            has_gradient = dict(zip(self._parameters, self._flags[1:].tolist(), strict=True))
+        for parameter, view in _pairs(self._gradients):
+            if not has_gradient[parameter]:  # type: ignore[index]
+                continue  # unused on every rank: stays None, and weight decay skips it
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(view)
+        for buffer, view in _pairs(self._buffers):
+            buffer.copy_(view)
 
     def agree_to_commit(self) -> None:
         """Agree at the last moment at which the step can be taken back.
@@ -182,9 +174,8 @@ class Ranks:
             self.undecided = False
 
     def _agree(self) -> None:
-        if self._interrupted:
-            self._interrupted = False
-            self._on_interrupt(signal.SIGINT, None)
+        if self._signals is not None:
+            self._signals.deliver()
         self._all_reduce(_WELL)
         if self.worst != _WELL:
             self.undecided = False
@@ -199,29 +190,10 @@ class Ranks:
             dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group)
             self.worst = int(self._flags[0])
 
-    @contextlib.contextmanager
-    def _interrupts_wait(self) -> Iterator[None]:
-        handler = signal.getsignal(signal.SIGINT)
-        main = threading.current_thread() is threading.main_thread()
-        if not main or not callable(handler):
-            yield
-            return
 
-        def wait(number: int, frame: Any) -> None:
-            if self._interrupted:
-                handler(number, frame)
-            self._interrupted = True
-
-        self._on_interrupt = handler
-        self._interrupted = False
-        signal.signal(signal.SIGINT, wait)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, handler)
-            if self._interrupted:  # after the last agreement: the step is done
-                self._interrupted = False
-                handler(signal.SIGINT, None)
+def _pairs(buckets: list[_Bucket]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for bucket in buckets:
+        yield from bucket.pairs
 
 
 def _check(models: Sequence[DistributedDataParallel]) -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Halved", "differs_in_parts", "halved", "run"]
 
-# What PyTorch says on devices that have no class of exception for it.
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONSTANTS = (*_SCALARS, torch.Size, torch.dtype, torch.device)
 
@@ -71,10 +70,13 @@ def run(
     def may_halve(error: BaseException) -> bool:
         return retry is not None and size > retry.at_least and is_out_of_memory(error)
 
+    def code_of(error: BaseException) -> int:
+        return OUT_OF_MEMORY if may_halve(error) else FAILED
+
     while True:
-        again = False
+        together = contextlib.nullcontext() if step.ranks is None else step.ranks.attempt(code_of)
         try:
-            with _together(step, may_halve):
+            with together:
                 parts: Iterable[tuple[Any, float]] = [(batch, 1.0)]
                 if retry is not None:
                     samples = _samples(batch)
@@ -90,7 +92,7 @@ def run(
             if not again:
                 raise
             _release(error)
-        if not again:
+        else:
             if size < samples and size != step.part_size:
                 _remember(step, size, samples)
             return loss
@@ -99,14 +101,6 @@ def run(
         _empty_caches()
         assert retry is not None  # else no rank says OUT_OF_MEMORY
         size = max(retry.at_least, (size + 1) // 2)
-
-
-def _together(
-    step: Transaction, may_halve: Callable[[BaseException], bool]
-) -> contextlib.AbstractContextManager[None]:
-    if step.ranks is None:
-        return contextlib.nullcontext()
-    return step.ranks.attempt(lambda error: OUT_OF_MEMORY if may_halve(error) else FAILED)
 
 
 def _train(
@@ -238,15 +232,15 @@ def _empty_caches() -> None:
 
 def _samples(batch: Any) -> int:
     """Return the size of dimension 0 of the first tensor, and check that all the rest has it."""
-    rows = [(path, leaf) for path, leaf in _leaves(batch, ()) if _has_rows(leaf)]
+    leaves = [(keystr("batch", path, batch), leaf) for path, leaf in _leaves(batch, ())]
+    rows = [(name, len(leaf)) for name, leaf in leaves if _has_rows(leaf)]
     if not rows:
         raise TypeError(
             "run: retry=halved() found no tensor to split in the batch; expected tensors whose "
             "dimension 0 counts the samples, in lists, tuples, mappings or dataclasses"
         )
-    first, samples = keystr("batch", rows[0][0], batch), len(rows[0][1])
-    for path, leaf in _leaves(batch, ()):
-        name = keystr("batch", path, batch)
+    first, samples = rows[0]
+    for name, leaf in leaves:
         if _has_rows(leaf) and len(leaf) != samples:
             raise TypeError(
                 f"run: retry=halved() can't split {name} of shape {tuple(leaf.shape)}: expected "
@@ -303,18 +297,11 @@ def _parts(batch: Any, samples: int, size: int) -> Iterator[tuple[Any, float]]:
 
 
 def _slice(node: Any, begin: int, end: int, samples: int) -> Any:
-    if _has_rows(node) or _is_list_of_samples(node, samples):
+    # A list of a string or number for each sample is split too: a collate function makes it.
+    one_each = type(node) in {list, tuple} and len(node) == samples
+    if _has_rows(node) or (one_each and all(isinstance(each, _SCALARS) for each in node)):
         return node[begin:end]
     inside = children(node)
     if inside is None:
         return node
     return with_children(node, {key: _slice(child, begin, end, samples) for key, child in inside})
-
-
-def _is_list_of_samples(node: Any, samples: int) -> bool:
-    """Return whether a list has one string or number per sample, as a collate function makes it."""
-    return (
-        type(node) in {list, tuple}
-        and len(node) == samples
-        and all(isinstance(each, _SCALARS) for each in node)
-    )

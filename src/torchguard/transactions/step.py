@@ -19,11 +19,10 @@ from torchguard._torch.optimizers import close_checkpoints
 from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
-from torchguard.rollback.interrupts import finish
+from torchguard.rollback.interrupts import SignalsHeldBack, finish
 from torchguard.transactions.commit import (
     AtCommit,
     OptimizerStep,
-    SignalsHeldBack,
     Undo,
     finish_step,
     steps_in_one_call,

@@ -20,7 +20,7 @@ def replay(training: TrainingState, times: int) -> Iterator[int]:
     if times < 2:  # noqa: PLR2004  once compares nothing
         raise ValueError(f"replay: times is {times}, expected 2 or more")
     snapshot = training.capture()
-    first: dict[str, Tensor | None] = {}
+    first: dict[str, _Bits | None] = {}
     finished = False
     try:
         for number in range(times):
@@ -28,10 +28,10 @@ def replay(training: TrainingState, times: int) -> Iterator[int]:
                 # Dropout has to draw the same numbers, and BatchNorm to begin with the same mean.
                 finish(snapshot.restore)
             yield number
-            if number == 0:
-                first = call_unseen(_copies, training)
-            else:
+            if number:
                 call_unseen(_compare, first, training, number)
+            else:
+                first = {name: call_unseen(_bits, each) for name, each in _results(training)}
         finished = True
     finally:
         if not finished:
@@ -48,28 +48,28 @@ def _results(training: TrainingState) -> Iterator[tuple[str, Tensor | None]]:
             yield f"the buffer {model}.{name}", buffer
 
 
-def _copies(training: TrainingState) -> dict[str, Tensor | None]:
-    return {name: None if t is None else t.detach().clone() for name, t in _results(training)}
+_Bits = tuple[torch.Size, Tensor]
 
 
-def _compare(first: dict[str, Tensor | None], training: TrainingState, number: int) -> None:
+def _bits(tensor: Tensor | None) -> _Bits | None:
+    """Return a shape and a copy of the elements as bytes: so NaN equals NaN, and 0.0 not -0.0."""
+    if tensor is None:
+        return None
+    dense = (tensor if tensor.layout is torch.strided else tensor.to_dense()).detach()
+    copied = dense.clone(memory_format=torch.contiguous_format)
+    return tensor.shape, copied.view(-1).view(torch.uint8)
+
+
+def _compare(first: dict[str, _Bits | None], training: TrainingState, number: int) -> None:
     for name, tensor in _results(training):
-        before = first.get(name)
-        if before is None or tensor is None:
-            same = before is tensor
+        before, now = first.get(name), _bits(tensor)
+        if before is None or now is None:
+            same = before is now
         else:
-            same = before.shape == tensor.shape and _same_bits(before, tensor.detach())
+            same = before[0] == now[0] and torch.equal(before[1], now[1])
         if not same:
             raise ReplayMismatchError(
                 f"{name} has other bits in run {number + 1} than in run 1 on the same batch, with "
                 "the same random numbers: an operator is not deterministic (see "
                 "torch.use_deterministic_algorithms), or the hardware made an error"
             )
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided or one.dtype != other.dtype:
-        return torch.equal(one.to_dense(), other.to_dense())
-    # As bytes: two NaN are not equal, and 0.0 equals -0.0.
-    flat = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]
-    return torch.equal(*flat)

@@ -86,6 +86,8 @@ class Transaction:
         ranks: Ranks | None = None,
     ) -> None:
         self.training = training
+        self.optimizers = training.optimizers
+        """The optimizers that step in a block."""
         self.scaler = scaler
         self.schedulers = tuple(schedulers)
         self.gate = gate
@@ -169,16 +171,9 @@ class Transaction:
         return replay(self.training, times)
 
     @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that step in a block."""
-        return self.training.optimizers
-
-    @property
     def guarantee(self) -> str:
         """What holds when a block raises, in words; "strong: ..." where all of it holds."""
-        if self._undo_option == "none" and not all(
-            map(steps_in_one_call, self.training.optimizers)
-        ):
+        if self._undo_option == "none" and not all(map(steps_in_one_call, self.optimizers)):
             return (
                 "weak: undo='none' keeps no copies, so an exception inside optimizer.step() leaves "
                 "parameters and state half updated and raises UnrecoverableStepError; whatever "
@@ -253,7 +248,9 @@ class Transaction:
             if exception is not None:
                 self._failed(block, exception)
             else:
-                self._went_through(block)
+                self._settle(block, None)  # the block has caught what optimizer.step() raised
+                self.committed = True
+                self._commits += 1
         finally:
             self._close()
             not_needed = last_chance()
@@ -278,11 +275,6 @@ class Transaction:
         if self in opened:
             opened.remove(self)
         self.saved.clear()
-
-    def _went_through(self, block: _Block) -> None:
-        self._settle(block, None)  # the block has caught what optimizer.step() raised
-        self.committed = True
-        self._commits += 1
 
     def _settle(self, block: _Block, exception: BaseException | None) -> None:
         """Undo or finish a step that has raised. May be called again, after an interrupt."""
@@ -355,7 +347,7 @@ class Transaction:
         block = self.saved[-1] if self.saved else None
         if block is None:
             return
-        if not any(each is optimizer for each in self.optimizers):
+        if optimizer not in self.optimizers:
             self._note_foreign(block, optimizer)
             return
         self._settle(block, None)  # what the last step raised was caught inside the block
@@ -392,8 +384,7 @@ class Transaction:
         pending.succeed()
 
     def _is_last(self, block: _Block, optimizer: Optimizer) -> bool:
-        stepped = {id(each.optimizer) for each in block.stepped} | {id(optimizer)}
-        return stepped >= set(map(id, self.optimizers))
+        return {optimizer, *(each.optimizer for each in block.stepped)} >= set(self.optimizers)
 
     def _note_foreign(self, block: _Block, optimizer: Optimizer) -> None:
         own = {id(each) for group in self.training.groups() for each in group}

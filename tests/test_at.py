@@ -268,3 +268,20 @@ def test_its_repr_is_what_was_written() -> None:
     assert repr(at(t)) == "at(<float32 tensor of shape (2, 3)>)"
     assert repr(at(t)[0, 1:]) == "at(<float32 tensor of shape (2, 3)>)[0, 1:]"
     assert repr(at(t)[[0, 0]]) == "at(<float32 tensor of shape (2, 3)>)[[0, 0]]"
+
+
+@pytest.mark.parametrize(
+    "index", [0, slice(2), torch.tensor([0, 2]), [0, 2], torch.tensor([True, False, True])]
+)
+@pytest.mark.parametrize("value", [torch.tensor(2), torch.tensor([[1, 2], [3, 4]])])
+@pytest.mark.parametrize("mode", [None, "promise_in_bounds"])
+def test_a_tensor_of_another_dtype_becomes_that_of_t(index: Any, value: Any, mode: Any) -> None:
+    """A plain assignment raises where the index is no view."""
+    t = torch.zeros(3, 2)
+    value = value[0] if isinstance(index, int) and value.dim() else value
+    expected = t.clone()
+    expected[index] = value.float()
+    for update in (at(t)[index].set, at(t)[index].add):
+        result = update(value, mode=mode)
+        assert result.dtype == t.dtype
+        assert torch.equal(result, expected)

@@ -114,9 +114,10 @@ class Selection:
         return taken(self._t, self._index, mode, fill_value)
 
     def set(self, value: Value, *, mode: Mode | None = None) -> torch.Tensor:
-        """Return a copy with ``value`` at the index. Equals ``sliced_assign(t, index, value)``.
+        """Return a copy with ``value`` at the index.
 
-        Where the index names an element twice, torch chooses which value is stored.
+        Equals ``sliced_assign(t, index, value)`` for a value of ``t``'s dtype. Where the index
+        names an element twice, torch chooses which value is stored.
         """
         if mode is None:
             return sliced_assign(self._t, self._index, _value(value, self._t))
@@ -329,6 +330,9 @@ def _index_item(item: Any) -> Any:
 def _value(value: Any, t: torch.Tensor) -> Any:
     if isinstance(value, (np.ndarray, np.generic, list, tuple)):
         return torch.as_tensor(value, dtype=t.dtype, device=t.device)
+    # An assignment converts a tensor only where the index selects a view.
+    if isinstance(value, torch.Tensor) and value.dtype != t.dtype:
+        return value.to(t.dtype)
     return value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,12 @@ __all__ = ["guard_load", "guard_module_load", "guard_optimizer_load", "load", "l
 
 
 _ZIP_BEGINS = b"PK\x03\x04"
+_UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse the version")
+# Magic number, protocol, sizes of integers, the object, the keys of its storages. Elements follow.
+# https://github.com/pytorch/pytorch/blob/main/torch/serialization.py
+_OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the second byte is the protocol
+_PICKLES = 5
+_MARKED_AS_FOLDER = 0x10
 _CHUNK = 1 << 20
 
 
@@ -78,16 +85,53 @@ def _load(
     size = os.path.getsize(path)
     if not size:
         raise DamagedFileError(f"{path} is empty: it was created and never written")
-    if begins == _ZIP_BEGINS:
-        _check_zip(path, size, checksums=not options.get("mmap") if check is None else check)
-        return torchs(f, *args, **options)
     try:
+        if _ZIP_BEGINS.startswith(begins):
+            _check_zip(path, size, checksums=not options.get("mmap") if check is None else check)
         return torchs(f, *args, **options)
-    except (EOFError, RuntimeError) as error:
-        # torch's older format has neither checksums nor a directory.
-        if isinstance(error, EOFError) or "unexpected EOF" in str(error):
-            raise _cut_off(path, size) from error
+    except Exception as error:
+        wrong = None if isinstance(error, DamagedFileError) else _damage_of(path, size, error)
+        if wrong is not None:
+            raise wrong from error
         raise
+
+
+def _damage_of(path: str, size: int, error: Exception) -> DamagedFileError | None:
+    """Say what is wrong with a file that could not be read; None if it may be whole."""
+    import zipfile  # noqa: PLC0415  with the first load
+
+    with open(path, "rb") as file:
+        is_zip = file.read(len(_ZIP_BEGINS)) == _ZIP_BEGINS
+    if is_zip:
+        if any(text in str(error) for text in _UNREADABLE):
+            return DamagedFileError(f"{path} is damaged: its directory is not what was written")
+    elif isinstance(error, EOFError) or "unexpected EOF" in str(error) or _ends_early(path):
+        return _cut_off(path, size)
+    elif zipfile.is_zipfile(path):  # looks for the directory, which is at the end
+        return DamagedFileError(f"{path} is damaged: its first bytes are not what was written")
+    return None
+
+
+def _ends_early(path: str) -> bool:
+    """Whether a file of torch's older format ends inside of one of its pickles.
+
+    What the unpickler says of that depends on the place: that the stack is empty, or that a
+    class, of which only half the name is there, is not allowed.
+    """
+    import pickletools  # noqa: PLC0415  where a load has failed
+
+    with open(path, "rb") as file:
+        begins = file.read(len(_OLDER_BEGINS))
+        if begins[2:] != _OLDER_BEGINS[2 : len(begins)] or begins[:1] != _OLDER_BEGINS[:1]:
+            return False
+        file.seek(0)
+        try:
+            for _ in range(_PICKLES):
+                for _ in pickletools.genops(file):
+                    pass
+        except ValueError:
+            return not file.read(1)
+    return False
 
 
 def _check_zip(path: str, size: int, *, checksums: bool) -> None:
@@ -103,9 +147,16 @@ def _check_zip(path: str, size: int, *, checksums: bool) -> None:
                 _check_record(archive, record, path, checksums=checksums)
     except zipfile.BadZipFile as error:  # the directory is at the end of the file
         raise _cut_off(path, size) from error
+    except (NotImplementedError, UnicodeDecodeError) as error:  # versions and names are in it
+        raise DamagedFileError(
+            f"{path} is damaged: its directory is not what was written"
+        ) from error
 
 
 def _check_record(archive: ZipFile, record: ZipInfo, path: str, *, checksums: bool) -> None:
+    if record.external_attr & _MARKED_AS_FOLDER and record.file_size:
+        # torch reads nothing of a folder: the tensor is the memory it has just allocated.
+        raise DamagedFileError(f"{path} is damaged: {record.filename} is marked as a folder")
     try:
         with archive.open(record) as contents:  # compares the header
             while checksums and contents.read(_CHUNK):  # compares the checksum with the last one

@@ -285,3 +285,15 @@ def test_a_tensor_of_another_dtype_becomes_that_of_t(index: Any, value: Any, mod
         result = update(value, mode=mode)
         assert result.dtype == t.dtype
         assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("mode", [None, "clip", "drop"])
+def test_of_two_ellipses_the_first_takes_the_dimensions(mode: Any) -> None:
+    t = torch.zeros(2, 3)
+    expected = t.clone()
+    expected[..., 1, ...] = 5
+    for row in (1, torch.tensor(1)):
+        assert torch.equal(at(t)[..., row, ...].set(5, mode=mode), expected)
+        assert torch.equal(at(t)[..., row, ...].add(5, mode=mode), expected)
+        with pytest.raises(IndexError):
+            at(t[None])[..., row, ..., 1].add(5, mode=mode)

@@ -105,6 +105,12 @@ class TestSave:
         assert same(torch.load(path), OLD)
         assert not left(tmp_path)
 
+    def test_a_container_that_holds_itself(self, tmp_path: Path) -> None:
+        obj: dict[str, Any] = dict(OLD)
+        obj["self"] = [obj]
+        torchguard.save(obj, tmp_path / "model.pt")
+        assert same(torch.load(tmp_path / "model.pt", weights_only=False)["self"][0], OLD)
+
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])
     def test_any_exception_leaves_the_old_file(self, tmp_path: Path, kind: type) -> None:
         class Refuses:

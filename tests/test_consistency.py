@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import kinds
 import pytest
 import torch
 from kinds import Kind, Wrapper, locked, named, plain, state
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from ways import differences, ends_the_process, outcome_of
 
 from torchguard import InconsistentTensorError, check_consistent, is_consistent, repair_
@@ -332,3 +339,24 @@ def test_tensors_of_torch_func_count_as_consistent() -> None:
 
     torch.vmap(body)(torch.ones(2, 3))
     torch.func.grad(lambda x: body(x).sum())(torch.ones(2))
+
+
+def test_a_result_has_no_gradient_that_is_asked_for() -> None:
+    """torch warns where .grad of a tensor is read that is no leaf."""
+    result = torch.ones(3, requires_grad=True) * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_consistent({"result": result})
+
+
+def test_symbolic_sizes_are_not_compared() -> None:
+    """A comparison would become a guard of the compiler."""
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    fake = mode.from_tensor(
+        torch.ones(5, 7),
+        symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.DYNAMIC]),
+    )
+    before = len(environment.guards)
+    assert is_consistent(fake)
+    assert len(environment.guards) == before

@@ -375,3 +375,44 @@ def test_tensors_that_are_not_contiguous(shared: bool) -> None:
         assert error is None
         assert conv.weight.stride() == strides
         assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+class Unwilling(torch.Tensor):
+    """Raises after the copy."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func is torch.Tensor.copy_:
+            raise KeyboardInterrupt
+        return result
+
+
+def test_a_state_with_a_subclass_that_raises() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
+    state["1.weight"] = state["1.weight"].as_subclass(Unwilling)
+    before = Contents(model)
+    with pytest.raises(KeyboardInterrupt):
+        torchguard.load_state_dict(model, state)
+    assert before.changes(model) == []
+
+
+def test_what_a_hook_has_added_to_an_optimizer_goes() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    state = optimizer.state_dict()
+
+    def hook(each: Any, *_: Any) -> None:
+        each.param_groups[0]["added"] = each.state[parameter]["added"] = 1
+        raise RuntimeError("no")
+
+    optimizer.register_load_state_dict_pre_hook(hook)
+    with pytest.raises(RuntimeError, match="no"):
+        torchguard.load_state_dict(optimizer, state)
+    assert "added" not in optimizer.param_groups[0]
+    assert set(optimizer.state[parameter]) == {"momentum_buffer"}

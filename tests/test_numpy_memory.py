@@ -3,7 +3,9 @@
 # ruff: noqa: PLW0108  the doors are looked up when they are called, after the guard stands there
 from __future__ import annotations
 
+import gc
 import mmap
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import torchguard
+from torchguard._torch import storage_key
 from torchguard.interop import numpy_memory
 
 DOORS: dict[str, Callable[..., Any]] = {
@@ -281,3 +284,45 @@ def test_compiled_code_keeps_its_graph(function: Any, installed: None) -> None:
 
     compiled = torch.compile(double, backend="eager", fullgraph=True)
     assert compiled(np.arange(3.0)).tolist() == [0, 2, 4]
+
+
+def test_a_copy_that_is_sent_lives_until_a_spawned_process_takes_it(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process(args=(tensor,)) keeps the number of an open file until the process is started."""
+    files: list[int] = []
+    monkeypatch.setattr(
+        torch.multiprocessing.reductions.multiprocessing.reduction,  # type: ignore[attr-defined]
+        "DupFd",
+        lambda file: files.append(file) or file,
+    )
+    tensor = torch.ones(3)
+    array = tensor.numpy()
+    with pytest.warns(UserWarning, match="sent to another process as a copy"):
+        ForkingPickler.dumps(tensor)
+    gc.collect()
+    assert os.fstat(files[0]).st_size >= array.nbytes
+
+
+def test_an_array_that_goes_leaves_the_note_of_another(installed: None) -> None:
+    """Two threads may drop their last arrays while a third one makes a new one."""
+    tensor = torch.ones(3)
+    array = tensor.numpy()
+    key = storage_key(tensor.untyped_storage())
+    another: Any = ([], [])
+    numpy_memory._looking[key] = another
+    del array
+    assert numpy_memory._looking.pop(key) is another
+
+
+def test_asarray_of_a_read_only_buffer_that_offers_dlpack(installed: None) -> None:
+    """torch asks for the buffer first, and writes to it."""
+
+    class Both(bytes):
+        def __dlpack__(self, **options: Any) -> Any:
+            return torch.zeros(3).__dlpack__(**options)
+
+    both = Both(b"read-only")
+    tensor = torch.asarray(both, dtype=torch.uint8)
+    tensor.zero_()
+    assert both == b"read-only"

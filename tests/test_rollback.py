@@ -14,6 +14,7 @@ from support.modes import DispatchMode
 from ways import differences, ends_the_process, outcome_of
 
 from torchguard import guarded, is_consistent, rollback_on_error
+from torchguard.rollback import snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -477,3 +478,26 @@ def test_a_callback_in_c_with_data_leaves_the_numbers() -> None:
     with guarded(data=True), pytest.raises(TypeError):
         numbers.apply_({1.0: 9.0}.get)
     assert numbers.tolist() == [1, 2, 3]
+
+
+def test_an_undo_that_is_interrupted_keeps_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter stays where the block's writes have moved it, not where the undo did."""
+    interrupts = [KeyboardInterrupt]
+
+    def set_version(tensor: torch.Tensor, version: int) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        original(tensor, version)
+
+    original = snapshot.set_version
+    monkeypatch.setattr(snapshot, "set_version", set_version)
+    tensor = plain()
+    written = 0
+    with pytest.raises(KeyboardInterrupt), rollback_on_error(tensor):
+        tensor.add_(1)
+        tensor.unsqueeze_(0)
+        written = tensor._version
+        raise Planned
+    assert not interrupts
+    assert tensor.shape == plain().shape
+    assert tensor._version == written

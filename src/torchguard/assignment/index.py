@@ -79,9 +79,9 @@ def parts_of(index: Any, dims: int) -> list[Part] | None:
             return None
     left = dims - sum(counts)
     ellipses = [place for place, item in enumerate(items) if item is Ellipsis]
-    if left < 0 or len(ellipses) > 1:
+    if left < 0:
         return None
-    if ellipses:
+    if ellipses:  # torch lets the first of several take all dimensions that are left
         counts[ellipses[0]] = left
     dim = 0
     found = []

@@ -141,7 +141,7 @@ def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Call
                 return original(obj, **options)
             shares = options.get("copy") is False
             return original(_copied(obj, "asarray", "raise" if shares else readonly), **options)
-        if hasattr(obj, "__dlpack__") or not _is_read_only_buffer(obj):
+        if not _is_read_only_buffer(obj):
             return original(obj, **options)
         shares = options.get("copy") is False
         _refuse_or_tell("asarray", "raise" if shares else readonly)
@@ -154,7 +154,7 @@ def _is_read_only_buffer(obj: Any) -> bool:
     try:
         with memoryview(obj) as view:
             return view.readonly
-    except TypeError:  # no buffer: a number, a list
+    except (TypeError, BufferError):  # no buffer: a number, a list, memory of a GPU
         return False
 
 

@@ -291,11 +291,13 @@ def test_a_copy_that_is_sent_lives_until_a_spawned_process_takes_it(
 ) -> None:
     """Process(args=(tensor,)) keeps the number of an open file until the process is started."""
     files: list[int] = []
-    monkeypatch.setattr(
-        torch.multiprocessing.reductions.multiprocessing.reduction,  # type: ignore[attr-defined]
-        "DupFd",
-        lambda file: files.append(file) or file,
-    )
+
+    def keep_number(file: int) -> int:
+        files.append(file)
+        return file
+
+    reduction: Any = torch.multiprocessing.reductions.multiprocessing.reduction  # type: ignore[attr-defined]
+    monkeypatch.setattr(reduction, "DupFd", keep_number)
     tensor = torch.ones(3)
     array = tensor.numpy()
     with pytest.warns(UserWarning, match="sent to another process as a copy"):

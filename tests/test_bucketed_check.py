@@ -15,7 +15,7 @@ from support.bucketed import LADDER, Counting, wrapped_net
 from torch import nn
 from torch.nn import functional
 
-from torchguard import PaddingLeakError, bucketed
+from torchguard import Buckets, PaddingLeakError, bucketed
 
 perturbed = importlib.import_module("torchguard.equivalence.perturb").perturbed
 
@@ -334,3 +334,48 @@ class TestVerification:
         always(torch.tensor([1.0, 2.0, 3.0]))
         with pytest.raises(PaddingLeakError):
             always(torch.tensor([0.25, 2.0, 3.0]))
+
+    def test_other_data_is_tried_again_for_a_bucket_whose_answer_depends_on_the_padding(
+        self,
+    ) -> None:
+        """The function takes a minimum of long inputs only; one negative number hides the leak."""
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return x.amin(1) if x.shape[1] > 8 else x[:, 0]
+
+        wrapped = bucketed(function, dims=({1: "t"},), buckets=Buckets([8, 16]))
+        wrapped(torch.tensor([[-1.0, 2.0, 3.0]]))
+        with pytest.raises(PaddingLeakError, match="is positive"):
+            wrapped(torch.tensor([[-1.0, *[2.0] * 9]]))
+
+    def test_a_leak_that_only_the_values_of_the_padding_show_is_looked_for_with_more_padding(
+        self,
+    ) -> None:
+        """One padded position adds 1e-6, a sixteenth of what is allowed at most; 128 add 1e-4."""
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return x[:, :1] + 2e-6 * torch.sigmoid(x).sum(1, keepdim=True)
+
+        wrapped = bucketed(function, dims=({1: "t"},), buckets=Buckets([256]))
+        with torch.no_grad(), pytest.raises(PaddingLeakError):
+            wrapped(torch.eye(1, 255))
+
+    def test_inputs_are_cut_where_every_row_has_something_real(self) -> None:
+        """A row without any real position would be averaged over padding, which is no leak."""
+
+        def pooled(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            weights = x.masked_fill(~mask, -1e9).softmax(1)
+            # So little of the padding that nothing but a difference in the last digits is seen.
+            return (weights * x).sum(1) + 1e-12 * torch.sigmoid(x).sum(1)
+
+        wrapped = bucketed(
+            pooled,
+            dims={"x": {1: "t"}, "mask": {1: "t"}},
+            buckets=Buckets([256]),
+            mask={"mask": "real"},
+        )
+        generator = torch.Generator().manual_seed(0)
+        x = torch.rand(2, 200, generator=generator, dtype=torch.float64)
+        mask = torch.ones(2, 200, dtype=torch.bool)
+        mask[1, :150] = False
+        assert torch.allclose(wrapped(x, mask), pooled(x, mask))

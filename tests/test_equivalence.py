@@ -261,3 +261,52 @@ def test_every_rank_learns_the_largest(which: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
     with torch.inference_mode():
         assert largest_of_all_ranks(which, [-2, 5]) == [-2, 5]
+
+
+# --- tolerances at their edges
+
+
+def _returning(*values: Any, **gradients: float) -> Outcome:
+    """Make an outcome with these outputs, and with gradients of the parameters named."""
+    outcome = Outcome(outputs=[torch.as_tensor(value) for value in values])
+    for name, number in gradients.items():
+        outcome.gradients[name] = Gradient(torch.tensor([number]), name)
+    return outcome
+
+
+def test_a_value_of_8_bits_may_be_off_by_its_last_digit_only() -> None:
+    one, next_to_it, behind = torch.tensor([1.0, 1.25, 1.5]).to(torch.float8_e5m2)
+    assert judge(_returning(one), _returning(next_to_it), COMPILING).equal
+    assert not judge(_returning(one), _returning(behind), COMPILING).equal
+
+
+def test_a_small_gradient_is_measured_by_a_hundredth_of_the_largest() -> None:
+    """``PADDING`` allows 5e-5 of that: 5e-7 where the largest gradient is 1."""
+    reference = _returning(weight=1.0, bias=0.0)
+    assert judge(reference, _returning(weight=1.0, bias=4e-7), PADDING).equal
+    assert not judge(reference, _returning(weight=1.0, bias=2e-6), PADDING).equal
+
+
+def test_gradients_are_not_reported_where_outputs_are_wrong_already() -> None:
+    found = judge(_returning(1.0, weight=1.0), _returning(2.0, weight=2.0), COMPILING)
+    assert [each.part for each in found.differences] == ["outputs"]
+
+
+@pytest.mark.parametrize(("off", "equal"), [(3e-4, True), (1e-3, False)])
+def test_a_result_may_be_four_times_as_far_from_the_exact_one_as_eager_is(
+    off: float, equal: bool
+) -> None:
+    exact = _returning(torch.ones((), dtype=torch.float64))
+    found = judge(_returning(1.0 + 1e-4), _returning(1.0 + off), COMPILING, lambda: exact)
+    assert found.equal is equal
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [(math.inf, -math.inf), (math.nan, 0.0), (math.inf, 1.0)], ids=str
+)
+def test_what_is_not_finite_has_to_stand_in_the_same_places(right: float, wrong: float) -> None:
+    """Also where eager rounds enough for the double-precision reference to be asked."""
+    exact = _returning(torch.tensor([right, 1.0], dtype=torch.float64))
+    eager, compiled = ([value, 1.0 + 1e-4] for value in (right, wrong))
+    assert judge(_returning(eager), _returning(eager), COMPILING, lambda: exact).equal
+    assert not judge(_returning(eager), _returning(compiled), COMPILING, lambda: exact).equal

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import VOCABULARY, ZOO, Architecture, named
+from zoo import VOCABULARY, ZOO, Architecture, _decoder, _encoder, _seq2seq, named
 
 from torchguard import Buckets, PaddingLeakError, bucketed
 
@@ -96,6 +96,37 @@ def test_without_its_mask_what_needs_one_is_refused(each: Architecture, training
                 wrapped(**batch)
         else:
             as_without_padding(each, model, wrapped, batch)
+
+
+MORE = (
+    _encoder("camembert", "Camembert", max_position_embeddings=66, pad_token_id=0),
+    _encoder("squeezebert", "SqueezeBert", q_groups=1, k_groups=1, v_groups=1,
+             post_attention_groups=1, intermediate_groups=1, output_groups=1),
+    _decoder("phi3", "Phi3", num_key_value_heads=2),
+    _decoder("gptj", "GPTJ", n_embd=16, n_layer=2, n_head=2, rotary_dim=4),
+    _decoder("rwkv", "Rwkv", attention_hidden_size=16, context_length=64),
+    _decoder("ctrl", "CTRL", "LMHeadModel", n_embd=16, n_layer=2, n_head=2, dff=32),
+    _seq2seq("m2m100", "M2M100"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("each", MORE, ids=str)
+def test_more_architectures_as_they_come(each: Architecture) -> None:
+    """Without ``outputs=``: which part of an output is real is derived."""
+    model = each.build().train()
+    wrapped = in_buckets(each, model, outputs=None)
+    for seed, lengths in enumerate(([7, 4], [9, 11])):
+        as_without_padding(each, model, wrapped, each.batch(lengths, seed))
+
+
+@pytest.mark.parametrize(
+    "each", [_encoder("fnet", "FNet"), _encoder("convbert", "ConvBert", num_groups=1)], ids=str
+)
+def test_what_mixes_positions_and_takes_no_mask_for_it_is_refused(each: Architecture) -> None:
+    """A Fourier transform, and a convolution behind a layer with a bias."""
+    wrapped = in_buckets(each, each.build().train())
+    with pytest.raises(PaddingLeakError, match="attention_mask was given: something in"):
+        wrapped(**each.batch([7, 4]))
 
 
 LEFT_TOO = ("gemma2", "llama", "mistral", "modernbert", "qwen3")

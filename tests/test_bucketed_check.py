@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from torchguard import Buckets, PaddingLeakError, bucketed
+from torchguard.bucketing.decorator.masking import Mask
 
 perturbed = importlib.import_module("torchguard.equivalence.perturb").perturbed
 
@@ -379,3 +380,7 @@ class TestVerification:
         mask = torch.ones(2, 200, dtype=torch.bool)
         mask[1, :150] = False
         assert torch.allclose(wrapped(x, mask), pooled(x, mask))
+
+    def test_a_bias_in_an_additive_mask_is_real_and_minus_10000_is_not(self) -> None:
+        given = torch.tensor([0.0, -3.0, -1e4, float("-inf"), torch.finfo(torch.float32).min])
+        assert Mask("mask", "t", "additive").real(given).tolist() == [True, True, *[False] * 3]

@@ -310,3 +310,47 @@ def test_what_is_not_finite_has_to_stand_in_the_same_places(right: float, wrong:
     eager, compiled = ([value, 1.0 + 1e-4] for value in (right, wrong))
     assert judge(_returning(eager), _returning(eager), COMPILING, lambda: exact).equal
     assert not judge(_returning(eager), _returning(compiled), COMPILING, lambda: exact).equal
+
+
+# --- what a run on copies does with tensors of other kinds
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+        (lambda: torch.ones(2, device="meta"), "on the meta device"),
+    ],
+    ids=["sparse", "meta"],
+)
+def test_a_tensor_without_memory_of_its_own_is_not_copied(
+    make: Callable[[], torch.Tensor], words: str
+) -> None:
+    reason = why_not_copied([torch.ones(2), make()])
+    assert reason is not None
+    assert reason.startswith("input 1 is ")
+    assert words in reason
+
+
+def test_a_tensor_that_the_graph_owns_keeps_its_data_and_its_version() -> None:
+    weight = torch.zeros(2)
+    version = weight._version
+    outcome = run(lambda x: [weight.add_(x)], [torch.ones(2)], [weight])
+    assert outcome.inputs[0].tolist() == [1, 1]
+    assert (weight.tolist(), weight._version) == ([0, 0], version)
+
+
+def test_an_inference_tensor_counts_as_written() -> None:
+    """It has no version counter that could tell."""
+    with torch.inference_mode():
+        x = torch.ones(2)
+        assert run(lambda x: [x + 1], [x]).mutated == {0}
+    assert run(lambda x: [x + 1], [torch.ones(2)]).mutated == frozenset()
+
+
+def test_running_out_of_memory_is_no_outcome_to_compare() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(function, [torch.ones(2)])

@@ -33,7 +33,7 @@ from support.writers import (
 )
 
 import torchguard
-from torchguard.checkpoint.whole_file import temporary_name
+from torchguard.checkpoint.whole_file import remove_abandoned, temporary_name
 
 KILLS = int(os.environ.get("TORCHGUARD_KILLS", "60"))  # 500 for a release
 
@@ -104,6 +104,40 @@ class TestSave:
         torchguard.save(OLD, path)
         assert same(torch.load(path), OLD)
         assert not left(tmp_path)
+
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_file_then_folder_are_flushed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+    ) -> None:
+        """The contents before the name, so that no power failure shows an empty file."""
+        events: list[str] = []
+        replace = os.replace
+
+        def flushed(descriptor: int) -> None:
+            events.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+
+        def replaced(source: str, target: str) -> None:
+            events.append("name")
+            replace(source, target)
+
+        monkeypatch.setattr(os, "fsync", flushed)
+        monkeypatch.setattr(os, "replace", replaced)
+        torchguard.save(OLD, tmp_path / "model.pt", fsync=fsync)
+        assert events == (["file", "name", "folder"] if fsync else ["name"])
+
+    def test_a_file_that_is_open_elsewhere_is_written_through(self, tmp_path: Path) -> None:
+        """Whoever opened /dev/stdout keeps the file it led to."""
+        with (tmp_path / "output.pt").open("wb") as file:
+            torchguard.save(OLD, f"/proc/self/fd/{file.fileno()}")
+            assert os.fstat(file.fileno()).st_nlink == 1
+        assert same(torch.load(tmp_path / "output.pt"), OLD)
+
+    def test_a_link_that_was_left_goes(self, tmp_path: Path) -> None:
+        link = tmp_path / temporary_name("checkpoint")
+        link.symlink_to("checkpoint.1", target_is_directory=True)
+        (tmp_path / "checkpoint.1").mkdir()
+        assert remove_abandoned(str(tmp_path), "checkpoint") == [link.name]
+        assert names(tmp_path) == ["checkpoint.1"]
 
     def test_a_container_that_holds_itself(self, tmp_path: Path) -> None:
         obj: dict[str, Any] = dict(OLD)

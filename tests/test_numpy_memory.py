@@ -232,9 +232,7 @@ def test_a_parameter_that_is_looked_at(installed: None) -> None:
 
 
 def pickled(tensor: torch.Tensor) -> Any:
-    return torch.multiprocessing.reductions.ForkingPickler.loads(  # type: ignore[attr-defined]
-        bytes(ForkingPickler.dumps(tensor))
-    )
+    return ForkingPickler.loads(bytes(ForkingPickler.dumps(tensor)))
 
 
 def test_what_is_sent_is_a_copy(installed: None) -> None:
@@ -328,3 +326,12 @@ def test_asarray_of_a_read_only_buffer_that_offers_dlpack(installed: None) -> No
     tensor = torch.asarray(both, dtype=torch.uint8)
     tensor.zero_()
     assert both == b"read-only"
+
+
+def test_what_is_shared_already_is_sent_as_it_is(installed: None) -> None:
+    tensor = torch.ones(3).share_memory_()
+    array = tensor.numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pickled(tensor).zero_()
+    assert array.tolist() == [0, 0, 0]

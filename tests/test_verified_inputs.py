@@ -195,3 +195,18 @@ def test_a_graph_that_was_checked_stays_verified_when_a_later_call_raises() -> N
             assert index == 9
     (record,) = backend.stats().graphs
     assert (record.status, record.reason, record.checks) == ("verified", "", 3)
+
+
+# --- large inputs
+
+
+def test_inputs_of_more_bytes_than_allowed_are_not_copied() -> None:
+    """Each storage counts once, and whole."""
+    for limit, status in ((16, "verified"), (15, "unverified")):
+        torch._dynamo.reset()
+        compiled = verified(backend="aot_eager", max_bytes=limit)(lambda x, y: x + y)
+        x = torch.ones(4)
+        compiled(x[:2], x[2:])
+        (record,) = compiled.stats().graphs
+        assert record.status == status
+    assert record.reason == "its inputs have 16 bytes, max_bytes is 15"

@@ -14,7 +14,7 @@ from support.miscompiling import stats, workload
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchguard import verified, verified_backend
+from torchguard import MiscompilationWarning, verified, verified_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,3 +203,25 @@ def test_cuda_graphs_are_recorded_and_replayed_after_the_check() -> None:
             torch.testing.assert_close(other.grad, one.grad)
     assert [graph.runs for graph in stats(checked).graphs] == ["inductor"]
     assert stats(checked).verified == 1
+
+
+def test_what_is_added_at_an_id_that_occurs_twice_is_checked() -> None:
+    """As inductor of torch 2.6 compiles it for one CPU thread: the last one overwrites."""
+
+    def overwriting(graph: Any, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target == "index_add":
+                node.target = "index_copy"
+        graph.recompile()
+        return graph
+
+    def added(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(8, 3).index_add(0, ids, rows)
+
+    torch.compiler.reset()
+    fast = verified(added, backend=overwriting)
+    rows = torch.rand(3, 3)
+    with pytest.warns(MiscompilationWarning):
+        fast(torch.tensor([1, 2, 3]), rows)
+    ids = torch.tensor([1, 1, 3])
+    torch.testing.assert_close(fast(ids, rows), added(ids, rows))

@@ -154,8 +154,9 @@ class GraphCheck:
         self._mutates |= bool(eager.mutated)
         judged = self._judge(self._fallbacks[self._position], self.runs, eager, inputs)
         self.runs = judged.function
-        if not judged.differences and eager.gradients and self._record.status == "compiled":
-            wrong = self._gradients_of_a_repeated_id(eager, inputs)
+        adds = bool(eager.gradients) or _accumulates(self.traced.graph)
+        if not judged.differences and adds and self._record.status == "compiled":
+            wrong = self._with_a_repeated_id(eager, inputs)
             if wrong is not None:
                 judged, eager, inputs = wrong
         if judged.differences:
@@ -173,17 +174,18 @@ class GraphCheck:
             self._record.reason = judged.note or told_before
         return None
 
-    def _gradients_of_a_repeated_id(
+    def _with_a_repeated_id(
         self, eager: Outcome, inputs: Sequence[Any]
     ) -> tuple[_Judged, Outcome, Sequence[Any]] | None:
-        """Check the gradients where an id occurs twice, if no id of this call does.
+        """Check what is added up where an id occurs twice, if no id of this call does.
 
         What is gathered at one index twice gets both gradients, and compiled code may add or
         overwrite (https://github.com/pytorch/pytorch/issues/147848): ids that all differ don't
-        show which. Only gradients count: what is written at one index twice is undefined.
+        show which. Outputs count too where the graph adds at indices and writes at none: what is
+        written at one index twice is undefined.
 
         Returns:
-            What was found, what eager does, and the inputs; None if the gradients are right.
+            What was found, what eager does, and the inputs; None if all of it is right.
         """
         repeated = with_a_repeated_id(inputs)
         if repeated is None:
@@ -192,7 +194,8 @@ class GraphCheck:
         if isinstance(again, str) or again.gradients.keys() != eager.gradients.keys():
             return None
         judged = self._judge(self._fallbacks[self._position], self.runs, again, repeated)
-        if any(each.part != "gradients" for each in judged.differences):
+        others = any(each.part != "gradients" for each in judged.differences)
+        if others and not _accumulates(self.traced.graph):
             return None
         return (judged, again, repeated) if judged.differences else None
 
@@ -412,3 +415,12 @@ def _refusal(text: str) -> Callable[..., Any]:
         raise MiscompilationError(text)
 
     return refuse
+
+
+def _accumulates(graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph adds at indices that it is given, and overwrites at none."""
+    calls = [node.target for node in graph.graph.nodes if node.op.startswith("call_")]
+    names = {str(getattr(each, "__name__", each)).rstrip("_") for each in calls}
+    adds = {"index_add", "scatter_add"}
+    writes = {"index_put", "index_copy", "index_fill", "scatter", "put", "setitem"}
+    return bool(names & adds) and not names & writes

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow  # it compiles every model twice: two minutes in all
 
-ROUNDED = {"hubert", "mamba", "mobile-convnet", "wav2vec2"}
-"""Where AOTAutograd adds up gradients in another order than eager, plain torch.compile too; for
-the convnet that of torch 2.6. Where it does not, both comparisons are with the same bits."""
-
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
@@ -55,15 +51,28 @@ def assert_same(found: list[Any], want: list[Any], *, bits: bool) -> None:
     torch.testing.assert_close(found, want, equal_nan=True, **exactly)
 
 
+def same_bits(found: list[Any], want: list[Any]) -> bool:
+    try:
+        assert_same(found, want, bits=True)
+    except AssertionError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("architecture", ZOO, ids=str)
 def test_what_is_checked_is_eagers_result_bit_for_bit(architecture: Architecture) -> None:
-    """In training, with gradients, and in evaluation; each graph is verified."""
+    """In training, with gradients, and in evaluation; each graph is verified.
+
+    Or bit for bit that of plain torch.compile, and close to eager's.
+    """
     architecture.excuse("verified")
     plain = architecture.build(to_compile=True)
     compiled = verified(backend="aot_eager")(copy.deepcopy(plain))
     for train in (True, False):
         found, want = (run(architecture, model, train=train) for model in (compiled, plain))
-        if train and architecture.name in ROUNDED:
+        if train and not same_bits(found, want):
+            # AOTAutograd adds up some gradients in another order than eager, which ones depends
+            # on torch. Then plain torch.compile has these very bits.
             assert_same(found, want, bits=False)
             torch._dynamo.reset()
             bare = copy.deepcopy(plain)

@@ -66,6 +66,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "sliced_assign: t is ndarray, expected a torch.Tensor",
     ),
+    "transaction-also": (
+        lambda: _transaction(also=3),
+        TypeError,
+        "transaction: also has 3, expected a tensor, a module, a torch.Generator or an object with",
+    ),
+    "transaction-also-several": (
+        lambda: _transaction(also=[torch.zeros(()), "ema"]),
+        TypeError,
+        "transaction: also has 'ema', expected a tensor, a module",
+    ),
     "transaction-scaler": (
         lambda: _transaction(scaler=3),
         TypeError,

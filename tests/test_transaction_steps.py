@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,25 @@ def test_several_modules_and_optimizers_may_be_any_iterable() -> None:
     assert len(step.optimizers) == 2
     one = torchguard.transaction(models["first"], step.optimizers[0])
     assert one.training.modules == (models["first"],)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_one_of_what_also_names_needs_no_list(several: bool) -> None:
+    count, ema = torch.zeros(()), nn.Sequential(nn.Linear(2, 2))
+    expected = copy.deepcopy(ema.state_dict())
+    training = begin()
+    for each in (count, torch.zeros(3), ema):
+        step = torchguard.transaction(
+            training.model, training.optimizer, also=[each] if several else each
+        )
+        with pytest.raises(Failure), step:
+            with torch.no_grad():
+                for tensor in [each] if isinstance(each, Tensor) else each.parameters():
+                    tensor.add_(1)
+            raise Failure
+        if isinstance(each, Tensor):
+            assert not each.any()
+    assert all(torch.equal(value, expected[name]) for name, value in ema.state_dict().items())
 
 
 def test_what_cannot_be_undone_is_refused() -> None:

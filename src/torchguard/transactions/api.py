@@ -27,7 +27,7 @@ def transaction(
     scaler: Any = None,
     scheduler: Any = None,
     *,
-    also: Iterable[Any] = (),
+    also: Any = (),
     undo: Undo = "auto",
     skip_nonfinite: bool = False,
     group: Any = None,
@@ -54,7 +54,7 @@ def transaction(
         scheduler: the learning rate scheduler, or several in a list.
         also: what else the step changes: modules (a teacher, whose parameters are then copied when
             a block begins), tensors, generators, and objects with ``state_dict`` and
-            ``load_state_dict`` (an average of the weights).
+            ``load_state_dict`` (an average of the weights); one, or several in a list.
         undo: ``"auto"`` copies parameters and the optimizer's state when ``step()`` begins, and
             not at all where fused kernels do the step in one call. ``"copy"`` copies them when the
             block begins, for code that writes parameters itself. ``"none"`` never copies them.
@@ -105,7 +105,7 @@ def transaction(
     _require("scheduler", schedulers, "step", "a scheduler of torch.optim.lr_scheduler")
     others = [*_several(scaler), *schedulers]
     return Transaction(
-        TrainingState(models, optimizers, others, tuple(also)),
+        TrainingState(models, optimizers, others, _saved(also)),
         undo=undo,
         scaler=scaler,
         schedulers=schedulers,
@@ -135,6 +135,24 @@ def _require(name: str, values: Iterable[Any], method: str, expected: str) -> No
     for value in values:
         if not hasattr(value, method):
             raise TypeError(f"transaction: {name} is a {type(value).__name__}, expected {expected}")
+
+
+def _saved(also: Any) -> list[Any]:
+    """Return what ``also=`` names as a list: one is one, a tensor is not its rows."""
+    several = [also] if _can_be_saved(also) or not isinstance(also, Iterable) else list(also)
+    for each in several:
+        if not _can_be_saved(each):
+            raise TypeError(
+                f"transaction: also has {each!r}, expected a tensor, a module, a torch.Generator "
+                "or an object with state_dict() and load_state_dict(), or a list of them"
+            )
+    return several
+
+
+def _can_be_saved(each: Any) -> bool:
+    return isinstance(each, (torch.Tensor, torch.Generator)) or (
+        hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+    )
 
 
 def _innermost(optimizer: Any) -> Optimizer:

@@ -225,7 +225,8 @@ def verified_costs(_: Record) -> str:
     rows = []
     for row in record["first_calls"]:
         plain, checked = (row[side]["median"] for side in ("plain_seconds", "checked_seconds"))
-        checks = f", {row['checks']} checks" if row.get("checks") else ""
+        count = row.get("checks")
+        checks = f", {count} check{'s' * (count > 1)}" if count else ""
         rows.append(
             (
                 f"{_FIRST_CALLS[row['id']]}{checks}",

@@ -233,10 +233,16 @@ def in_set(x: torch.Tensor, functions: Any) -> torch.Tensor:
     return x + 1 if torch.add in functions else x - 1
 
 
-def test_a_frozenset_of_functions_is_looked_up_in_compiled_code_as_in_eager() -> None:
+@pytest.mark.parametrize("filled_anew", [False, True])
+def test_a_frozenset_of_functions_is_looked_up_in_compiled_code_as_in_eager(
+    filled_anew: bool,
+) -> None:
     """Up to torch 2.8 Dynamo takes a frozenset of builtins and types alone."""
     (x,) = square()
     original = torch.add
+    if filled_anew:  # Dynamo's table of functions, without the replacements
+        torch._dynamo.trace_rules.clear_lru_cache()
+        torch._dynamo.trace_rules.get_torch_obj_rule_map()
     with install("out"):
         for functions in (
             frozenset({torch.add, torch.sub}),

@@ -194,7 +194,12 @@ def _know_frozensets(builder: Any, variables: Any) -> None:
                 return self._wrap(value)
             finally:
                 by_type[frozenset] = build
-        items = [builder.SourcelessBuilder.create(self.tx, item) for item in value]
+        # Not by Dynamo's table of functions, which may have been filled anew without replacements.
+        kind = _kind_of_variable()
+        items = [
+            kind(item) if item in _originals else builder.SourcelessBuilder.create(self.tx, item)
+            for item in value
+        ]
         self.install_guards(builder.GuardBuilder.ID_MATCH)
         return builder.FrozensetVariable(items, source=self.source)
 

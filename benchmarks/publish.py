@@ -287,11 +287,11 @@ def main(arguments: list[str] | None = None) -> int:
         if new == page:
             continue
         if options.check:
-            print(f"{name} does not say what {path.name} says: run python -m benchmarks.publish")
+            print(f"{name} does not say what the records say: run python -m benchmarks.publish")
             status = 1
         else:
             (ROOT / name).write_text(new, encoding="utf-8")
-            print(f"{name}: written from {path.name}")
+            print(f"{name}: written, its {mark}")
     return status
 
 

@@ -14,6 +14,7 @@ from support.training import KINDS, Failure, Training, begin, changed, fingerpri
 from torch import nn
 
 import torchguard
+from torchguard._torch import optimizers
 from torchguard.transactions.state import TrainingSnapshot
 
 
@@ -238,6 +239,35 @@ def test_a_variate_left_over_that_comes_back_between_blocks_stays(library: str) 
         with pytest.raises(Failure), step:
             raise Failure
     assert draw() == expected
+
+
+def test_numpys_generator_that_a_block_replaces_comes_back() -> None:
+    step = torchguard.transaction(nn.Linear(1, 1), [])
+    of_numpy: Any = np.random  # whose types leave these two out
+    before = of_numpy.get_bit_generator()
+    state = np.random.get_state(legacy=False)  # noqa: NPY002
+    try:
+        with pytest.raises(Failure), step:
+            of_numpy.set_bit_generator(np.random.PCG64(3))
+            np.random.rand()  # noqa: NPY002
+            raise Failure
+        assert of_numpy.get_bit_generator() is before
+        np.testing.assert_equal(np.random.get_state(legacy=False), state)  # noqa: NPY002
+    finally:
+        of_numpy.set_bit_generator(before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["forward and backward", "a buffer is replaced", "a child is added", "a key of the state"],
+)
+def test_without_the_private_scopes_of_torch_it_is_the_same(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch without _EnableTorchFunction and _AutoDispatchBelowAutograd."""
+    monkeypatch.setattr(optimizers, "_with_torch_function", contextlib.nullcontext)
+    monkeypatch.setattr(optimizers, "_below_autograd", torch.no_grad)
+    test_what_a_block_changes_is_as_it_was(change, "auto")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,15 +21,15 @@ def function_alone(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return func
 
 
-class FunctionMode(TorchFunctionMode):
-    """Keeps what ``kept`` returns of each call of a torch function, or of a method."""
+class _Keeps:
+    """Keeps what ``kept`` returns of each call, and makes the call."""
 
-    def __init__(self, kept: Callable[[Any, Any, Any, Any], Any] = arguments_counted) -> None:
+    def __init__(self, kept: Callable[[Any, Any, Any, Any], Any]) -> None:
         super().__init__()
         self.seen: list[Any] = []
         self._kept = kept
 
-    def __torch_function__(
+    def _keep(
         self,
         func: Any,
         types: Any,
@@ -40,20 +40,19 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class DispatchMode(TorchDispatchMode):
-    """Keeps what ``kept`` returns of each operator."""
+class FunctionMode(_Keeps, TorchFunctionMode):
+    """Of each call of a torch function, or of a method."""
+
+    def __init__(self, kept: Callable[[Any, Any, Any, Any], Any] = arguments_counted) -> None:
+        super().__init__(kept)
+
+    __torch_function__ = _Keeps._keep
+
+
+class DispatchMode(_Keeps, TorchDispatchMode):
+    """Of each operator."""
 
     def __init__(self, kept: Callable[[Any, Any, Any, Any], Any] = function_alone) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[Any] = []
-        self._kept = kept
+        super().__init__(kept)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.seen.append(self._kept(func, types, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    __torch_dispatch__ = _Keeps._keep

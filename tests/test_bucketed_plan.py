@@ -19,7 +19,7 @@ from torch import nn
 import torchguard
 from torchguard import Buckets, PaddingLeakError, bucketed
 from torchguard.bucketing.decorator import leak_check, output_shapes
-from torchguard.bucketing.decorator.plan_file import read_plan, write_plan
+from torchguard.bucketing.decorator.auto import read_plan, write_plan
 
 
 class Work:

@@ -14,8 +14,13 @@ import torch
 from torchguard import _torch
 from torchguard._pytree import all_reachable_modules, flatten, reachable_modules, unflatten
 from torchguard._torch import warn_user
-from torchguard.bucketing.decorator import no_recompile
-from torchguard.bucketing.decorator.compile import CompileCache, compiling
+from torchguard.bucketing.decorator.compile import (
+    CompileCache,
+    compiling,
+    compiling_is_refused,
+    failed_guards,
+    recompile_reason,
+)
 from torchguard.bucketing.decorator.engine import Engine
 from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
 from torchguard.bucketing.decorator.kept import KeptWork
@@ -334,9 +339,9 @@ class Caller:
     def compiled(self, plan: Plan) -> Callable[..., Any]:
         """Return a variant's function, to be called once, that notes what compiling took."""
         variant = plan.variant
-        if no_recompile.refused() and not variant.compiled_for:
-            news = no_recompile.news(plan, self.cache.keys_compiled())
-            raise RecompileError(f"no_recompile: {self.name} was about to compile {news}")
+        if compiling_is_refused() and not variant.compiled_for:
+            reason = recompile_reason(plan, self.cache.keys_compiled())
+            raise RecompileError(f"no_recompile: {self.name} was about to compile {reason}")
 
         self.kept.load_compiled()
 
@@ -348,7 +353,7 @@ class Caller:
 
     def _raise_recompile_error(self, plan: Plan, error: RuntimeError) -> None:
         """Raise a RecompileError where Dynamo refused to compile in a ``no_recompile`` scope."""
-        changed = no_recompile.reasons(error) if no_recompile.refused() else None
+        changed = failed_guards(error) if compiling_is_refused() else None
         if changed is not None:
             because = f", because {changed}" if changed else ""
             raise RecompileError(

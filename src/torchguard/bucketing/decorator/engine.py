@@ -19,8 +19,7 @@ import torch
 
 from torchguard import _torch
 from torchguard._pytree import flatten
-from torchguard.bucketing.decorator import no_recompile
-from torchguard.bucketing.decorator.compile import CompileCache, RangesKey
+from torchguard.bucketing.decorator.compile import CompileCache, RangesKey, compiling_is_refused
 from torchguard.bucketing.decorator.masking import make_extras
 from torchguard.bucketing.decorator.plan import Call, Mark, Plan
 from torchguard.bucketing.decorator.rent import Choice, How, Prices, Range
@@ -91,7 +90,7 @@ class Engine:
             # What runs may be decided by this very call, or by one of another thread meanwhile.
             before = plan.how if choice.settled else None
             # In a no_recompile scope nothing is tried: what is there has to do.
-            how = choice.turn(may_compile=not no_recompile.refused())
+            how = choice.turn(may_compile=not compiling_is_refused())
         refused: dict[How, str] = {}
         while True:
             target = self._target(plan, call, how)

@@ -10,17 +10,24 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchguard._pytree import KeyPath, children, key_paths, keystr
 from torchguard._torch import warn_user
-from torchguard.bucketing.decorator.auto import Ladder, PairLadder, ladders_of
+from torchguard.bucketing.decorator.auto import (
+    Ladder,
+    PairLadder,
+    PlanFile,
+    ladders_of,
+    read_plan,
+)
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
-from torchguard.bucketing.decorator.options import MaskingOptions
 from torchguard.bucketing.decorator.plan import Call, Input
-from torchguard.bucketing.decorator.plan_file import PlanFile, read_plan
+
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.api import MaskingOptions
 
 __all__ = ["Found", "Sizes", "Spec", "find_buckets", "find_inputs"]
 

@@ -1,27 +1,44 @@
-"""What ran through the buckets, and what other buckets would change."""
+"""What ran through the buckets, what other buckets would change, and what warm-up takes in each."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
+import itertools
+import math
 import os
-from collections.abc import Iterable
+import sys
+import time
+import traceback
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from torchguard import _torch
 from torchguard._public import public
+from torchguard._pytree import all_reachable_modules
+from torchguard._torch import warn_user
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.decorator.call import Caller
+from torchguard.bucketing.decorator.compile import alone
+from torchguard.bucketing.decorator.output_shapes import Output
+from torchguard.bucketing.decorator.plan import Call, Input, Plan
+from torchguard.bucketing.decorator.spec import Sizes, Spec, find_inputs
+from torchguard.bucketing.padding import Side, pad_to_bucket
 from torchguard.bucketing.pairs import PairBuckets, fit_pairs, holding
 from torchguard.bucketing.plot import draw_pairs
-
-__all__ = [
-    "AxisReport",
-    "BucketedReport",
-    "BucketedStats",
-    "observed_sizes",
-    "report_of",
-    "stats_of",
-]
+from torchguard.equivalence.isolate import (
+    buffers_restored,
+    module_state_restored,
+    rng_state_restored,
+)
+from torchguard.equivalence.outcome import Output as Differentiable
+from torchguard.equivalence.outcome import send_backward
 
 _STEP = 4
 _LOSES_ABOVE = 0.5
@@ -234,3 +251,269 @@ def _listed(buckets: Iterable[Any]) -> str:
     return " ".join(
         "x".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in buckets
     )
+
+
+# ---- warm-up ----
+
+_WIDTH = 30
+# The first call of a CUDA graph warms up, the second records, the third replays.
+_CUDA_GRAPH_TURNS = 3
+_TIMED = 2
+
+
+@public
+@dataclass(frozen=True)
+class WarmupReport:
+    """What ``warmup`` returns: what a call in each bucket takes, and what did not fit.
+
+    It is a function of a size (of two with :class:`PairBuckets`), and so goes where a cost does:
+    ``Buckets.fit(lengths, cost=report)``, or with what compiling took as the price of a bucket
+    ``Buckets.fit(lengths, None, cost=report, compile_cost=report.compile_seconds)``.
+    """
+
+    axes: tuple[str, ...]
+    seconds: Mapping[Any, float]
+    """Of one call, by bucket (a size per axis): the better of two, the backward included."""
+    compile_seconds: float
+    """Mean seconds that compiling one bucket took."""
+    left_out: Mapping[Any, str]
+    """The buckets that ran out of memory, and what the error said."""
+
+    def __call__(self, *sizes: int) -> float:
+        """Return the seconds of a call at a size, from those of the buckets around it.
+
+        One size: on the line between two buckets. Two: what the buckets that are not smaller took,
+        by the share of them that it is; it never falls.
+
+        Raises:
+            ValueError: no bucket was timed, or there are not as many sizes as axes.
+        """
+        if not self.seconds or len(sizes) != len(self.axes):
+            raise ValueError(
+                f"WarmupReport: a call by {', '.join(self.axes)} was timed in {len(self.seconds)} "
+                f"buckets, which says nothing of {sizes}"
+            )
+        if len(sizes) == 1:
+            return self._on_a_line(sizes[0])
+        largest = [max(each) for each in zip(*self.seconds, strict=True)]
+        above = math.prod(max(1.0, a / b) for a, b in zip(sizes, largest, strict=True))
+        return above * max(
+            seconds * math.prod(min(1.0, a / b) for a, b in zip(sizes, shape, strict=True))
+            for shape, seconds in self.seconds.items()
+        )
+
+    def _on_a_line(self, size: int) -> float:
+        known = sorted((bucket, seconds) for (bucket,), seconds in self.seconds.items())
+        buckets, seconds = zip(*known, strict=True)
+        if buckets[0] <= size <= buckets[-1]:
+            return float(np.interp(size, buckets, seconds))
+        # Outside on the last line, but no less than in proportion to the size.
+        near, far = (0, 1) if size < buckets[0] else (-1, -2)
+        proportional = seconds[near] * size / buckets[near]
+        if len(known) == 1:
+            return float(proportional)
+        slope = (seconds[far] - seconds[near]) / (buckets[far] - buckets[near])
+        return float(max(seconds[near] + slope * (size - buckets[near]), proportional))
+
+
+def warm_up(
+    caller: Caller,
+    owner: tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    progress: bool | None,
+) -> WarmupReport:
+    """Compile every combination of buckets for an example like this one, and time a call in each.
+
+    Raises:
+        ValueError: an automatic ladder has no bucket yet.
+        torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
+    """
+    spec = caller.spec
+    if caller.cache.static is None and spec.options["compile"] is None:
+        warn_user(
+            f"bucketed: warmup() has nothing to compile: {caller.name} runs uncompiled. Pass "
+            "compile=True to bucketed"
+        )
+    call = Call.of(spec, owner, args, kwargs)
+    inputs, _ = find_inputs(spec, call)
+    empty = [name for name, ladder in spec.ladders.items() if ladder.buckets is None]
+    if empty:
+        raise ValueError(
+            f"bucketed: the buckets of {empty[0]!r} are 'auto' and none is known yet: warm up "
+            "after some calls, or pass plan="
+        )
+    # A ladder that two axes share counts once: its buckets are pairs already.
+    combinations = [
+        dict(collections.ChainMap(*each))
+        for each in itertools.product(
+            *(ladder.shapes() for ladder in dict.fromkeys(spec.ladders.values()))
+        )
+    ]
+    # The largest first: what runs out of memory does so at once.
+    combinations.sort(key=lambda buckets: math.prod(buckets.values()), reverse=True)
+    if spec.options["engine"] != "static":
+        combinations = _sizes_within(spec, combinations)
+    modules = all_reachable_modules(caller.cache.function, (*owner, *args))
+    shown = sys.stderr.isatty() if progress is None else progress
+    seconds: dict[tuple[int, ...], float] = {}
+    errors: dict[tuple[int, ...], Exception] = {}
+    with contextlib.closing(_with_a_bar(combinations, shown=shown)) as each_bucket:
+        for buckets in each_bucket:
+            key = tuple(buckets[axis] for axis in spec.ladders)
+            # Not isolated(): Dynamo guards on whether autocast's cache is on.
+            with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
+                took = _warm_up_one(caller, call, inputs, buckets)
+            if isinstance(took, Exception):
+                errors[key] = took
+            elif took is not None:
+                seconds[key] = took
+    # Nothing fits, so there is nothing that a warning could leave: the last is the smallest.
+    if errors and len(errors) == len(combinations):
+        raise list(errors.values())[-1]
+    left_out = {
+        key: (str(error).strip() or type(error).__name__).splitlines()[0]
+        for key, error in errors.items()
+    }
+    if left_out:
+        _warn_of_left_out(list(spec.ladders), left_out, len(combinations))
+    compiled = [each for each in caller.cache.variants.values() if each.warmed_for]
+    each_took = sum(each.seconds for each in compiled) / max(len(compiled), 1)
+    return WarmupReport(tuple(spec.ladders), seconds, each_took, left_out)
+
+
+def _warm_up_one(
+    caller: Caller, call: Call, inputs: Sequence[Input], buckets: Sizes
+) -> float | Exception | None:
+    """Compile one bucket and time it; return the error where it does not fit into memory."""
+    side = caller.spec.options["side"]
+    try:
+        sized = call.with_leaves(
+            {each.index: _sized(call.leaves[each.index], each, buckets, side) for each in inputs}
+        )
+        return _compile(caller, sized)
+    except Exception as error:
+        if not _torch.is_out_of_memory(error):
+            raise
+        # Its frames hold what it had in memory already: the next bucket needs that.
+        for each in (error, error.__cause__, error.__context__):
+            traceback.clear_frames(None if each is None else each.__traceback__)
+        return error.with_traceback(None)
+
+
+def _warn_of_left_out(
+    axes: Sequence[str], left_out: Mapping[tuple[int, ...], str], count: int
+) -> None:
+    shown = "; ".join(
+        ", ".join(f"{axis} = {size}" for axis, size in zip(axes, sizes, strict=True))
+        for sizes in left_out
+    )
+    warn_user(
+        f"bucketed: warmup() left out {len(left_out)} of {count} buckets, which do not fit into "
+        f"memory: {shown} ({next(iter(left_out.values()))}). Calls of these sizes will run out of "
+        "memory, too: leave them out of buckets=, or make the batch smaller"
+    )
+
+
+def _compile(caller: Caller, call: Call) -> float | None:
+    """Compile the variant for inputs that have the sizes of a bucket, backward included.
+
+    Returns:
+        The seconds of a call, the better of two; None where nothing is compiled, or where the
+        engine times what it has to choose from by itself.
+    """
+    args, kwargs = call.bind()
+    plan, call = caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
+    if plan.choice is not None:
+        caller.engine.warm(plan, call, functools.partial(_timed, caller))
+        return None
+    _run(caller, plan, call)
+    if not plan.variant.compiles:
+        return None
+    # The better of two: what else the machine does makes a call slower, never faster.
+    return min(_timed(caller, plan, call) for _ in range(_TIMED))
+
+
+def _timed(caller: Caller, plan: Plan, call: Call) -> float:
+    """Run a plan and its backward once; return the seconds, those of the device included."""
+    kinds = {leaf.device.type for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
+    # torch.cuda, torch.xpu and torch.mps have it; the CPU and meta have nothing to wait for.
+    waits = [getattr(getattr(torch, kind, None), "synchronize", lambda: None) for kind in kinds]
+    for wait in waits:
+        wait()
+    begun = time.perf_counter()
+    _run(caller, plan, call, again=True)
+    for wait in waits:
+        wait()
+    return time.perf_counter() - begun
+
+
+def _run(caller: Caller, plan: Plan, call: Call, *, again: bool = False) -> None:
+    """Run a plan and its backward once, uncounted; one that is warm only ``again``."""
+    variant = plan.variant
+    warm = not variant.compiles or plan.specialization in variant.warmed_for
+    if warm and not again:
+        return
+    args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
+    run = variant.run if warm else caller.compiled(plan)
+    for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs and not warm else 1):
+        with _torch.marked_dynamic(plan.marked(call.leaves, plan.extras)):
+            output = (run if turn == 0 else variant.run)(*args, **kwargs)
+        begun = time.perf_counter()
+        # The backward is compiled when it runs for the first time, under the same recompile limit.
+        with alone():
+            send_backward([Differentiable(leaf) for leaf in Output.of(output).leaves], {}, {})
+        if turn == 0 and not warm:
+            variant.seconds += time.perf_counter() - begun
+    variant.warmed_for.add(plan.specialization)
+
+
+def _sizes_within(spec: Spec, buckets: list[Sizes]) -> list[Sizes]:
+    """Return sizes to compile where nothing is padded: one within each bucket."""
+    # What is timed should have as much padding as a call has on average.
+    found = []
+    for each in buckets:
+        sizes = dict(each)
+        # One after the other: with both sizes of a pair shorter it may have another bucket.
+        for axis, size in each.items():
+            sizes[axis] = (spec.ladders[axis].least(axis, sizes) + size) // 2
+        found.append(sizes)
+    if spec.options["engine"] == "ranges":
+        # torch.compile makes a size of 1 a constant, so it has a graph of its own.
+        found += [{**found[-1], axis: 1} for axis in spec.ladders if found[-1][axis] > 1]
+    return found
+
+
+def _sized(tensor: torch.Tensor, each: Input, buckets: Sizes, side: Side) -> torch.Tensor:
+    sized = tensor.detach()
+    for dim, axis in each.axes:
+        size = buckets[axis]
+        sized = sized.narrow(dim, 0, min(size, sized.shape[dim]))
+        sized = pad_to_bucket(sized, dim, size, value=each.fill, side=side).tensor
+    if tensor.requires_grad:
+        sized = sized.requires_grad_()
+    return sized
+
+
+def _with_a_bar(combinations: Sequence[Sizes], *, shown: bool) -> Generator[Sizes, None, None]:
+    """Yield the buckets, and show how far warming up is."""
+    begun, total = time.monotonic(), len(combinations)
+
+    def draw(done: int, buckets: Sizes) -> None:
+        now = ", ".join(f"{name} = {size}" for name, size in buckets.items())
+        bar, seconds = "#" * (_WIDTH * done // total), time.monotonic() - begun
+        line = f"compiling [{bar:<{_WIDTH}}] {done} of {total}, {seconds:.0f} s {now}"
+        sys.stderr.write(f"\r{line:<78}")
+        sys.stderr.flush()
+
+    if not shown:
+        yield from combinations
+        return
+    try:
+        for done, buckets in enumerate(combinations):
+            draw(done, buckets)
+            yield buckets
+        draw(total, {})
+    finally:
+        sys.stderr.write("\n")

@@ -10,25 +10,28 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec, Self
 
 from torchguard import _torch
+from torchguard.bucketing.decorator.auto import write_plan
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import CompileCache, Compilers, compiler_for
-from torchguard.bucketing.decorator.options import MaskingOptions
-from torchguard.bucketing.decorator.plan_file import write_plan
 from torchguard.bucketing.decorator.spec import Spec
 from torchguard.bucketing.decorator.stats import (
     BucketedReport,
     BucketedStats,
+    WarmupReport,
     observed_sizes,
     report_of,
     stats_of,
+    warm_up,
 )
-from torchguard.bucketing.decorator.warmup import WarmupReport, warm_up
+
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.api import MaskingOptions
 
 __all__ = ["BoundMethod", "Bucketed", "BucketedModule", "module_around"]
 

@@ -8,27 +8,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from torchguard import Buckets, bucketed
-from torchguard.defects.catalog import Defect, NotRunHere
-
-# --- auto-dynamic
+from torchguard.defects.catalog import NotRunHere
+from torchguard.defects.probes import compile_defect, issues
 
 _STEP, _BUCKETS = 8, 20
 
 
-def _double(padded: torch.Tensor) -> torch.Tensor:
+def _double(padded: Tensor) -> Tensor:
     return padded * 2
 
 
 def _is_symbolic(value: object) -> bool:
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _graphs_of_20_buckets(
-    wrap: Callable[[Callable[..., Any]], Callable[[torch.Tensor, int], object]],
+    wrap: Callable[[Callable[..., Any]], Callable[[Tensor, int], object]],
 ) -> str | None:
     """Call a wrapped function with 20 lengths, one per bucket; say which graphs are symbolic."""
     symbolic: list[bool] = []  # one per graph: has it a symbolic dim?
@@ -45,28 +45,10 @@ def _graphs_of_20_buckets(
     return f"{_BUCKETS} buckets gave {len(symbolic)} graphs, {sum(symbolic)} with a symbolic dim"
 
 
-def _auto_dynamic() -> str | None:
-    """Pad by hand in front of a plain ``torch.compile``.
-
-    Padding to buckets does not keep dynamic dims out of a plain ``torch.compile``.
-
-    Dynamo compares the sizes of a recompilation with those it saw before and marks every
-    dim that changed as dynamic (``automatic_dynamic_shapes``). It can't know that the sizes
-    are few: the second bucket makes the dim symbolic, and the graph with the symbolic dim
-    then serves all the other buckets.
-    """
-
-    def wrap(backend: Callable[..., Any]) -> Callable[[torch.Tensor, int], object]:
-        double = torch.compile(_double, backend=backend)
-        return lambda x, bucket: double(functional.pad(x, (0, bucket - x.shape[0])))
-
-    return _graphs_of_20_buckets(wrap)
-
-
 def _auto_dynamic_guarded() -> str | None:
     """Let ``bucketed`` pad."""
 
-    def wrap(backend: Callable[..., Any]) -> Callable[[torch.Tensor, int], object]:
+    def wrap(backend: Callable[..., Any]) -> Callable[[Tensor, int], object]:
         double = bucketed(
             _double,
             dims={"padded": {0: "t"}},
@@ -78,23 +60,32 @@ def _auto_dynamic_guarded() -> str | None:
     return _graphs_of_20_buckets(wrap)
 
 
-AUTO_DYNAMIC = Defect(
-    id="auto-dynamic",
-    summary="padding to buckets does not keep a plain torch.compile from a symbolic dim",
-    upstream=("https://github.com/pytorch/pytorch/issues/190631",),
-    family="compile",
-    probe=_auto_dynamic,
+@compile_defect(
+    "padding to buckets does not keep a plain torch.compile from a symbolic dim",
+    upstream=issues(190631),
     guards=("bucketed",),
     guarded_probe=_auto_dynamic_guarded,
 )
+def auto_dynamic() -> str | None:
+    """Pad by hand in front of a plain ``torch.compile``.
 
+    Dynamo compares the sizes of a recompilation with those it saw before and marks every
+    dim that changed as dynamic (``automatic_dynamic_shapes``). It can't know that the sizes
+    are few: the second bucket makes the dim symbolic, and the graph with the symbolic dim
+    then serves all the other buckets.
+    """
 
-# --- recompile-limit
+    def wrap(backend: Callable[..., Any]) -> Callable[[Tensor, int], object]:
+        double = torch.compile(_double, backend=backend)
+        return lambda x, bucket: double(functional.pad(x, (0, bucket - x.shape[0])))
+
+    return _graphs_of_20_buckets(wrap)
+
 
 _MANY_LENGTHS = range(2, 18)
 
 
-def _twice(values: torch.Tensor) -> torch.Tensor:
+def _twice(values: Tensor) -> Tensor:
     return values * 2
 
 
@@ -130,20 +121,6 @@ def _eager_calls_of_16_lengths(
     return f"{eager_calls} of {len(_MANY_LENGTHS)} lengths ran eager, with no exception"
 
 
-def _recompile_limit() -> str | None:
-    """Compile one variant per length.
-
-    Past 8 variants of a compiled function every new one runs eager, without an exception.
-
-    Dynamo keeps at most ``recompile_limit`` compiled variants for a code object. When a call
-    fits none of them and the list is full, it logs one warning and runs the original bytecode,
-    unless ``fullgraph=True`` asked for an error.
-    """
-    return _eager_calls_of_16_lengths(
-        lambda backend: torch.compile(_twice, backend=backend, dynamic=False)
-    )
-
-
 def _recompile_limit_guarded() -> str | None:
     """Give every length a bucket of its own."""
 
@@ -159,23 +136,28 @@ def _recompile_limit_guarded() -> str | None:
     return _eager_calls_of_16_lengths(wrap)
 
 
-RECOMPILE_LIMIT = Defect(
-    id="recompile-limit",
-    summary="past 8 variants of a compiled function every new one runs eager, with one log line",
-    upstream=("https://github.com/pytorch/pytorch/issues/128071",),
-    family="compile",
-    probe=_recompile_limit,
+@compile_defect(
+    "past 8 variants of a compiled function every new one runs eager, with one log line",
+    upstream=issues(128071),
     guards=("bucketed",),
     guarded_probe=_recompile_limit_guarded,
 )
+def recompile_limit() -> str | None:
+    """Compile one variant per length.
 
+    Dynamo keeps at most ``recompile_limit`` compiled variants for a code object. When a call
+    fits none of them and the list is full, it logs one warning and runs the original bytecode,
+    unless ``fullgraph=True`` asked for an error.
+    """
+    return _eager_calls_of_16_lengths(
+        lambda backend: torch.compile(_twice, backend=backend, dynamic=False)
+    )
 
-# --- cudagraph-shapes
 
 _NINE_LENGTHS = range(16, 25)
 
 
-def _model(x: torch.Tensor) -> torch.Tensor:
+def _model(x: Tensor) -> Tensor:
     return torch.relu(x) + 1
 
 
@@ -186,7 +168,7 @@ def _recorded() -> int:
     return counters["inductor"]["cudagraph_recorded_non_static_inputs"]
 
 
-def _count_recordings(device: str, run: Callable[[torch.Tensor], object]) -> int:
+def _count_recordings(device: str, run: Callable[[Tensor], object]) -> int:
     """Call a compiled model with each length; return for how many a CUDA graph was recorded."""
     recordings = 0
     for length in _NINE_LENGTHS:
@@ -199,7 +181,7 @@ def _count_recordings(device: str, run: Callable[[torch.Tensor], object]) -> int
     return recordings
 
 
-def _recordings(run: Callable[[torch.Tensor], object]) -> str | None:
+def _recordings(run: Callable[[Tensor], object]) -> str | None:
     if not torch.cuda.is_available():
         raise NotRunHere("needs a CUDA GPU")
     recordings = _count_recordings("cuda", run)
@@ -210,10 +192,21 @@ def _recordings(run: Callable[[torch.Tensor], object]) -> str | None:
     return f"{len(_NINE_LENGTHS)} input lengths: {recordings} CUDA graphs recorded"
 
 
-def _cudagraph_shapes() -> str | None:
-    """Count the CUDA graphs recorded for one model and nine lengths.
+def _cudagraph_shapes_guarded() -> str | None:
+    """Count those for nine lengths in two buckets."""
+    buckets = Buckets([_NINE_LENGTHS[0], _NINE_LENGTHS[-1]])
+    mode = {"mode": "reduce-overhead"}
+    return _recordings(bucketed(_model, dims={"x": {0: "t"}}, buckets=buckets, compile=mode))
 
-    ``mode="reduce-overhead"`` records a CUDA graph for every input size it meets.
+
+@compile_defect(
+    'mode="reduce-overhead", GPU: one CUDA graph recorded for every input size',
+    upstream=issues(188150),
+    guards=("bucketed",),
+    guarded_probe=_cudagraph_shapes_guarded,
+)
+def cudagraph_shapes() -> str | None:
+    """Count the CUDA graphs recorded for one model and nine lengths.
 
     A CUDA graph replays fixed addresses and sizes, so ``deferred_cudagraphify``
     (``torch/_inductor/cudagraph_trees.py``) keeps one per combination of symbolic sizes,
@@ -223,45 +216,25 @@ def _cudagraph_shapes() -> str | None:
     """
     compiled = torch.compile(_model, mode="reduce-overhead")
 
-    def run(x: torch.Tensor) -> None:
+    def run(x: Tensor) -> None:
         torch._dynamo.mark_dynamic(x, 0)
         compiled(x)
 
     return _recordings(run)
 
 
-def _cudagraph_shapes_guarded() -> str | None:
-    """Count those for nine lengths in two buckets."""
-    buckets = Buckets([_NINE_LENGTHS[0], _NINE_LENGTHS[-1]])
-    mode = {"mode": "reduce-overhead"}
-    return _recordings(bucketed(_model, dims={"x": {0: "t"}}, buckets=buckets, compile=mode))
-
-
-CUDAGRAPH_SHAPES = Defect(
-    id="cudagraph-shapes",
-    summary='mode="reduce-overhead", GPU: one CUDA graph recorded for every input size',
-    upstream=("https://github.com/pytorch/pytorch/issues/188150",),
-    family="compile",
-    probe=_cudagraph_shapes,
-    guards=("bucketed",),
-    guarded_probe=_cudagraph_shapes_guarded,
-)
-
-
-# --- pad-dynamic
-
 # T time, padded from 3 to 4; F features: 2 in, 1 out. So little that what is written behind
 # the 12 bytes of the last tensor stays in the space that malloc leaves there.
 
 
-def _pad(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Pad ``x`` (T, F), and a product of it, to an even T."""
     missing = -x.shape[0] % 2
     padding = (0, 0, 0, missing)
     return functional.pad(x, padding), functional.pad(torch.relu(x @ weight), padding)
 
 
-def _compare_padding(run: Callable[[torch.Tensor, torch.Tensor], Any]) -> str | None:
+def _compare_padding(run: Callable[[Tensor, Tensor], Any]) -> str | None:
     """Compare on the CPU, and on a GPU where there is one: inductor writes other code for it."""
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         seen = _compare_padding_on(device, run)
@@ -270,9 +243,7 @@ def _compare_padding(run: Callable[[torch.Tensor, torch.Tensor], Any]) -> str | 
     return None
 
 
-def _compare_padding_on(
-    device: str, run: Callable[[torch.Tensor, torch.Tensor], Any]
-) -> str | None:
+def _compare_padding_on(device: str, run: Callable[[Tensor, Tensor], Any]) -> str | None:
     """Compare the padding with eager, and the result's size with that of its memory."""
     memory = torch.ones(4, 2, device=device)
     x, weight = memory[:3], torch.ones(2, 1, device=device)
@@ -285,10 +256,22 @@ def _compare_padding_on(
     return None
 
 
-def _pad_dynamic() -> str | None:
-    """Compile with a dim that is marked dynamic.
+def _pad_dynamic_guarded() -> str | None:
+    """Keep the dim static."""
+    # The program pads with zeros too, so what is behind x has to be zeros.
+    zeros = {"x": 0}
+    pad = bucketed(_pad, dims={"x": {0: "t"}}, buckets=Buckets([4, 8]), fill=zeros, compile=True)
+    return _compare_padding(pad)
 
-    Padding a dynamic dim to a multiple (``-n % 16``) reads and writes out of bounds.
+
+@compile_defect(
+    "compiled: padding a dynamic dim by -n % 16 reads or writes out of bounds",
+    upstream=issues(169760),
+    guards=("bucketed",),
+    guarded_probe=_pad_dynamic_guarded,
+)
+def pad_dynamic() -> str | None:
+    """Compile with a dim that is marked dynamic.
 
     Torch bounds every symbolic size. Up to 2.9 it bounded Python's ``%`` with C's rule
     (``torch/utils/_sympy/interp.py``: ``PythonMod: "mod",  # TODO: this is wrong``), so it took
@@ -299,33 +282,12 @@ def _pad_dynamic() -> str | None:
     buffer in place and takes the size: what 2.9 generates for this program, CPU or GPU.
     """
 
-    def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    def run(x: Tensor, weight: Tensor) -> Any:
         torch._dynamo.mark_dynamic(x, 0)
         return torch.compile(_pad)(x, weight)
 
     return _compare_padding(run)
 
-
-def _pad_dynamic_guarded() -> str | None:
-    """Keep the dim static."""
-    # The program pads with zeros too, so what is behind x has to be zeros.
-    zeros = {"x": 0}
-    pad = bucketed(_pad, dims={"x": {0: "t"}}, buckets=Buckets([4, 8]), fill=zeros, compile=True)
-    return _compare_padding(pad)
-
-
-PAD_DYNAMIC = Defect(
-    id="pad-dynamic",
-    summary="compiled: padding a dynamic dim by -n % 16 reads or writes out of bounds",
-    upstream=("https://github.com/pytorch/pytorch/issues/169760",),
-    family="compile",
-    probe=_pad_dynamic,
-    guards=("bucketed",),
-    guarded_probe=_pad_dynamic_guarded,
-)
-
-
-# --- static-threads
 
 _SIZES = (4, 5, 6, 7)
 _WAIT = 60.0  # seconds; the other thread may be compiling
@@ -349,7 +311,7 @@ def _overlapping_calls() -> None:
             first_left.wait(_WAIT)
 
     @torch.compile(dynamic=False)
-    def served(x: torch.Tensor) -> torch.Tensor:
+    def served(x: Tensor) -> Tensor:
         meet()
         return x
 
@@ -364,7 +326,13 @@ def _overlapping_calls() -> None:
     first.join()
 
 
-def _static_threads() -> str | None:
+@compile_defect(
+    "2 threads that call torch.compile(dynamic=False) code switch dynamic shapes off",
+    upstream=issues(118260),
+    guards=("verified",),
+    limits="with another backend than inductor: use verified(backend=...), or bucketed()",
+)
+def static_threads() -> str | None:
     """Compile something else after two threads have called what ``dynamic=False`` compiled.
 
     Its second size should make the dim symbolic, so that one more graph serves all sizes.
@@ -389,14 +357,3 @@ def _static_threads() -> str | None:
     if graphs < len(_SIZES):
         return None
     return f"{len(_SIZES)} sizes gave {graphs} graphs of another function, after 2 threads"
-
-
-STATIC_THREADS = Defect(
-    id="static-threads",
-    summary="2 threads that call torch.compile(dynamic=False) code switch dynamic shapes off",
-    upstream=("https://github.com/pytorch/pytorch/issues/118260",),
-    family="compile",
-    probe=_static_threads,
-    guards=("verified",),
-    limits="with another backend than inductor: use verified(backend=...), or bucketed()",
-)

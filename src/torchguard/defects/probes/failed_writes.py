@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import torchguard
-from torchguard.defects.catalog import Defect, NotRunHere
-
-# --- resize-locked
+from torchguard.defects.catalog import NotRunHere
+from torchguard.defects.probes import issues, memory_defect
 
 _MORE_THAN_ANY_MACHINE_HAS = 2**50  # elements: 4 PiB of float32, yet no overflow
 _HALF_OF_TOO_MANY = 2**40  # squared, it does not fit 64 bits
@@ -34,10 +33,8 @@ def _set_beyond_a_locked_storage(t: Tensor) -> None:
     t.set_(_locked().untyped_storage(), 0, (5, 5), (5, 1))
 
 
-_Case = tuple[str, Callable[[], Tensor], Callable[[Tensor], object]]
-
 # Name, the tensor before, the call that can't succeed.
-_CASES: tuple[_Case, ...] = (
+_CASES: tuple[tuple[str, Callable[[], Tensor], Callable[[Tensor], object]], ...] = (
     ("resize_", _locked, lambda t: t.resize_(5, 5)),
     ("resize_as_", _locked, lambda t: t.resize_as_(torch.ones(5, 5))),
     ("set_", _growable, _set_beyond_a_locked_storage),
@@ -65,10 +62,13 @@ def _is_spoiled(make: Callable[[], Tensor], call: Callable[[Tensor], object]) ->
     return False
 
 
-def _resize_locked() -> str | None:
+@memory_defect(
+    "a failed resize_, resize_as_, set_ or out= leaves a shape without memory behind it",
+    upstream=issues(170298),
+    guards=("resize", "out"),
+)
+def resize_locked() -> str | None:
     """Let each call fail once and compare the tensor with what it was.
-
-    A failed resize leaves a tensor whose shape describes memory that it does not have.
 
     ``resize_``, ``resize_as_``, ``set_`` and every ``out=`` argument write the new
     shape and strides first and grow the storage after. When growing fails (memory
@@ -80,30 +80,17 @@ def _resize_locked() -> str | None:
     return f"failed and spoiled: {', '.join(spoiled)}" if spoiled else None
 
 
-RESIZE_LOCKED = Defect(
-    id="resize-locked",
-    summary="a failed resize_, resize_as_, set_ or out= leaves a shape without memory behind it",
-    upstream=("https://github.com/pytorch/pytorch/issues/170298",),
-    family="memory",
-    probe=_resize_locked,
-    guards=("resize", "out"),
+@memory_defect(
+    "resize_ of a tensor in shared memory calls a null allocator: the process dies",
+    guards=("resize",),
 )
-
-
-# --- resize-shared
-
-
-def _resize_shared() -> str | None:
+def resize_shared() -> str | None:
     """Grow a shared tensor; a process that survives must have an intact tensor.
-
-    Growing a tensor in shared memory kills the process.
 
     ``share_memory_`` moves the data to a storage that has no allocator but keeps
     the mark "resizable" of the storage it replaces. ``resize_`` trusts the mark and
-    calls through the null allocator.
-
-    Not reported; another defect with the same null allocator is
-    https://github.com/pytorch/pytorch/issues/184748
+    calls through the null allocator. Another defect
+    with the same null allocator: https://github.com/pytorch/pytorch/issues/184748
     """
     t = torch.ones(4)
     try:
@@ -120,77 +107,31 @@ def _resize_shared() -> str | None:
     return f"{described} bytes described, {held} held" if described > held else None
 
 
-RESIZE_SHARED = Defect(
-    id="resize-shared",
-    summary="resize_ of a tensor in shared memory calls a null allocator: the process dies",
-    upstream=(),
-    family="memory",
-    probe=_resize_shared,
+@memory_defect(
+    "a failed resize_ leaves strides that are read as addresses: the process dies",
+    upstream=issues(170298),
     guards=("resize",),
 )
-
-
-# --- stride-overflow
-
-_OVERFLOWING_SIZE = (0, 5, 10, 10, 2**58)
-
-
-def _stride_overflow() -> str | None:
+def stride_overflow() -> str | None:
     """Let a resize fail and read the stride of what is left.
-
-    After a resize_ whose strides overflow, reading the strides kills the process.
 
     ``resize_`` of a size without elements but with more than 64 bits of strides, such as
     ``(0, 5, 10, 10, 2**58)``, writes the size, multiplies, notices and raises. The strides stay
     wrapped around, and a negative number below ``-2**62`` is how torch stores the address of a
     symbolic size: ``t.stride()`` follows it.
-
-    Not reported by itself; it is the most violent form of
-    https://github.com/pytorch/pytorch/issues/170298
     """
     t = torch.arange(4.0)
     try:
-        t.resize_(_OVERFLOWING_SIZE)
+        t.resize_(0, 5, 10, 10, 2**58)
     except RuntimeError:
         return None if t.stride() == (1,) else f"resize_ failed, yet the stride is {t.stride()}"
     return None
-
-
-STRIDE_OVERFLOW = Defect(
-    id="stride-overflow",
-    summary="a failed resize_ leaves strides that are read as addresses: the process dies",
-    upstream=("https://github.com/pytorch/pytorch/issues/170298",),
-    family="memory",
-    probe=_stride_overflow,
-    guards=("resize",),
-)
-
-
-# --- storage-shrunk
 
 
 def _shrunk() -> Tensor:
     t = torch.ones(4)
     t.untyped_storage().resize_(0)
     return t
-
-
-def _storage_shrunk() -> str | None:
-    """Read a tensor whose storage was shrunk to nothing: a null pointer.
-
-    Shrinking a storage leaves its tensors pointing at memory that is gone.
-
-    ``UntypedStorage.resize_`` knows nothing of the tensors that use the storage:
-    they keep their shape, and no operator compares a shape with the size of the
-    storage before it reads.
-    """
-    t = _shrunk()
-    try:
-        total = t.sum().item()
-    except RuntimeError:
-        return None
-    described, held = t.numel() * t.element_size(), t.untyped_storage().nbytes()
-    return f"summed {described} bytes of {held} to {total}" if described > held else None
 
 
 def _storage_shrunk_guarded() -> str | None:
@@ -206,20 +147,29 @@ def _storage_shrunk_guarded() -> str | None:
     return "check_consistent accepted a tensor without memory"
 
 
-STORAGE_SHRUNK = Defect(
-    id="storage-shrunk",
-    summary="after storage.resize_(0) any access to the tensor reads memory that is gone",
-    upstream=("https://github.com/pytorch/pytorch/issues/171676",),
-    family="memory",
-    probe=_storage_shrunk,
+@memory_defect(
+    "after storage.resize_(0) any access to the tensor reads memory that is gone",
+    upstream=issues(171676),
     guards=("check_consistent",),
+    guarded_probe=_storage_shrunk_guarded,
     only_detects=True,
     limits="the access itself still reads that memory: check before it, where a storage may shrink",
-    guarded_probe=_storage_shrunk_guarded,
 )
+def storage_shrunk() -> str | None:
+    """Read a tensor whose storage was shrunk to nothing: a null pointer.
 
+    ``UntypedStorage.resize_`` knows nothing of the tensors that use the storage:
+    they keep their shape, and no operator compares a shape with the size of the
+    storage before it reads.
+    """
+    t = _shrunk()
+    try:
+        total = t.sum().item()
+    except RuntimeError:
+        return None
+    described, held = t.numel() * t.element_size(), t.untyped_storage().nbytes()
+    return f"summed {described} bytes of {held} to {total}" if described > held else None
 
-# --- out-garbage
 
 # n is 3: a row number of -9 or 9 is out of range everywhere.
 _ROWS = torch.arange(9.0).reshape(3, 3)
@@ -238,10 +188,8 @@ def _floor_divide_by_zero(out: Tensor) -> None:
     torch.floor_divide(torch.full((3, 3), 6), divisor, out=out)
 
 
-_OutCase = tuple[str, torch.dtype, Callable[[Tensor], object]]
-
 # Name, dtype of out, the call that can't succeed; each result would be (3, 3).
-_OUT_CASES: tuple[_OutCase, ...] = (
+_OUT_CASES: tuple[tuple[str, torch.dtype, Callable[[Tensor], object]], ...] = (
     ("index_select", torch.float32, lambda out: torch.index_select(_ROWS, 0, _BAD_ROW, out=out)),
     ("gather", torch.float32, lambda out: torch.gather(_ROWS, 0, _BAD_ROWS, out=out)),
     ("take", torch.float32, lambda out: torch.take(_ROWS, _BAD_ROWS, out=out)),
@@ -269,17 +217,26 @@ def _damage_of(out: Tensor, call: Callable[[Tensor], object]) -> str | None:
     return None
 
 
-def _out_garbage() -> str | None:
-    """Let each call fail once into an empty ``out`` and once into one that holds data.
+def _out_garbage_guarded() -> str | None:
+    """Run the same calls in the scope that restores what a failing call wrote."""
+    with torchguard.guarded(data=True):
+        return out_garbage.probe()
 
-    A failing ``out=`` call destroys what ``out`` held.
+
+@memory_defect(
+    "a failing out= call leaves out resized or filled with garbage",
+    guards=("guarded",),
+    guarded_probe=_out_garbage_guarded,
+    limits='elements come back with data=True only; guarded() and install("out") restore shape and '
+    "storage, and leave what was written, with the version counter moved on",
+)
+def out_garbage() -> str | None:
+    """Let each call fail once into an empty ``out`` and once into one that holds data.
 
     The operators resize ``out`` and write into it while they check their input
     (indices, the dtype of a second output, a zero divisor, a singular matrix), so an
     exception leaves ``out`` with another shape, or with part of a result or garbage
     in the place of its data. The tensor needs no special storage for that.
-
-    Not reported upstream.
     """
     damaged: dict[str, str] = {}
     for name, dtype, call in _OUT_CASES:
@@ -293,27 +250,6 @@ def _out_garbage() -> str | None:
     name, damage = next(iter(damaged.items()))
     return f"{len(damaged)} of {len(_OUT_CASES)} failing calls spoiled out; {name}: {damage}"
 
-
-def _out_garbage_guarded() -> str | None:
-    """Run the same calls in the scope that restores what a failing call wrote."""
-    with torchguard.guarded(data=True):
-        return _out_garbage()
-
-
-OUT_GARBAGE = Defect(
-    id="out-garbage",
-    summary="a failing out= call leaves out resized or filled with garbage",
-    upstream=(),
-    family="memory",
-    probe=_out_garbage,
-    guards=("guarded",),
-    limits='elements come back with data=True only; guarded() and install("out") restore shape and '
-    "storage, and leave what was written, with the version counter moved on",
-    guarded_probe=_out_garbage_guarded,
-)
-
-
-# --- index-partial
 
 _BAD = torch.tensor([0, 9])  # row 0 exists, row 9 does not
 _NEW = torch.tensor([50.0, 60.0])
@@ -362,17 +298,28 @@ def _gradient_error(call: _Write) -> float:
     return (gradient - right).abs().max().item()
 
 
-def _index_partial() -> str | None:
-    """Let each write fail between a forward and its backward and look at the gradient.
+def _index_partial_guarded() -> str | None:
+    """Run it in both scopes: the plain one bumps the version, the other restores the data."""
+    for data in (False, True):
+        with torchguard.guarded(data=data):
+            seen = index_partial.probe()
+        if seen is not None:
+            return f"data={data}: {seen}"
+    return None
 
-    An indexed write that raises has written part of its rows, and autograd does not know.
+
+@memory_defect(
+    "an indexed write that raises has written part of its rows; backward uses them",
+    guards=("guarded",),
+    guarded_probe=_index_partial_guarded,
+)
+def index_partial() -> str | None:
+    """Let each write fail between a forward and its backward and look at the gradient.
 
     The in-place index operators check each index when they come to it: one bad index
     raises after the good rows were written. The version counter of the tensor is
     bumped only after a call that succeeded, so a backward that saved the tensor
     before uses the spoiled data and returns a wrong gradient instead of refusing.
-
-    Not reported upstream.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that index_reduce_ is in beta state
@@ -385,24 +332,3 @@ def _index_partial() -> str | None:
         f"{len(wrong)} of {len(_WRITES)} failed writes: wrong gradient; "
         f"{first} by {errors[first]:g}, no message"
     )
-
-
-def _index_partial_guarded() -> str | None:
-    """Run it in both scopes: the plain one bumps the version, the other restores the data."""
-    for data in (False, True):
-        with torchguard.guarded(data=data):
-            seen = _index_partial()
-        if seen is not None:
-            return f"data={data}: {seen}"
-    return None
-
-
-INDEX_PARTIAL = Defect(
-    id="index-partial",
-    summary="an indexed write that raises has written part of its rows; backward uses them",
-    upstream=(),
-    family="memory",
-    probe=_index_partial,
-    guards=("guarded",),
-    guarded_probe=_index_partial_guarded,
-)

@@ -6,32 +6,36 @@ import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from torchguard.defects.catalog import Defect
-
-# --- buffer-update
+from torchguard.defects.probes import gradient_defect, issues
 
 
 class _RunningNorm(torch.nn.Module):
     """Scales by the variance of the batches so far, then counts this one in."""
 
-    variance: torch.Tensor
+    variance: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(2))
         self.register_buffer("variance", torch.ones(2))
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Tensor) -> Tensor:
         scaled = batch * self.variance.rsqrt() * self.weight
         self.variance.lerp_(batch.square().mean(0), 0.5)
         return scaled.sum()
 
 
-def _buffer_update() -> str | None:
+@gradient_defect(
+    "compiled: a module that updates a statistics buffer in forward gets wrong gradients",
+    upstream=("https://github.com/pytorch/pytorch/pull/197039",),
+    guards=("verified",),
+    advice="Replace the buffer instead of writing into it: "
+    "self.variance = self.variance.lerp(new, 0.1), not lerp_.",
+)
+def buffer_update() -> str | None:
     """Compare the weight's gradient after one step, compiled and eager.
-
-    A module that updates a buffer in forward is trained compiled with wrong gradients.
 
     AOTAutograd's min-cut partitioner saves the buffer for the backward pass and recomputes
     there what forward had read from it. Forward writes the buffer within the graph, so the
@@ -50,32 +54,14 @@ def _buffer_update() -> str | None:
     return f"compiled gradient {_short(got)} where eager gives {_short(want)}"
 
 
-def _short(values: torch.Tensor) -> list[float]:
+def _short(values: Tensor) -> list[float]:
     return [round(value, 3) for value in values.tolist()]
 
-
-BUFFER_UPDATE = Defect(
-    id="buffer-update",
-    summary="compiled: a module that updates a statistics buffer in forward gets wrong gradients",
-    upstream=("https://github.com/pytorch/pytorch/pull/197039",),
-    family="gradient",
-    probe=_buffer_update,
-    guards=("verified",),
-    advice=(
-        "Replace the buffer instead of writing into it: "
-        "self.variance = self.variance.lerp(new, 0.1), not lerp_."
-    ),
-)
-
-
-# --- scatter-gradient
 
 _OPERATORS = "slice_scatter", "select_scatter", "diagonal_scatter"
 
 
-def _loss(
-    for_slice: torch.Tensor, for_select: torch.Tensor, for_diagonal: torch.Tensor
-) -> torch.Tensor:
+def _loss(for_slice: Tensor, for_select: Tensor, for_diagonal: Tensor) -> Tensor:
     row = for_slice.new_zeros(3)
     return (
         torch.slice_scatter(for_slice, row[None], dim=0, start=1, end=2).sum()
@@ -84,10 +70,14 @@ def _loss(
     )
 
 
-def _scatter_gradient() -> str | None:
+@gradient_defect(
+    "compiled: wrong input gradient of slice_scatter, select_scatter, diagonal_scatter",
+    upstream=issues(180164, 180771, 180772, 183898, 183602),
+    guards=("slice_scatter",),
+    advice="Write out = x.clone(); out[start:end] = source instead of torch.slice_scatter.",
+)
+def scatter_gradient() -> str | None:
     """Compare the gradients of the three operators, compiled in one graph, with eager.
-
-    The compiled gradient of ``slice_scatter`` and functions like it is wrong for the input.
 
     The gradient for the input is the output's gradient with zeros scattered into it. After
     ``.sum()`` the output's gradient is one number, expanded (stride 0), and up to 2.11 the
@@ -109,36 +99,24 @@ def _scatter_gradient() -> str | None:
     return f"wrong input gradient: {', '.join(wrong)}" if wrong else None
 
 
-SCATTER_GRADIENT = Defect(
-    id="scatter-gradient",
-    summary="compiled: wrong input gradient of slice_scatter, select_scatter, diagonal_scatter",
-    upstream=(
-        "https://github.com/pytorch/pytorch/issues/180164",
-        "https://github.com/pytorch/pytorch/issues/180771",
-        "https://github.com/pytorch/pytorch/issues/180772",
-        "https://github.com/pytorch/pytorch/issues/183898",
-        "https://github.com/pytorch/pytorch/issues/183602",
-    ),
-    family="gradient",
-    probe=_scatter_gradient,
-    guards=("slice_scatter",),
-    advice="Write out = x.clone(); out[start:end] = source instead of torch.slice_scatter.",
-)
-
-
-# --- repeated-id
-
 _WIDTH = 64  # a multiple of the elements in any vector register
 
 
-def _embedded(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _embedded(weight: Tensor, ids: Tensor) -> Tensor:
     return torch.nn.functional.embedding(ids, weight).sum()
 
 
-def _repeated_id() -> str | None:
+@gradient_defect(
+    "compiled for one CPU thread: an id's embedding gradient is that of one occurrence",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/147848",
+        "https://github.com/pytorch/pytorch/pull/147961",
+    ),
+    guards=("verified",),
+    advice="Run with OMP_NUM_THREADS=2, or torch._inductor.config.cpp.dynamic_threads = True.",
+)
+def repeated_id() -> str | None:
     """Compare the gradient of an embedding for an id that occurs twice, compiled and eager.
-
-    Compiled for one CPU thread, an embedding's gradient for an id is that of one occurrence.
 
     The gradient adds a row for each occurrence. With one thread nothing has to be atomic, so
     ``CppVecKernel.store`` (``torch/_inductor/codegen/cpp.py``) asks ``_get_store_line`` to
@@ -162,24 +140,7 @@ def _repeated_id() -> str | None:
     return f"the gradient for an id that occurs twice is {compiled:g} compiled, {eager:g} in eager"
 
 
-REPEATED_ID = Defect(
-    id="repeated-id",
-    summary="compiled for one CPU thread: an id's embedding gradient is that of one occurrence",
-    upstream=(
-        "https://github.com/pytorch/pytorch/issues/147848",
-        "https://github.com/pytorch/pytorch/pull/147961",
-    ),
-    family="gradient",
-    probe=_repeated_id,
-    guards=("verified",),
-    advice="Run with OMP_NUM_THREADS=2, or torch._inductor.config.cpp.dynamic_threads = True.",
-)
-
-
-# --- requires-grad-lies
-
-
-def _ask_requires_grad(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
+def _ask_requires_grad(v: Tensor) -> tuple[Tensor, Tensor, bool, bool]:
     """Return what ``requires_grad`` says after an indexed assignment and after ``detach_``."""
     m = torch.zeros(1, 2, 2)
     m[:, torch.tensor([0]), torch.tensor([1])] = v
@@ -188,10 +149,14 @@ def _ask_requires_grad(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, boo
     return m, y, m.requires_grad, y.requires_grad
 
 
-def _requires_grad_lies() -> str | None:
+@gradient_defect(
+    "compiled: requires_grad is wrong after an indexed assignment or detach_()",
+    upstream=issues(169179, 176854),
+    guards=("setitem",),
+    advice="Write m = m.index_put((b, r, c), v) and y = y.detach() where requires_grad is read.",
+)
+def requires_grad_lies() -> str | None:
     """Compare both answers with eager; no kernel is compiled, the tracing alone is wrong.
-
-    While tracing, ``requires_grad`` keeps its old value after an update in place.
 
     Dynamo notes a tensor's ``requires_grad`` when the tensor is made and answers from the
     note. Up to 2.8 ``TensorVariable.method___setitem__`` (``torch/_dynamo/variables/tensor.py``)
@@ -210,46 +175,33 @@ def _requires_grad_lies() -> str | None:
     return f"requires_grad is wrong after {' and '.join(seen)}" if seen else None
 
 
-REQUIRES_GRAD_LIES = Defect(
-    id="requires-grad-lies",
-    summary="compiled: requires_grad is wrong after an indexed assignment or detach_()",
-    upstream=(
-        "https://github.com/pytorch/pytorch/issues/169179",
-        "https://github.com/pytorch/pytorch/issues/176854",
-    ),
-    family="gradient",
-    probe=_requires_grad_lies,
-    guards=("setitem",),
-    advice="Write m = m.index_put((b, r, c), v) and y = y.detach() where requires_grad is read.",
-)
-
-
-# --- view-requires-grad
-
-
 class _TimesTwo(torch.autograd.Function):
     """Doubles, with a backward that multiplies by three, so that it can be recognised."""
 
     @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(_: Any, x: Tensor) -> Tensor:
         return x * 2
 
     @staticmethod
-    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(_: Any, grad: Tensor) -> Tensor:
         return grad * 3
 
 
-def _into_view(value: torch.Tensor) -> torch.Tensor:
+def _into_view(value: Tensor) -> Tensor:
     m = torch.zeros(2, 2)
     m[0][0] = value
-    result: torch.Tensor = _TimesTwo.apply(m)  # type: ignore[no-untyped-call]
+    result: Tensor = _TimesTwo.apply(m)  # type: ignore[no-untyped-call]
     return result.sum()
 
 
-def _view_requires_grad() -> str | None:
+@gradient_defect(
+    "compiled: after a write into a view, an autograd function's backward is left out",
+    upstream=issues(169179),
+    guards=("setitem",),
+    advice="Write m[0, 0] = v in one step, or m = torchguard.sliced_assign(m, (0, 0), v).",
+)
+def view_requires_grad() -> str | None:
     """Compare the gradient with eager; no kernel is compiled, the tracing alone is wrong.
-
-    While tracing, a write into a view leaves ``requires_grad`` of what it views as it was.
 
     Dynamo answers ``m.requires_grad`` from a note of its own. From 2.9 on it makes the note
     anew for the tensor that was written to, but not for the others that share its memory:
@@ -265,14 +217,3 @@ def _view_requires_grad() -> str | None:
     if eager == compiled:
         return None
     return f"the gradient after m[0][0] = v is {compiled:g} compiled, {eager:g} in eager"
-
-
-VIEW_REQUIRES_GRAD = Defect(
-    id="view-requires-grad",
-    summary="compiled: after a write into a view, an autograd function's backward is left out",
-    upstream=("https://github.com/pytorch/pytorch/issues/169179",),
-    family="gradient",
-    probe=_view_requires_grad,
-    guards=("setitem",),
-    advice="Write m[0, 0] = v in one step, or m = torchguard.sliced_assign(m, (0, 0), v).",
-)

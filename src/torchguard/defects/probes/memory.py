@@ -19,15 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchguard.defects.catalog import Defect, NotRunHere
+from torchguard.defects.catalog import NotRunHere
+from torchguard.defects.probes import compile_defect, issues, memory_defect
 
-# --- numpy-readonly
 
-
-def _numpy_readonly() -> str | None:
+@memory_defect(
+    "a tensor made from a read-only array writes to immutable memory or crashes",
+    upstream=issues(46741, 5442),
+    guards=("numpy",),
+    advice="Copy what is read-only: torch.from_numpy(a if a.flags.writeable else a.copy()).",
+)
+def numpy_readonly() -> str | None:
     """Write through a tensor into a bytes object, then into a read-only mapping.
-
-    A tensor made from read-only memory can be written to.
 
     torch has no read-only tensors: ``from_numpy``, ``as_tensor`` and ``frombuffer``
     warn once and drop the flag. A write then changes an immutable ``bytes`` object,
@@ -50,27 +53,14 @@ def _numpy_readonly() -> str | None:
         return None if not mapped.any() else "fill_ wrote to an array mapped read-only"
 
 
-NUMPY_READONLY = Defect(
-    id="numpy-readonly",
-    summary="a tensor made from a read-only array writes to immutable memory or crashes",
-    upstream=(
-        "https://github.com/pytorch/pytorch/issues/46741",
-        "https://github.com/pytorch/pytorch/issues/5442",
-    ),
-    family="memory",
-    probe=_numpy_readonly,
+@memory_defect(
+    "t.numpy() dangles after share_memory_(), a queue put or a spawned DataLoader",
+    upstream=issues(51849),
     guards=("numpy",),
-    advice="Copy what is read-only: torch.from_numpy(a if a.flags.writeable else a.copy()).",
+    advice="Call t.share_memory_() before t.numpy(), or keep t.numpy().copy().",
 )
-
-
-# --- numpy-view-share
-
-
-def _numpy_view_share() -> str | None:
+def numpy_view_share() -> str | None:
     """Share a tensor and see whether the memory under its array is still owned by anybody.
-
-    ``t.numpy()`` points at freed memory once ``t`` moves to shared memory.
 
     The array keeps the tensor alive, not the storage. ``share_memory_``, which a
     queue or a spawned DataLoader worker calls on every tensor that it sends, swaps
@@ -97,33 +87,21 @@ def _numpy_view_share() -> str | None:
     return "share_memory_() freed the memory that t.numpy() still points at"
 
 
-NUMPY_VIEW_SHARE = Defect(
-    id="numpy-view-share",
-    summary="t.numpy() dangles after share_memory_(), a queue put or a spawned DataLoader",
-    upstream=("https://github.com/pytorch/pytorch/issues/51849",),
-    family="memory",
-    probe=_numpy_view_share,
-    guards=("numpy",),
-    advice="Call t.share_memory_() before t.numpy(), or keep t.numpy().copy().",
-)
-
-
-# --- frombuffer-lifetime
-
 _MAPPING_SIZE = 16 * mmap.PAGESIZE
 
 
-def _frombuffer_lifetime() -> str | None:
+@memory_defect(
+    "torch.frombuffer lets go of the buffer: close() or clear() frees a live tensor",
+    guards=("numpy",),
+    advice="Write torch.frombuffer(memoryview(buffer), ...): then close() raises BufferError.",
+)
+def frombuffer_lifetime() -> str | None:
     """Close a mapping under a tensor, map other memory, and read the tensor.
-
-    A tensor made by ``torch.frombuffer`` does not keep its memory alive.
 
     ``torch.frombuffer`` takes the address of the buffer, releases the buffer at once
     and keeps only a reference to the object. ``mmap.close()``,
     ``SharedMemory.close()`` and ``bytearray.clear()`` believe that nothing uses the memory
-    and free it under the tensor.
-
-    Not reported for torch; the same hazard elsewhere:
+    and free it under the tensor. The same hazard elsewhere:
     https://github.com/numpy/numpy/issues/9537
     https://github.com/python/cpython/issues/102349
     """
@@ -142,20 +120,6 @@ def _frombuffer_lifetime() -> str | None:
     return None if seen == 1 else "after mmap.close() the tensor reads another mapping's memory"
 
 
-FROMBUFFER_LIFETIME = Defect(
-    id="frombuffer-lifetime",
-    summary="torch.frombuffer lets go of the buffer: close() or clear() frees a live tensor",
-    upstream=(),
-    family="memory",
-    probe=_frombuffer_lifetime,
-    guards=("numpy",),
-    advice="Write torch.frombuffer(memoryview(buffer), ...): then close() raises BufferError.",
-)
-
-
-# --- mmap-load-save
-
-
 def _load_and_save(path: Path) -> NoReturn:
     """Run in the child: end it without running anything of the parent's clean-up."""
     try:
@@ -171,10 +135,14 @@ def _is_intact(path: Path, saved: Tensor) -> bool:
         return False
 
 
-def _mmap_load_save() -> str | None:
+@memory_defect(
+    "torch.load(mmap=True), then torch.save to the same path: crash, checkpoint lost",
+    upstream=("https://github.com/meta-pytorch/torchtune/issues/1018",),
+    guards=("save",),
+    advice="Save to a temporary file in the same folder, then os.replace() it over the old one.",
+)
+def mmap_load_save() -> str | None:
     """Load and save one checkpoint in a child process and see what is left of both.
-
-    Saving a memory-mapped checkpoint over itself kills the process and the checkpoint.
 
     ``torch.load(path, mmap=True)`` leaves the tensors in the file. ``torch.save`` to
     the same path truncates the file before it reads them: the read is past the end
@@ -198,19 +166,6 @@ def _mmap_load_save() -> str | None:
     return f"torch.save ended in {end}; {left} bytes are left of the checkpoint"
 
 
-MMAP_LOAD_SAVE = Defect(
-    id="mmap-load-save",
-    summary="torch.load(mmap=True), then torch.save to the same path: crash, checkpoint lost",
-    upstream=("https://github.com/meta-pytorch/torchtune/issues/1018",),
-    family="memory",
-    probe=_mmap_load_save,
-    guards=("save",),
-    advice="Save to a temporary file in the same folder, then os.replace() it over the old one.",
-)
-
-
-# --- ctc-target
-
 _CLASSES = 3
 
 
@@ -225,10 +180,13 @@ def _loss(beyond: float) -> float:
     return functional.ctc_loss(log_probs, torch.tensor([[_CLASSES]]), *lengths).item()
 
 
-def _ctc_target() -> str | None:
+@memory_defect(
+    "ctc_loss on CPU does not check targets: a loss from foreign memory, or a crash",
+    upstream=issues(193794),
+    advice="Check targets first: assert 0 <= targets.min() and targets.max() < log_probs.size(-1).",
+)
+def ctc_target() -> str | None:
     """Compute one loss twice: only memory that the loss must not read is different.
-
-    ``ctc_loss`` on CPU reads out of bounds when a target is no class.
 
     The CPU kernel uses the target as an index into ``log_probs`` without comparing
     it with the number of classes: a target slightly out of range returns a loss made
@@ -242,18 +200,6 @@ def _ctc_target() -> str | None:
         return None
     return f"target 3 of classes 0 to 2: loss {first:.3g} or {second:.3g}, by the memory behind"
 
-
-CTC_TARGET = Defect(
-    id="ctc-target",
-    summary="ctc_loss on CPU does not check targets: a loss from foreign memory, or a crash",
-    upstream=("https://github.com/pytorch/pytorch/issues/193794",),
-    family="memory",
-    probe=_ctc_target,
-    advice="Check targets first: assert 0 <= targets.min() and targets.max() < log_probs.size(-1).",
-)
-
-
-# --- csr-unchecked
 
 _COLUMNS = 3
 
@@ -270,10 +216,13 @@ def _product(beyond: float) -> float:
     return (sparse @ memory[:_COLUMNS]).item()
 
 
-def _csr_unchecked() -> str | None:
+@memory_defect(
+    "sparse CSR indices are not checked: a product reads out of bounds",
+    upstream=issues(190045, 141004, 195547),
+    advice="Build sparse tensors under `with torch.sparse.check_sparse_tensor_invariants():`.",
+)
+def csr_unchecked() -> str | None:
     """Compute one product twice: only memory that it must not read is different.
-
-    A product with a sparse CSR tensor reads out of bounds when an index is wrong.
 
     ``torch.sparse_csr_tensor`` does not check its indices by default, because that
     takes time, and the products trust them: a column index past the last column
@@ -290,29 +239,9 @@ def _csr_unchecked() -> str | None:
     return f"column 3 of columns 0 to 2: product {first:g} or {second:g}, by the memory behind"
 
 
-CSR_UNCHECKED = Defect(
-    id="csr-unchecked",
-    summary="sparse CSR indices are not checked: a product reads out of bounds",
-    upstream=(
-        "https://github.com/pytorch/pytorch/issues/190045",
-        "https://github.com/pytorch/pytorch/issues/141004",
-        "https://github.com/pytorch/pytorch/issues/195547",
-    ),
-    family="memory",
-    probe=_csr_unchecked,
-    advice="Build sparse tensors under `with torch.sparse.check_sparse_tensor_invariants():`.",
-)
-
-
-# --- checks-lost
-
-_CHECKED = ("index_select", "index_add", "index_copy", "binary_cross_entropy")
-"""The operators of ``_call_checked_operators``, in the order of its arguments."""
-
-
 def _call_checked_operators(
-    selected: torch.Tensor, added: torch.Tensor, copied: torch.Tensor, chance: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+    selected: Tensor, added: Tensor, copied: Tensor, chance: Tensor
+) -> tuple[Tensor, ...]:
     rows = torch.ones(3, 2)
     return (
         rows.index_select(0, selected),
@@ -322,10 +251,13 @@ def _call_checked_operators(
     )
 
 
-def _checks_lost() -> str | None:
+@compile_defect(
+    "compiled: index -1 or a probability of 1.5 gives a value where eager raises",
+    upstream=issues(197554, 183608, 151918, 169779, 185885, 182965),
+    advice="Check indices and probabilities before they enter the compiled function.",
+)
+def checks_lost() -> str | None:
     """Call each operator with the one input that eager rejects.
-
-    Eager raises, the compiled function returns a value.
 
     The decompositions that inductor compiles leave out what the eager kernels check.
     ``index_select``, ``index_add`` and ``index_copy`` become plain indexing, where -1 is the
@@ -338,14 +270,15 @@ def _checks_lost() -> str | None:
     compiled = torch.compile(_call_checked_operators)
     compiled(*valid)  # a failing compilation must not pass for a check that is kept
     lost = []
-    for position, name in enumerate(_CHECKED):
+    names = "index_select", "index_add", "index_copy", "binary_cross_entropy"
+    for position, name in enumerate(names):
         inputs = [*valid[:position], invalid[position], *valid[position + 1 :]]
         if _raises(_call_checked_operators, inputs) and not _raises(compiled, inputs):
             lost.append(name)
     return f"accepted where eager raises: {', '.join(lost)}" if lost else None
 
 
-def _raises(function: Callable[..., object], inputs: list[torch.Tensor]) -> bool:
+def _raises(function: Callable[..., object], inputs: list[Tensor]) -> bool:
     try:
         function(*inputs)
     except (IndexError, RuntimeError):
@@ -353,35 +286,18 @@ def _raises(function: Callable[..., object], inputs: list[torch.Tensor]) -> bool
     return False
 
 
-CHECKS_LOST = Defect(
-    id="checks-lost",
-    summary="compiled: index -1 or a probability of 1.5 gives a value where eager raises",
-    upstream=(
-        "https://github.com/pytorch/pytorch/issues/197554",
-        "https://github.com/pytorch/pytorch/issues/183608",
-        "https://github.com/pytorch/pytorch/issues/151918",
-        "https://github.com/pytorch/pytorch/issues/169779",
-        "https://github.com/pytorch/pytorch/issues/185885",
-        "https://github.com/pytorch/pytorch/issues/182965",
-    ),
-    family="compile",
-    probe=_checks_lost,
-    advice="Check indices and probabilities before they enter the compiled function.",
-)
-
-
-# --- int-div-zero
-
-
-def _divide(dividend: torch.Tensor, divisor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _divide(dividend: Tensor, divisor: Tensor) -> tuple[Tensor, ...]:
     truncated = torch.div(dividend, divisor, rounding_mode="trunc")
     return dividend // divisor, dividend % divisor, truncated
 
 
-def _int_div_zero() -> str | None:
+@compile_defect(
+    "compiled on CPU: an integer division by a zero element kills the process",
+    upstream=issues(143649, 183610, 178013),
+    advice="Replace zeros first: divisor = torch.where(divisor == 0, 1, divisor).",
+)
+def int_div_zero() -> str | None:
     """Divide by zero: eager raises, compiled dies where the defect is live.
-
-    Integer division by a zero element, compiled for the CPU, kills the process.
 
     Inductor writes an integer ``//``, ``%`` or truncated division as the bare C++ operators.
     Division by zero is undefined there and traps on x86 (SIGFPE), where eager raises
@@ -396,17 +312,3 @@ def _int_div_zero() -> str | None:
         raise
     floored, remainder, truncated = (result.item() for result in results)
     return f"compiled: 7 // 0 = {floored}, 7 % 0 = {remainder}, 7 / 0 = {truncated}; eager raises"
-
-
-INT_DIV_ZERO = Defect(
-    id="int-div-zero",
-    summary="compiled on CPU: an integer division by a zero element kills the process",
-    upstream=(
-        "https://github.com/pytorch/pytorch/issues/143649",
-        "https://github.com/pytorch/pytorch/issues/183610",
-        "https://github.com/pytorch/pytorch/issues/178013",
-    ),
-    family="compile",
-    probe=_int_div_zero,
-    advice="Replace zeros first: divisor = torch.where(divisor == 0, 1, divisor).",
-)

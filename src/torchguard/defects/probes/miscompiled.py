@@ -1,11 +1,12 @@
-"""Programs that torch.compile gets wrong: what they compute or write differs from eager.
+"""Programs that torch.compile gets wrong: what they return or write differs from eager.
 
-Each runs eager and compiled on inputs of its own; the docstring of a program says which step of
-the compiler goes wrong.
+Each runs eager and compiled on inputs of its own; the docstring says which step of the compiler
+goes wrong.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,24 +15,33 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchguard.defects.catalog import Defect, NotRunHere
+from torchguard.defects.probes import compile_defect, issues
 
 _Program = Callable[..., Any]
 
 
-def _differs(
-    program: _Program,
+def _miscompiled(
+    summary: str,
     run: Callable[[_Program], Tensor],
+    *,
     sentence: str = "compiled gives {compiled} where eager gives {eager}",
-) -> Callable[[], str | None]:
-    """Make the probe that compares what ``run`` finds of a program, eager and compiled."""
+    upstream: tuple[str, ...],
+    advice: str,
+) -> Callable[[_Program], Defect]:
+    """Turn a program into a defect: what ``run`` returns of it differs, eager and compiled."""
 
-    def probe() -> str | None:
-        eager, compiled = run(program), run(torch.compile(program))
-        if torch.equal(eager, compiled):
-            return None
-        return sentence.format(compiled=compiled.tolist(), eager=eager.tolist())
+    def of_program(program: _Program) -> Defect:
+        @compile_defect(summary, upstream=upstream, guards=("verified",), advice=advice)
+        @functools.wraps(program)
+        def probe() -> str | None:
+            eager, compiled = run(program), run(torch.compile(program))
+            if torch.equal(eager, compiled):
+                return None
+            return sentence.format(compiled=compiled.tolist(), eager=eager.tolist())
 
-    return probe
+        return probe
+
+    return of_program
 
 
 def _argument_after_it(make: Callable[[], Tensor]) -> Callable[[_Program], Tensor]:
@@ -55,7 +65,14 @@ def _argument_after_an_update_of_the_result(program: _Program) -> Tensor:
 # --- an input that is read and written
 
 
-def _write_then_flip(values: Tensor) -> None:
+@_miscompiled(
+    "compiled: an index write into x, then an update that reads x flipped, goes wrong",
+    _argument_after_it(lambda: torch.arange(4.0)),
+    upstream=issues(198270, 198033),
+    advice="Compute out of place (y = x.index_copy(0, rows, new); return y + y.flip(0)) "
+    "and copy the result into x outside the compiled function.",
+)
+def permuted_read(values: Tensor) -> None:
     """Write at indices, then add the flipped tensor.
 
     The update ``x + x.flip(0)`` and its copy into x may run in one loop only if every element
@@ -68,24 +85,14 @@ def _write_then_flip(values: Tensor) -> None:
     values.add_(values.flip(0))
 
 
-PERMUTED_READ = Defect(
-    id="permuted-read",
-    summary="compiled: an index write into x, then an update that reads x flipped, goes wrong",
-    upstream=(
-        "https://github.com/pytorch/pytorch/issues/198270",
-        "https://github.com/pytorch/pytorch/issues/198033",
-    ),
-    family="compile",
-    probe=_differs(_write_then_flip, _argument_after_it(lambda: torch.arange(4.0))),
-    guards=("verified",),
-    advice=(
-        "Compute out of place (y = x.index_copy(0, rows, new); return y + y.flip(0)) "
-        "and copy the result into x outside the compiled function."
-    ),
+@_miscompiled(
+    "compiled: x[1:] = x[:-1].clone() becomes a copy over overlapping memory",
+    _argument_after_it(lambda: torch.arange(4.0)),
+    upstream=issues(197829),
+    advice="Return torch.cat((x[:1], x[:-1])) from the compiled function and copy it into x "
+    "outside.",
 )
-
-
-def _shift(values: Tensor) -> None:
+def shift_overlap(values: Tensor) -> None:
     """Shift by one: the assignment becomes a copy over overlapping memory.
 
     Inductor removes the clone as a no-op while the graph is still functional. The reinplacing
@@ -95,20 +102,14 @@ def _shift(values: Tensor) -> None:
     values[1:] = values[:-1].clone()
 
 
-SHIFT_OVERLAP = Defect(
-    id="shift-overlap",
-    summary="compiled: x[1:] = x[:-1].clone() becomes a copy over overlapping memory",
-    upstream=("https://github.com/pytorch/pytorch/issues/197829",),
-    family="compile",
-    probe=_differs(_shift, _argument_after_it(lambda: torch.arange(4.0))),
-    guards=("verified",),
-    advice=(
-        "Return torch.cat((x[:1], x[:-1])) from the compiled function and copy it into x outside."
-    ),
+@_miscompiled(
+    "compiled: an in-place update through F.dropout(x, training=False) is lost",
+    _argument_after_it(lambda: torch.zeros(2)),
+    sentence="compiled leaves {compiled} where eager leaves {eager}",
+    upstream=issues(195422),
+    advice="Update the input itself, not what F.dropout returned.",
 )
-
-
-def _add_through_dropout(values: Tensor) -> None:
+def mutation_dropped(values: Tensor) -> None:
     """Add 1 through the dropout.
 
     Eager dropout outside training returns its input itself. The decomposition that
@@ -117,22 +118,14 @@ def _add_through_dropout(values: Tensor) -> None:
     functional.dropout(values, 0.5, training=False).add_(1)
 
 
-MUTATION_DROPPED = Defect(
-    id="mutation-dropped",
-    summary="compiled: an in-place update through F.dropout(x, training=False) is lost",
-    upstream=("https://github.com/pytorch/pytorch/issues/195422",),
-    family="compile",
-    probe=_differs(
-        _add_through_dropout,
-        _argument_after_it(lambda: torch.zeros(2)),
-        "compiled leaves {compiled} where eager leaves {eager}",
-    ),
-    guards=("verified",),
-    advice="Update the input itself, not what F.dropout returned.",
+@_miscompiled(
+    "compiled: a clone taken between two writes to x holds both of them",
+    lambda program: program(torch.zeros(4)),
+    upstream=issues(198094),
+    advice="Compute out of place (y = x.index_fill(0, row, 1)) "
+    "and copy the result into x outside the compiled function.",
 )
-
-
-def _clone_between_writes(values: Tensor) -> Tensor:
+def overwritten(values: Tensor) -> Tensor:
     """Return a clone taken between two writes: compiled it holds both.
 
     The clone is removed as a no-op, and the reinplacing pass computes the first write in the
@@ -146,21 +139,13 @@ def _clone_between_writes(values: Tensor) -> Tensor:
     return between
 
 
-OVERWRITTEN = Defect(
-    id="overwritten",
-    summary="compiled: a clone taken between two writes to x holds both of them",
-    upstream=("https://github.com/pytorch/pytorch/issues/198094",),
-    family="compile",
-    probe=_differs(_clone_between_writes, lambda program: program(torch.zeros(4))),
-    guards=("verified",),
-    advice=(
-        "Compute out of place (y = x.index_fill(0, row, 1)) "
-        "and copy the result into x outside the compiled function."
-    ),
+@_miscompiled(
+    "compiled: a value read through a dtype view is computed after a later write",
+    lambda program: program(torch.zeros(2, dtype=torch.int32)).view(torch.int16),
+    upstream=issues(198101),
+    advice="Write the tensor that was viewed outside the compiled function.",
 )
-
-
-def _read_then_fill(values: Tensor) -> Tensor:
+def dtype_view(values: Tensor) -> Tensor:
     """Read through a dtype view, then fill the base: the read comes after the write.
 
     Where the element sizes differ, inductor makes the view with a call to
@@ -174,21 +159,21 @@ def _read_then_fill(values: Tensor) -> Tensor:
     return halves.view(torch.int32)
 
 
-DTYPE_VIEW = Defect(
-    id="dtype-view",
-    summary="compiled: a value read through a dtype view is computed after a later write",
-    upstream=("https://github.com/pytorch/pytorch/issues/198101",),
-    family="compile",
-    probe=_differs(
-        _read_then_fill,
-        lambda program: program(torch.zeros(2, dtype=torch.int32)).view(torch.int16),
-    ),
-    guards=("verified",),
-    advice="Write the tensor that was viewed outside the compiled function.",
+def _swapped(program: _Program) -> Tensor:
+    pair = torch.zeros(2), torch.ones(2)
+    program(*pair)
+    return torch.stack(pair)
+
+
+@_miscompiled(
+    "compiled: swapping two tensors by way of a clone leaves both the same",
+    _swapped,
+    sentence="swap gives {compiled[0]} and {compiled[1]}, eager {eager[0]} and {eager[1]}",
+    upstream=issues(198131),
+    advice="Return the new values from the compiled function and copy them into their tensors "
+    "outside.",
 )
-
-
-def _swap(first: Tensor, second: Tensor) -> None:
+def snapshot_dropped(first: Tensor, second: Tensor) -> None:
     """Swap two tensors by way of a clone: both end up the same.
 
     Inductor's ``remove_noop_ops`` replaces ``saved = a.clone()`` by ``a``, which is right only
@@ -198,29 +183,6 @@ def _swap(first: Tensor, second: Tensor) -> None:
     saved = first.clone()
     first.copy_(second)
     second.copy_(saved)
-
-
-def _swapped(program: _Program) -> Tensor:
-    pair = torch.zeros(2), torch.ones(2)
-    program(*pair)
-    return torch.stack(pair)
-
-
-SNAPSHOT_DROPPED = Defect(
-    id="snapshot-dropped",
-    summary="compiled: swapping two tensors by way of a clone leaves both the same",
-    upstream=("https://github.com/pytorch/pytorch/issues/198131",),
-    family="compile",
-    probe=_differs(
-        _swap,
-        _swapped,
-        "swap gives {compiled[0]} and {compiled[1]}, eager {eager[0]} and {eager[1]}",
-    ),
-    guards=("verified",),
-    advice=(
-        "Return the new values from the compiled function and copy them into their tensors outside."
-    ),
-)
 
 
 def _write(row: Tensor, counts: Tensor) -> Tensor:
@@ -245,7 +207,15 @@ def _write(row: Tensor, counts: Tensor) -> Tensor:
     return rows
 
 
-def _written_into_copies() -> str | None:
+@compile_defect(
+    "compiled: a write into an expanded view, or at an index given twice, is wrong",
+    upstream=issues(188084, 183986, 175791, 174074, 138908, 197582),
+    guards=("verified",),
+    advice="Write x = x.index_put((index,), x[index] + 1) for x[index] += 1, and clone() an "
+    "expanded view before writing into it.",
+)
+def expand_duplicate() -> str | None:
+    """Compare both results with eager."""
     row = torch.ones(1, 2)
     eager_counts, counts = torch.arange(4.0), torch.arange(4.0)
     eager_rows = _write(row, eager_counts)
@@ -258,31 +228,17 @@ def _written_into_copies() -> str | None:
     return "; ".join(seen) or None
 
 
-EXPAND_DUPLICATE = Defect(
-    id="expand-duplicate",
-    summary="compiled: a write into an expanded view, or at an index given twice, is wrong",
-    upstream=(
-        "https://github.com/pytorch/pytorch/issues/188084",
-        "https://github.com/pytorch/pytorch/issues/183986",
-        "https://github.com/pytorch/pytorch/issues/175791",
-        "https://github.com/pytorch/pytorch/issues/174074",
-        "https://github.com/pytorch/pytorch/issues/138908",
-        "https://github.com/pytorch/pytorch/issues/197582",
-    ),
-    family="compile",
-    probe=_written_into_copies,
-    guards=("verified",),
-    advice=(
-        "Write x = x.index_put((index,), x[index] + 1) for x[index] += 1, and clone() an "
-        "expanded view before writing into it."
-    ),
-)
-
-
 # --- a result that shares memory with the argument
 
 
-def _cool(logits: Tensor) -> Tensor:
+@_miscompiled(
+    "compiled: x * 1, x + 0 and x / 1.0 return the input itself",
+    _argument_after_an_update_of_the_result,
+    sentence="logits / 1.0 returned logits: updating the result in place changed the input",
+    upstream=issues(197893),
+    advice="Call .clone() on the result outside the compiled function before updating it in place.",
+)
+def noop_aliases(logits: Tensor) -> Tensor:
     """Return ``logits / 1.0``, which compiled is ``logits`` itself and no new tensor.
 
     Inductor's ``remove_no_ops`` (``torch/_inductor/fx_passes/joint_graph.py``) replaces such
@@ -294,22 +250,14 @@ def _cool(logits: Tensor) -> Tensor:
     return logits / 1.0
 
 
-NOOP_ALIASES = Defect(
-    id="noop-aliases",
-    summary="compiled: x * 1, x + 0 and x / 1.0 return the input itself",
-    upstream=("https://github.com/pytorch/pytorch/issues/197893",),
-    family="compile",
-    probe=_differs(
-        _cool,
-        _argument_after_an_update_of_the_result,
-        "logits / 1.0 returned logits: updating the result in place changed the input",
-    ),
-    guards=("verified",),
+@_miscompiled(
+    "compiled: the returned copy is the updated input itself, even through .clone()",
+    _argument_after_an_update_of_the_result,
+    sentence="x[0] = 1; return x.clone(): the result shares memory with x",
+    upstream=issues(195451),
     advice="Call .clone() on the result outside the compiled function before updating it in place.",
 )
-
-
-def _write_and_copy(x: Tensor) -> Tensor:
+def result_aliases(x: Tensor) -> Tensor:
     """Write into the argument and return a copy, which compiled is the argument.
 
     AOTAutograd writes an in-place update of an input back with a ``copy_`` at the end of
@@ -323,21 +271,6 @@ def _write_and_copy(x: Tensor) -> Tensor:
     return x.clone()
 
 
-RESULT_ALIASES = Defect(
-    id="result-aliases",
-    summary="compiled: the returned copy is the updated input itself, even through .clone()",
-    upstream=("https://github.com/pytorch/pytorch/issues/195451",),
-    family="compile",
-    probe=_differs(
-        _write_and_copy,
-        _argument_after_an_update_of_the_result,
-        "x[0] = 1; return x.clone(): the result shares memory with x",
-    ),
-    guards=("verified",),
-    advice="Call .clone() on the result outside the compiled function before updating it in place.",
-)
-
-
 # --- a kernel that leaves something out
 
 # N images, C channels, P pixels
@@ -345,7 +278,13 @@ _N, _C, _P = 2, 4, 9
 _KEEP = 20  # two channels, and 2 pixels of the third
 
 
-def _crop_after_batch_norm() -> str | None:
+@compile_defect(
+    "compiled on CPU: BatchNorm, flatten and a cropping F.pad leave memory unwritten",
+    upstream=issues(195582),
+    guards=("verified",),
+    advice="Crop outside the compiled function, or to a whole number of channels.",
+)
+def bn_crop() -> str | None:
     """Compare a compiled crop (N, C, P) -> (N, KEEP) with the eager one.
 
     In the flattened loop a per-channel value is read at ``i // pixels``. Inductor's C++
@@ -368,18 +307,22 @@ def _crop_after_batch_norm() -> str | None:
     return f"{int(wrong.sum())} of {wrong.numel()} elements are uninitialised memory"
 
 
-BN_CROP = Defect(
-    id="bn-crop",
-    summary="compiled on CPU: BatchNorm, flatten and a cropping F.pad leave memory unwritten",
-    upstream=("https://github.com/pytorch/pytorch/issues/195582",),
-    family="compile",
-    probe=_crop_after_batch_norm,
-    guards=("verified",),
-    advice="Crop outside the compiled function, or to a whole number of channels.",
+def _on_gpu(program: _Program) -> Tensor:
+    if not torch.cuda.is_available():
+        raise NotRunHere("needs a CUDA GPU")
+    # Inductor sums 8192 elements to a partial sum: 2 of them, and 2 bounds.
+    bounds: Tensor = program(torch.ones(1, 16384, dtype=torch.bool, device="cuda"))
+    return bounds
+
+
+@_miscompiled(
+    "compiled, GPU: F.pad of a long sum loses its fill value (flash attention cu_seqlens)",
+    _on_gpu,
+    sentence="bounds of one sequence: {compiled}, not {eager}",
+    upstream=issues(189895),
+    advice="Write torch.cat([ends.new_zeros(1), ends]) instead of F.pad(ends, (1, 0)).",
 )
-
-
-def _sequence_bounds(mask: Tensor) -> Tensor:
+def pad_reduction(mask: Tensor) -> Tensor:
     """Return where each sequence of a batch begins and ends (B + 1) from its mask (B, T).
 
     A sum over a long dim is split in two kernels. Where the padded result has as many elements
@@ -393,24 +336,3 @@ def _sequence_bounds(mask: Tensor) -> Tensor:
     """
     ends = mask.sum(dim=-1, dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
     return functional.pad(ends, (1, 0))
-
-
-def _padded_sum() -> str | None:
-    if not torch.cuda.is_available():
-        raise NotRunHere("needs a CUDA GPU")
-    # Inductor sums 8192 elements to a partial sum: 2 of them, and 2 bounds.
-    mask = torch.ones(1, 16384, dtype=torch.bool, device="cuda")
-    eager = _sequence_bounds(mask).tolist()
-    compiled = torch.compile(_sequence_bounds)(mask).tolist()
-    return None if compiled == eager else f"bounds of one sequence: {compiled}, not {eager}"
-
-
-PAD_REDUCTION = Defect(
-    id="pad-reduction",
-    summary="compiled, GPU: F.pad of a long sum loses its fill value (flash attention cu_seqlens)",
-    upstream=("https://github.com/pytorch/pytorch/issues/189895",),
-    family="compile",
-    probe=_padded_sum,
-    guards=("verified",),
-    advice="Write torch.cat([ends.new_zeros(1), ends]) instead of F.pad(ends, (1, 0)).",
-)

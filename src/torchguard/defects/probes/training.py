@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchguard.defects.catalog import Defect
+from torchguard.defects.probes import issues, memory_defect
 
 
 class _Adam(Adam):
@@ -23,14 +23,19 @@ class _Adam(Adam):
     add_param_group = inspect.unwrap(Adam.add_param_group)
     state_dict = inspect.unwrap(Adam.state_dict)
     load_state_dict = inspect.unwrap(Adam.load_state_dict)
-    step = inspect.unwrap(Adam.step)
+    step = torch.no_grad()(inspect.unwrap(Adam.step))
 
 
 class _SGD(SGD):
     """SGD without them."""
 
     add_param_group = inspect.unwrap(SGD.add_param_group)
-    step = inspect.unwrap(SGD.step)
+    step = torch.no_grad()(inspect.unwrap(SGD.step))
+
+
+def _held_by_an_optimizer(weight: Parameter) -> torch.optim.Optimizer:
+    # All that unscale_ reads of an optimizer; a real one would import torch's compiler here.
+    return cast("torch.optim.Optimizer", SimpleNamespace(param_groups=[{"params": [weight]}]))
 
 
 class _FailAt(TorchDispatchMode):
@@ -48,21 +53,20 @@ class _FailAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# --- optimizer-partial
-
-
-def _optimizer_partial() -> str | None:
+@memory_defect(
+    "an optimizer step that raises midway has updated part of the parameters and moments",
+    guards=("optimizer",),
+    advice="After a caught exception in step(), reload the model and the optimizer from a "
+    "checkpoint instead of stepping again.",
+)
+def optimizer_partial() -> str | None:
     """Step over a sound parameter, then one whose rows share memory, which can't be written.
-
-    An optimizer step that raises midway has updated part of the model.
 
     ``step()`` and the ``torch._foreach_*`` calls under it walk over the parameters
     and change each in place. When one fails (here it can't be written in place; out
     of memory does the same), the parameters, moments and step counters before it are
     already new and nothing takes them back: a caught exception and a retry apply
     part of the update twice.
-
-    Not reported upstream.
     """
     sound = Parameter(torch.zeros(3))
     unwritable = Parameter(torch.zeros(1).expand(3))
@@ -71,8 +75,7 @@ def _optimizer_partial() -> str | None:
         parameter.grad = torch.ones(3)
     optimizer = _Adam(parameters, lr=1.0)
     try:
-        with torch.no_grad():
-            optimizer.step()
+        optimizer.step()
     except RuntimeError:
         pass
     else:
@@ -84,36 +87,22 @@ def _optimizer_partial() -> str | None:
     return f"step() raised: {moved} of 2 parameters moved, {counted} of 2 step counters advanced"
 
 
-OPTIMIZER_PARTIAL = Defect(
-    id="optimizer-partial",
-    summary="an optimizer step that raises midway has updated part of the parameters and moments",
-    upstream=(),
-    family="memory",
-    probe=_optimizer_partial,
-    guards=("optimizer",),
-    advice=(
-        "After a caught exception in step(), reload the model and the optimizer from a checkpoint "
-        "instead of stepping again."
-    ),
-)
-
-
-# --- optimizer-state-shape
-
 _OLD, _NEW = 4, 64  # elements of the layer in the checkpoint and now
 
 
-def _optimizer_state_shape() -> str | None:
+@memory_defect(
+    "fused Adam on CPU writes past the end of moments loaded from a smaller layer",
+    guards=("optimizer",),
+    advice="After load_state_dict, check that each state tensor but `step` has the shape of its "
+    "parameter, or leave fused off on CPU.",
+)
+def optimizer_state_shape() -> str | None:
     """Resume with moments of the old size, each followed by memory that can be watched.
-
-    Resuming after a layer grew makes the fused optimizer write past the end of its moments.
 
     ``Optimizer.load_state_dict`` does not compare the shape of a moment with that of
     its parameter, and neither does the fused CPU kernel: it runs over as many
     elements as the parameter has and reads and writes the shorter moments beyond
     their end, into whatever memory follows, or crashes.
-
-    Not reported upstream.
     """
     # The moments are the first elements of longer tensors: what the kernel writes beyond
     # them lands in memory of ours, and nothing crashes.
@@ -126,80 +115,53 @@ def _optimizer_state_shape() -> str | None:
         state = optimizer.state_dict()
         state["state"] = {0: {"step": torch.tensor(1.0), **moments}}
         optimizer.load_state_dict(state)
-        with torch.no_grad():
-            optimizer.step()
+        optimizer.step()
     except (RuntimeError, ValueError):
         pass
     spoiled = sum(int(torch.count_nonzero(whole[_OLD:])) for whole in memory.values())
     return f"step() wrote {spoiled} floats past the end of its moments" if spoiled else None
 
 
-OPTIMIZER_STATE_SHAPE = Defect(
-    id="optimizer-state-shape",
-    summary="fused Adam on CPU writes past the end of moments loaded from a smaller layer",
-    upstream=(),
-    family="memory",
-    probe=_optimizer_state_shape,
+@memory_defect(
+    "a first step() that raises while it makes the state leaves half of it for ever",
     guards=("optimizer",),
-    advice=(
-        "After load_state_dict, check that each state tensor but `step` has the shape of its "
-        "parameter, or leave fused off on CPU."
-    ),
+    advice="After a first step() that raised, call optimizer.state.clear() before the next.",
 )
-
-
-# --- optimizer-init-partial
-
-
-def _optimizer_init_partial() -> str | None:
+def optimizer_init_partial() -> str | None:
     """Let the first step run out of memory while it makes the state, then step again.
 
     Adam takes an empty state for one that has yet to be made. After ``step`` and ``exp_avg`` it is
     not empty any more, so ``exp_avg_sq`` is never made. A checkpoint taken meanwhile has it torn.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L160
-
-    Not reported upstream.
     """
     parameter = Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)
     optimizer = _Adam([parameter], lr=1.0)
-    with contextlib.suppress(RuntimeError), torch.no_grad(), _FailAt("zeros_like"):
+    with contextlib.suppress(RuntimeError), _FailAt("zeros_like"):
         optimizer.step()
     held = ", ".join(optimizer.state.get(parameter, {}))
     try:
-        with torch.no_grad():
-            optimizer.step()
+        optimizer.step()
     except KeyError as error:
         return f"after a first step() that raised the state has {held}; the next: KeyError {error}"
     return None
 
 
-OPTIMIZER_INIT_PARTIAL = Defect(
-    id="optimizer-init-partial",
-    summary="a first step() that raises while it makes the state leaves half of it for ever",
-    upstream=(),
-    family="memory",
-    probe=_optimizer_init_partial,
+@memory_defect(
+    "a first GradScaler.scale() that raises leaves a scaler that refuses every step",
     guards=("optimizer",),
-    advice="After a first step() that raised, call optimizer.state.clear() before the next.",
+    advice="After a first scale() that raised, make a new GradScaler.",
 )
-
-
-# --- scaler-init-partial
-
-
-def _scaler_init_partial() -> str | None:
+def scaler_init_partial() -> str | None:
     """Let GradScaler run out of memory between its two tensors, then train a step.
 
     ``_lazy_init_scale_growth_tracker`` makes ``_scale``, then ``_growth_tracker``; ``scale()``
     makes neither where ``_scale`` is there.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py#L169
-
-    Not reported upstream.
     """
     scaler = torch.amp.GradScaler("cpu")
     weight = Parameter(torch.ones(1))
-    optimizer = cast("torch.optim.Optimizer", SimpleNamespace(param_groups=[{"params": [weight]}]))
+    optimizer = _held_by_an_optimizer(weight)
     with contextlib.suppress(RuntimeError), _FailAt("full"):
         scaler.scale(torch.ones(1))
     try:
@@ -210,28 +172,18 @@ def _scaler_init_partial() -> str | None:
     return None
 
 
-SCALER_INIT_PARTIAL = Defect(
-    id="scaler-init-partial",
-    summary="a first GradScaler.scale() that raises leaves a scaler that refuses every step",
-    upstream=(),
-    family="memory",
-    probe=_scaler_init_partial,
+@memory_defect(
+    "SGD(fused=True, momentum=...) uses uninitialised memory after a skipped first step",
     guards=("optimizer",),
-    advice="After a first scale() that raised, make a new GradScaler.",
+    advice="With a GradScaler leave fused off for SGD with momentum.",
+    limits="With dampening the buffers are as torch makes them.",
 )
-
-
-# --- sgd-fused-skip
-
-
-def _sgd_fused_skip() -> str | None:
+def sgd_fused_skip() -> str | None:
     """Skip the first step of a fused SGD with momentum, as GradScaler does after an overflow.
 
     ``_fused_sgd`` makes the momentum buffers with ``empty_like`` for the kernel to fill. Where
     ``found_inf`` is set the kernel does nothing, and the next step uses what was in that memory.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py#L511
-
-    Not reported upstream.
     """
     parameter = Parameter(torch.zeros(64))
     parameter.grad = torch.zeros(64)
@@ -240,32 +192,22 @@ def _sgd_fused_skip() -> str | None:
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # empty_like then holds NaN, so chance has no part
     try:
-        with torch.no_grad():
-            for found_inf in (1.0, 0.0):
-                optimizer.found_inf = torch.tensor(found_inf)
-                optimizer.step()
+        for found_inf in (1.0, 0.0):
+            optimizer.found_inf = torch.tensor(found_inf)
+            optimizer.step()
     finally:
         torch.use_deterministic_algorithms(deterministic)
     moved = int((parameter != 0).sum())
     return f"{moved} of 64 weights with zero gradient moved after a skipped step" if moved else None
 
 
-SGD_FUSED_SKIP = Defect(
-    id="sgd-fused-skip",
-    summary="SGD(fused=True, momentum=...) uses uninitialised memory after a skipped first step",
-    upstream=(),
-    family="memory",
-    probe=_sgd_fused_skip,
+@memory_defect(
+    "fused optimizers on CPU misread gradients that are expanded or transposed",
     guards=("optimizer",),
-    advice="With a GradScaler leave fused off for SGD with momentum.",
-    limits="With dampening the buffers are as torch makes them.",
+    advice="Set p.grad to a contiguous tensor (g.contiguous()), or leave fused off on CPU.",
+    limits="A step that torch.compile has compiled is as torch makes it.",
 )
-
-
-# --- fused-layout
-
-
-def _fused_layout() -> str | None:
+def fused_layout() -> str | None:
     """Step over an expanded gradient and over a transposed one, and look at what was used.
 
     The fused CPU kernels of SGD, Adam, AdamW and Adagrad walk over as many elements as the
@@ -282,30 +224,21 @@ def _fused_layout() -> str | None:
         parameter = Parameter(torch.zeros(2, 3))
         parameter.grad = gradient
         optimizer = _SGD([parameter], lr=1.0, fused=True)
-        with torch.no_grad():
-            optimizer.step()
-            count = int((parameter != -gradient).sum())
+        optimizer.step()
+        count = int((parameter != -gradient).sum())
         if count:
             wrong.append(f"{count} of 6 with the gradient {layout}")
     return f"weights updated wrongly: {', '.join(wrong)}" if wrong else None
 
 
-FUSED_LAYOUT = Defect(
-    id="fused-layout",
-    summary="fused optimizers on CPU misread gradients that are expanded or transposed",
-    upstream=(),
-    family="memory",
-    probe=_fused_layout,
+@memory_defect(
+    "SGD(fused=True) on CPU does not update bfloat16 and float16 parameters",
+    upstream=issues(191763),
     guards=("optimizer",),
-    advice="Set p.grad to a contiguous tensor (g.contiguous()), or leave fused off on CPU.",
+    advice="Leave fused off for SGD on CPU with parameters in bfloat16 or float16.",
     limits="A step that torch.compile has compiled is as torch makes it.",
 )
-
-
-# --- sgd-fused-half
-
-
-def _sgd_fused_half() -> str | None:
+def sgd_fused_half() -> str | None:
     """Step over bfloat16 weights, more of them than the widest vector holds.
 
     The kernel of fused SGD computes a whole vector of bfloat16 or float16 elements, and does not
@@ -315,25 +248,10 @@ def _sgd_fused_half() -> str | None:
     parameter = Parameter(torch.zeros(64, dtype=torch.bfloat16))
     parameter.grad = torch.ones(64, dtype=torch.bfloat16)
     optimizer = _SGD([parameter], lr=1.0, fused=True)
-    with torch.no_grad():
-        optimizer.step()
+    optimizer.step()
     stayed = int((parameter == 0).sum())
     return f"{stayed} of 64 bfloat16 weights did not move in step()" if stayed else None
 
-
-SGD_FUSED_HALF = Defect(
-    id="sgd-fused-half",
-    summary="SGD(fused=True) on CPU does not update bfloat16 and float16 parameters",
-    upstream=("https://github.com/pytorch/pytorch/issues/191763",),
-    family="memory",
-    probe=_sgd_fused_half,
-    guards=("optimizer",),
-    advice="Leave fused off for SGD on CPU with parameters in bfloat16 or float16.",
-    limits="A step that torch.compile has compiled is as torch makes it.",
-)
-
-
-# --- oom-retry
 
 _BATCH = 4
 
@@ -343,10 +261,6 @@ def _run_out_of_memory(_gradient: Tensor) -> None:
 
 
 _Protect = Callable[[list[nn.Module], list[Parameter], Any], contextlib.AbstractContextManager[Any]]
-
-
-def _unprotected(*_: Any) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
 
 
 def _in_transaction(
@@ -376,9 +290,8 @@ def _train_with_one_retry(protect: _Protect) -> tuple[float, int]:
 
 
 def _scaler_refuses_the_retry(protect: _Protect) -> bool:
-    weight = nn.Parameter(torch.ones(1))
-    # All that unscale_ reads of an optimizer; a real one would import torch's compiler here.
-    optimizer = cast("torch.optim.Optimizer", SimpleNamespace(param_groups=[{"params": [weight]}]))
+    weight = Parameter(torch.ones(1))
+    optimizer = _held_by_an_optimizer(weight)
     scaler = torch.amp.GradScaler("cpu")
     step = protect([], [weight], scaler)
     for attempt in range(2):
@@ -394,19 +307,7 @@ def _scaler_refuses_the_retry(protect: _Protect) -> bool:
     return False
 
 
-def _oom_retry(protect: _Protect = _unprotected) -> str | None:
-    """Let a backward run out of memory once, repeat the step and look at what is different.
-
-    Retrying a step after a caught out-of-memory error trains on the wrong numbers.
-
-    Nothing of a step is undone when it fails: gradients that the backward had
-    accumulated before the failure stay and are added again, BatchNorm counts the
-    batch and updates its running statistics again in the second forward, and
-    GradScaler refuses a second ``unscale_`` because the first never reached
-    ``update``.
-
-    Not reported upstream.
-    """
+def _retry(protect: _Protect) -> str | None:
     gradient, batches = _train_with_one_retry(protect)
     seen: list[str] = []
     if gradient != _BATCH:
@@ -418,26 +319,23 @@ def _oom_retry(protect: _Protect = _unprotected) -> str | None:
     return f"after a retry: {', '.join(seen)}" if seen else None
 
 
-def _oom_retry_in_transaction() -> str | None:
-    return _oom_retry(_in_transaction)
-
-
-OOM_RETRY = Defect(
-    id="oom-retry",
-    summary="a step retried after out of memory has doubled gradients and counts its batch twice",
-    upstream=(),
-    family="memory",
-    probe=_oom_retry,
-    guarded_probe=_oom_retry_in_transaction,
+@memory_defect(
+    "a step retried after out of memory has doubled gradients and counts its batch twice",
     guards=("transaction",),
-    advice=(
-        "Before the retry, call optimizer.zero_grad(), restore BatchNorm's buffers from a copy "
-        "and make a new GradScaler from its state_dict()."
-    ),
+    guarded_probe=lambda: _retry(_in_transaction),
+    advice="Before the retry, call optimizer.zero_grad(), restore BatchNorm's buffers from a copy "
+    "and make a new GradScaler from its state_dict().",
 )
+def oom_retry() -> str | None:
+    """Let a backward run out of memory once, repeat the step and look at what is different.
 
-
-# --- load-partial
+    Nothing of a step is undone when it fails: gradients that the backward had
+    accumulated before the failure stay and are added again, BatchNorm counts the
+    batch and updates its running statistics again in the second forward, and
+    GradScaler refuses a second ``unscale_`` because the first never reached
+    ``update``.
+    """
+    return _retry(lambda *_: contextlib.nullcontext())
 
 
 def _two_layers() -> nn.Module:
@@ -452,17 +350,19 @@ def _refused(model: nn.Module, state: dict[str, Tensor], *, assign: bool) -> boo
     return False
 
 
-def _load_partial() -> str | None:
+@memory_defect(
+    "load_state_dict(strict=True) that raises has overwritten every tensor that matched",
+    guards=("load",),
+    advice="Compare names and shapes with model.state_dict() before loading, or load into a copy "
+    "of the model.",
+)
+def load_partial() -> str | None:
     """Load a checkpoint whose last tensor has the wrong shape.
-
-    ``load_state_dict(strict=True)`` that raises has loaded part of the checkpoint.
 
     ``Module.load_state_dict`` copies tensor by tensor, collects what does not match
     and raises at the end: by then every tensor that did match is overwritten. With
     ``assign=True`` the Parameter objects themselves were replaced, so an optimizer
     made before goes on updating parameters the model no longer has.
-
-    Not reported upstream.
     """
     # None of these values is one that the layers start with.
     state = {"0.weight": torch.full((2, 2), 77.0), "1.weight": torch.full((9, 9), 77.0)}
@@ -483,17 +383,3 @@ def _load_partial() -> str | None:
             seen.append("with assign=True replaced 1 Parameter")
 
     return f"load_state_dict raised, yet {', '.join(seen)}" if seen else None
-
-
-LOAD_PARTIAL = Defect(
-    id="load-partial",
-    summary="load_state_dict(strict=True) that raises has overwritten every tensor that matched",
-    upstream=(),
-    family="memory",
-    probe=_load_partial,
-    guards=("load",),
-    advice=(
-        "Compare names and shapes with model.state_dict() before loading, or load into a copy of "
-        "the model."
-    ),
-)

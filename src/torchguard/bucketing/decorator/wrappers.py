@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec, Self
@@ -19,7 +19,7 @@ from torchguard import _torch
 from torchguard.bucketing.decorator.auto import write_plan
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import CompileCache, Compilers, compiler_for
-from torchguard.bucketing.decorator.spec import Spec
+from torchguard.bucketing.decorator.spec import MaskingOptions, Spec
 from torchguard.bucketing.decorator.stats import (
     BucketedReport,
     BucketedStats,
@@ -29,9 +29,6 @@ from torchguard.bucketing.decorator.stats import (
     stats_of,
     warm_up,
 )
-
-if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.api import MaskingOptions
 
 __all__ = ["BoundMethod", "Bucketed", "BucketedModule", "module_around"]
 

@@ -8,8 +8,8 @@ runs the stream once, so that all it compiles is in its time.
 
 Two questions are answered with numbers. What does ``engine="auto"`` take in the second half of each
 phase, against the best row there? And how far is it, at any call of the stream, above the row that
-took least up to that call: the best choice in hindsight? It rents before it buys, so that should
-be about twice at most. About four minutes on two quiet cores.
+took least up to that call: the best choice in hindsight? It compiles where that breaks even, so
+that should be about twice at most. About four minutes on two quiet cores.
 
 Shapes: B batch, T time, D features.
 """

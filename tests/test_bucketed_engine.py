@@ -17,6 +17,7 @@ from torch import nn
 
 from torchguard import Buckets, PaddingLeakError, RecompileError, bucketed, no_recompile
 
+break_even = importlib.import_module("torchguard.bucketing.decorator.break_even")
 engine = importlib.import_module("torchguard.bucketing.decorator.engine")
 _torch = importlib.import_module("torchguard._torch")
 
@@ -412,8 +413,9 @@ class TestAuto:
             wrapped(torch.ones(5, requires_grad=True)).backward()
         caller, _ = wrapped._bucketed_caller()
         [choice] = caller.engine._choices.values()
-        assert choice._meters["eager"].count == 4
-        assert len(choice._meters["eager"]._backward) == 4
+        assert isinstance(choice, break_even.AutoChoice)
+        assert choice.timings["eager"].count == 4
+        assert len(choice.timings["eager"].backward) == 4
 
     def test_reads_the_clock_of_a_gpu_once_it_is_over(
         self, monkeypatch: pytest.MonkeyPatch
@@ -435,14 +437,14 @@ class TestAuto:
                 return 250.0
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        told: list[float] = []
+        seconds: list[float] = []
         clock, device = engine.Clock(), torch.device("cuda")
-        clock.start(device)(told.append)
-        clock.start(device)(told.append)
-        assert told == []
+        clock.start(device)(seconds.append)
+        clock.start(device)(seconds.append)
+        assert seconds == []
         over.append(True)
         clock.start(torch.device("cpu"))
-        assert told == [0.25, 0.25]
+        assert seconds == [0.25, 0.25]
 
     def test_leaves_static_out_where_padding_leaks(self) -> None:
         wrapped = bucketed(lambda x: x * x.mean(), **by_name("aot_eager", engine="auto"))
@@ -462,6 +464,11 @@ class TestAuto:
         with no_recompile():
             for size in range(1, 17):
                 assert torch.equal(wrapped(torch.ones(size)), torch.full((size,), 2.0))
+
+    def test_runs_eager_in_warmup_where_nothing_compiles(self) -> None:
+        wrapped = bucketed(lambda x: x * 2, **by_name(engine="auto", compile=False))
+        wrapped.warmup(torch.ones(5))
+        assert what_runs(wrapped) == dict.fromkeys(LADDER, "eager")
 
     def test_compiles_nothing_in_no_recompile(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "_ASSUMED_CHEAP", 0.0)

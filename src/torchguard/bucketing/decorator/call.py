@@ -14,6 +14,7 @@ import torch
 from torchguard import _torch
 from torchguard._pytree import all_reachable_modules, flatten, reachable_modules, unflatten
 from torchguard._torch import warn_user
+from torchguard.bucketing.decorator.break_even import Choice
 from torchguard.bucketing.decorator.compile import (
     CompileCache,
     compiling,
@@ -43,7 +44,6 @@ from torchguard.bucketing.decorator.plan import (
     leaf_key,
     sizes_of,
 )
-from torchguard.bucketing.decorator.rent import Choice
 from torchguard.bucketing.decorator.spec import Sizes, Spec, find_buckets, find_inputs
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError

@@ -2,7 +2,7 @@
 
 ``static`` pads to the bucket; it needs none of this. ``ranges`` compiles one graph for all sizes
 of the ladder, without padding, and falls back where the function does not allow that. ``auto``
-decides for each bucket while calls arrive: :mod:`torchguard.bucketing.decorator.rent` counts.
+decides for each bucket while calls arrive, by :mod:`torchguard.bucketing.decorator.break_even`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ import torch
 
 from torchguard import _torch
 from torchguard._pytree import flatten
+from torchguard.bucketing.decorator.break_even import (
+    AutoChoice,
+    Choice,
+    CompileCosts,
+    How,
+    SharedGraph,
+)
 from torchguard.bucketing.decorator.compile import CompileCache, RangesKey, compiling_is_refused
 from torchguard.bucketing.decorator.masking import make_extras
 from torchguard.bucketing.decorator.plan import Call, Mark, Plan
-from torchguard.bucketing.decorator.rent import Choice, How, Prices, Range
 from torchguard.bucketing.decorator.spec import Spec
 from torchguard.errors import PaddingLeakError, RecompileError
 
@@ -52,9 +58,9 @@ class Engine:
         self.kind: str = spec.options["engine"]
         self._spec = spec
         self._cache = cache
-        self._prices = Prices(_assumed_price(spec))
+        self._costs = CompileCosts(_assumed_cost(spec))
         self._choices: dict[Any, Choice] = {}
-        self._ranges: dict[RangesKey, Range] = {}
+        self._shared: dict[RangesKey, SharedGraph] = {}
         self._lock = threading.RLock()
         self._clock = Clock()
 
@@ -90,7 +96,7 @@ class Engine:
             # What runs may be decided by this very call, or by one of another thread meanwhile.
             before = plan.how if choice.settled else None
             # In a no_recompile scope nothing is tried: what is there has to do.
-            how = choice.turn(may_compile=not compiling_is_refused())
+            how = choice.next(may_compile=not compiling_is_refused())
         refused: dict[How, str] = {}
         while True:
             target = self._target(plan, call, how)
@@ -112,7 +118,7 @@ class Engine:
                 choice.refuse(each, reason)
             # After the call: a trial that has ended takes effect with the next one.
             choice.judge()
-            after = choice.how if choice.settled else None
+            after = choice.now() if choice.settled else None
         if before != after:
             forget(choice)
         # A call whose bucket is not settled comes here again.
@@ -132,34 +138,27 @@ class Engine:
             timed: runs a plan, so that nothing is changed by it, and returns the seconds.
         """
         choice = plan.choice
-        if self.kind == "ranges":
-            how: How | None = choice.how
-            while how is not None:
-                reason = self._warmed(self._target(plan, call, how), call, timed)
-                if reason is None:
-                    return
-                choice.refuse(how, reason)
-                how = choice.how
+        if not isinstance(choice, AutoChoice):
+            while not self._warmed(plan, call, choice.now(), timed):
+                pass
             return
         for how in choice.order:
             if how not in choice.refused and how != "eager":
-                reason = self._warmed(self._target(plan, call, how), call, timed)
-                if reason is not None:
-                    choice.refuse(how, reason)
+                self._warmed(plan, call, how, timed)
         for _ in range(_RUNS_TO_COMPARE):
             for how in choice.order:
                 if how not in choice.refused:
                     seconds = timed(self._target(plan, call, how), call)
-                    choice.took(how, seconds, compiled=False, warmed=True)
+                    choice.add(how, seconds, compiled=False, warmed=True)
         with self._lock:
             choice.settle_on_fastest()
 
-    def described(self) -> dict[tuple[int, ...], str]:
+    def describe(self) -> dict[tuple[int, ...], str]:
         """Return what runs each bucket, and why."""
         found: dict[tuple[int, ...], list[str]] = {}
         with self._lock:
             for choice in self._choices.values():
-                found.setdefault(choice.buckets, []).append(choice.described())
+                found.setdefault(choice.buckets, []).append(choice.describe())
         return {key: "; ".join(dict.fromkeys(texts)) for key, texts in sorted(found.items())}
 
     # ---- what may run a bucket ----
@@ -167,16 +166,16 @@ class Engine:
     def _new_choice(self, plan: Plan, call: Call) -> Choice:
         buckets = tuple(plan.buckets.values())
         if self._cache.static is None:
-            return Choice(buckets, ("eager",), "eager", why="nothing compiles: pass compile=True")
+            return Choice(buckets, ("eager",), why="nothing compiles: pass compile=True")
         reason = self._why_no_ranges(plan, call)
         if reason is not None and self.kind == "ranges":
             raise ValueError(f"bucketed: engine='ranges' is refused: {reason}; use engine='static'")
-        whole = self._range_of(plan, whole=True)
+        whole = self._shared_graph(plan, whole=True)
         if self.kind == "ranges":
             # One graph for all sizes; where that can't be, the next best.
-            ranges = {"ranges": whole, "range": self._range_of(plan, whole=False)}
-            return Choice(buckets, ("ranges", "range", "static", "eager"), "ranges", ranges=ranges)
-        choice = Choice.by_rent(buckets, whole, self._prices)
+            shared = {"ranges": whole, "range": self._shared_graph(plan, whole=False)}
+            return Choice(buckets, ("ranges", "range", "static", "eager"), shared)
+        choice = AutoChoice(buckets, whole, self._costs)
         if reason is not None:
             choice.refuse("ranges", reason)
         return choice
@@ -201,8 +200,8 @@ class Engine:
             return "a CUDA graph is recorded for each size"
         return None
 
-    def _range_of(self, plan: Plan, *, whole: bool) -> Range:
-        """Return the sizes that one graph is for: those of the whole ladder, or of the bucket."""
+    def _shared_graph(self, plan: Plan, *, whole: bool) -> SharedGraph:
+        """Return the symbolic graph for the sizes of the whole ladder, or of the bucket."""
         bounds = []
         for axis, size in plan.sizes.items():
             ladder = self._spec.ladders[axis]
@@ -215,7 +214,7 @@ class Engine:
         names = {axis for axis, _, _ in bounds}
         shapes = tuple((each.label, each.symbolic(names)) for each in plan.inputs)
         key = RangesKey(shapes, plan.specialization.around, tuple(bounds))
-        return self._ranges.setdefault(key, Range(key))
+        return self._shared.setdefault(key, SharedGraph(key))
 
     # ---- plans ----
 
@@ -239,7 +238,7 @@ class Engine:
         if how == "static":
             made.variant = self._cache.variant_for(made.shapes, plan.specialization)
         elif how != "eager":
-            key = choice.ranges[how].key
+            key = choice.shared[how].key
             made.variant = self._cache.variant(key)
             made.marks = tuple(_marks(self._spec, plan, key, extras))
         return made
@@ -248,37 +247,37 @@ class Engine:
 
     def _timed(self, target: Plan, call: Call, run: Run) -> Any:
         """Run a plan and note what it took, of forward and of the backward through it."""
-        choice, how = target.choice, target.how
-        if choice.prices is None:
+        choice = target.choice
+        if not isinstance(choice, AutoChoice):
             return self._counted(target, call, run)
         compiles = _will_compile(target)
         device = target.inputs[0].device
 
-        def took(seconds: float, *, backward: bool = False) -> None:
+        def record(seconds: float, *, backward: bool = False) -> None:
             with self._lock:
-                choice.took(how, seconds, compiled=compiles, backward=backward)
+                choice.add(target.how, seconds, compiled=compiles, backward=backward)
 
         # Of a call that compiles the seconds of the host count.
         stop = self._clock.start(torch.device("cpu") if compiles else device)
         output = self._counted(target, call, run)
-        stop(took)
+        stop(record)
         if torch.is_grad_enabled() and not choice.settled:
-            self._clock.time_backward(output, device, functools.partial(took, backward=True))
+            self._clock.time_backward(output, device, functools.partial(record, backward=True))
         return output
 
     def _counted(self, target: Plan, call: Call, run: Run) -> Any:
         """Run a plan, and give ranges up that are compiled anew for each size."""
         # One graph is to serve all sizes; one that is compiled for each is worse than a static one.
-        range_ = target.choice.ranges.get(target.how)
-        if range_ is None or _will_compile(target) or target.ready:
+        graph = target.choice.shared.get(target.how)
+        if graph is None or _will_compile(target) or target.ready:
             return run(target, call)
         graphs = _torch.graphs_compiled()
         output = run(target, call)
         with self._lock:
-            range_.compiled_anew += _torch.graphs_compiled() > graphs
-            if range_.compiled_anew > _COMPILED_OFTEN:
-                times = range_.compiled_anew
-                target.choice.refuse(target.how, f"compiled anew {times} times for other sizes")
+            graph.recompiled += _torch.graphs_compiled() > graphs
+            if graph.recompiled > _COMPILED_OFTEN:
+                reason = f"compiled anew {graph.recompiled} times for other sizes"
+                target.choice.refuse(target.how, reason)
         return output
 
     def _reason_to_refuse(self, how: str, error: Exception) -> str | None:
@@ -290,40 +289,41 @@ class Engine:
         if how != "eager" and isinstance(error, _torch.compile_failures()):
             if how == "static" and self.kind == "ranges":
                 return None
-            return _said(error)
+            return _in_few_words(error)
         if how == "static" and str(error).startswith("bucketed:"):
             return str(error)
         return None
 
     # ---- warm-up ----
 
-    def _warmed(self, target: Plan, call: Call, timed: Timed) -> str | None:
-        """Compile a plan; return why it can't be."""
+    def _warmed(self, plan: Plan, call: Call, how: How, timed: Timed) -> bool:
+        """Compile what runs a bucket in this way; where that can't be, refuse it."""
+        target, choice = self._target(plan, call, how), plan.choice
         compiles = _will_compile(target)
         try:
             seconds = timed(target, call)
         except Exception as error:
-            reason = self._reason_to_refuse(target.how, error)
+            reason = self._reason_to_refuse(how, error)
             if reason is None:
                 raise
-            return reason
-        choice = target.choice
-        if choice.prices is not None:
-            choice.took(target.how, seconds, compiled=compiles, warmed=True)
-        return None
+            choice.refuse(how, reason)
+            return False
+        if isinstance(choice, AutoChoice):
+            choice.add(how, seconds, compiled=compiles, warmed=True)
+        return True
 
 
 def _devices(plan: Plan) -> set[str]:
     return {each.device.type for each in plan.inputs}
 
 
-def _assumed_price(spec: Spec) -> float:
+def _assumed_cost(spec: Spec) -> float:
     given = spec.options["compile"]
     backend = given.get("backend", "inductor") if isinstance(given, dict) else "inductor"
     return _ASSUMED if backend == "inductor" else _ASSUMED_CHEAP
 
 
-def _said(error: Exception) -> str:
+def _in_few_words(error: Exception) -> str:
     """Return why something can't be compiled in a few words."""
     text = " ".join(str(error).split())
     # The texts of torch.fx.experimental.symbolic_shapes for a mark that does not hold.
@@ -366,7 +366,7 @@ class Clock:
         self._events: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
 
     def start(self, device: torch.device) -> Callable[[Callable[[float], None]], None]:
-        """Begin to time; what is returned ends it, and takes what is told the seconds."""
+        """Begin to time; what is returned ends it, and calls a function with the seconds."""
         self._read()
         if device.type == "cuda":
             # By events: the host's clock would say how fast kernels are launched.
@@ -374,26 +374,26 @@ class Clock:
             begun: Any = torch.cuda.Event(enable_timing=True)
             begun.record()
 
-            def stop_on_gpu(told: Callable[[float], None]) -> None:
+            def stop_on_gpu(record: Callable[[float], None]) -> None:
                 ended: Any = torch.cuda.Event(enable_timing=True)
                 ended.record()
-                self._events.append((begun, ended, told))
+                self._events.append((begun, ended, record))
 
             return stop_on_gpu
         at = time.perf_counter()
-        return lambda told: told(time.perf_counter() - at)
+        return lambda record: record(time.perf_counter() - at)
 
     def time_backward(
-        self, output: Any, device: torch.device, told: Callable[[float], None]
+        self, output: Any, device: torch.device, record: Callable[[float], None]
     ) -> None:
         """Time the backward through an output, if there is one later."""
         stop: list[Any] = []
         leaves = [each for each in flatten(output)[0] if isinstance(each, torch.Tensor)]
         _torch.call_around_backward(
-            leaves, lambda: stop.append(self.start(device)), lambda: stop.pop()(told)
+            leaves, lambda: stop.append(self.start(device)), lambda: stop.pop()(record)
         )
 
     def _read(self) -> None:
         while self._events and self._events[0][1].query():
-            begun, ended, told = self._events.popleft()
-            told(begun.elapsed_time(ended) / 1e3)
+            begun, ended, record = self._events.popleft()
+            record(begun.elapsed_time(ended) / 1e3)

@@ -20,6 +20,7 @@ from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
 from torchguard.equivalence.outcome import Given
 
 if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.break_even import How
     from torchguard.bucketing.decorator.spec import Sizes, Spec
 
 __all__ = [
@@ -292,8 +293,7 @@ class Plan:
     """The smallest sizes that any rank of a group has."""
     real: int = 1
     padded: int = 1
-    how: str = "static"
-    """What runs it, as :data:`torchguard.bucketing.decorator.rent.How`."""
+    how: How = "static"
     choice: Any = None
     """Of its bucket, where something else than a static graph may run it."""
     turns: dict[str, Plan] = field(default_factory=dict)

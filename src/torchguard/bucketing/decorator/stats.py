@@ -124,7 +124,7 @@ def stats_of(caller: Caller) -> BucketedStats:
         axes=tuple(caller.spec.ladders),
         relies_on_fill_0=caller.kept.relies_on_zero,
         compiled=caller.cache.static is not None,
-        engines=caller.engine.described(),
+        engines=caller.engine.describe(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Rent before you buy: what engine="auto" decides, on a clock of its own."""
+"""When compiling breaks even: what engine="auto" decides, on a clock of its own."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-rent = importlib.import_module("torchguard.bucketing.decorator.rent")
+break_even = importlib.import_module("torchguard.bucketing.decorator.break_even")
 
 
 class Function:
     """A function that takes known seconds: one choice for each bucket, and a clock."""
 
-    def __init__(self, costs: dict[int, dict[str, float]], prices: dict[str, float]) -> None:
-        self.costs, self.paid = costs, prices
-        self.prices = rent.Prices(prices["ranges"])
-        self.whole = rent.Range(None)
+    def __init__(self, costs: dict[int, dict[str, float]], compiling: dict[str, float]) -> None:
+        self.costs, self.compiling = costs, compiling
+        self.compile_costs = break_even.CompileCosts(compiling["ranges"])
+        self.whole = break_even.SharedGraph(None)
         self.choices = {
-            bucket: rent.Choice.by_rent((bucket,), self.whole, self.prices) for bucket in costs
+            bucket: break_even.AutoChoice((bucket,), self.whole, self.compile_costs)
+            for bucket in costs
         }
         self.compiled: set[Any] = set()
         self.seconds = 0.0
@@ -30,14 +31,14 @@ class Function:
 
     def call(self, bucket: int) -> str:
         choice = self.choices[bucket]
-        how: str = choice.turn()
+        how: str = choice.next()
         graph = {"static": ("static", bucket), "ranges": "ranges"}.get(how)
         first = graph is not None and graph not in self.compiled
         self.compiled.add(graph)
-        seconds = self.costs[bucket][how] + (self.paid[how] if first else 0)
+        seconds = self.costs[bucket][how] + (self.compiling[how] if first else 0)
         self.seconds += seconds
         if not choice.settled:
-            choice.took(how, seconds, compiled=first)
+            choice.add(how, seconds, compiled=first)
             choice.judge()
         self.how.append((bucket, how))
         return how
@@ -47,10 +48,10 @@ class Function:
         counts = Counter(bucket for bucket, _ in self.how)
         found = []
         for ranges in (False, True):
-            total = self.paid["ranges"] if ranges else 0.0
+            total = self.compiling["ranges"] if ranges else 0.0
             for bucket, count in counts.items():
                 costs = self.costs[bucket]
-                ways = [count * costs["eager"], self.paid["static"] + count * costs["static"]]
+                ways = [count * costs["eager"], self.compiling["static"] + count * costs["static"]]
                 total += min([*ways, count * costs["ranges"]] if ranges else ways)
             found.append(total)
         return min(found)
@@ -65,26 +66,26 @@ def _stream() -> st.SearchStrategy[Any]:
         st.floats(0.5, 1.5),
     )
     buckets = st.lists(bucket, min_size=1, max_size=4)
-    prices = st.fixed_dictionaries({"ranges": st.floats(1, 20), "static": st.floats(1, 20)})
+    compiling = st.fixed_dictionaries({"ranges": st.floats(1, 20), "static": st.floats(1, 20)})
     weights = st.lists(st.integers(1, 9), min_size=4, max_size=4)
-    return st.tuples(buckets, prices, weights, st.integers(0, 1 << 30), st.integers(1, 1500))
+    return st.tuples(buckets, compiling, weights, st.integers(0, 1 << 30), st.integers(1, 1500))
 
 
-class TestRentBeforeYouBuy:
+class TestBreakEven:
     @given(_stream())
     @settings(max_examples=150, deadline=None)
     def test_costs_at_most_twice_the_best_in_hindsight(self, stream: Any) -> None:
         """For any costs, if a static graph is at most twice as fast as a symbolic one."""
-        costs, paid, weights, seed, calls = stream
-        function = Function(dict(enumerate(costs)), paid)
+        costs, compiling, weights, seed, calls = stream
+        function = Function(dict(enumerate(costs)), compiling)
         numbers = random.Random(seed)  # noqa: S311
         order = numbers.choices(range(len(costs)), weights[: len(costs)], k=calls)
         dearest = max(max(each.values()) for each in costs)
-        one_compile = max(paid.values())
+        one_compile = max(compiling.values())
         for bucket in order:
             function.call(bucket)
             # Of each bucket a few calls are timed in each way before one is kept.
-            trials = 2 * rent._ENOUGH_WHERE_CLOSE * dearest
+            trials = 2 * break_even._ENOUGH_WHERE_CLOSE * dearest
             known = 2 * function.best() + one_compile + len(costs) * trials
             assert function.seconds <= known
 
@@ -93,7 +94,7 @@ class TestRentBeforeYouBuy:
         function = Function(costs, {"ranges": 10.0, "static": 10.0})
         assert {function.call(bucket) for bucket in range(50)} == {"eager"}
 
-    def test_compiles_once_the_rent_has_reached_the_price(self) -> None:
+    def test_compiles_once_eager_has_cost_what_compiling_does(self) -> None:
         function = Function(
             {0: {"eager": 1.0, "ranges": 0.5, "static": 0.5}}, {"ranges": 10.0, "static": 10.0}
         )
@@ -109,13 +110,13 @@ class TestRentBeforeYouBuy:
         assert hows[-1] == fastest
         assert function.choices[0].settled
 
-    def test_stops_buying_static_graphs_that_gain_nothing(self) -> None:
+    def test_stops_compiling_static_graphs_that_save_nothing(self) -> None:
         costs = {bucket: {"eager": 1.0, "ranges": 0.5, "static": 0.6} for bucket in range(8)}
         function = Function(costs, {"ranges": 5.0, "static": 5.0})
         for turn in range(4000):
             function.call(turn % 8)
-        bought = {graph for graph in function.compiled if graph and graph[0] == "static"}
-        assert len(bought) <= 3
+        static = {graph for graph in function.compiled if graph and graph[0] == "static"}
+        assert len(static) <= 3
         assert {how for _, how in function.how[-8:]} == {"ranges"}
 
     def test_takes_the_graph_that_is_there_for_a_new_bucket(self) -> None:

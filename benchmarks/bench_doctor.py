@@ -18,8 +18,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 
 from benchmarks.program import Benchmark, Results, Setting
 from torchguard.defects.catalog import built_in
-from torchguard.defects.doctor import DoctorProgress, doctor
-from torchguard.defects.report import Row
+from torchguard.defects.doctor import DoctorProgress, Row, doctor
 
 # What asks for a GPU, or does something else on one.
 ON_A_GPU = ("cudagraph-shapes", "pad-reduction", "pad-dynamic")

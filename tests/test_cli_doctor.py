@@ -18,8 +18,7 @@ import torchguard
 from torchguard.__main__ import main
 from torchguard.cli import doctor as doctor_command
 from torchguard.cli.doctor import lines, shown_on, table
-from torchguard.defects.doctor import DoctorProgress
-from torchguard.defects.report import DoctorReport
+from torchguard.defects.doctor import DoctorProgress, DoctorReport
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
 

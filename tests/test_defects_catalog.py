@@ -12,7 +12,7 @@ import torchguard
 from torchguard.cli.doctor import guards_as_code
 from torchguard.defects import FAMILIES, BrokenDefect, Defect, all_defects
 from torchguard.defects.catalog import built_in, find
-from torchguard.defects.report import DoctorReport
+from torchguard.defects.doctor import DoctorReport
 
 OWN = [row for row in built_in() if isinstance(row, Defect)]
 

@@ -10,8 +10,7 @@ import torch
 from support.planted import planted
 
 import torchguard
-from torchguard.defects.doctor import DoctorProgress
-from torchguard.defects.report import DoctorReport
+from torchguard.defects.doctor import DoctorProgress, DoctorReport
 
 
 class TestArguments:

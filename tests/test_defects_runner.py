@@ -16,7 +16,8 @@ from support.processes import wait_until_gone
 
 import torchguard
 from torchguard.defects import runner
-from torchguard.defects.report import DoctorReport, Verdict
+from torchguard.defects.doctor import DoctorReport
+from torchguard.defects.runner import Verdict
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and terminals of POSIX")
 

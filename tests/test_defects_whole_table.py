@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from torchguard.defects.catalog import all_defects
-from torchguard.defects.report import DoctorReport
+from torchguard.defects.doctor import DoctorReport
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def test_the_stub_has_the_same_names_from_the_same_modules() -> None:
         for alias in node.names
     }
     homes = {name: f"torchguard.{module}" for name, module in torchguard._HOME.items()}  # type: ignore[attr-defined]
-    assert imported == {**homes, "__version__": "torchguard.version"}
+    assert imported == {**homes, "__version__": "torchguard._public"}
     [listed] = [node.value for node in stub.body if isinstance(node, ast.Assign)]
     assert ast.literal_eval(listed) == sorted(torchguard.__all__)
 
@@ -52,7 +52,7 @@ def test_importing_torchguard_imports_neither_torch_nor_a_room() -> None:
         "import sys, torchguard; print(sorted(name for name in sys.modules "
         "if name.partition('.')[0] in ('torch', 'numpy', 'torchguard')))"
     )
-    assert output_of(program) == "['torchguard', 'torchguard.version']\n"
+    assert output_of(program) == "['torchguard', 'torchguard._public']\n"
 
 
 def test_a_name_that_is_not_there_raises_attribute_error() -> None:

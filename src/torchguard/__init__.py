@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from torchguard.version import __version__
+from torchguard._public import __version__
 
 # The stub beside this file says the same to type checkers; a test compares the two.
 _PUBLIC = {
@@ -32,8 +32,7 @@ _PUBLIC = {
     "checkpoint.loading": ("load", "load_state_dict"),
     "checkpoint.saving": ("save",),
     "checkpoint.whole_file": ("checkpoint_folder",),
-    "defects.doctor": ("doctor",),
-    "defects.report": ("DoctorReport",),
+    "defects.doctor": ("DoctorReport", "doctor"),
     "errors": (
         "DamagedFileError",
         "InconsistentTensorError",

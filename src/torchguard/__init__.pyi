@@ -1,4 +1,5 @@
 # What torchguard holds, for type checkers: __init__.py imports each name when it is used.
+from torchguard._public import __version__
 from torchguard.assignment.assign import sliced_assign, sliced_assign_
 from torchguard.assignment.at import at
 from torchguard.bucketing.buckets import Buckets
@@ -14,8 +15,7 @@ from torchguard.bucketing.sampler import BucketBatchSampler
 from torchguard.checkpoint.loading import load, load_state_dict
 from torchguard.checkpoint.saving import save
 from torchguard.checkpoint.whole_file import checkpoint_folder
-from torchguard.defects.doctor import doctor
-from torchguard.defects.report import DoctorReport
+from torchguard.defects.doctor import DoctorReport, doctor
 from torchguard.errors import (
     DamagedFileError,
     InconsistentTensorError,
@@ -52,7 +52,6 @@ from torchguard.transactions.step import TransactionStats
 from torchguard.verification.backend import verified_backend
 from torchguard.verification.decorator import verified
 from torchguard.verification.report import GraphRecord, VerificationReport, verification_report
-from torchguard.version import __version__
 
 __all__ = [
     "BucketBatchSampler",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from torchguard._public import __version__
 from torchguard.cli import write
-from torchguard.version import __version__
 
 
 def main(arguments: list[str] | None = None) -> int:

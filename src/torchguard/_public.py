@@ -1,10 +1,13 @@
-"""Marks what users import from ``torchguard``."""
+"""What users see of torchguard: its version, and the mark of what they import from it."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-__all__ = ["public"]
+__all__ = ["__version__", "public"]
+
+__version__ = "0.1.0"
+"""The one place that says which version this is."""
 
 _Object = TypeVar("_Object")
 

@@ -12,7 +12,7 @@ import pytest
 
 import torchguard
 from torchguard.defects import all_defects
-from torchguard.defects.report import DoctorReport, Row
+from torchguard.defects.doctor import DoctorReport, Row
 
 PLANTED = """
 import ctypes, json, os, pathlib, resource, subprocess, sys, time

@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchguard.cli import interrupted, positive_float, positive_int, write
 from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_defects
-from torchguard.defects.doctor import DoctorProgress, doctor, select
-from torchguard.defects.report import DoctorReport, Environment, Row, Verdict
+from torchguard.defects.doctor import (
+    DoctorProgress,
+    DoctorReport,
+    Environment,
+    Row,
+    doctor,
+    select,
+)
+from torchguard.defects.runner import Verdict
 
 if TYPE_CHECKING:
     from rich.table import Table

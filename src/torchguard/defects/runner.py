@@ -31,16 +31,51 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from torchguard.defects.catalog import CALLED_GUARDS, Defect, NotRunHere, built_in, error_text, find
-from torchguard.defects.report import Status, Verdict
 
 _LOOK = 1.0  # seconds after which processes are looked at even if nothing was reported
 _LOG_TAIL = 4000  # bytes kept of what a process wrote
 
 # torch.compile imports these; they take as long as torch itself.
 _COMPILER = ("torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.cpu_vec_isa")
+
+
+Status = Literal[
+    # Of a run on bare torch:
+    "absent",  # this torch does not have the defect
+    "corrupt",  # live: a tensor, a buffer or a file was spoiled
+    "wrong result",  # live: the program computed something else than it says
+    "crash",  # live: the process died
+    "timeout",  # the probe was killed after its time: neither live nor absent
+    # Of a run with the guards on, which follows a live one:
+    "closed",  # the defect is gone
+    "detected",  # the damage is done, and the guards find it where they are called
+    "open",  # still live, or no guard exists yet
+    "-",  # nothing to close
+    # Of either:
+    "not run",  # this machine lacks what the probe needs; never to be read as closed
+    "broken",  # the probe or the plug-in itself failed: it proves nothing
+]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the run of one probe ended."""
+
+    status: Status
+    detail: str = ""
+    """The probe's sentence, the signal's name, or why there is no answer."""
+
+    seconds: float = 0.0
+    log: str = ""
+    """The end of what the process wrote, where the status alone does not explain it."""
+
+    @property
+    def live(self) -> bool:
+        """Whether bare torch showed the defect; a probe may do that by dying."""
+        return self.status in {"corrupt", "wrong result", "crash"}
 
 
 class Event(NamedTuple):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from torchguard import _torch
+from torchguard._public import __version__
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.fingerprint import (
     Parts,
@@ -32,7 +33,6 @@ from torchguard.bucketing.decorator.fingerprint import (
 from torchguard.bucketing.decorator.plan import Call, Plan, TensorKey
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
-from torchguard.version import __version__
 
 __all__ = ["KeptWork", "Proven", "spell_key"]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-__all__ = ["__version__", "public"]
-
 __version__ = "0.1.0"
 """The one place that says which version this is."""
 

@@ -6,26 +6,6 @@ so ``except RuntimeError`` and out-of-memory retry loops go on working.
 
 from torchguard._public import public
 
-__all__ = [
-    "DamagedFileError",
-    "InconsistentTensorError",
-    "MiscompilationError",
-    "MiscompilationWarning",
-    "NonResizableStorageError",
-    "OptimizerStateError",
-    "PaddingLeakError",
-    "PatchConflictError",
-    "PeerFailedError",
-    "ReadOnlyMemoryError",
-    "RecompileError",
-    "ReplayMismatchError",
-    "SaveError",
-    "SharedViewError",
-    "TorchGuardError",
-    "TornSaveError",
-    "UnrecoverableStepError",
-]
-
 
 @public
 class TorchGuardError(Exception):

@@ -7,7 +7,6 @@ and that nothing private is used anywhere else.
 """
 
 # ruff: noqa: F403  each module says in __all__ what it offers
-from torchguard._torch.artifacts import *
 from torchguard._torch.compile import *
 from torchguard._torch.dynamo import *
 from torchguard._torch.modes import *

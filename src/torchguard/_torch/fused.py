@@ -22,8 +22,6 @@ from torchguard._torch.optimizers import (
     same_tensors,
 )
 
-__all__ = ["FusedLists", "FusedProgress", "FusedStep", "has_fused_lists", "known_contiguous"]
-
 _PARAMETERS = {"params", "params_with_grad"}
 _GRADIENTS = "grads"
 _COUNTERS = "state_steps"

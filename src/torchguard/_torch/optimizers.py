@@ -22,30 +22,6 @@ from torchguard._torch.modes import (
 )
 from torchguard._torch.tensors import version_of
 
-__all__ = [
-    "MODULE_HOOKS",
-    "call_unseen",
-    "call_while_tracing",
-    "close_checkpoints",
-    "concatenated",
-    "copy_all",
-    "fused_sgd_skips_half",
-    "hooks_registered",
-    "init_group",
-    "init_group_arguments",
-    "lists_of_init_group",
-    "members_of",
-    "not_saved",
-    "per_optimizer_states",
-    "remove_hooks_since",
-    "same_one_by_one",
-    "same_tensors",
-    "step_without_hooks",
-    "unwrap_steps",
-    "versions_of",
-    "wrap_step",
-]
-
 MODULE_HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

@@ -14,12 +14,12 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torchguard._torch import (
     follow_in_torchscript,
@@ -30,25 +30,6 @@ from torchguard._torch import (
 )
 from torchguard._torch.schemas import describe_as
 from torchguard.errors import PatchConflictError
-
-__all__ = [
-    "ABSENT",
-    "Computed",
-    "Make",
-    "Overlay",
-    "apply",
-    "exists",
-    "lock",
-    "original",
-    "originals_in_place",
-    "overlay",
-    "patched",
-    "remove_overlay",
-    "renew",
-    "resolve",
-    "set_all",
-    "undo",
-]
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes the original and returns its replacement."""
@@ -95,76 +76,11 @@ class _Patch:
 _table: dict[str, _Patch] = {}
 
 
-class Overlay(Protocol):
-    """Many attributes at once, over whatever is patched one by one."""
-
-    @property
-    def owner(self) -> Any:
-        """Whose attributes they are."""
-
-    @property
-    def inert(self) -> bool:
-        """Whether they do nothing while no scope is open, so that they may stay."""
-
-    def put_on(self) -> None:
-        """Set them."""
-
-    def take_off(self) -> None:
-        """Set what was there."""
-
-
-_overlays: list[Overlay] = []
-
 # Originals with the replacements made for them, to be used again: guarded() comes and goes.
 _made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _prepared = False
 _skipped: set[str] = set()  # modules of ours whose frames Dynamo leaves alone
 _PACKAGE = __name__.partition(".")[0] + "."
-
-
-def overlay(overlays: Iterable[Overlay]) -> None:
-    """Put these over what is patched, until :func:`remove_overlay`."""
-    with lock:
-        _prepare()
-        for each in overlays:
-            each.put_on()
-            _overlays.append(each)
-
-
-def remove_overlay(overlays: Iterable[Overlay]) -> None:
-    """Take them away again."""
-    with lock:
-        for each in overlays:
-            each.take_off()
-            _overlays.remove(each)
-
-
-def set_all(owner: Any, rows: Iterable[tuple[str, Sequence[Any]]], *, which: int) -> None:
-    """Set attributes of something of torch's, each to one of its values.
-
-    Those whose value is ``ABSENT`` are deleted.
-    """
-    for name, values in rows:
-        value = values[which]
-        if value is ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
-
-
-@contextlib.contextmanager
-def _without_overlays(paths: Iterable[str] | None = None) -> Iterator[None]:
-    """Take away what stands over these paths, or over any, for as long as the block runs."""
-    with lock:
-        standing = list(_overlays)
-        if standing and paths is not None:
-            owners = [resolve(path)[0] for path in paths]
-            standing = [each for each in standing if any(each.owner is owner for owner in owners)]
-        remove_overlay(standing)
-        try:
-            yield
-        finally:
-            overlay(standing)
 
 
 def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
@@ -403,10 +319,7 @@ def _lower_patch_was_undone(patch: _Patch) -> bool:
 
 
 def _put_original(patch: _Patch) -> None:
-    if patch.before is ABSENT:
-        delattr(patch.owner, patch.name)
-    else:
-        setattr(patch.owner, patch.name, patch.before)
+    _set(patch.owner, patch.name, patch.before)
 
 
 def resolve(path: str) -> tuple[Any, str]:
@@ -420,3 +333,163 @@ def resolve(path: str) -> tuple[Any, str]:
                 owner = getattr(owner, part)
             return owner, name
     raise AttributeError(f"{path}: no such attribute; expected a path like torch.Tensor.resize_")
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+# ---- what stands over torch while a guarded() scope is open ----
+#
+# It is put there and taken away in one go. Two kinds, because entering a scope has to be quick and
+# compiled functions must not notice. Methods are set on their class, which Dynamo does not guard.
+# For functions of torch's modules the class of the module is changed to one that computes them when
+# they are read: one assignment, only the scope's own context sees another function, and an identity
+# that Dynamo has guarded (torch.add) holds.
+
+
+class AttributeOverlay:
+    """Attributes in front of those of a class, or of a module that no compiled code looks at."""
+
+    def __init__(
+        self, owner: Any, makes: Mapping[str, Make | Computed], *, inert: bool = False
+    ) -> None:
+        self.owner = owner
+        self.inert = inert
+        """Whether the replacements do nothing while no scope is open, so that they may stay."""
+
+        self._makes = makes
+        self._made: dict[str, tuple[Any, Any]] = {}
+        """By name: what stood there (or ``ABSENT``), and what is put there."""
+
+        for name in makes:
+            self._make(name, vars(owner).get(name, ABSENT))
+
+    def _make(self, name: str, before: Any) -> None:
+        make = self._makes[name]
+        if isinstance(make, Computed):
+            replacement: Any = make.property_named(name)
+        else:
+            replacement = make(getattr(self.owner, name))
+        self._made[name] = before, replacement
+
+    def put_on(self) -> None:
+        """Set every attribute; made anew where other code has patched since."""
+        now = vars(self.owner).get
+        for name, (before, _) in self._made.items():
+            if now(name, ABSENT) is not before:
+                self._make(name, now(name, ABSENT))
+        for name, (_, replacement) in self._made.items():
+            setattr(self.owner, name, replacement)
+
+    def take_off(self) -> None:
+        """Put back what stood there. What other code has patched on top of ours stays."""
+        now = vars(self.owner).get
+        for name, (before, replacement) in self._made.items():
+            if now(name) is replacement:
+                _set(self.owner, name, before)
+
+
+class ModuleOverlay:
+    """Functions in front of those of a module, for whoever asks from inside a scope."""
+
+    inert = False
+
+    def __init__(
+        self, module: ModuleType, makes: Mapping[str, Make], in_scope: Callable[[], object]
+    ) -> None:
+        self.owner = module
+        self._before = type(module)
+        properties = {name: _computed(module, name, make, in_scope) for name, make in makes.items()}
+        # The class of a module may be assigned, so that its attributes can be computed:
+        # https://docs.python.org/3/reference/datamodel.html#customizing-module-attribute-access
+        self._during = type(self._before.__name__, (self._before,), properties)
+
+    def put_on(self) -> None:
+        """Change the module's class."""
+        if type(self.owner) is self._before:
+            self.owner.__class__ = self._during
+
+    def take_off(self) -> None:
+        """Change it back."""
+        if type(self.owner) is self._during:
+            self.owner.__class__ = self._before
+
+
+def _computed(
+    module: ModuleType, name: str, make: Make, in_scope: Callable[[], object]
+) -> property:
+    """Make the attribute: outside of scopes what the module holds, inside the same, guarded."""
+    held = vars(module)
+    # Some names of torch._VF are those of another module, found by its __getattr__.
+    elsewhere = getattr(module, name)
+    original = held.get(name, elsewhere)
+    guarded = make(original)
+    others: dict[int, tuple[Any, Any]] = {}  # what install() or other code has put there
+
+    def read(_: ModuleType) -> Any:
+        value = held.get(name, elsewhere)
+        if in_scope() is None:
+            return value
+        if value is original:
+            return guarded
+        if id(value) not in others:
+            others.clear()
+            others[id(value)] = value, make(value)
+        return others[id(value)][1]
+
+    def write(_: ModuleType, value: Any) -> None:
+        held[name] = value
+
+    def remove(_: ModuleType) -> None:
+        del held[name]
+
+    return property(read, write, remove)
+
+
+def overlays_by_owner(replacements: Mapping[str, Make | Computed]) -> list[AttributeOverlay]:
+    """Make an overlay for each class or module that these paths lead to."""
+    makes: dict[int, tuple[Any, dict[str, Make | Computed]]] = {}
+    for path, make in replacements.items():
+        owner, name = resolve(path)
+        makes.setdefault(id(owner), (owner, {}))[1][name] = make
+    return [AttributeOverlay(owner, each) for owner, each in makes.values()]
+
+
+Overlay = AttributeOverlay | ModuleOverlay
+_overlays: list[Overlay] = []
+
+
+def overlay(overlays: Iterable[Overlay]) -> None:
+    """Put these over what is patched, until :func:`remove_overlay`."""
+    with lock:
+        _prepare()
+        for each in overlays:
+            each.put_on()
+            _overlays.append(each)
+
+
+def remove_overlay(overlays: Iterable[Overlay]) -> None:
+    """Take them away again."""
+    with lock:
+        for each in overlays:
+            each.take_off()
+            _overlays.remove(each)
+
+
+@contextlib.contextmanager
+def _without_overlays(paths: Iterable[str] | None = None) -> Iterator[None]:
+    """Take away what stands over these paths, or over any, for as long as the block runs."""
+    with lock:
+        standing = list(_overlays)
+        if standing and paths is not None:
+            owners = [resolve(path)[0] for path in paths]
+            standing = [each for each in standing if any(each.owner is owner for owner in owners)]
+        remove_overlay(standing)
+        try:
+            yield
+        finally:
+            overlay(standing)

@@ -6,8 +6,6 @@ import argparse
 import os
 import sys
 
-__all__ = ["interrupted", "positive_float", "positive_int", "write"]
-
 
 def positive_int(text: str) -> int:
     """Read an option that counts something, for argparse."""

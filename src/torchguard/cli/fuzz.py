@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torchguard.verification import VerificationReport
     from torchguard.verification.fuzz import Trial
 
-__all__ = ["add_parser"]
-
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command ``fuzz``."""

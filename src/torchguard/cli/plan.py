@@ -17,8 +17,6 @@ from torchguard.bucketing.lengths import FORMATS, read_sizes
 from torchguard.bucketing.steps import epoch_of
 from torchguard.cli import interrupted, positive_int
 
-__all__ = ["add_parser"]
-
 _COUNTS = 32
 
 

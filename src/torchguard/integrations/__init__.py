@@ -9,8 +9,6 @@ import torchguard
 from torchguard.patching.guards import GuardName
 from torchguard.patching.install import Installation
 
-__all__ = ["HasStatistics", "Session"]
-
 
 class HasStatistics(Protocol):
     """A function or a module that ``bucketed`` made."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from torchguard.defects.catalog import Defect, Family
 
-__all__ = ["compile_defect", "gradient_defect", "issues", "memory_defect"]
-
 
 def _defect(
     family: Family, summary: str, *, upstream: tuple[str, ...] = (), **options: Any

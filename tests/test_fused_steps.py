@@ -14,7 +14,7 @@ from test_optimizer_guard import FailAt
 from torch import nn
 
 import torchguard
-from torchguard.transactions import fused
+from torchguard.transactions.hooks import fused_replacements
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "SGD": lambda p, **k: torch.optim.SGD(p, lr=0.1, **k),
@@ -235,7 +235,7 @@ def test_each_operator_of_a_step_fails_in_turn(name: str) -> None:
 
 def test_other_code_sees_torch_again() -> None:
     """After the last guard the kernels are called as torch calls them."""
-    places = [path.rpartition(".") for path in fused.replacements()]
+    places = [path.rpartition(".") for path in fused_replacements()]
 
     def standing() -> list[Any]:
         return [getattr(sys.modules[module], name) for module, _, name in places]

@@ -54,13 +54,6 @@ from torchguard._torch import (
     without_torch_function,
 )
 
-__all__ = [
-    "setitem_not_needed",
-    "setitem_replacements",
-    "slice_scatter_not_needed",
-    "slice_scatter_replacements",
-]
-
 # ---- setitem ----
 
 

@@ -23,9 +23,6 @@ from torchguard.rollback.block import rollback_on_error
 if TYPE_CHECKING:
     from zipfile import ZipFile, ZipInfo
 
-__all__ = ["guard_load", "guard_module_load", "guard_optimizer_load", "load", "load_state_dict"]
-
-
 _ZIP_BEGINS = b"PK\x03\x04"
 _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse the version")
 # Magic number, protocol, sizes of integers, the object, the keys of its storages. Elements follow.

@@ -16,8 +16,6 @@ from torchguard._torch import patch, version_of
 from torchguard.checkpoint.whole_file import is_replaceable, is_temporary, replace_file
 from torchguard.errors import SaveError, TornSaveError
 
-__all__ = ["OnTorn", "guard_save", "guard_save_file", "guard_serialize_file", "save", "save_file"]
-
 OnTorn = Literal["raise", "retry", "ignore"]
 
 # A zip archive begins with a record and ends with 22 bytes that say where its directory is.

@@ -26,19 +26,6 @@ try:
 except ImportError:  # Windows: what a killed process leaves stays there
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "checkpoint_folder",
-    "is_replaceable",
-    "is_temporary",
-    "locked",
-    "remove_abandoned",
-    "replace_file",
-    "sync",
-    "temporary_name",
-    "try_lock",
-]
-
-
 _MARK = "torchguard-"
 _TOKEN_BYTES = 6
 _LONGEST_STEM = 200  # bytes; with the mark and the token it stays below the usual 255

@@ -20,17 +20,6 @@ import torch
 from torchguard._torch import patch, storage_key
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
 
-__all__ = [
-    "ReadOnly",
-    "as_tensor",
-    "asarray",
-    "changed",
-    "from_dlpack",
-    "from_numpy",
-    "frombuffer",
-    "replacements",
-]
-
 ReadOnly = Literal["copy", "raise", "warn"]
 
 _REDUCE = "torch.multiprocessing.reductions.reduce_tensor"

@@ -11,13 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchguard._public import public
-from torchguard.transactions.commit import Undo
-from torchguard.transactions.nonfinite import NonfiniteGate
+from torchguard.transactions.optimizer_step import NonfiniteGate, Undo
 from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.state import TrainingState
 from torchguard.transactions.step import Transaction
-
-__all__ = ["transaction"]
 
 
 @public

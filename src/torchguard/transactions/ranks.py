@@ -22,8 +22,6 @@ from torchguard._torch import without_dispatch_modes
 from torchguard.errors import PeerFailedError
 from torchguard.rollback.interrupts import SignalsHeldBack
 
-__all__ = ["FAILED", "OUT_OF_MEMORY", "Ranks"]
-
 # What a rank says of itself; the ranks act on the largest.
 _WELL, OUT_OF_MEMORY, FAILED = range(3)
 

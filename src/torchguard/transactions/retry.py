@@ -24,8 +24,6 @@ from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 if TYPE_CHECKING:
     from torchguard.transactions.step import Transaction
 
-__all__ = ["Halved", "differs_in_parts", "halved", "run"]
-
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONSTANTS = (*_SCALARS, torch.Size, torch.dtype, torch.device)
 

@@ -28,6 +28,7 @@ from torchguard.transactions.copies import (
     Containers,
     Copies,
     OptimizerSnapshot,
+    RNGState,
     comparison_of,
     different,
     is_plain,
@@ -36,9 +37,6 @@ from torchguard.transactions.copies import (
     state_tensors,
     undos_of,
 )
-from torchguard.transactions.random_state import RandomState
-
-__all__ = ["TrainingSnapshot", "TrainingState"]
 
 
 class TrainingState:
@@ -221,7 +219,7 @@ class TrainingSnapshot:
         self._copies: Copies | None = None
         if parameters:
             self.copy_parameters()
-        self._random = RandomState.capture()
+        self._random = RNGState.capture()
 
     def copy_parameters(self) -> None:
         """Copy the parameters and the tensors of the optimizers' state, unless that was done."""

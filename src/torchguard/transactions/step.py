@@ -11,30 +11,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchguard._public import public
-from torchguard._torch.optimizers import close_checkpoints
+from torchguard._torch.optimizers import call_unseen, close_checkpoints
 from torchguard.equivalence.isolate import ThreadModes
-from torchguard.errors import UnrecoverableStepError
+from torchguard.errors import ReplayMismatchError, UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
 from torchguard.rollback.interrupts import SignalsHeldBack, finish
-from torchguard.transactions.commit import (
+from torchguard.transactions.hooks import opened, step_is_compiled, watch
+from torchguard.transactions.optimizer_step import (
     AtCommit,
+    NonfiniteGate,
     OptimizerStep,
     Undo,
     finish_step,
+    is_gated_on_device,
     steps_in_one_call,
 )
-from torchguard.transactions.hooks import opened, step_is_compiled, watch
-from torchguard.transactions.nonfinite import NonfiniteGate, is_gated_on_device
 from torchguard.transactions.ranks import Ranks
-from torchguard.transactions.replay import replay
 from torchguard.transactions.retry import Halved, differs_in_parts, run
 from torchguard.transactions.state import TrainingSnapshot, TrainingState
-
-__all__ = ["Transaction", "TransactionStats"]
 
 
 @public
@@ -106,12 +105,12 @@ class Transaction:
 
     def run(
         self,
-        loss_of: Callable[[Any], torch.Tensor],
+        loss_of: Callable[[Any], Tensor],
         batch: Any,
         *,
         retry: Halved | None = None,
         before_step: Callable[[], Any] | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Run one training step: forward, backward, optimizers, scaler, schedulers, zero_grad.
 
         Equals, in a block of this transaction::
@@ -168,7 +167,26 @@ class Transaction:
                 it was before the first run.
             ValueError: ``times`` is less than 2.
         """
-        return replay(self.training, times)
+        if times < 2:  # noqa: PLR2004  once compares nothing
+            raise ValueError(f"replay: times is {times}, expected 2 or more")
+        snapshot = self.training.capture()
+        first: dict[str, _Bits | None] = {}
+        finished = False
+        try:
+            for number in range(times):
+                if number:
+                    # Dropout has to draw the same numbers, BatchNorm to begin with the same mean.
+                    finish(snapshot.restore)
+                yield number
+                if number:
+                    call_unseen(_compare, first, self.training, number)
+                else:
+                    results = _results(self.training)
+                    first = {name: call_unseen(_bits, each) for name, each in results}
+            finished = True
+        finally:
+            if not finished:
+                finish(snapshot.restore)
 
     @property
     def guarantee(self) -> str:
@@ -360,7 +378,7 @@ class Transaction:
         copies = self._undo_option == "auto" and not (in_one_call and last)
         copies = copies or self._undo_option == "copy"
         pending = OptimizerStep(optimizer, copies=copies, in_one_call=in_one_call)
-        if self.ranks is not None and last and not pending.is_copied:
+        if self.ranks is not None and last and pending.copies is None:
             pending.hold_signals_back()  # the others step, whatever happens to this rank
             try:
                 if in_one_call:
@@ -401,3 +419,42 @@ def _attempt(undo: Any, problems: list[str]) -> None:
         undo()
     except Exception as error:  # noqa: BLE001  collected: the rest has to go back all the same
         problems.append(f"{type(error).__name__}: {error}")
+
+
+# --- replay() --------------------------------------------------------------------------------
+
+_Bits = tuple[torch.Size, Tensor]
+
+
+def _results(training: TrainingState) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield what forward and backward write: gradients, then buffers."""
+    for number, module in enumerate(training.modules):
+        model = "model" if len(training.modules) == 1 else f"model[{number}]"
+        for name, parameter in module.named_parameters():
+            yield f"the gradient of {model}.{name}", parameter.grad
+        for name, buffer in module.named_buffers():
+            yield f"the buffer {model}.{name}", buffer
+
+
+def _bits(tensor: Tensor | None) -> _Bits | None:
+    """Return a shape and a copy of the elements as bytes: so NaN equals NaN, and 0.0 not -0.0."""
+    if tensor is None:
+        return None
+    dense = (tensor if tensor.layout is torch.strided else tensor.to_dense()).detach()
+    copied = dense.clone(memory_format=torch.contiguous_format)
+    return tensor.shape, copied.view(-1).view(torch.uint8)
+
+
+def _compare(first: dict[str, _Bits | None], training: TrainingState, number: int) -> None:
+    for name, tensor in _results(training):
+        before, now = first.get(name), _bits(tensor)
+        if before is None or now is None:
+            same = before is now
+        else:
+            same = before[0] == now[0] and torch.equal(before[1], now[1])
+        if not same:
+            raise ReplayMismatchError(
+                f"{name} has other bits in run {number + 1} than in run 1 on the same batch, with "
+                "the same random numbers: an operator is not deterministic (see "
+                "torch.use_deterministic_algorithms), or the hardware made an error"
+            )

@@ -1,7 +1,11 @@
-"""A step that is taken: prepared so that it can be undone, or made whole."""
+"""One ``optimizer.step()``: prepared so that it can be undone or finished, or skipped.
+
+It is undone or finished when it raises, and skipped when what it would apply is not finite.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -27,15 +31,6 @@ from torchguard.transactions.copies import (
     undos_of,
 )
 from torchguard.transactions.state import TrainingSnapshot, TrainingState
-
-__all__ = [
-    "AtCommit",
-    "OptimizerStep",
-    "Undo",
-    "add_note",
-    "finish_step",
-    "steps_in_one_call",
-]
 
 Undo = Literal["auto", "copy", "none"]
 
@@ -74,11 +69,12 @@ class OptimizerStep:
         """As it was when the step began; None as long as the step has not asked for it."""
         self._signals: SignalsHeldBack | None = None
         self._counts: bool | None = None
-        self._copies: Copies | None = None
+        self.copies: Copies | None = None
+        """Of parameters and state: with them the step can be undone even after it went through."""
         if copies:
             self._state = state_of(optimizer)
             written = [each for group in optimizer.param_groups for each in group["params"]]
-            self._copies = Copies([*written, *state_tensors(optimizer)])
+            self.copies = Copies([*written, *state_tensors(optimizer)])
         self._fused = FusedStep(optimizer, self.prepare) if in_one_call else None
 
     def prepare(self) -> FusedLists:
@@ -101,11 +97,6 @@ class OptimizerStep:
                 raise
         return state.lists
 
-    @property
-    def is_copied(self) -> bool:
-        """Whether the step can be undone even after it went through."""
-        return self._copies is not None
-
     def hold_signals_back(self) -> None:
         """Let signals wait until the step has gone through, or is undone."""
         self._signals = SignalsHeldBack()
@@ -122,8 +113,8 @@ class OptimizerStep:
         """Put parameters and state back from their copies."""
         if self._state is not None:
             self._state.restore()
-        if self._copies is not None:
-            self._copies.restore()
+        if self.copies is not None:
+            self.copies.restore()
 
     def fail(self, error: BaseException | None) -> bool:
         """Undo the step that has raised, or finish it; return whether it counts.
@@ -143,7 +134,7 @@ class OptimizerStep:
         return self._counts
 
     def _undo_or_finish(self, error: BaseException | None) -> bool:
-        if self._copies is not None:
+        if self.copies is not None:
             finish(self.undo)
             return False
         name = type(self.optimizer).__name__
@@ -179,16 +170,12 @@ class OptimizerStep:
             call_unseen(step_without_hooks(self.optimizer))
         except Exception as again:  # noqa: BLE001  whatever it is, the step is torn
             raise UnrecoverableStepError(
-                f"{_name(self.optimizer)}.step() raised after some of its kernels had run, and the "
-                f"others raised again ({again}): load a checkpoint"
+                f"{type(self.optimizer).__name__}.step() raised after some of its kernels had run, "
+                f"and the others raised again ({again}): load a checkpoint"
             ) from error
         finally:
             for parameter, gradient in zip(stepped, gradients, strict=True):
                 parameter.grad = gradient
-
-
-def _name(optimizer: Optimizer) -> str:
-    return type(optimizer).__name__
 
 
 def _make_state(optimizer: Optimizer) -> None:
@@ -219,18 +206,19 @@ def _check(optimizer: Optimizer) -> None:
         for place, parameter in enumerate(group["params"]):
             if parameter.grad is None:
                 continue
+            name = type(optimizer).__name__
             where = f"param_groups[{number}]['params'][{place}]"
             if any(
                 n > 1 and step == 0
                 for n, step in zip(parameter.shape, parameter.stride(), strict=True)
             ):
                 raise OptimizerStateError(
-                    f"{_name(optimizer)}: the elements of {where} share memory (it was expanded), "
+                    f"{name}: the elements of {where} share memory (it was expanded), "
                     "and a fused kernel writes one after the other: clone() it"
                 )
-            for name, tensor in optimizer.state.get(parameter, {}).items():
-                if name != "step" and isinstance(tensor, Tensor):
-                    _check_against(parameter, tensor, f"{_name(optimizer)}: {name} of {where}")
+            for key, tensor in optimizer.state.get(parameter, {}).items():
+                if key != "step" and isinstance(tensor, Tensor):
+                    _check_against(parameter, tensor, f"{name}: {key} of {where}")
 
 
 def _check_against(parameter: Tensor, tensor: Tensor, what: str) -> None:
@@ -252,12 +240,12 @@ class AtCommit:
     def __init__(self, training: TrainingState) -> None:
         groups = [group for each in training.optimizers for group in each.param_groups]
         parameters = [group["params"] for group in groups]
-        self.others = [
-            (other, Containers([vars(other)]))
+        self.others = {
+            id(other): Containers([vars(other)])
             if per_optimizer_states(other) is not None
-            else (other, Containers([vars(other), *groups], skip=parameters))
+            else Containers([vars(other), *groups], skip=parameters)
             for other in training.others
-        ]
+        }
         self.also = undos_of(training.also, buffers=True)
 
 
@@ -279,9 +267,8 @@ def finish_step(
         for name in ("grad_scale", "found_inf"):
             now.pop(name, None)
             now.update({name: before[name]} if name in before else {})
-    read = {} if at_commit is None else {id(other): held for other, held in at_commit.others}
     for other in training.others:
-        containers = read.get(id(other))
+        containers = None if at_commit is None else at_commit.others[id(other)]
         if per_optimizer_states(other) is not None:
             notes.append(_finish_scaler(other, containers))
         elif containers is not None and _raised_inside(exception, other):
@@ -325,3 +312,112 @@ def add_note(exception: BaseException, note: str) -> None:
         exception.add_note(note)
     else:
         exception.__notes__ = [*getattr(exception, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+# --- a step that is skipped ------------------------------------------------------------------
+#
+# The fused optimizers have a way to skip on the device, made for GradScaler: a tensor ``found_inf``
+# on the optimizer, which their kernel reads. It leaves parameters, moments and step counters as
+# they are where ``found_inf`` is 1. Nothing else in PyTorch can be skipped without asking the
+# device, so for other optimizers the host reads the flag.
+
+
+def is_gated_on_device(optimizer: Optimizer) -> bool:
+    """Return whether a step of this optimizer reads ``found_inf`` within its kernel.
+
+    ``GradScaler.step`` asks for the same attribute, which fused optimizers set
+    (torch/amp/grad_scaler.py). It says nothing of each group, and ``fused`` is an option of each.
+    """
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+class NonfiniteGate:
+    """Closes for one ``optimizer.step()`` when what it would apply is not finite.
+
+    :meth:`before` and :meth:`after` belong around each step; ``GradScaler`` does the same to
+    ``optimizer.found_inf``, so there is no scaler.
+    """
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+        self._found: Tensor | None = None
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._totals: dict[torch.device, Tensor] = {}
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped. Reading it waits for the device."""
+        return sum(int(total) for total in self._totals.values())
+
+    def look_at(self, loss: Tensor) -> None:
+        """Skip the steps of this block if ``loss`` is not finite, whatever the gradients are."""
+        self._loss = loss.detach()
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Find out whether the step is to be skipped, and let the optimizer know."""
+        with torch.no_grad():
+            self._found = _nonfinite(optimizer, self._loss)
+        if self._found is None:
+            return
+        if is_gated_on_device(optimizer):
+            optimizer.found_inf = self._found  # type: ignore[attr-defined]
+        elif bool(self._found):  # the host read
+            # A parameter without a gradient is left alone by every optimizer of PyTorch.
+            self._gradients = [
+                (p, p.grad) for group in optimizer.param_groups for p in group["params"]
+                if p.grad is not None
+            ]  # fmt: skip
+            for parameter, _ in self._gradients:
+                parameter.grad = None
+
+    def after(self, optimizer: Optimizer, restore_where: Callable[[Tensor], None]) -> None:
+        """Call ``restore_where(skipped)``, to put buffers back where it is True, and count."""
+        if self._found is not None:
+            with torch.no_grad():
+                restore_where(self._found.bool())
+                total = self._totals.setdefault(
+                    self._found.device, torch.zeros_like(self._found, dtype=torch.int64)
+                )
+                total.add_(self._found.to(torch.int64))
+        self._end(optimizer)
+
+    def close(self, optimizers: Iterable[Optimizer]) -> None:
+        """Take back what :meth:`before` did, also after a step that raised."""
+        for optimizer in optimizers:
+            self._end(optimizer)
+        self._loss = None
+
+    def give_gradients_back(self) -> None:
+        """Let parameters have the gradients that :meth:`before` took away for a step."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+
+    def _end(self, optimizer: Optimizer) -> None:
+        self.give_gradients_back()
+        if self._found is not None and vars(optimizer).get("found_inf") is self._found:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        self._found = None
+
+
+def _nonfinite(optimizer: Optimizer, loss: Tensor | None) -> Tensor | None:
+    """Return 1.0 if loss or gradients are not finite, else 0.0, on the first gradient's device.
+
+    The largest magnitude is finite just if every element is: it does not overflow, as a sum of
+    squares does, and a NaN stays a NaN.
+    """
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    present = [
+        each.coalesce().values() if each.is_sparse else each
+        for each in gradients
+        if each is not None
+    ]
+    with_elements = [each for each in present if each.numel() > 0]  # no elements, no norm
+    if not with_elements:
+        return None
+    largest = torch.nn.utils.get_total_norm(with_elements, float("inf"))
+    finite = torch.isfinite(largest)
+    if loss is not None:
+        finite = finite & torch.isfinite(loss).all().to(finite.device, non_blocking=True)
+    return (~finite).float()

@@ -14,7 +14,8 @@ from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 
 from torchguard import at, sliced_assign, sliced_assign_
-from torchguard.assignment.index import describe_index, is_basic, parts_of, positions
+from torchguard.assignment.assign import describe_index, is_basic, parts_of
+from torchguard.assignment.at import positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

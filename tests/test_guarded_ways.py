@@ -19,7 +19,7 @@ from ways import outcome_of
 
 import torchguard
 from torchguard import guarded
-from torchguard.rollback import scope_stack as scopes
+from torchguard.rollback import interception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -293,12 +293,12 @@ class TestScopesThatOverlap:
             following.__enter__()
             last.__exit__(None, None, None)
             last = following
-        depth, scope = 0, scopes.current()
+        depth, scope = 0, interception.current()
         while scope is not None:
             depth, scope = depth + 1, scope.around
         last.__exit__(None, None, None)
         assert depth == 1
-        assert scopes.current() is None
+        assert interception.current() is None
 
 
 class TestInstallInsideAScope:

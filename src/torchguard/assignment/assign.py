@@ -8,20 +8,14 @@ requires is read from the tensor it stands for.
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchguard._public import public
 from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
-from torchguard.assignment.index import (
-    Part,
-    describe_index,
-    is_basic,
-    is_integer_scalar,
-    is_slice,
-    parts_of,
-)
 
 Index = Any
 """Whatever stands between the brackets of ``t[...]``."""
@@ -236,8 +230,10 @@ def _assign_at_mask(
         else:
             basic.append(part.item)
             if part.place < mask.place:
-                kept = part.dims if part.item is Ellipsis else 1
-                dim += kept if part.item is None or is_slice(part.item) else 0
+                if part.item is Ellipsis:
+                    dim += part.dims
+                elif part.item is None or isinstance(part.item, slice):
+                    dim += 1
     out = t.clone()
     view = out[tuple(basic)]
     view.copy_(_where_masked(view, dim, mask.item.to(t.device), value))
@@ -262,3 +258,122 @@ def _where_masked(
     if hits >= 0:
         value = value.reshape(*value.shape[:hits], *[1] * mask.dim(), *value.shape[hits + 1 :])
     return torch.where(where, value, t)
+
+
+# ---- reading an index ----
+#
+# It is left to torch itself to read an index wherever that can be, so that what is accepted and
+# refused is what ``t[index]`` accepts and refuses.
+
+
+class Part(NamedTuple):
+    """One item of an index and the dimensions it takes."""
+
+    item: Any
+    place: int
+    """Where it stands in the tuple."""
+
+    dim: int
+    """The first dimension it takes."""
+
+    dims: int
+    """How many dimensions it takes: 0 for ``None``, one per dimension of a mask, else 1."""
+
+
+def is_basic(index: Any) -> bool:
+    """Whether ``t[index]`` is a view: integers, slices, ``...`` and ``None``, nothing else."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(
+        item is None or item is Ellipsis or isinstance(item, slice) or is_integer(item)
+        for item in items
+    )
+
+
+def is_integer(item: Any) -> bool:
+    """Whether an item of an index is one integer, which selects a row."""
+    # operator.index() takes these too, but torch reads a boolean as a mask of no dims, and a tensor
+    # or an array as a gather: https://docs.pytorch.org/cppdocs/notes/tensor_indexing.html
+    if isinstance(item, (bool, np.bool_, torch.Tensor, np.ndarray)):
+        return False
+    try:
+        operator.index(item)
+    except TypeError:
+        return False
+    return True
+
+
+def parts_of(index: Any, dims: int) -> list[Part] | None:
+    """Return the parts of an index into ``dims`` dimensions; None where only torch can tell.
+
+    That is so for lists, which torch reads as a tuple in some cases (lists of booleans
+    are masks in all), and for an index that takes more dimensions than there are.
+    """
+    items = [
+        torch.tensor(item)
+        if isinstance(item, list) and item and all(isinstance(each, bool) for each in item)
+        else item
+        for item in (index if isinstance(index, tuple) else (index,))
+    ]
+    counts: list[int] = []
+    for item in items:
+        if item is None or item is Ellipsis or isinstance(item, (bool, np.bool_)):
+            counts.append(0)
+        elif isinstance(item, torch.Tensor):
+            # A mask takes one dim for each of its own; uint8 is what masks were before torch 1.2.
+            counts.append(item.dim() if item.dtype in {torch.bool, torch.uint8} else 1)
+        elif isinstance(item, slice) or is_integer(item):
+            counts.append(1)
+        else:
+            return None
+    left = dims - sum(counts)
+    ellipses = [place for place, item in enumerate(items) if item is Ellipsis]
+    if left < 0:
+        return None
+    if ellipses:  # torch lets the first of several take all dimensions that are left
+        counts[ellipses[0]] = left
+    dim = 0
+    found = []
+    for place, (item, count) in enumerate(zip(items, counts, strict=True)):
+        found.append(Part(item, place, dim, count))
+        dim += count
+    return found
+
+
+def is_integer_scalar(item: Any) -> bool:
+    """Whether an item is a tensor of one integer, which selects a row as an integer does."""
+    return (
+        isinstance(item, torch.Tensor)
+        and item.dim() == 0
+        and item.dtype in {torch.int8, torch.int16, torch.int32, torch.int64}
+    )
+
+
+_DESCRIBED = 200  # characters; a list of a thousand numbers says no more than its beginning
+_ITEMS = 20
+
+
+def describe_index(index: Any) -> str:
+    """Write an index down for an error message: tensors by dtype and shape."""
+    text = _described(index)
+    return text if len(text) <= _DESCRIBED else text[: _DESCRIBED - 3] + "..."
+
+
+def describe_tensor(t: torch.Tensor) -> str:
+    """Write a tensor down for an error message: its dtype and shape."""
+    return f"<{str(t.dtype).removeprefix('torch.')} tensor of shape {tuple(t.shape)}>"
+
+
+def _described(item: Any) -> str:
+    if isinstance(item, torch.Tensor):
+        return describe_tensor(item)
+    if isinstance(item, np.ndarray):
+        return f"<{item.dtype} array of shape {item.shape}>"
+    if isinstance(item, tuple):
+        return f"({', '.join(_described(each) for each in item)}{',' * (len(item) == 1)})"
+    if isinstance(item, list):
+        shown = [_described(each) for each in item[:_ITEMS]] + ["..."] * (len(item) > _ITEMS)
+        return f"[{', '.join(shown)}]"
+    if isinstance(item, slice):
+        bounds = ["" if bound is None else str(bound) for bound in (item.start, item.stop)]
+        return ":".join(bounds) + ("" if item.step is None else f":{item.step}")
+    return "..." if item is Ellipsis else repr(item)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,14 +10,18 @@ import torch
 
 from torchguard._public import public
 from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
-from torchguard.assignment.assign import Index, Value, name_the_call, sliced_assign
-from torchguard.assignment.index import (
+from torchguard.assignment.assign import (
+    Index,
+    Part,
+    Value,
     describe_index,
     describe_tensor,
     is_basic,
+    is_integer,
     is_integer_scalar,
-    positions,
-    positions_in_bounds,
+    name_the_call,
+    parts_of,
+    sliced_assign,
 )
 
 Operation = Literal["set", "add", "subtract", "multiply", "divide", "power", "min", "max"]
@@ -349,3 +353,104 @@ def _as_tensor(value: Any, t: torch.Tensor) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.to(t.device, t.dtype) if value.dim() == 0 else value.to(t.dtype)
     return torch.full((), value, dtype=t.dtype, device=t.device)
+
+
+# ---- where the elements of t[index] stand in t.reshape(-1) ----
+
+
+def positions(t: torch.Tensor, index: Any) -> torch.Tensor:
+    """Return where the elements of ``t[index]`` stand in ``t.reshape(-1)``, in its shape.
+
+    Each dimension's coordinates are an expanded ``arange``, which takes no memory
+    until torch picks the selected ones out of it.
+    """
+    index, scalars = _without_scalars(t, index)
+    # Read by an index of one element: that is bounds-checked, compiled too.
+    rows = {
+        dim: torch.arange(t.shape[dim], device=t.device)[row.reshape(1)].squeeze(0)
+        for dim, row in scalars.items()
+    }
+    found = torch.zeros((), dtype=torch.int64, device=t.device).expand(t.shape)[index]
+    for dim, stride in _strides(t):
+        found = found + (rows[dim] if dim in rows else _along(dim, t.shape, t)[index]) * stride
+    return found
+
+
+def positions_in_bounds(t: torch.Tensor, index: Any, *, clip: bool) -> torch.Tensor:
+    """Return what :func:`positions` does for an index whose integers may be out of bounds.
+
+    With ``clip`` they are moved to the nearest element. Without, the position of an element that
+    isn't there is ``t.numel()``: each indexed dimension is read as if it had one row more, and
+    what lands there is out of bounds.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    parts = parts_of(tuple(_as_rows(item) for item in items), t.dim())
+    if parts is None:
+        raise IndexError(f"no such index into {t.dim()} dimensions: {describe_index(index)}")
+    sizes, kept, rows = list(t.shape), list[Any](), dict[int, torch.Tensor]()
+    for part in parts:
+        if not _names_rows(part):
+            kept.append(part.item)
+            continue
+        size = t.shape[part.dim]
+        if clip and size == 0:
+            raise IndexError(f"dimension {part.dim} has no elements to clip to")
+        row = torch.as_tensor(part.item, dtype=torch.int64, device=t.device)
+        row = torch.where(row < 0, row + size, row)
+        row = row.clamp(0, size - 1) if clip else torch.where((row < 0) | (row > size), size, row)
+        sizes[part.dim] = size if clip else size + 1
+        if row.dim() == 0:  # its number would be read, which a compiler can't
+            rows[part.dim] = row
+        kept.append(row if row.dim() else 0)
+    read = tuple(kept)
+    found = torch.zeros((), dtype=torch.int64, device=t.device).expand(sizes)[read]
+    inside = torch.ones_like(found, dtype=torch.bool)
+    for dim, stride in _strides(t):
+        along = rows[dim] if dim in rows else _along(dim, sizes, t)[read]
+        found = found + along * stride
+        inside = inside & (along < t.shape[dim])
+    return torch.where(inside, found, t.numel())
+
+
+def _strides(t: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield each dimension and its stride in ``t.reshape(-1)``, the last first."""
+    stride = 1
+    for dim in reversed(range(t.dim())):
+        yield dim, stride
+        stride = stride * t.shape[dim]
+
+
+def _along(dim: int, sizes: Sequence[int], t: torch.Tensor) -> torch.Tensor:
+    """Return the coordinates of one dimension, expanded over the others."""
+    shape = [sizes[dim] if each == dim else 1 for each in range(len(sizes))]
+    return torch.arange(sizes[dim], device=t.device).reshape(shape).expand(sizes)
+
+
+def _without_scalars(t: torch.Tensor, index: Any) -> tuple[Any, dict[int, torch.Tensor]]:
+    """Put 0 in place of each tensor of one integer, and return those tensors by dimension.
+
+    torch reads their number and selects that row, as it does for an integer. A compiler or a
+    transform can't read it.
+    """
+    parts = parts_of(index, t.dim())
+    scalars = [part for part in parts or () if is_integer_scalar(part.item)]
+    if parts is None or not scalars or any(t.shape[part.dim] == 0 for part in scalars):
+        return index, {}
+    items = tuple(0 if is_integer_scalar(part.item) else part.item for part in parts)
+    return items, {part.dim: part.item for part in scalars}
+
+
+def _as_rows(item: Any) -> Any:
+    """Turn a list into a tensor; one that some versions of torch read as a tuple is refused."""
+    if not isinstance(item, list):
+        return item
+    if all(isinstance(each, bool) or is_integer(each) for each in item):
+        return torch.tensor(item, dtype=None if item else torch.int64)
+    raise TypeError(f"expected a list of integers, got {describe_index(item)}: write a tensor")
+
+
+def _names_rows(part: Part) -> bool:
+    """Whether an item of an index names rows by number, so that it can be out of bounds."""
+    if isinstance(part.item, torch.Tensor):
+        return part.item.dtype not in {torch.bool, torch.uint8}
+    return is_integer(part.item)

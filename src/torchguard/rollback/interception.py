@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import BuiltinFunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from torchguard._torch import (
 from torchguard._torch.patch import AttributeOverlay, ModuleOverlay
 from torchguard.rollback.mutation import (
     DUNDERS,
+    KEEP_SHAPE,
     Writes,
     writes_of,
     writes_statistics,
@@ -40,7 +42,6 @@ from torchguard.rollback.mutation import (
 )
 from torchguard.rollback.operation import Operation, lacks_allocator, undo_out, undo_write
 from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
-from torchguard.rollback.scope_stack import Scope, current, hold, outside
 from torchguard.rollback.snapshot import capture
 
 _NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
@@ -62,20 +63,91 @@ _BEHIND_PYTHON = (
 _LISTS_OF_TENSORS = (tuple, list)
 _LISTS = ("_foreach_", "_fused_", "_amp_")
 
-# torch's iterators over elements, and its indexed writes, look at the shape they write to and never
-# resize it. All other operations are read before the call.
-_KEEP_SHAPE = DUNDERS | frozenset(
-    f"{name}_"
-    for name in (
-        *("add", "sub", "mul", "div", "copy", "zero", "fill", "addcmul", "addcdiv", "lerp", "pow"),
-        *("floor_divide", "remainder", "fmod", "clamp", "clamp_min", "clamp_max", "sign", "neg"),
-        *("sqrt", "rsqrt", "reciprocal", "abs", "exp", "log", "sigmoid", "tanh", "relu", "elu"),
-        *("leaky_relu", "hardtanh", "silu", "mish", "hardswish", "hardsigmoid", "dropout"),
-        *("round", "floor", "ceil", "uniform", "normal", "bernoulli", "random", "masked_fill"),
-        *("masked_scatter", "index_put", "index_add", "index_copy", "index_fill", "put"),
-        *("scatter", "scatter_add", "scatter_reduce", "logical_or", "logical_and", "bitwise_or"),
-    )
-)
+
+# ---- which scopes are open ----
+
+
+class Scope:
+    """One ``with guarded():`` that has been entered, and the scope around it.
+
+    A context that is copied (a task that is started inside) takes the scope along; it ends
+    everywhere when it is left.
+    """
+
+    __slots__ = ("around", "data", "open", "owner", "plain")
+
+    def __init__(self, *, data: bool, owner: object, around: Scope | None) -> None:
+        self.data = data
+        self.owner = owner
+        self.around = around
+        self.open = True
+        self.plain: bool = not data and (around is None or around.plain)
+        """Open, and no scope around it asks for copies: the common case, in one attribute."""
+
+    def copies(self) -> bool | None:
+        """Whether elements are copied first; None if this scope and all around it are closed."""
+        found: bool | None = None
+        scope: Scope | None = self
+        while scope is not None:
+            if scope.open:
+                if scope.data:
+                    return True
+                found = False
+            scope = scope.around
+        return found
+
+
+_innermost: ContextVar[Scope | None] = ContextVar("torchguard.rollback", default=None)
+
+current = _innermost.get
+"""The innermost scope of this thread, task or context, which may be closed already, or None."""
+
+
+def innermost_open(owner: object = None) -> Scope | None:
+    """Return the innermost scope of this context that is open, or that this owner has opened."""
+    scope = _innermost.get()
+    while scope is not None and not (scope.open and (owner is None or scope.owner is owner)):
+        scope = scope.around
+    return scope
+
+
+def enter(*, data: bool, owner: object) -> Scope:
+    """Open a scope in this context."""
+    scope = Scope(data=data, owner=owner, around=innermost_open())
+    _innermost.set(scope)
+    return scope
+
+
+def leave(scope: Scope) -> None:
+    """Close a scope, in whatever order scopes are left: those of generators overlap."""
+    scope.open = scope.plain = False
+    inner = _innermost.get()
+    while inner is not None:
+        if inner.around is scope:
+            inner.around = scope.around
+        inner.plain = inner.open and inner.copies() is False
+        inner = inner.around
+    _innermost.set(innermost_open())
+
+
+def hold(scope: Scope | None) -> Scope | None:
+    """Let this scope be the innermost one, None for no scope at all; returns the one before."""
+    before = _innermost.get()
+    _innermost.set(scope)
+    return before
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Run something as if no scope were open."""
+    before = hold(None)
+    try:
+        yield
+    finally:
+        hold(before)
+
+
+# ---- what a scope puts over torch ----
 
 
 @functools.cache
@@ -148,7 +220,7 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
     """
     writes = writes_of(original) or Writes((), elements=False)
     refuse = _REFUSALS.get(name)
-    short = writes.only_first and name in _KEEP_SHAPE
+    short = writes.only_first and name in KEEP_SHAPE
     resizes_sparse = name == "copy_"
     is_operator = name in _OPERATORS and name != "__setitem__"
     takes_index = name in {"__setitem__", "index_put_"}
@@ -249,7 +321,7 @@ def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[...
     """Guard a function that writes to arguments, and may have ``out=`` as well."""
     name = original.__name__
     refuse = _REFUSALS.get(name)
-    keeps_shape = name in _KEEP_SHAPE or name.startswith(_LISTS) or writes.only_if is not None
+    keeps_shape = name in KEEP_SHAPE or name.startswith(_LISTS) or writes.only_if is not None
 
     def begin(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Undoable | None:
         data = False if scope.plain else scope.copies()

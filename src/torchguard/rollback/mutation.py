@@ -52,6 +52,21 @@ DUNDERS = frozenset(
     )
 )
 
+# torch's iterators over elements, and its indexed writes, look at the shape they write to and never
+# resize it. All other operations are read before the call.
+KEEP_SHAPE = DUNDERS | frozenset(
+    f"{name}_"
+    for name in (
+        *("add", "sub", "mul", "div", "copy", "zero", "fill", "addcmul", "addcdiv", "lerp", "pow"),
+        *("floor_divide", "remainder", "fmod", "clamp", "clamp_min", "clamp_max", "sign", "neg"),
+        *("sqrt", "rsqrt", "reciprocal", "abs", "exp", "log", "sigmoid", "tanh", "relu", "elu"),
+        *("leaky_relu", "hardtanh", "silu", "mish", "hardswish", "hardsigmoid", "dropout"),
+        *("round", "floor", "ceil", "uniform", "normal", "bernoulli", "random", "masked_fill"),
+        *("masked_scatter", "index_put", "index_add", "index_copy", "index_fill", "put"),
+        *("scatter", "scatter_add", "scatter_reduce", "logical_or", "logical_and", "bitwise_or"),
+    )
+)
+
 # In-place, but they never touch an element: a failure spoils nothing autograd has saved.
 _METADATA_ONLY = frozenset(
     (

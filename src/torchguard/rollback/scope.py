@@ -21,8 +21,8 @@ from torchguard.assignment.dynamo import (
     slice_scatter_not_needed,
     slice_scatter_replacements,
 )
-from torchguard.rollback import interception, scope_stack
-from torchguard.rollback.scope_stack import Scope, current, hold
+from torchguard.rollback import interception
+from torchguard.rollback.interception import Scope, current, hold, outside
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -51,7 +51,7 @@ def _begin() -> None:
 
 def _put_on(_: object = None) -> None:
     """Put over torch what is not there yet; again when Dynamo is imported."""
-    with patch.lock, scope_stack.outside():
+    with patch.lock, outside():
         if _users:
             wanted = (*interception.overlays(), *_compile_overlays())
             new = [each for each in wanted if each not in _standing]
@@ -79,7 +79,7 @@ def forget() -> None:
 
 def _take_off(*, inert: bool) -> None:
     leaving = [each for each in _standing if inert or not each.inert]
-    with scope_stack.outside():
+    with outside():
         patch.remove_overlay(leaving)
     for each in leaving:
         _standing.remove(each)
@@ -90,11 +90,11 @@ class Guarded(contextlib.ContextDecorator):
 
     def __init__(self, *, data: bool) -> None:
         self._data = data
-        self._entered: list[scope_stack.Scope] = []
+        self._entered: list[Scope] = []
 
     def __enter__(self) -> None:
         _begin()
-        self._entered.append(scope_stack.enter(data=self._data, owner=self))
+        self._entered.append(interception.enter(data=self._data, owner=self))
 
     def __exit__(
         self,
@@ -103,9 +103,9 @@ class Guarded(contextlib.ContextDecorator):
         traceback: TracebackType | None,
     ) -> None:
         # Elsewhere than where it was entered, if a generator is closed by another task.
-        scope = scope_stack.innermost_of(self) or self._entered[-1]
+        scope = interception.innermost_open(self) or self._entered[-1]
         self._entered.remove(scope)
-        scope_stack.leave(scope)
+        interception.leave(scope)
         _end()
 
     def __call__(self, function: _Function) -> _Function:

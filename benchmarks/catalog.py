@@ -22,6 +22,7 @@ from benchmarks import (
     bench_stream,
     bench_transaction,
     bench_verified,
+    bench_walk,
 )
 from benchmarks.program import Benchmark
 
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         bench_transaction.BENCHMARK,
         bench_checkpoint.BENCHMARK,
         bench_import.BENCHMARK,
+        bench_walk.BENCHMARK,
         bench_failures.BENCHMARK,
         bench_doctor.BENCHMARK,
         bench_cuda_tests.BENCHMARK,

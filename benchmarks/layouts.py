@@ -437,6 +437,21 @@ def _imports(record: Record, device: str) -> str:
     return f"Medians of {record['rows'][0]['n']} processes.\n\n{table(header, rows)}"
 
 
+def _walks(record: Record, device: str) -> str:
+    rows = [
+        (
+            row["what"],
+            str(row["files"]),
+            str(row["functions"]),
+            str(row["changes"]),
+            f"{row['target']}: {row['verdict']}",
+        )
+        for row in of_device(record, "rows", device)
+    ]
+    header = ("a call", "files", "functions", "changes of file", "target")
+    return f"Exact counts, from a profile of the call.\n\n{table(header, rows)}"
+
+
 def _cold_start(record: Record, device: str) -> str:
     rows = [
         (
@@ -511,6 +526,7 @@ LAYOUTS: dict[str, Layout] = {
     "transaction": _transaction,
     "checkpoint": _comparisons,
     "import": _imports,
+    "walk": _walks,
     "doctor": _doctor,
     "failures": _failures,
     "cuda_tests": _cuda_tests,

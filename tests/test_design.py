@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.walk import walked
+from benchmarks.bench_walk import walked
 
 import torchguard
 

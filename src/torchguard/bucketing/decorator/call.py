@@ -13,9 +13,10 @@ import torch
 
 from torchguard import _torch
 from torchguard._pytree import all_reachable_modules, flatten, reachable_modules, unflatten
-from torchguard._torch import warn_user
+from torchguard._torch import uncompiled, warn_user
 from torchguard.bucketing.decorator.break_even import Choice
 from torchguard.bucketing.decorator.compile import (
+    COMPILING,
     CompileCache,
     compiling,
     compiling_is_refused,
@@ -177,10 +178,12 @@ class Caller:
             if real is UNKNOWN:
                 call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
                 if plan.ready:
-                    self.kept.begin()
+                    self.kept.begin(plan)
                 modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
                 find = functools.partial(self.output_shapes.slices, plan, call, modules)
-                real = slice_or_learn(plan, find, output)
+                with COMPILING, uncompiled():
+                    real = slice_or_learn(plan, find, output)
+                self.kept.note_formulas(plan, call)
             output = real
         with self.lock:
             # Under the lock: += reads and writes, and another thread may call in between.
@@ -311,10 +314,7 @@ class Caller:
 
     def _run_first(self, plan: Plan, call: Call) -> Any:
         try:
-            proven = self.kept.unproven(plan, call)
-            if proven is not None:
-                check_padding(self.output_shapes, plan, call, proven)
-                self.kept.note_proof(plan, call)
+            self._check(plan, call)
             run = plan.variant.run
             if plan.variant.compiles and plan.specialization not in plan.variant.compiled_for:
                 run = self.compiled(plan)
@@ -335,6 +335,17 @@ class Caller:
         if len(plan.variant.compiled_for) > _COMPILED_OFTEN and not self._warned:
             self._warn_of_recompiles(plan)
         return output
+
+    def _check(self, plan: Plan, call: Call, *, anew: bool = False) -> None:
+        """Check the padding of a call unless that is proven, or ``anew`` whatever is proven."""
+        self.kept.begin(plan)
+        proven = (self.kept.before_check if anew else self.kept.unproven)(plan, call)
+        if proven is None:
+            return
+        modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
+        with COMPILING, uncompiled():
+            check_padding(self.output_shapes, plan, call, modules, proven, anew=anew)
+        self.kept.note_proof(plan, call)
 
     def compiled(self, plan: Plan) -> Callable[..., Any]:
         """Return a variant's function, to be called once, that notes what compiling took."""
@@ -409,9 +420,7 @@ class Caller:
             raise ValueError(
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
             )
-        self.kept.begin()
-        check_padding(self.output_shapes, plan, call, self.kept.before_check(plan, call), anew=True)
-        self.kept.note_proof(plan, call)
+        self._check(plan, call, anew=True)
 
     def plan_for(
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchguard._pytree import all_reachable_modules
-from torchguard._torch import SymbolicSizes
+from torchguard._torch import SymbolicSizes, uncompiled
+from torchguard.bucketing.decorator.compile import COMPILING
 from torchguard.bucketing.decorator.output_shapes import OutputShapes, running_without_data
 from torchguard.bucketing.decorator.plan import Call, Plan
 from torchguard.bucketing.decorator.slices import Narrow
@@ -187,7 +188,7 @@ def explain_failure(
         return None
     suspects = list(itertools.islice(_suspects(plan, call), _MOST_TRIED))
     modules = all_reachable_modules(shapes.function, (*call.owner, *call.arguments))
-    with running_without_data(modules):
+    with COMPILING, uncompiled(), running_without_data(modules):
 
         def works(padded: Sequence[_Suspect]) -> bool:
             return _works(shapes.function, plan, call, padded)

@@ -31,7 +31,7 @@ from torchguard.bucketing.decorator.fingerprint import (
     fingerprint,
 )
 from torchguard.bucketing.decorator.plan import Call, Plan, TensorKey
-from torchguard.bucketing.decorator.spec import Sizes, Spec
+from torchguard.bucketing.decorator.spec import Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
 
 __all__ = ["KeptWork", "Proven", "spell_key"]
@@ -141,9 +141,10 @@ class KeptWork:
             # Buckets that were there before are proven still.
             self._say(f"the buckets are {_listed(self._ladder())}, and were {_listed(ladder)}")
 
-    def begin(self) -> None:
-        """Forget what the function was made of: a call may begin another one."""
+    def begin(self, plan: Plan) -> None:
+        """Begin a call: the function may be made of something else than before."""
         self._latest = None
+        plan.derived.clear()
 
     # ---- the proof of the padding ----
 
@@ -154,11 +155,10 @@ class KeptWork:
         return tuple(dict.fromkeys(label for each in proven for label in each.neutral))
 
     def unproven(self, plan: Plan, call: Call) -> Proven | None:
-        """Begin a call; return what was proven so far, if its padding has to be checked.
+        """Return what was proven so far, if the padding of a call has to be checked.
 
         All ranks of a group say the same, because a check has collectives.
         """
-        self.begin()
         when = self._spec.options["check_padding"]
         if when == "never" or not plan.buckets or plan.specialization.transformed:
             return None
@@ -185,7 +185,7 @@ class KeptWork:
         return proven
 
     def note_proof(self, plan: Plan, call: Call) -> None:
-        """Keep that a call's bucket was proven, if it can be told of which function."""
+        """Keep that a call's bucket was proven, and what was derived on the way."""
         known = self._of(plan)
         entry = {
             "shares": known.shares[tuple(plan.buckets.values())],
@@ -193,6 +193,7 @@ class KeptWork:
             "tried": known.tried,
         }
         self._note(self._proofs, self._proof_key(plan), plan, call, entry)
+        self.note_formulas(plan, call)
 
     def _adopt(self, plan: Plan, call: Call, proven: Proven) -> bool:
         """Whether the plan has a proof for a call's bucket; if so, it is added to ``proven``."""
@@ -233,14 +234,15 @@ class KeptWork:
 
     # ---- the sizes of outputs ----
 
-    def formula(self, plan: Plan, call: Call, hints: Sizes) -> Any:
+    def formula(self, plan: Plan, call: Call, key: Any) -> Any:
         """Return what was kept of a run without data; None if nothing was."""
-        found = self._found(self._read_formulas, lambda: _run_key(plan, hints), plan, call)
+        found = self._found(self._read_formulas, lambda: key, plan, call)
         return None if found is None else found["formula"]
 
-    def note_formula(self, plan: Plan, call: Call, hints: Sizes, formula: Any) -> None:
-        """Keep what a run without data has told."""
-        self._note(self._formulas, _run_key(plan, hints), plan, call, {"formula": formula})
+    def note_formulas(self, plan: Plan, call: Call) -> None:
+        """Keep what runs without data have told in this call."""
+        for key, formula in plan.derived:
+            self._note(self._formulas, key, plan, call, {"formula": formula})
 
     # ---- what was compiled ----
 
@@ -403,13 +405,6 @@ def _type_name(kind: type) -> str:
 
 def _digest(key: Any) -> str:
     return hashlib.sha256(spell_key(key).encode()).hexdigest()[:24]
-
-
-def _run_key(plan: Plan, hints: Sizes) -> Any:
-    """Return what a run without data depends on: with symbols, or at the sizes of the call."""
-    # In a run with symbols the sizes are hints alone.
-    sizes = tuple(sorted(hints) if hints else (each.shape for each in plan.inputs))
-    return plan.shapes, bool(hints), sizes, tuple(plan.specialization)
 
 
 def _differences(before: Parts, now: Parts) -> str:

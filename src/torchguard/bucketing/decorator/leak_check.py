@@ -14,22 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._pytree import (
-    all_reachable_modules,
-    flatten,
-    key_paths,
-    keystr,
-    reachable_tensors,
-)
-from torchguard._torch import uncompiled
-from torchguard.bucketing.decorator.compile import COMPILING
+from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
 from torchguard.bucketing.decorator.explain import Context, leak_message
 from torchguard.bucketing.decorator.kept import Proven
 from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
 from torchguard.bucketing.decorator.other_inputs import (
-    Fills,
-    has_steps,
-    other_fills,
+    may_be_probabilities,
     other_values,
     shortened,
 )
@@ -46,6 +36,9 @@ from torchguard.equivalence.perturb import perturb_, perturbed
 from torchguard.errors import PaddingLeakError
 
 __all__ = ["check_padding"]
+
+Fills = dict[int, Any]
+"""What padding holds, by index of the leaf."""
 
 _TURNS = 4
 """How often a leak has to be seen. A right function that jumps looks like one now and then."""
@@ -76,21 +69,29 @@ class _First(NamedTuple):
     """Of the answer on what the padding holds."""
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
-    steps: bool = False
-    """Whether the function rounds, compares, or chooses."""
+    operators: frozenset[str] = frozenset()
+    """The names of those that ran."""
 
 
 def check_padding(
-    shapes: OutputShapes, plan: Plan, call: Call, proven: Proven, *, anew: bool = False
+    shapes: OutputShapes,
+    plan: Plan,
+    call: Call,
+    modules: Sequence[torch.nn.Module],
+    proven: Proven,
+    *,
+    anew: bool,
 ) -> None:
     """Raise unless padding leaves the answer, the gradients and the buffers as they are.
 
-    All ranks of a group make the same runs: what decides about the next ones is agreed on.
+    All ranks of a group make the same runs: what decides about the next ones is agreed on. Compiled
+    functions inside have to run eagerly: the caller says so, with ``uncompiled()``.
 
     Args:
         shapes: knows what runs, what was declared of it, and how much of an output is real.
         plan: how the call is padded.
         call: not padded.
+        modules: those that the function can reach.
         proven: what was proven before; what is proven now is added to it.
         anew: whether to try again what was tried before.
 
@@ -98,23 +99,17 @@ def check_padding(
         PaddingLeakError: padding changes something.
         RuntimeError: it does so on another rank only.
     """
-    checker = _Checker(shapes, plan, call, () if anew else proven.neutral)
-    with COMPILING, uncompiled():
-        _check(checker, plan, call, proven, anew=anew)
-
-
-def _check(checker: _Checker, plan: Plan, call: Call, proven: Proven, *, anew: bool) -> None:
+    checker = _Checker(shapes, plan, call, modules, () if anew else proven.neutral)
     case = _Case(plan, call)
     first, failure = _First(None, None, suspicious=False), None
     try:
         first = checker.first(case)
     except Exception as error:  # noqa: BLE001 - it has to wait for the other ranks
         failure = error
-    leaks, depends, suspicious, steps, failed = checker.agreed(
+    leaks, depends, suspicious, failed = checker.agreed(
         first.leak is not None,
         first.dependence is not None,
         first.suspicious,
-        first.steps,
         failure is not None,
     )
     if failure is not None:
@@ -125,8 +120,7 @@ def _check(checker: _Checker, plan: Plan, call: Call, proven: Proven, *, anew: b
         checker.confirm(case, first.leak)
     # Other data is tried once for all buckets: it is the function that is in question, not a size.
     if depends or anew or not proven.tried:
-        dependence = first.dependence
-        if checker.try_other_values(case, dependence, depends=depends, steps=steps):
+        if checker.try_other_values(case, first, depends=depends):
             proven.tried = True
         if depends:
             proven.neutral = proven.neutral.union(checker.relying(case))
@@ -142,11 +136,17 @@ class _Checker:
         shapes: knows what runs.
         plan: how the call is padded.
         call: not padded.
+        modules: those that the function can reach.
         neutral: the inputs that 0 in the padding is known to be neutral for.
     """
 
     def __init__(
-        self, shapes: OutputShapes, plan: Plan, call: Call, neutral: Container[str]
+        self,
+        shapes: OutputShapes,
+        plan: Plan,
+        call: Call,
+        modules: Sequence[torch.nn.Module],
+        neutral: Container[str],
     ) -> None:
         padded = {pad.leaf for pad in plan.pads}
         self._inputs = [
@@ -158,7 +158,7 @@ class _Checker:
         self._shapes = shapes
         self._spec = shapes.spec
         self._group = shapes.spec.options["group"]
-        self._modules = all_reachable_modules(shapes.function, (*call.owner, *call.arguments))
+        self._modules = modules
         # ``self`` may be a dataclass of tensors.
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
@@ -202,24 +202,18 @@ class _Checker:
                 if not verdict.equal and dependence is None:
                     dependence = self._leak(case, verdict, padded, other, fills)
                 del other
-        return _First(leak, dependence, suspicious, has_steps(padded.operators))
+        return _First(leak, dependence, suspicious, padded.operators)
 
-    def try_other_values(
-        self,
-        case: _Case,
-        dependence: PaddingLeakError | None,
-        *,
-        depends: bool,
-        steps: bool,
-    ) -> bool:
+    def try_other_values(self, case: _Case, first: _First, *, depends: bool) -> bool:
         """Try whether padding with 0 is neutral for other data, too; return whether any was tried.
 
         Raises:
             PaddingLeakError: it is not, or it could not be shown.
         """
         tried = False
-        kinds = other_values(self._thresholds, self.agreed, relies_on_0=depends, steps=steps)
-        for values in kinds:
+        for values in other_values(
+            self._thresholds, self.agreed, first.operators, relies_on_0=depends
+        ):
             other = values.made(self._inputs, case.call)
             if other is None and self._group is None:
                 continue
@@ -227,7 +221,7 @@ class _Checker:
             tried |= self._try(_Case(case.plan, other or case.call, values.description, labels))
         (tried,) = self.agreed(tried)
         if depends and not tried:
-            raise dependence or self.elsewhere()
+            raise first.dependence or self.elsewhere()
         return tried
 
     def _try(self, case: _Case) -> bool:
@@ -322,7 +316,7 @@ class _Checker:
 
     def _other_fills(self, case: _Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
-        above, below = (other_fills(inputs, case.call, largest=each) for each in (True, False))
+        above, below = (_other_fills(inputs, case.call, largest=each) for each in (True, False))
         if self._group is not None:
             return [above, below]  # every rank makes as many runs
         return [fills for fills in ([above] if above == below else [above, below]) if fills]
@@ -431,6 +425,39 @@ class _Checker:
         masked = [name for name in self._spec.masks if name in labels]
         context = Context(what, self._shapes.name, self._modules, masked, case.others)
         return PaddingLeakError(leak_message(verdict.differences[0], expected, got, context))
+
+
+# ---- what a run is given in place of what the caller gave ----
+
+
+def _other_fills(inputs: Iterable[Input], call: Call, *, largest: bool) -> Fills:
+    """Return a value other than 0 for the padding of each input: above all data, or below."""
+    fills = {}
+    for each in inputs:
+        fill = _other_fill(call.leaves[each.index], largest=largest)
+        if fill is not None:
+            fills[each.index] = fill
+    return fills
+
+
+def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
+    """Return a value other than 0 for the padding of an input; None if there is none to try."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        return None
+    if tensor.dtype.is_floating_point:
+        finite = tensor.detach()[tensor.detach().isfinite()]
+        scale = float(finite.abs().max()) if finite.numel() else 1.0
+        if not tensor.is_cpu and may_be_probabilities(tensor):
+            return 1.0 if largest else None
+        value = 1.0 + 2.0 * scale
+        if value >= torch.finfo(tensor.dtype).max:
+            return None
+        return value if largest else -value
+    # Numbers of tokens: only those that are there are known to be valid.
+    other = tensor[tensor != 0]
+    if not other.numel():
+        return None
+    return int(other.max() if largest else other.min())
 
 
 def _with_perturbed_inputs(call: Call, seed: int) -> tuple[Call, bool]:

@@ -1,4 +1,4 @@
-"""What a check tries besides the call itself: other padding, other values, shorter inputs."""
+"""What a check tries besides the call itself: other data, and inputs that are cut short."""
 
 from __future__ import annotations
 
@@ -15,17 +15,7 @@ from torchguard.bucketing.decorator.plan import Call, Input, Plan
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.decorator.thresholds import Beyond, Thresholds
 
-__all__ = [
-    "Fills",
-    "OtherValues",
-    "has_steps",
-    "other_fills",
-    "other_values",
-    "shortened",
-]
-
-Fills = dict[int, Any]
-"""What padding holds, by index of the leaf."""
+__all__ = ["OtherValues", "may_be_probabilities", "other_values", "shortened"]
 
 _LARGER = 16.0
 _SMALLER = 1 / 64
@@ -53,55 +43,17 @@ _STEPS = {
 choose. Data that is all alike to them shows nothing of other data."""
 
 
-# ---- other values in the padding ----
+# ---- other data ----
 
 
-def other_fills(inputs: Iterable[Input], call: Call, *, largest: bool) -> Fills:
-    """Return a value other than 0 for the padding of each input: above all data, or below."""
-    fills = {}
-    for each in inputs:
-        fill = _other_fill(call.leaves[each.index], largest=largest)
-        if fill is not None:
-            fills[each.index] = fill
-    return fills
-
-
-def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
-    """Return a value other than 0 for the padding of an input; None if there is none to try."""
-    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
-        return None
-    if tensor.dtype.is_floating_point:
-        finite = tensor.detach()[tensor.detach().isfinite()]
-        scale = float(finite.abs().max()) if finite.numel() else 1.0
-        if _may_be_probabilities(tensor):
-            return 1.0 if largest else None
-        value = 1.0 + 2.0 * scale
-        if value >= torch.finfo(tensor.dtype).max:
-            return None
-        return value if largest else -value
-    # Numbers of tokens: only those that are there are known to be valid.
-    other = tensor[tensor != 0]
-    if not other.numel():
-        return None
-    return int(other.max() if largest else other.min())
-
-
-def _may_be_probabilities(tensor: torch.Tensor) -> bool:
+def may_be_probabilities(tensor: torch.Tensor) -> bool:
     """Whether another value could end the process: kernels of an accelerator assert 0 <= p <= 1."""
-    return not tensor.is_cpu and bool(((tensor >= 0) & (tensor <= 1)).all())
+    return bool(((tensor >= 0) & (tensor <= 1)).all())
 
 
 def _may_be_indices(tensor: torch.Tensor) -> bool:
     """Likewise: they assert that an index lies within what it points into."""
-    return not tensor.is_cpu and bool(((tensor >= 0) & (tensor == tensor.trunc())).all())
-
-
-def has_steps(operators: Iterable[str]) -> bool:
-    """Whether one of the operators that ran rounds, compares, or chooses."""
-    return any(name.rpartition("::")[2].rstrip("_") in _STEPS for name in operators)
-
-
-# ---- other data ----
+    return bool(((tensor >= 0) & (tensor == tensor.trunc())).all())
 
 
 class OtherValues(NamedTuple):
@@ -130,7 +82,8 @@ class OtherValues(NamedTuple):
             return None
         if not tensor.dtype.is_floating_point:
             return self.of_integers(tensor)
-        if not self.keeps_sign and (_may_be_probabilities(tensor) or _may_be_indices(tensor)):
+        on_accelerator = not tensor.is_cpu and not self.keeps_sign
+        if on_accelerator and (may_be_probabilities(tensor) or _may_be_indices(tensor)):
             return None
         if not bool(tensor.any()):
             tensor = torch.ones_like(tensor)
@@ -281,19 +234,20 @@ _MAGNITUDES = (
 def other_values(
     thresholds: Thresholds,
     agreed: Callable[..., list[bool]],
+    operators: Iterable[str],
     *,
     relies_on_0: bool,
-    steps: bool,
 ) -> Iterator[OtherValues]:
     """Yield the other data to try on a function, each once that before it was tried.
 
     Args:
         thresholds: those that were seen, and that are while it is tried.
         agreed: returns what any rank has found.
+        operators: the names of those that the function has run.
         relies_on_0: whether the answer depends on what the padding holds.
-        steps: whether the function rounds, compares, or chooses.
     """
     yield from _SIGNS
+    steps = any(name.rpartition("::")[2].rstrip("_") in _STEPS for name in operators)
     floats, integers, tried = Beyond(), Beyond(), 0.0
     for _ in range(_ROUNDS):
         if thresholds.runs:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
-from torchguard._torch import ShapeFormula, SymbolicSizes, uncompiled
-from torchguard.bucketing.decorator.compile import COMPILING
+from torchguard._torch import ShapeFormula, SymbolicSizes
 from torchguard.bucketing.decorator.kept import KeptWork
 from torchguard.bucketing.decorator.masking import mask_axes, real_extras
 from torchguard.bucketing.decorator.plan import Call, Plan
@@ -309,18 +308,19 @@ class OutputShapes:
 
         Where another process has done so, and the function is the same, nothing is run.
         """
-        kept = self._kept.formula(plan, call, hints) if self.spec.plan is not None else None
+        key = _run_key(plan, hints)
+        kept = self._kept.formula(plan, call, key) if self.spec.plan is not None else None
         if kept is not None:
             return ShapeFormula.read(kept, plan.sizes)
         try:
             formula = self._derive(plan, call, modules, hints)
         except Exception as error:
-            told = str(error).partition("\n")[0]
-            self._kept.note_formula(plan, call, hints, {"error": told or type(error).__name__})
+            message = str(error).partition("\n")[0]
+            plan.derived.append((key, {"error": message or type(error).__name__}))
             raise
         spelled = formula.spell()
         if spelled is not None:  # else it is derived again by the next process
-            self._kept.note_formula(plan, call, hints, spelled)
+            plan.derived.append((key, spelled))
         return formula
 
     def _derive(
@@ -364,13 +364,16 @@ class OutputShapes:
 @contextlib.contextmanager
 def running_without_data(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Let a function run on tensors without data, and leave the modules it reaches as they were."""
-    with (
-        COMPILING,
-        uncompiled(),
-        module_state_restored(modules),
-        buffers_restored(modules),  # they are real, and written
-    ):
+    # Buffers are real, and written.
+    with module_state_restored(modules), buffers_restored(modules):
         yield
+
+
+def _run_key(plan: Plan, hints: Sizes) -> Any:
+    """Return what a run without data depends on: with symbols, or at the sizes of the call."""
+    # In a run with symbols the sizes are hints alone.
+    sizes = tuple(sorted(hints) if hints else (each.shape for each in plan.inputs))
+    return plan.shapes, bool(hints), sizes, tuple(plan.specialization)
 
 
 def _measured(formula: ShapeFormula, output: Output, side: Side) -> Slices:

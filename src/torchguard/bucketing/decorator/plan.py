@@ -288,6 +288,8 @@ class Plan:
     """Label and padded shape of each input; empty where nothing is padded."""
     slices: dict[Any, Any] = field(default_factory=dict)
     """What to take of an output, by its structure and shapes."""
+    derived: list[tuple[Any, Any]] = field(default_factory=list)
+    """What runs without data have told in this call, for ``save_plan``: (key, formula) each."""
     ready: bool = False
     shortest: Sizes = field(default_factory=dict)
     """The smallest sizes that any rank of a group has."""

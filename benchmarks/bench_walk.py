@@ -1,6 +1,7 @@
-"""Which files of torchguard a call walks through: exact counts, no times.
+"""Which files of torchguard a call enters: exact counts, no times.
 
-    python benchmarks/walk.py [--source OTHER/src] [--list]
+    python benchmarks/bench_walk.py --json benchmarks/records/<date>-walk-cpu.json
+    PYTHONPATH=OTHER/src python benchmarks/bench_walk.py --list
 
 What a reader who follows the call would see: the files entered, the functions, and how often the
 next function entered lies in another file than the one before. Functions of torch and of Python,
@@ -16,11 +17,24 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+
+if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.program import Benchmark, Results, Setting
+
+TARGETS = {
+    "bucketed, first call": (9, 60),
+    "bucketed, warm call": (4, None),
+    "verified, first call": (9, 35),
+}
+"""The most files, and the most changes of file."""
 
 _INNER = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>"}
 
@@ -100,22 +114,56 @@ def walks() -> dict[str, Walk]:
     return found
 
 
-def main() -> None:
-    """Print the counts; with ``--list`` every function that was entered too."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", help="the folder that holds the package, to compare with")
-    parser.add_argument("--list", action="store_true", help="every function, in order")
-    options = parser.parse_args()
-    if options.source is not None:
-        sys.path.insert(0, options.source)
+@dataclass(frozen=True)
+class Walked:
+    """What one call entered, in numbers."""
+
+    what: str
+    device: str
+    files: int
+    functions: int
+    changes: int
+    target: str
+    verdict: str
+
+
+def run(setting: Setting) -> Results:
+    """Count what each call enters; with ``--list`` print every function, in order."""
+    rows = []
     for name, walk in walks().items():
         print(
             f"{name}: {len(walk.files)} files, {walk.functions} functions, {walk.changes} changes "
             f"of file ({', '.join(walk.files)})"
         )
-        if options.list:
+        if setting.options.list:
             print(*(f"    {each}" for each in walk.entered), sep="\n")
+        files, changes = TARGETS[name]
+        target = f"at most {files} files"
+        if changes is not None:
+            target += f" and {changes} changes of file"
+        is_reached = len(walk.files) <= files and walk.changes <= (changes or walk.changes)
+        verdict = "reached" if is_reached else "missed"
+        rows.append(
+            Walked(name, "cpu", len(walk.files), walk.functions, walk.changes, target, verdict)
+        )
+    return {"rows": rows}
 
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="every function, in order")
+
+
+BENCHMARK = Benchmark(
+    "walk",
+    "How many files of torchguard does a reader open who follows a call?",
+    run,
+    rounds=1,
+    quick_rounds=1,
+    rounds_of="calls",
+    devices=("cpu",),
+    add_options=_add_options,
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

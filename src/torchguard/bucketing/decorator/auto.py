@@ -52,22 +52,14 @@ class _Ladder(Generic[_Kind]):
         self._growing = growing or self.automatic
         self._lock = threading.Lock()
 
-    def _shapes(self) -> list[tuple[int, ...]]:
+    def shapes(self) -> list[tuple[int, ...]]:
         """Return each bucket as a size per axis, cheapest first."""
         return [each if isinstance(each, tuple) else (each,) for each in self.buckets or ()]
-
-    def _find(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the cheapest bucket that holds these sizes, which may be a new one."""
-        raise NotImplementedError
-
-    def shapes(self) -> list[dict[str, int]]:
-        """Return each bucket, by axis."""
-        return [dict(zip(self.axes, each, strict=True)) for each in self._shapes()]
 
     def largest(self, axis: str) -> int | None:
         """Return the largest size that it will ever have a bucket for; None if it may grow."""
         index = self.axes.index(axis)
-        sizes = [each[index] for each in self._shapes()]
+        sizes = [each[index] for each in self.shapes()]
         return None if self._growing else max(sizes, default=None)
 
     def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
@@ -81,7 +73,7 @@ class _Ladder(Generic[_Kind]):
         index = self.axes.index(axis)
         own = tuple(sizes[each] for each in self.axes)
         found = 0
-        for shape in self._shapes():
+        for shape in self.shapes():
             too_small = [place for place, size in enumerate(own) if size > shape[place]]
             if not too_small:
                 break
@@ -89,6 +81,30 @@ class _Ladder(Generic[_Kind]):
             if too_small == [index]:
                 found = max(found, shape[index])
         return found + 1
+
+    def observe(
+        self, arrived: Mapping[tuple[int, ...], int], compiled: Iterable[tuple[int, ...]]
+    ) -> bool:
+        """Fit automatic buckets once enough calls were seen; return whether they have changed.
+
+        Args:
+            arrived: how often each size did, by axis.
+            compiled: the buckets that have run: they cost nothing more.
+        """
+        seen = {sizes: count for sizes, count in arrived.items() if min(sizes) > 0}
+        if not self.fitting or sum(seen.values()) < _OBSERVED_CALLS:
+            return False
+        self.fitting = False
+        self.buckets = self._fitted(seen, compiled)
+        return True
+
+    def _find(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the cheapest bucket that holds these sizes, which may be a new one."""
+        raise NotImplementedError
+
+    def _fitted(self, seen: dict[Any, int], compiled: Iterable[tuple[int, ...]]) -> _Kind:
+        """Return the best buckets for the sizes seen, and those for any that are longer."""
+        raise NotImplementedError
 
 
 class Ladder(_Ladder[Buckets]):
@@ -117,25 +133,14 @@ class Ladder(_Ladder[Buckets]):
             self.buckets = Buckets([*before, bucket])
         return (bucket,)
 
-    def observe(
-        self, arrived: Mapping[tuple[int, ...], int], compiled: Iterable[tuple[int, ...]]
-    ) -> bool:
-        """Fit an automatic ladder once enough calls were seen; tell whether it has changed.
-
-        Args:
-            arrived: how often each size did, by ``(size,)``.
-            compiled: the buckets that have run: they cost nothing more.
-        """
-        seen = {size: count for (size,), count in arrived.items() if size > 0}
-        if not self.fitting or sum(seen.values()) < _OBSERVED_CALLS:
-            return False
-        self.fitting = False
-        observed = observe(seen, "bucketed")
+    def _fitted(self, seen: dict[Any, int], compiled: Iterable[tuple[int, ...]]) -> Buckets:
+        sizes = {size: count for (size,), count in seen.items()}
+        observed = observe(sizes, "bucketed")
         price = _WORTH_COMPILING * total_cost(observed, "linear", "bucketed")
         largest = int(observed.sizes[-1])
         there = sorted({size for (size,) in compiled})
         fitted = Buckets.fit(
-            seen,
+            sizes,
             None,
             compile_cost=price,
             already_compiled=[size for size in there if size <= largest],
@@ -144,10 +149,7 @@ class Ladder(_Ladder[Buckets]):
             multiple_of=min(8, largest),
         )
         # Longer sizes than any so far still find the coarse bucket that is compiled.
-        self.buckets = Buckets(
-            [*fitted.sizes, *(size for size in there if size > fitted.sizes[-1])]
-        )
-        return True
+        return Buckets([*fitted.sizes, *(size for size in there if size > fitted.sizes[-1])])
 
 
 class PairLadder(_Ladder[PairBuckets]):
@@ -192,26 +194,18 @@ class PairLadder(_Ladder[PairBuckets]):
             "Buckets.fit_pairs(..., maximum=...) does"
         )
 
-    def observe(
-        self, seen: Mapping[tuple[int, ...], int], _compiled: Iterable[tuple[int, ...]]
-    ) -> bool:
-        """Fit automatic buckets once enough calls were seen; tell whether they have changed."""
-        pairs = {(a, b): count for (a, b), count in seen.items() if a > 0 and b > 0}
-        if not self.fitting or sum(pairs.values()) < _OBSERVED_CALLS:
-            return False
-        self.fitting = False
-        fitted = fit_pairs(pairs, 1)
+    def _fitted(self, seen: dict[Any, int], _compiled: Iterable[tuple[int, ...]]) -> PairBuckets:
+        fitted = fit_pairs(seen, 1)
         # One by one: for pairs there is no planner that weighs what a bucket costs.
         for count in range(2, _MOST_PAIRS + 1):
-            better = fit_pairs(pairs, count)
-            if fitted.waste(pairs) - better.waste(pairs) < _WORTH_COMPILING:
+            better = fit_pairs(seen, count)
+            if fitted.waste(seen) - better.waste(seen) < _WORTH_COMPILING:
                 break
             fitted = better
         # What no fitted bucket holds still finds the coarse one that has run.
-        self.buckets = in_order(
+        return in_order(
             [*fitted, *(each for each in self.buckets or () if holding(fitted, *each) is None)]
         )
-        return True
 
 
 def ladders_of(

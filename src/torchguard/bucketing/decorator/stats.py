@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
 import itertools
 import math
+import operator
 import os
 import sys
 import time
 import traceback
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from torchguard.bucketing.decorator.output_shapes import Output
 from torchguard.bucketing.decorator.plan import Call, Input, Plan
 from torchguard.bucketing.decorator.spec import Sizes, Spec, find_inputs
 from torchguard.bucketing.padding import Side, pad_to_bucket
-from torchguard.bucketing.pairs import PairBuckets, fit_pairs, holding
+from torchguard.bucketing.pairs import PairBuckets, fit_pairs
 from torchguard.bucketing.plot import draw_pairs
 from torchguard.equivalence.isolate import (
     buffers_restored,
@@ -199,9 +198,13 @@ def report_of(caller: Caller, path: str | os.PathLike[str] | None) -> BucketedRe
     axes = []
     for ladder in ladders:
         buckets = ladder.buckets
+        shapes = ladder.shapes()
         # A size that no bucket holds has run without padding: none is wasted on it.
-        seen = caller.seen(ladder.axes).items()
-        held = {key: count for key, count in seen if buckets and _holds(buckets, key)}
+        held = {
+            sizes: count
+            for sizes, count in caller.seen(ladder.axes).items()
+            if min(sizes) > 0 and any(all(map(operator.le, sizes, shape)) for shape in shapes)
+        }
         if buckets is None or not held:
             raise ValueError("bucketed: nothing to report yet: call the function first")
         target = None if path is None else Path(path)
@@ -213,38 +216,22 @@ def report_of(caller: Caller, path: str | os.PathLike[str] | None) -> BucketedRe
 
 
 def _report_of_axis(
-    axis: str,
-    buckets: Buckets | PairBuckets,
-    held: dict[tuple[int, ...], int],
-    path: Path | None,
+    axis: str, buckets: Buckets | PairBuckets, held: dict[tuple[int, ...], int], path: Path | None
 ) -> AxisReport:
     """Compare buckets with the best of 4 fewer, as many and 4 more."""
+    pairs = isinstance(buckets, PairBuckets)
+    seen: Any = held if pairs else {size: count for (size,), count in held.items()}
     # Fewer compile sooner, more waste less: what either would change.
-    counts = sorted({max(len(buckets) - _STEP, 1), len(buckets), len(buckets) + _STEP})
-    best: dict[int, tuple[tuple[Any, ...], float]] = {}
-    if isinstance(buckets, PairBuckets):
-        pairs = {(a, b): count for (a, b), count in held.items()}
-        for count in counts:
-            pairs_fitted = fit_pairs(pairs, count)
-            best[count] = (pairs_fitted.shapes, pairs_fitted.waste(pairs))
-        if path is not None:
-            draw_pairs(buckets.shapes, pairs, path)
-        return AxisReport(axis, buckets.shapes, buckets.waste(pairs), best)
-    sizes = {size: count for (size,), count in held.items()}
-    for count in counts:
-        fitted = Buckets.fit(sizes, count)
-        best[count] = (fitted.sizes, fitted.waste(sizes))
+    best = {}
+    for count in sorted({max(len(buckets) - _STEP, 1), len(buckets), len(buckets) + _STEP}):
+        fitted: Any = fit_pairs(seen, count) if pairs else Buckets.fit(seen, count)
+        best[count] = (tuple(fitted), fitted.waste(seen))
     if path is not None:
-        buckets.plot(sizes, path)
-    return AxisReport(axis, buckets.sizes, buckets.waste(sizes), best)
-
-
-def _holds(buckets: Buckets | PairBuckets, sizes: tuple[int, ...]) -> bool:
-    if min(sizes) <= 0:
-        return False
-    if isinstance(buckets, PairBuckets):
-        return holding(buckets, *sizes) is not None
-    return sizes[0] <= buckets.sizes[-1]
+        if isinstance(buckets, PairBuckets):
+            draw_pairs(buckets.shapes, seen, path)
+        else:
+            buckets.plot(seen, path)
+    return AxisReport(axis, tuple(buckets), buckets.waste(seen), best)
 
 
 def _listed(buckets: Iterable[Any]) -> str:
@@ -338,37 +325,29 @@ def warm_up(
         )
     call = Call.of(spec, owner, args, kwargs)
     inputs, _ = find_inputs(spec, call)
-    empty = [name for name, ladder in spec.ladders.items() if ladder.buckets is None]
-    if empty:
-        raise ValueError(
-            f"bucketed: the buckets of {empty[0]!r} are 'auto' and none is known yet: warm up "
-            "after some calls, or pass plan="
-        )
-    # A ladder that two axes share counts once: its buckets are pairs already.
-    combinations = [
-        dict(collections.ChainMap(*each))
-        for each in itertools.product(
-            *(ladder.shapes() for ladder in dict.fromkeys(spec.ladders.values()))
-        )
-    ]
-    # The largest first: what runs out of memory does so at once.
-    combinations.sort(key=lambda buckets: math.prod(buckets.values()), reverse=True)
-    if spec.options["engine"] != "static":
-        combinations = _sizes_within(spec, combinations)
+    combinations = _sizes_to_compile(spec)
     modules = all_reachable_modules(caller.cache.function, (*owner, *args))
     shown = sys.stderr.isatty() if progress is None else progress
+    begun = time.monotonic()
     seconds: dict[tuple[int, ...], float] = {}
     errors: dict[tuple[int, ...], Exception] = {}
-    with contextlib.closing(_with_a_bar(combinations, shown=shown)) as each_bucket:
-        for buckets in each_bucket:
-            key = tuple(buckets[axis] for axis in spec.ladders)
+    try:
+        for done, sizes in enumerate(combinations):
+            if shown:
+                _draw_bar(done, len(combinations), begun, sizes)
+            key = tuple(sizes[axis] for axis in spec.ladders)
             # Not isolated(): Dynamo guards on whether autocast's cache is on.
             with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
-                took = _warm_up_one(caller, call, inputs, buckets)
+                took = _warm_up_one(caller, call, inputs, sizes)
             if isinstance(took, Exception):
                 errors[key] = took
             elif took is not None:
                 seconds[key] = took
+        if shown:
+            _draw_bar(len(combinations), len(combinations), begun, {})
+    finally:
+        if shown:
+            sys.stderr.write("\n")
     # Nothing fits, so there is nothing that a warning could leave: the last is the smallest.
     if errors and len(errors) == len(combinations):
         raise list(errors.values())[-1]
@@ -384,13 +363,13 @@ def warm_up(
 
 
 def _warm_up_one(
-    caller: Caller, call: Call, inputs: Sequence[Input], buckets: Sizes
+    caller: Caller, call: Call, inputs: Sequence[Input], sizes: Sizes
 ) -> float | Exception | None:
     """Compile one bucket and time it; return the error where it does not fit into memory."""
     side = caller.spec.options["side"]
     try:
         sized = call.with_leaves(
-            {each.index: _sized(call.leaves[each.index], each, buckets, side) for each in inputs}
+            {each.index: _sized(call.leaves[each.index], each, sizes, side) for each in inputs}
         )
         return _compile(caller, sized)
     except Exception as error:
@@ -469,20 +448,39 @@ def _run(caller: Caller, plan: Plan, call: Call, *, again: bool = False) -> None
     variant.warmed_for.add(plan.specialization)
 
 
-def _sizes_within(spec: Spec, buckets: list[Sizes]) -> list[Sizes]:
-    """Return sizes to compile where nothing is padded: one within each bucket."""
+def _sizes_to_compile(spec: Spec) -> list[Sizes]:
+    """Return the sizes of each combination of buckets; where nothing is padded, one within each.
+
+    Raises:
+        ValueError: an automatic ladder has no bucket yet.
+    """
+    empty = [name for name, ladder in spec.ladders.items() if ladder.buckets is None]
+    if empty:
+        raise ValueError(
+            f"bucketed: the buckets of {empty[0]!r} are 'auto' and none is known yet: warm up "
+            "after some calls, or pass plan="
+        )
+    # A ladder that two axes share counts once: its buckets are pairs already.
+    ladders = list(dict.fromkeys(spec.ladders.values()))
+    axes = [axis for ladder in ladders for axis in ladder.axes]
+    combinations = [
+        dict(zip(axes, itertools.chain(*shapes), strict=True))
+        for shapes in itertools.product(*(ladder.shapes() for ladder in ladders))
+    ]
+    # The largest first: what runs out of memory does so at once.
+    combinations.sort(key=lambda buckets: math.prod(buckets.values()), reverse=True)
+    if spec.options["engine"] == "static":
+        return combinations
     # What is timed should have as much padding as a call has on average.
-    found = []
-    for each in buckets:
-        sizes = dict(each)
+    for sizes in combinations:
         # One after the other: with both sizes of a pair shorter it may have another bucket.
-        for axis, size in each.items():
+        for axis, size in sizes.items():
             sizes[axis] = (spec.ladders[axis].least(axis, sizes) + size) // 2
-        found.append(sizes)
     if spec.options["engine"] == "ranges":
         # torch.compile makes a size of 1 a constant, so it has a graph of its own.
-        found += [{**found[-1], axis: 1} for axis in spec.ladders if found[-1][axis] > 1]
-    return found
+        last = combinations[-1]
+        combinations += [{**last, axis: 1} for axis in spec.ladders if last[axis] > 1]
+    return combinations
 
 
 def _sized(tensor: torch.Tensor, each: Input, buckets: Sizes, side: Side) -> torch.Tensor:
@@ -496,24 +494,10 @@ def _sized(tensor: torch.Tensor, each: Input, buckets: Sizes, side: Side) -> tor
     return sized
 
 
-def _with_a_bar(combinations: Sequence[Sizes], *, shown: bool) -> Generator[Sizes, None, None]:
-    """Yield the buckets, and show how far warming up is."""
-    begun, total = time.monotonic(), len(combinations)
-
-    def draw(done: int, buckets: Sizes) -> None:
-        now = ", ".join(f"{name} = {size}" for name, size in buckets.items())
-        bar, seconds = "#" * (_WIDTH * done // total), time.monotonic() - begun
-        line = f"compiling [{bar:<{_WIDTH}}] {done} of {total}, {seconds:.0f} s {now}"
-        sys.stderr.write(f"\r{line:<78}")
-        sys.stderr.flush()
-
-    if not shown:
-        yield from combinations
-        return
-    try:
-        for done, buckets in enumerate(combinations):
-            draw(done, buckets)
-            yield buckets
-        draw(total, {})
-    finally:
-        sys.stderr.write("\n")
+def _draw_bar(done: int, total: int, begun: float, sizes: Sizes) -> None:
+    """Show how far warming up is."""
+    now = ", ".join(f"{axis} = {size}" for axis, size in sizes.items())
+    bar, seconds = "#" * (_WIDTH * done // total), time.monotonic() - begun
+    line = f"compiling [{bar:<{_WIDTH}}] {done} of {total}, {seconds:.0f} s {now}"
+    sys.stderr.write(f"\r{line:<78}")
+    sys.stderr.flush()

@@ -88,14 +88,18 @@ class TestWhatCannotBeWrapped:
 
     def test_a_generator_that_a_function_returns(self) -> None:
         wrapped = wrap(lambda x: (row for row in x), check_padding="never")
-        with pytest.raises(TypeError, match="output is a generator: what comes out of it later"):
+        with pytest.raises(
+            TypeError, match="output is of type generator: what comes out of it later"
+        ):
             wrapped(torch.ones(5))
 
     def test_a_coroutine_that_a_function_returns(self) -> None:
         wrapped = wrap(lambda x: later(x), check_padding="never")  # noqa: PLW0108 - no async function
         with (
             warnings.catch_warnings(),
-            pytest.raises(TypeError, match="output is a coroutine: what comes out of it later"),
+            pytest.raises(
+                TypeError, match="output is of type coroutine: what comes out of it later"
+            ),
         ):
             warnings.simplefilter("ignore")  # it was never awaited
             wrapped(torch.ones(5))
@@ -119,7 +123,7 @@ class TestWhatCannotBeWrapped:
                 wrap(each)
 
     def test_what_is_no_function(self) -> None:
-        with pytest.raises(TypeError, match="function is a int, expected something to call"):
+        with pytest.raises(TypeError, match="function is of type int, expected something to call"):
             wrap(3)
 
 

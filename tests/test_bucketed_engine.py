@@ -439,11 +439,11 @@ class TestAuto:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         seconds: list[float] = []
         clock, device = engine.Clock(), torch.device("cuda")
-        clock.start(device)(seconds.append)
-        clock.start(device)(seconds.append)
+        clock.start(device, seconds.append)()
+        clock.start(device, seconds.append)()
         assert seconds == []
         over.append(True)
-        clock.start(torch.device("cpu"))
+        clock.start(torch.device("cpu"), seconds.append)
         assert seconds == [0.25, 0.25]
 
     def test_leaves_static_out_where_padding_leaks(self) -> None:

@@ -161,7 +161,7 @@ class TestOutputs:
                 self.keys = keys
 
         wrapped = bucketed(lambda x: (x, Cache(x)), dims=({0: "t"},), buckets=LADDER)
-        with pytest.raises(TypeError, match=r"output\[1\] is a Cache, which holds tensors"):
+        with pytest.raises(TypeError, match=r"output\[1\] is of type Cache, which holds tensors"):
             wrapped(torch.ones(5))
 
     @settings(max_examples=30)

@@ -163,7 +163,9 @@ bucketed.__signature__ = _signature.replace(  # type: ignore[attr-defined]
 
 def _wrap(function: Any, options: MaskingOptions) -> Any:
     if isinstance(function, (Bucketed, BucketedModule, staticmethod, classmethod)):
-        raise TypeError(f"bucketed: function is a {type(function).__name__}: wrap what is inside")
+        raise TypeError(
+            f"bucketed: function is of type {type(function).__name__}: wrap what is inside"
+        )
     reason = _refused(function)
     if reason is not None:
         raise TypeError(f"bucketed: function is {reason}")
@@ -181,7 +183,7 @@ def _refused(function: Any) -> str | None:
             "forward or __call__"
         )
     if not callable(function):
-        return f"a {type(function).__name__}, expected something to call"
+        return f"of type {type(function).__name__}, expected something to call"
     if isinstance(function, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return (
             f"{name}, made by torch.jit: pass the module or the function it was made from, and "

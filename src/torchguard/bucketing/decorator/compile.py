@@ -11,12 +11,14 @@ https://github.com/pytorch/pytorch/issues/190631
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType, TracebackType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
@@ -175,7 +177,7 @@ def compiling(variant: Variant, specialization: Specialization) -> Iterator[None
 
 
 def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Compilers]:
-    """Split what the user wraps into what runs, not compiled, and what compiles it.
+    """Split what the user wraps into the function itself and what compiles it.
 
     Raises:
         ValueError: compiled twice, or with ``dynamic=True``.
@@ -208,22 +210,17 @@ def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
             "arguments"
         )
     arguments = {} if options is True else dict(options)
-    if arguments.get("dynamic"):
+    if arguments.pop("dynamic", None):
         raise ValueError(
             "bucketed: compile={'dynamic': True} makes static sizes symbolic: leave it out"
         )
-    arguments.pop("dynamic", None)
-
-    def compiler(*, dynamic: bool | None) -> Compiler:
-        def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
-            compiled: Callable[..., Any] = torch.compile(function, dynamic=dynamic, **arguments)
-            return compiled
-
-        return compile_
-
     # Marks make sizes symbols with any dynamic=. None does so behind a graph break too, where
     # nothing is marked: with False each size would be compiled there.
-    return Compilers(compiler(dynamic=False), compiler(dynamic=None), compiler(dynamic=True))
+    static, ranges, above = (
+        functools.partial(torch.compile, dynamic=dynamic, **arguments)
+        for dynamic in (False, None, True)
+    )
+    return Compilers(static, ranges, above)
 
 
 def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:
@@ -322,7 +319,7 @@ def _scope() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, RecompileError) or "fail_on_recompile" not in str(error):
             raise
-        raise RecompileError(_said(error)) from error
+        raise RecompileError(_describe(error)) from error
     except AssertionError as error:  # what some releases make of an error of _refuse
         if isinstance(error.__context__, RecompileError):
             raise error.__context__ from None
@@ -351,11 +348,16 @@ def failed_guards(error: RuntimeError) -> str | None:
 
 
 def recompile_reason(plan: Plan, compiled: Iterable[Any]) -> str:
-    """Return what a call has that nothing has of what is compiled: (padded shapes, around) each."""
+    """Return what is new in a call.
+
+    Args:
+        plan: of the call.
+        compiled: (padded shapes, what is around the call) of each variant that was compiled.
+    """
     inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
     around = plan.specialization.around
     others = [(dict(key[0]), key[1]) for key in compiled]
-    # The news is told by how near it is: a bucket, then what is around the call, then other dims.
+    # The nearest reason is given: a bucket, then what is around the call, then other dims.
     same_bucket = [
         (known, then)
         for known, then in others
@@ -371,10 +373,11 @@ def recompile_reason(plan: Plan, compiled: Iterable[Any]) -> str:
         index = next(i for i, (a, b) in enumerate(zip(around, then, strict=True)) if a != b)
         what = _AROUND[index] if index < len(_AROUND) else "the training mode of a module"
         return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"
+    known, _ = same_bucket[0]
     changed = [
-        f"{label} is {shape} after padding, compiled was {same_bucket[0][0][label]}"
+        f"{label} is {shape} after padding, compiled was {known[label]}"
         for label, shape in inputs.items()
-        if shape != same_bucket[0][0][label]
+        if shape != known[label]
     ]
     return f"{', '.join(changed)} ({sizes_of(plan)})"
 
@@ -386,22 +389,20 @@ def _refuse(graph: str) -> None:
     )
 
 
-def _said(error: RuntimeError) -> str:
+def _describe(error: RuntimeError) -> str:
     """Return what was about to compile: the frame that called it knows the function and its input.
 
     Dynamo's own object for the frame to compile, also in the traceback, is not to be touched:
     it reads memory that is gone by now.
     """
-    trace: TracebackType | None = error.__traceback__
     found = None
-    while trace is not None:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         # What torch.compile has returned: _fn in 2.6, compile_wrapper in later releases.
         # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
-        if trace.tb_frame.f_code.co_name in {"compile_wrapper", "_fn"}:
-            values = trace.tb_frame.f_locals
+        if frame.f_code.co_name in {"compile_wrapper", "_fn"}:
+            values = frame.f_locals
             if callable(values.get("fn")) and "args" in values:
                 found = (values["fn"], values["args"], values.get("kwargs", {}))
-        trace = trace.tb_next
     if found is None:
         return f"no_recompile: something was about to compile: {error}"
     function, args, kwargs = found

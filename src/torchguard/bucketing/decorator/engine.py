@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,6 @@ from torchguard.bucketing.decorator.masking import make_extras
 from torchguard.bucketing.decorator.plan import Call, Mark, Plan
 from torchguard.bucketing.decorator.spec import Spec
 from torchguard.errors import PaddingLeakError, RecompileError
-
-__all__ = ["Engine"]
 
 _RUNS_TO_COMPARE = 5
 # As often as torch compiles a function anew before it gives up and runs it uncompiled.
@@ -58,7 +56,9 @@ class Engine:
         self.kind: str = spec.options["engine"]
         self._spec = spec
         self._cache = cache
-        self._costs = CompileCosts(_assumed_cost(spec))
+        given = spec.options["compile"]
+        backend = given.get("backend", "inductor") if isinstance(given, Mapping) else "inductor"
+        self._costs = CompileCosts(_ASSUMED if backend == "inductor" else _ASSUMED_CHEAP)
         self._choices: dict[Any, Choice] = {}
         self._shared: dict[RangesKey, SharedGraph] = {}
         self._lock = threading.RLock()
@@ -258,9 +258,9 @@ class Engine:
                 choice.add(target.how, seconds, compiled=compiles, backward=backward)
 
         # Of a call that compiles the seconds of the host count.
-        stop = self._clock.start(torch.device("cpu") if compiles else device)
+        stop = self._clock.start(torch.device("cpu") if compiles else device, record)
         output = self._counted(target, call, run)
-        stop(record)
+        stop()
         if torch.is_grad_enabled() and not choice.settled:
             self._clock.time_backward(output, device, functools.partial(record, backward=True))
         return output
@@ -317,12 +317,6 @@ def _devices(plan: Plan) -> set[str]:
     return {each.device.type for each in plan.inputs}
 
 
-def _assumed_cost(spec: Spec) -> float:
-    given = spec.options["compile"]
-    backend = given.get("backend", "inductor") if isinstance(given, dict) else "inductor"
-    return _ASSUMED if backend == "inductor" else _ASSUMED_CHEAP
-
-
 def _in_few_words(error: Exception) -> str:
     """Return why something can't be compiled in a few words."""
     text = " ".join(str(error).split())
@@ -365,35 +359,32 @@ class Clock:
     def __init__(self) -> None:
         self._events: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
 
-    def start(self, device: torch.device) -> Callable[[Callable[[float], None]], None]:
-        """Begin to time; what is returned ends it, and calls a function with the seconds."""
-        self._read()
-        if device.type == "cuda":
-            # By events: the host's clock would say how fast kernels are launched.
-            # https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html
-            begun: Any = torch.cuda.Event(enable_timing=True)
-            begun.record()
+    def start(self, device: torch.device, record: Callable[[float], None]) -> Callable[[], None]:
+        """Begin to time; what is returned ends it, and ``record`` gets the seconds."""
+        while self._events and self._events[0][1].query():
+            begun, ended, waiting = self._events.popleft()
+            waiting(begun.elapsed_time(ended) / 1e3)
+        if device.type != "cuda":
+            at = time.perf_counter()
+            return lambda: record(time.perf_counter() - at)
+        # By events: the host's clock would say how fast kernels are launched.
+        # https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html
+        begun = torch.cuda.Event(enable_timing=True)
+        begun.record()
 
-            def stop_on_gpu(record: Callable[[float], None]) -> None:
-                ended: Any = torch.cuda.Event(enable_timing=True)
-                ended.record()
-                self._events.append((begun, ended, record))
+        def stop() -> None:
+            ended = torch.cuda.Event(enable_timing=True)
+            ended.record()
+            self._events.append((begun, ended, record))
 
-            return stop_on_gpu
-        at = time.perf_counter()
-        return lambda record: record(time.perf_counter() - at)
+        return stop
 
     def time_backward(
         self, output: Any, device: torch.device, record: Callable[[float], None]
     ) -> None:
         """Time the backward through an output, if there is one later."""
-        stop: list[Any] = []
+        stop: list[Callable[[], None]] = []
         leaves = [each for each in flatten(output)[0] if isinstance(each, torch.Tensor)]
         _torch.call_around_backward(
-            leaves, lambda: stop.append(self.start(device)), lambda: stop.pop()(record)
+            leaves, lambda: stop.append(self.start(device, record)), lambda: stop.pop()()
         )
-
-    def _read(self) -> None:
-        while self._events and self._events[0][1].query():
-            begun, ended, record = self._events.popleft()
-            record(begun.elapsed_time(ended) / 1e3)

@@ -71,13 +71,13 @@ class Output:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, (Iterator, Awaitable)):
                 raise TypeError(
-                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}: what comes out "
+                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}: what comes out "
                     "of it later can't be cut to size. Return tensors, tuples, lists, dicts or "
                     "dataclasses"
                 )
             if not isinstance(leaf, _WITHOUT_PARTS) and _holds_tensors(leaf):
                 raise TypeError(
-                    f"bucketed: {output.label(index)} is a {type(leaf).__name__}, which holds "
+                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}, which holds "
                     "tensors that can't be cut to size: return tensors, tuples, lists, dicts or "
                     "dataclasses (with Hugging Face models: use_cache=False)"
                 )

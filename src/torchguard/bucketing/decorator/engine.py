@@ -383,8 +383,12 @@ class Clock:
         self, output: Any, device: torch.device, record: Callable[[float], None]
     ) -> None:
         """Time the backward through an output, if there is one later."""
-        stop: list[Callable[[], None]] = []
+        started: list[Callable[[], None]] = []
+
+        def stop() -> None:
+            started.pop()()
+
         leaves = [each for each in flatten(output)[0] if isinstance(each, torch.Tensor)]
         _torch.call_around_backward(
-            leaves, lambda: stop.append(self.start(device, record)), lambda: stop.pop()()
+            leaves, lambda: started.append(self.start(device, record)), stop
         )

@@ -71,15 +71,15 @@ class Output:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, (Iterator, Awaitable)):
                 raise TypeError(
-                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}: what comes out "
-                    "of it later can't be cut to size. Return tensors, tuples, lists, dicts or "
+                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}: what comes "
+                    "out of it later can't be cut to size. Return tensors, tuples, lists, dicts or "
                     "dataclasses"
                 )
             if not isinstance(leaf, _WITHOUT_PARTS) and _holds_tensors(leaf):
                 raise TypeError(
-                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}, which holds "
-                    "tensors that can't be cut to size: return tensors, tuples, lists, dicts or "
-                    "dataclasses (with Hugging Face models: use_cache=False)"
+                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}, which "
+                    "holds tensors that can't be cut to size: return tensors, tuples, lists, dicts "
+                    "or dataclasses (with Hugging Face models: use_cache=False)"
                 )
         return output
 

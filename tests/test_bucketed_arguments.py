@@ -177,9 +177,10 @@ class TestNotCompiled:
 class TestCallbacks:
     def test_what_is_not_bucketed_is_refused(self) -> None:
         session = importlib.import_module("torchguard.integrations").Session
-        with pytest.raises(TypeError, match=r"buckets\['encoder'\] is a Doubles without stats\(\)"):
+        refused = r"buckets\['encoder'\] is of type Doubles, which has no stats\(\)"
+        with pytest.raises(TypeError, match=refused):
             session("resize", {"encoder": Doubles()})
-        with pytest.raises(TypeError, match=r"buckets is a Doubles, expected \{name: what"):
+        with pytest.raises(TypeError, match=r"buckets is of type Doubles, expected \{name: what"):
             session("resize", Doubles())
         assert session("resize", {"encoder": wrap(Doubles())}).metrics()
 

@@ -109,7 +109,7 @@ class TestPlugins:
         ("name", "reason"),
         [
             ("c-again:planted-live", "repeats an id that belongs to the entry point 'a-planted'"),
-            ("d-not-one", "gives a str where a torchguard.defects.Defect belongs"),
+            ("d-not-one", "gives str, expected torchguard.defects.Defect"),
             ("e-missing", "fails to load: ModuleNotFoundError: No module named"),
             ("f-exits", "fails to load: SystemExit: bye"),
             ("g-wrong[0]", "guards is 'resize': it has to be a tuple of texts"),

@@ -125,7 +125,7 @@ def compiles_inside(
     if found is None or not callable(callback):
         return compiled
     set_dynamic = _changes_shared_settings(found[1])
-    # Nobody else compiles while they are changed: Dynamo takes this lock, again, to compile.
+    # No other thread compiles while they are changed: Dynamo takes this lock, again, to compile.
     lock = importlib.import_module("torch._dynamo.convert_frame").compile_lock
 
     def convert(*args: Any, **kwargs: Any) -> Any:
@@ -144,8 +144,8 @@ def compiles_inside(
             setattr(convert, name, backend)
     settings = object.__new__(type(found[1]))
     # Not copy.copy(): its __reduce__ leaves dynamic= and most of the other settings out.
-    kept = [each for each in getattr(found[1], "enter_exit_hooks", ()) if each not in set_dynamic]
-    vars(settings).update(vars(found[1]), callback=convert, enter_exit_hooks=kept)
+    hooks = [each for each in getattr(found[1], "enter_exit_hooks", ()) if each not in set_dynamic]
+    vars(settings).update(vars(found[1]), callback=convert, enter_exit_hooks=hooks)
     result: Callable[..., Any] = settings(found[0])
     return result
 
@@ -259,7 +259,7 @@ def without_recompile_limit() -> Iterator[None]:
 def before_backward(call: Callable[[str], None]) -> Iterator[None]:
     """Call this, with the id of a graph, before its backward is compiled, which is done late.
 
-    What it raises comes out of ``backward()``. torch 2.6 does not tell, so there it isn't called.
+    What it raises comes out of ``backward()``. torch 2.6 has no such callback: it isn't called.
     """
     callbacks: Any = importlib.import_module("torch._dynamo.callback")
     if not hasattr(callbacks, "on_compile_start"):
@@ -469,7 +469,7 @@ def _machine() -> str:
     flags = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        told = ("model name", "flags", "Features", "CPU part")
-        flags = "\n".join(sorted({line for line in lines if line.startswith(told)}))
+        relevant = ("model name", "flags", "Features", "CPU part")
+        flags = "\n".join(sorted({line for line in lines if line.startswith(relevant)}))
     known = [platform.machine(), *platform.libc_ver(), platform.python_version(), flags]
     return hashlib.sha256("\n".join(known).encode()).hexdigest()[:24]

@@ -30,10 +30,10 @@ __all__ = [
     "forget_in_torchscript",
     "frame_callback",
     "keep_whole_in_graph",
-    "know_in_dynamo",
     "mark_untraced",
     "on_import",
     "rebuild_dynamo_tables",
+    "register_in_dynamo",
     "skip_frames",
     "symbols_in",
     "symbols_of",
@@ -128,8 +128,8 @@ def follow_in_dynamo(replacement: Callable[..., Any], original: Callable[..., An
     replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
 
 
-def know_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Let Dynamo know ``replacement`` as it knows ``original``: to call, compile and look up.
+def register_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Register ``replacement`` with Dynamo as ``original`` is: to call, compile and look up.
 
     What :func:`follow_in_dynamo` sets is enough for calls; but Dynamo can't hash such a function
     (``torch.add in a_set``), nor compile it by itself (``torch.compile(torch.add)``).
@@ -160,7 +160,7 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
         kind = _kind_of_variable()
     except (AttributeError, TypeError):  # what other code has wrapped may have no hash
         return
-    _know_frozensets(builder, sys.modules["torch._dynamo.variables.user_defined"])
+    _accept_frozensets(builder, sys.modules["torch._dynamo.variables.user_defined"])
     functions[replacement] = kind  # where Dynamo does not know where a function is from
     objects[id(replacement)] = lambda self, value: kind.create_with_source(value, self.source)
     replacement._torchdynamo_orig_callable = wrapped
@@ -168,7 +168,7 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
 
 
 @functools.cache
-def _know_frozensets(builder: Any, variables: Any) -> None:
+def _accept_frozensets(builder: Any, variables: Any) -> None:
     """Let Dynamo take a frozenset of replacements as it takes one of torch's builtins.
 
     Up to torch 2.8 it takes no other functions. The entry stays, as those of replacements do; what
@@ -242,11 +242,11 @@ def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
     is imported: ``torch.compiler.allow_in_graph`` itself would import it.
     """
 
-    def tell(_: Any) -> None:
+    def allow(_: Any) -> None:
         for function in functions:
             torch.compiler.allow_in_graph(function)
 
-    on_import("torch._dynamo", tell)
+    on_import("torch._dynamo", allow)
 
 
 def mark_untraced(function: Callable[..., Any]) -> None:
@@ -327,7 +327,7 @@ def follow_in_torchscript(replacement: Callable[..., Any], original: Callable[..
 
 
 def forget_in_torchscript(replacement: Callable[..., Any]) -> None:
-    """Undo :func:`follow_in_torchscript`; ids are used again once an object is gone."""
+    """Undo :func:`follow_in_torchscript`; ids are used again once an object is freed."""
     _torchscript_builtins().pop(id(replacement), None)
 
 
@@ -396,26 +396,26 @@ def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> I
     all its sizes for dynamic ones, that no guard knows. No other thread compiles meanwhile.
     """
     frames = importlib.import_module("torch._dynamo.convert_frame")
-    told = [(value, decided) for value, decided in symbols if decided is not None]
-    # A thread that calls compiled code while another one traces with torch.fx is told by 2.13 that
-    # it traces itself, unless this says that torch.compile does. 2.15 asks the thread alone.
+    known = [(value, decided) for value, decided in symbols if decided is not None]
+    # While one thread traces with torch.fx, 2.13 takes compiled code that another thread calls for
+    # traced too, unless this says that torch.compile traces. 2.15 looks at the thread alone.
     session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
     lock = getattr(frames, "compile_lock", contextlib.nullcontext())
     with lock, session(), torch._guards.tracing(context):
-        for value, decided in told:
+        for value, decided in known:
             context.tensor_to_context[value] = decided
         try:
             yield
         finally:
             # What stays here would keep torch.utils.swap_tensors from its work.
-            for value, _ in told:
+            for value, _ in known:
                 context.tensor_to_context.pop(value, None)
 
 
 # ---- warn at a line of the user's ----
 
 
-_NOT_THE_USERS = tuple(
+_INTERNAL_FOLDERS = tuple(
     str(folder) + "/" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)
 )
 # The frames of every call into compiled code have one of this file among them. Where torch renames
@@ -426,7 +426,7 @@ _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
 def warn_user(text: str) -> None:
     """Warn at the innermost line that is neither of torch nor of torchguard."""
     frame, level = sys._getframe(1), 2
-    while _is_not_the_users(frame) and frame.f_back is not None:
+    while _is_internal(frame) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 
@@ -446,10 +446,10 @@ def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
 
 
 def _first_of_user(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and _is_not_the_users(frame):
+    while frame is not None and _is_internal(frame):
         frame = frame.f_back
     return frame
 
 
-def _is_not_the_users(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<"))
+def _is_internal(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((*_INTERNAL_FOLDERS, "<"))

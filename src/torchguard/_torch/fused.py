@@ -1,6 +1,6 @@
-"""Which kernels of a fused ``optimizer.step()`` have run, told by tensors that go through them.
+"""Which kernels of a fused ``optimizer.step()`` have run: sentinel tensors go through them.
 
-Nothing else tells. A fused kernel does not move the version counters of what it writes (measured
+Nothing else shows it. A fused kernel does not move the version counters of what it writes (measured
 on 2.6 to 2.15), a parameter whose gradient is zero has the same bits before and after it, and an
 error may come before a kernel, from it or after it: from a mode, from the launch of the next one.
 """
@@ -31,7 +31,7 @@ _OVERRIDDEN = ("_init_group", "_optimizer_step_code")
 def has_fused_lists(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``_init_group`` fills lists of the names that :class:`FusedLists` knows."""
     names = init_group_arguments(optimizer)
-    replaced = vars(optimizer).get("_init_group", has_fused_lists)  # by somebody else
+    replaced = vars(optimizer).get("_init_group", has_fused_lists)  # by other code
     is_own = getattr(replaced, "__module__", None) == __name__
     return is_own and _GRADIENTS in names and not _PARAMETERS.isdisjoint(names)
 
@@ -58,7 +58,7 @@ class _Kernel(NamedTuple):
 
     parameters: list[Tensor]
     counters: list[Tensor]
-    witnesses: tuple[dict[str, Tensor], dict[str, Tensor]]
+    sentinels: tuple[dict[str, Tensor], dict[str, Tensor]]
     """What stands before and behind the parameters, by the name of the list."""
 
 
@@ -67,7 +67,7 @@ class _Group(NamedTuple):
 
     options: dict[str, Any]
     lists: dict[str, list[Any]]
-    """What it fills, by name, with the witnesses; of gradients only those of the witnesses."""
+    """What it fills, by name, with the sentinels; of gradients only those of the sentinels."""
 
     result: Any
     kernels: list[_Kernel]
@@ -78,15 +78,15 @@ class _Group(NamedTuple):
 
 
 class FusedLists:
-    """The lists that ``_init_group`` fills for ``step()``, with witnesses in them.
+    """The lists that ``_init_group`` fills for ``step()``, with sentinels in them.
 
     ``step()`` takes one group after the other, and within a group ``_fused_adam`` and its like take
     one device and dtype after the other: increment the step counters, run the kernel over the
     lists, and with a GradScaler subtract ``found_inf`` from the counters.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L802
 
-    Witnesses are two parameters of one element more in each call of a kernel, zero before the step.
-    They stand first and last in these lists, which nobody but ``step()`` sees. Their gradient is
+    Sentinels are two parameters of one element more in each call of a kernel, zero before the step.
+    They stand first and last in these lists, which only ``step()`` sees. Their gradient is
     infinite, so that no learning rate, scale, rounding or choice of options lets the kernel leave
     them as they were, but for ``found_inf``, with which it changes no parameter either. The first
     one changed and the last one not means a kernel that was torn.
@@ -107,7 +107,7 @@ class FusedLists:
             kernels = _kernels_of(lists, wanted)
             options = {**group, "params": list(group["params"])}
             self._groups.append(_Group(options, lists, result, kernels))
-        # Nobody but the optimizer writes its state, so that its layout is asked for once; kernels
+        # Only the optimizer writes its state, so that its layout is asked for once; kernels
         # on a GPU look at layouts themselves.
         self._state_is_contiguous = any(each.is_cpu for each in self._parameters) and all(
             _are_contiguous(tensors)
@@ -116,10 +116,10 @@ class FusedLists:
             if name not in {_GRADIENTS, _COUNTERS}
         )
         self._zeroed = _allocate(wanted)
-        self._witnesses = [witness[name] for witness, name, _ in wanted if name in _PARAMETERS]
+        self._sentinels = [sentinel[name] for sentinel, name, _ in wanted if name in _PARAMETERS]
         for each in self._groups:
-            _insert_witnesses(each)
-        self._take(gradients)
+            _insert_sentinels(each)
+        self._hold(gradients)
 
     def renew(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients that there are now; return whether the lists are right for them.
@@ -135,12 +135,12 @@ class FusedLists:
         gradients = [parameter.grad for parameter in self._parameters]
         if [gradient is not None for gradient in gradients] != self._has_gradient:
             return False
-        self._take(gradients)
+        self._hold(gradients)
         for each in self._zeroed:
             each.zero_()
         return True
 
-    def _take(self, gradients: list[Tensor | None]) -> None:
+    def _hold(self, gradients: list[Tensor | None]) -> None:
         self._gradients = [gradient for gradient in gradients if gradient is not None]
         self._is_contiguous = (
             self._state_is_contiguous
@@ -151,7 +151,7 @@ class FusedLists:
     def fill(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], arguments: tuple[Any, ...]
     ) -> Any:
-        """Do what ``optimizer._init_group(group, *arguments)`` does, with the witnesses."""
+        """Do what ``optimizer._init_group(group, *arguments)`` does, with the sentinels."""
         place = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
         known = self._groups[place]
         for name, given in lists_of_init_group(optimizer, arguments).items():
@@ -164,22 +164,22 @@ class FusedLists:
                 known_contiguous[:] = [given]
         return known.result
 
-    def let_go(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hold no gradient any more, and forget what SGD notes of each parameter in its lists."""
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Release the gradients, and what SGD notes of each parameter in its lists."""
         # zero_grad() gives their memory back; these lists stay until the next step.
         self._gradients = []
         known_contiguous.clear()
-        for witness in self._witnesses:
-            optimizer.state.pop(witness, None)
+        for sentinel in self._sentinels:
+            optimizer.state.pop(sentinel, None)
 
     def progress(self) -> FusedProgress | None:
-        """Return how far the step got; None if it can't be told, or a kernel is torn."""
+        """Return how far the step got; None if that can't be seen, or a kernel is torn."""
         stepped: list[Tensor] = []
         counted: list[Tensor] = []
         all_stepped = True
         for kernel in self._kernels():
-            ran = {_has_run(each) for each in kernel.witnesses}
-            incremented = {_is_incremented(each) for each in kernel.witnesses}
+            ran = {_has_run(each) for each in kernel.sentinels}
+            incremented = {_is_incremented(each) for each in kernel.sentinels}
             if len(ran) > 1 or len(incremented) > 1:
                 return None
             if True in ran:
@@ -225,16 +225,16 @@ class FusedStep:
         attributes.update(zip(_OVERRIDDEN, (init_group, end), strict=True))
 
     def end(self) -> None:
-        """Take back what this did to the optimizer; what the witnesses have seen stays."""
+        """Take back what this did to the optimizer; what the sentinels have seen stays."""
         attributes = vars(self._optimizer)
         _remove_override(attributes)
         attributes.update(self._before)
         self._before = {}
         if self._lists is not None:
-            self._lists.let_go(self._optimizer)
+            self._lists.release(self._optimizer)
 
     def progress(self) -> FusedProgress | None:
-        """Return how far the step got; None if it can't be told, or a kernel is torn."""
+        """Return how far the step got; None if that can't be seen, or a kernel is torn."""
         if self._lists is None:
             # It raised in a hook or a closure, before the first list.
             return FusedProgress([], [], all_stepped=False)
@@ -281,18 +281,18 @@ def _is_filled_alike(options: dict[str, Any], group: _Group) -> bool:
     )
 
 
-def _insert_witnesses(group: _Group) -> None:
+def _insert_sentinels(group: _Group) -> None:
     for name, held in group.lists.items():
         if name == _GRADIENTS:
             held.clear()
         elif not held:
             continue
-        held[:0] = [kernel.witnesses[0][name] for kernel in group.kernels]
-        held += [kernel.witnesses[1][name] for kernel in group.kernels]
+        held[:0] = [kernel.sentinels[0][name] for kernel in group.kernels]
+        held += [kernel.sentinels[1][name] for kernel in group.kernels]
 
 
 _Wanted = tuple[dict[str, Tensor], str, Tensor]
-"""A witness, the name of a list, and an entry of that list to be like."""
+"""A sentinel, the name of a list, and an entry of that list to be like."""
 
 
 def _kernels_of(lists: dict[str, list[Any]], wanted: list[_Wanted]) -> list[_Kernel]:
@@ -302,44 +302,44 @@ def _kernels_of(lists: dict[str, list[Any]], wanted: list[_Wanted]) -> list[_Ker
         by_kind.setdefault((parameter.device, parameter.dtype), []).append(place)
     kernels = []
     for places in by_kind.values():
-        witnesses: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        for witness in witnesses:
+        sentinels: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for sentinel in sentinels:
             for name, held in lists.items():
                 like = held[places[0]] if held else None
                 if name == _GRADIENTS and like is not None:
-                    witness[name] = torch.full((1,), inf, dtype=like.dtype, device=like.device)
+                    sentinel[name] = torch.full((1,), inf, dtype=like.dtype, device=like.device)
                 elif held:
-                    wanted.append((witness, name, parameters[places[0]] if like is None else like))
+                    wanted.append((sentinel, name, parameters[places[0]] if like is None else like))
         counters = lists.get(_COUNTERS) or []
         kernels.append(
             _Kernel(
                 [parameters[place] for place in places],
                 [counters[place] for place in places] if counters else [],
-                witnesses,
+                sentinels,
             )
         )
     return kernels
 
 
 def _allocate(wanted: list[_Wanted]) -> list[Tensor]:
-    """Give the witnesses zeros: those of one device and dtype in a row, which one call resets."""
+    """Give the sentinels zeros: those of one device and dtype in a row, which one call resets."""
     by_kind: dict[Any, list[_Wanted]] = {}
     for each in wanted:
         by_kind.setdefault((each[2].device, each[2].dtype), []).append(each)
     rows = []
     for (device, dtype), alike in by_kind.items():
         row = torch.zeros(len(alike), device=device, dtype=dtype)
-        for place, (witness, name, _) in enumerate(alike):
+        for place, (sentinel, name, _) in enumerate(alike):
             # A step counter is a scalar.
-            witness[name] = row[place] if name == _COUNTERS else row[place : place + 1]
+            sentinel[name] = row[place] if name == _COUNTERS else row[place : place + 1]
         rows.append(row)
     return rows
 
 
-def _has_run(witness: dict[str, Tensor]) -> bool:
-    written = [t for name, t in witness.items() if name not in {_GRADIENTS, _COUNTERS}]
+def _has_run(sentinel: dict[str, Tensor]) -> bool:
+    written = [t for name, t in sentinel.items() if name not in {_GRADIENTS, _COUNTERS}]
     return any(bool((each != 0).any()) for each in written)  # NaN != 0 is true
 
 
-def _is_incremented(witness: dict[str, Tensor]) -> bool:
-    return _COUNTERS in witness and bool(witness[_COUNTERS] != 0)
+def _is_incremented(sentinel: dict[str, Tensor]) -> bool:
+    return _COUNTERS in sentinel and bool(sentinel[_COUNTERS] != 0)

@@ -25,7 +25,7 @@ from torchguard._torch import (
     follow_in_torchscript,
     forget_in_torchscript,
     is_torchs_own,
-    know_in_dynamo,
+    register_in_dynamo,
     skip_frames,
 )
 from torchguard._torch.schemas import describe_as
@@ -132,8 +132,8 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     leaving = Counter(path for path in paths if path in _table)
     with _without_overlays(leaving):
         last = [path for path, count in leaving.items() if _table[path].holders <= count]
-        gone = {path for path in last if _lower_patch_was_undone(_table[path])}
-        conflicts = [path for path in last if path not in gone and not patched(path)]
+        undone = {path for path in last if _lower_patch_was_undone(_table[path])}
+        conflicts = [path for path in last if path not in undone and not patched(path)]
         if conflicts and not leave_conflicts:
             path = conflicts[0]
             if _was_taken_away(_table[path]):
@@ -152,7 +152,7 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
         for path in reversed(last):
             if path not in conflicts:
                 patch = _table.pop(path)
-                if path not in gone:
+                if path not in undone:
                     _put_original(patch)
                 forget_in_torchscript(patch.replacement)
 
@@ -294,7 +294,7 @@ def _patch(path: str, make: Make | Computed) -> _Patch:
         replacement = make(original)
         assert isinstance(replacement, FunctionType)
         describe_as(replacement, original, path, is_method=isinstance(owner, type))
-        know_in_dynamo(replacement, original)
+        register_in_dynamo(replacement, original)
         _made[path] = (original, replacement)
     follow_in_torchscript(replacement, original)
     setattr(owner, name, replacement)

@@ -117,41 +117,42 @@ class ShapeFormula:
     """Of each leaf."""
 
     @classmethod
-    def read(cls, kept: Any, names: Iterable[str]) -> ShapeFormula:
-        """Return what :meth:`spell` has spelled, in another process.
+    def from_json(cls, document: Any, names: Iterable[str]) -> ShapeFormula:
+        """Read what :meth:`as_json` has returned, maybe in another process.
 
         Raises:
-            ValueError: it is none, or this torch has no such function of sizes.
+            ValueError: it is no formula, or this torch has no such function of sizes.
         """
-        if "error" in kept:
-            raise ValueError(kept["error"])
+        if "error" in document:
+            raise ValueError(document["error"])
         sympy: Any = importlib.import_module("sympy")
         symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
         sizes = [
-            tuple(_read(size, symbols) for size in each)
+            tuple(_from_json(size, symbols) for size in each)
             if type(each) is list
-            else each and _read(each["is"], symbols)
-            for each in kept["sizes"]
+            else each and _from_json(each["is"], symbols)
+            for each in document["sizes"]
         ]
-        conditions = tuple(_read(each, symbols) for each in kept["conditions"])
-        return cls(symbols, tuple(sizes), conditions, [tuple(path) for path in kept["paths"]])
+        conditions = tuple(_from_json(each, symbols) for each in document["conditions"])
+        paths = [tuple(path) for path in document["paths"]]
+        return cls(symbols, tuple(sizes), conditions, paths)
 
-    def spell(self) -> dict[str, Any] | None:
+    def as_json(self) -> dict[str, Any] | None:
         """Return it as lists, numbers and names, which JSON can hold; None if that can't be."""
-        # A key that is neither a text nor a number can't be spelled either.
+        # Nor can a key that is neither a text nor a number.
         if any(type(key) not in (str, int) for path in self.paths for key in path):
             return None
         names = {symbol: name for name, symbol in self.symbols.items()}
         try:
             sizes = [
-                [_spelled(size, names) for size in each]
+                [_to_json(size, names) for size in each]
                 if isinstance(each, tuple)
                 else each
                 if each is None
-                else {"is": _spelled(each, names)}
+                else {"is": _to_json(each, names)}
                 for each in self.sizes
             ]
-            conditions = [_spelled(each, names) for each in self.conditions]
+            conditions = [_to_json(each, names) for each in self.conditions]
         except ValueError:
             return None
         return {"paths": self.paths, "sizes": sizes, "conditions": conditions}
@@ -184,15 +185,15 @@ class ShapeFormula:
         return found
 
 
-def _read(spelled: Any, symbols: Mapping[str, Any]) -> Any:
-    if type(spelled) is int or type(spelled) is bool:
-        return _sympified(spelled)
-    if isinstance(spelled, str) and spelled in symbols:
-        return symbols[spelled]
-    if isinstance(spelled, list) and spelled and isinstance(spelled[0], str):
-        inner = [_read(each, symbols) for each in spelled[1:]]
-        return _function_of_sizes(spelled[0])(*inner)
-    raise ValueError(f"{spelled!r} is no expression of sizes")
+def _from_json(document: Any, symbols: Mapping[str, Any]) -> Any:
+    if type(document) is int or type(document) is bool:
+        return _sympified(document)
+    if isinstance(document, str) and document in symbols:
+        return symbols[document]
+    if isinstance(document, list) and document and isinstance(document[0], str):
+        inner = [_from_json(each, symbols) for each in document[1:]]
+        return _function_of_sizes(document[0])(*inner)
+    raise ValueError(f"{document!r} is no expression of sizes")
 
 
 def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
@@ -205,7 +206,7 @@ def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
     return bool(result) if result.is_Boolean else int(result)
 
 
-def _spelled(expression: Any, names: dict[Any, str]) -> Any:
+def _to_json(expression: Any, names: dict[Any, str]) -> Any:
     if isinstance(expression, int):
         return expression
     if expression in names:
@@ -218,8 +219,8 @@ def _spelled(expression: Any, names: dict[Any, str]) -> Any:
         return bool(expression)
     kind = type(expression).__name__
     if not expression.args or _function_of_sizes(kind) is not type(expression):
-        raise ValueError(f"{expression} can't be spelled")
-    return [kind, *(_spelled(each, names) for each in expression.args)]
+        raise ValueError(f"{expression} has no form in JSON")
+    return [kind, *(_to_json(each, names) for each in expression.args)]
 
 
 def _sympified(value: int | bool) -> Any:

@@ -163,7 +163,7 @@ def _plugged_in(point: EntryPoint) -> Iterator[Defect | BrokenDefect]:
 def _fault(item: object) -> str | None:
     """Say why a plug-in's item is no usable defect; dataclasses check no types themselves."""
     if not isinstance(item, Defect):
-        return f"gives a {type(item).__name__} where a torchguard.defects.Defect belongs"
+        return f"gives {type(item).__name__}, expected torchguard.defects.Defect"
     # The annotations say these can't happen; a plug-in need not have read them.
     texts: dict[str, object] = {"id": item.id, "summary": item.summary}
     texts.update(advice=item.advice, limits=item.limits)

@@ -60,8 +60,8 @@ class Row:
     @property
     def failed(self) -> bool:
         """Whether the defect is live and its guards did not do their part."""
-        kept = self.guarded.status in {"closed", "detected"}
-        return self.live and bool(self.guards) and not kept
+        held = self.guarded.status in {"closed", "detected"}
+        return self.live and bool(self.guards) and not held
 
 
 @dataclass(frozen=True)
@@ -265,32 +265,32 @@ class _Examination:
         for row in self._chosen:
             if isinstance(row, BrokenDefect):
                 bare = Verdict("broken", row.reason)
-                self._tell(Row(row.id, None, (), "", bare=bare, guarded=Verdict("-")))
+                self._report(Row(row.id, None, (), "", bare=bare, guarded=Verdict("-")))
         with contextlib.closing(run(schedule)) as happening:
             for event in happening:
                 if event.task != ENVIRONMENT:
-                    self._take(self._defects[event.task.id], event)
+                    self._handle(self._defects[event.task.id], event)
                 elif event.verdict is not None:
                     facts = _facts(event.verdict)
         rows = tuple(self._rows[row.id] for row in self._chosen)
         return DoctorReport(rows, _environment(facts))
 
-    def _take(self, defect: Defect, event: Event) -> None:
+    def _handle(self, defect: Defect, event: Event) -> None:
         verdict = event.verdict
         if verdict is None:
             if defect.id not in self._running:  # a second start, where the server has died
                 self._running.append(defect.id)
-            return self._tell(None)
+            return self._report(None)
         if defect.id in self._running:  # not if the server died before it came to this task
             self._running.remove(defect.id)
         if event.task.guarded:
-            return self._tell(_row(defect, self._bare[defect.id], verdict))
+            return self._report(_row(defect, self._bare[defect.id], verdict))
         if verdict.live and defect.guards:
             self._bare[defect.id] = verdict  # the guarded run follows
-            return self._tell(None)
-        return self._tell(_row(defect, verdict, None))
+            return self._report(None)
+        return self._report(_row(defect, verdict, None))
 
-    def _tell(self, row: Row | None) -> None:
+    def _report(self, row: Row | None) -> None:
         if row is not None:
             self._rows[row.id] = row
         total, left = len(self._chosen), self._remaining()

@@ -36,15 +36,15 @@ class Session:
         self.guards = (guards,) if isinstance(guards, str) else tuple(guards)
         if not isinstance(buckets, (Mapping, type(None))):
             raise TypeError(
-                f"GuardCallback: buckets is a {type(buckets).__name__}, expected {{name: what "
-                "bucketed() made}"
+                f"GuardCallback: buckets is of type {type(buckets).__name__}, expected {{name: "
+                "what bucketed() made}"
             )
         self.buckets = dict(buckets or {})
         for name, each in self.buckets.items():
             if not callable(getattr(each, "stats", None)):
                 raise TypeError(
-                    f"GuardCallback: buckets[{name!r}] is a {type(each).__name__} without "
-                    "stats(): pass what bucketed() returned, not what it was given"
+                    f"GuardCallback: buckets[{name!r}] is of type {type(each).__name__}, which "
+                    "has no stats(): pass what bucketed() returned, not what it was given"
                 )
         self._installation: Installation | None = None
 

@@ -85,13 +85,12 @@ class Guard:
         }
 
 
-def _resize_replacements() -> Mapping[str, patch.Make]:
-    return {
-        "torch.Tensor.resize_": guard_resize_,
-        "torch.Tensor.resize_as_": guard_resize_as_,
-        "torch.Tensor.set_": guard_set_,
-        "torch.resize_as_": guard_resize_as_,
-    }
+_RESIZE = {
+    "torch.Tensor.resize_": guard_resize_,
+    "torch.Tensor.resize_as_": guard_resize_as_,
+    "torch.Tensor.set_": guard_set_,
+    "torch.resize_as_": guard_resize_as_,
+}
 
 
 def _resize_not_needed() -> str | None:
@@ -176,11 +175,6 @@ _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
 }
 
 
-def _save_replacements() -> Mapping[str, patch.Make]:
-    """Return what to patch in torch for ``"save"``."""
-    return {"torch.save": guard_save}
-
-
 def _save_not_needed() -> str | None:
     """Save twice: a file that is replaced is another file afterwards."""
     save = patch.original("torch.save")
@@ -195,13 +189,11 @@ def _save_not_needed() -> str | None:
     return "torch.save replaces a file whole on this torch"
 
 
-def _load_replacements() -> Mapping[str, patch.Make]:
-    """Return what to patch in torch for ``"load"``."""
-    return {
-        "torch.load": guard_load,
-        "torch.nn.Module.load_state_dict": guard_module_load,
-        "torch.optim.Optimizer.load_state_dict": guard_optimizer_load,
-    }
+_LOAD = {
+    "torch.load": guard_load,
+    "torch.nn.Module.load_state_dict": guard_module_load,
+    "torch.optim.Optimizer.load_state_dict": guard_optimizer_load,
+}
 
 
 def _load_not_needed() -> str | None:
@@ -217,14 +209,10 @@ def _load_not_needed() -> str | None:
     return "a load_state_dict that fails leaves the module as it was on this torch"
 
 
-def _verified_not_needed() -> str | None:
-    return None  # every torch so far compiles something wrong, and to compile takes seconds
-
-
 GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
-        Guard("resize", _resize_replacements, _resize_not_needed),
+        Guard("resize", lambda: _RESIZE, _resize_not_needed),
         Guard(
             "out", _out_replacements, _out_not_needed, in_modules={_QUANTIZATION: _IN_QUANTIZATION}
         ),
@@ -235,14 +223,15 @@ GUARDS: dict[str, Guard] = {
             slice_scatter_not_needed,
             patches_dynamo=True,
         ),
-        Guard("verified", lambda: {"torch.compile": guard_compile}, _verified_not_needed),
+        # Every torch so far compiles something wrong, and to try it takes seconds.
+        Guard("verified", lambda: {"torch.compile": guard_compile}, lambda: None),
         Guard(
             "save",
-            _save_replacements,
+            lambda: {"torch.save": guard_save},
             _save_not_needed,
             in_modules=_SAVE_IN_PACKAGES,
         ),
-        Guard("load", _load_replacements, _load_not_needed),
+        Guard("load", lambda: _LOAD, _load_not_needed),
         Guard(
             "numpy",
             numpy_memory.replacements,

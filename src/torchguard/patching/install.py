@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from typing_extensions import Self
@@ -67,12 +67,7 @@ class Installation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.uninstall()
 
     def __repr__(self) -> str:

@@ -311,14 +311,14 @@ class OutputShapes:
         key = _run_key(plan, hints)
         kept = self._kept.formula(plan, call, key) if self.spec.plan is not None else None
         if kept is not None:
-            return ShapeFormula.read(kept, plan.sizes)
+            return ShapeFormula.from_json(kept, plan.sizes)
         try:
             formula = self._derive(plan, call, modules, hints)
         except Exception as error:
             message = str(error).partition("\n")[0]
             plan.derived.append((key, {"error": message or type(error).__name__}))
             raise
-        spelled = formula.spell()
+        spelled = formula.as_json()
         if spelled is not None:  # else it is derived again by the next process
             plan.derived.append((key, spelled))
         return formula

@@ -389,7 +389,7 @@ def test_a_batch_of_another_structure_is_named() -> None:
     for dims, error, message in [
         ({"idz": {1: "t"}}, KeyError, r"there is no samples\[0\]\['idz'\]"),
         ({"ids": {2: "t"}}, IndexError, "dims names dimension 2"),
-        ({"audio": {1: "t"}}, TypeError, r"batch\['audio'\] is a dict"),
+        ({"audio": {1: "t"}}, TypeError, r"batch\['audio'\] is of type dict"),
         ({"ids": {1: "t"}, "audio": {"wave": {2: "t"}}}, ValueError, "axis 't' is 5 in"),
     ]:
         with pytest.raises(error, match=message):

@@ -21,7 +21,7 @@ from torchguard.__main__ import main
 from torchguard.equivalence.compare import COMPILING, judge
 from torchguard.equivalence.copies import run_on_copies as run
 from torchguard.equivalence.outcome import Outcome
-from torchguard.verification import verified_backend
+from torchguard.verification.backend import verified_backend
 from torchguard.verification.fuzz import Program, attempt, program
 
 if TYPE_CHECKING:

@@ -334,11 +334,11 @@ def test_views_empty_tensors_and_scalars() -> None:
 def test_bad_arguments_are_named() -> None:
     x = torch.zeros(2, 5)
     for call, error, message in [
-        (lambda: pad_to_bucket([1], 0, BUCKETS), TypeError, "x is a list"),  # type: ignore[call-overload]
+        (lambda: pad_to_bucket([1], 0, BUCKETS), TypeError, "x is of type list"),  # type: ignore[call-overload]
         (lambda: pad_to_bucket(x, 2, BUCKETS), IndexError, "dim is 2"),
         (lambda: pad_to_bucket(x, 1, Buckets([4])), ValueError, "size is 5, but the largest"),
         (lambda: pad_to_bucket(x, 1, 4), ValueError, "x has 5 in dim 1, more than 4"),
-        (lambda: pad_to_bucket(x, 1, {8}), TypeError, "buckets is a set"),  # type: ignore[call-overload]
+        (lambda: pad_to_bucket(x, 1, {8}), TypeError, "buckets is of type set"),  # type: ignore[call-overload]
         (lambda: pad_to_bucket(x, 1, []), ValueError, "Buckets: "),
         (lambda: pad_to_bucket(x, 1, [4]), ValueError, "size is 5, but the largest"),
         (lambda: pad_to_bucket(x, 1, 8, side="top"), ValueError, "side is 'top'"),  # type: ignore[call-overload]

@@ -18,8 +18,7 @@ from support.terminal import Terminal
 
 from torchguard import BucketBatchSampler, BucketCollator, bucketed
 from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.histogram import batch_maxima
-from torchguard.bucketing.lengths import read_sizes
+from torchguard.bucketing.histogram import batch_maxima, read_sizes
 from torchguard.cli import plan
 
 

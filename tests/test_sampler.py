@@ -367,7 +367,7 @@ def test_shapes_of_an_epoch_are_few_and_static() -> None:
         ((np.ones((2, 2), int), LADDER), {"tokens": 64}, ValueError, r"shape \(2, 2\)"),
         (([5, -1], LADDER), {"tokens": 64}, ValueError, "a length is -1"),
         (([5.0], LADDER), {"tokens": 64}, TypeError, r"lengths\[0\] is 5.0"),
-        (({5: 3}, LADDER), {"tokens": 64}, TypeError, "lengths is a dict"),
+        (({5: 3}, LADDER), {"tokens": 64}, TypeError, "lengths is of type dict"),
         (([5], 8), {"tokens": 64}, TypeError, "buckets is 8, expected Buckets, a list of sizes"),
         (([5], LADDER), {"tokens": 64, "rank": 0}, ValueError, "pass both, or neither"),
         (([5], LADDER), {"tokens": 64, "world_size": 2}, ValueError, "pass both, or neither"),

@@ -14,8 +14,7 @@ from child_process import JOIN_RANKS, output_of, run_ranks
 from support.miscompiling import spoiling
 
 from torchguard import MiscompilationWarning, verified_backend
-from torchguard.verification.backend import Sizes
-from torchguard.verification.options import Options
+from torchguard.verification.backend import Options, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

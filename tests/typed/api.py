@@ -48,7 +48,7 @@ from torchguard import (
     VerificationReport,
     WarmupReport,
 )
-from torchguard.verification import VerifiedBackend
+from torchguard.verification.backend import VerifiedBackend
 
 
 def mutation() -> None:

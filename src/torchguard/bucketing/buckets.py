@@ -11,9 +11,9 @@ import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from typing_extensions import Self
@@ -29,11 +29,8 @@ from torchguard.bucketing.histogram import (
     positive_integer,
     with_prior,
 )
-from torchguard.bucketing.max_padding import Bound, plan_with_bound
-from torchguard.bucketing.pairs import fit_pairs
+from torchguard.bucketing.pairs import PairBuckets, fit_pairs
 from torchguard.bucketing.steps import epoch_of
-
-__all__ = ["Buckets", "as_buckets"]
 
 _FORMAT = "torchguard.bucketing.buckets"
 _VERSION = 1
@@ -200,7 +197,7 @@ class Buckets:
                 )
         # The plan is for what may come, the bound for what was seen.
         planned = with_prior(observed, top, _prior(prior, maximum))
-        bound = None if max_padding is None else Bound(_share(max_padding), observed)
+        bound = None if max_padding is None else fit.Bound(_share(max_padding), observed)
         if count is not None:
             if compile_cost is not None or step_cost != 1.0 or tuple(already_compiled):
                 raise ValueError(
@@ -210,7 +207,7 @@ class Buckets:
             count = positive_integer(count, "count", "Buckets.fit")
             aligned: Any = {"cost": cost, "multiple_of": multiple_of, "top": top}
             if bound is not None:
-                return cls(plan_with_bound(planned, bound, count=count, **aligned))
+                return cls(fit.plan_with_bound(planned, bound, count=count, **aligned))
             if tokens is None:
                 return cls(fit.plan(planned, count, **aligned).sizes)
             plans = fit.plans(planned, count, **aligned)
@@ -221,12 +218,14 @@ class Buckets:
             "cost": cost,
             "multiple_of": multiple_of,
             "top": top,
-            "compile_cost": _seconds(compile_cost, "compile_cost"),
-            "step_cost": _seconds(step_cost, "step_cost"),
+            "compile_cost": _number(
+                compile_cost, "with count=None, compile_cost", "seconds, from 0 on"
+            ),
+            "step_cost": _number(step_cost, "with count=None, step_cost", "seconds, from 0 on"),
             "already_compiled": _compiled(already_compiled, maximum),
         }
         if bound is not None:
-            return cls(plan_with_bound(planned, bound, count=None, **aligned))
+            return cls(fit.plan_with_bound(planned, bound, count=None, **aligned))
         reach = largest if maximum is None else top
         return cls(fit.plan_with_compile_cost(planned, reach=reach, **aligned).sizes)
 
@@ -263,18 +262,17 @@ class Buckets:
         """
         if batch_size != 1:
             sizes = batch_maxima(sizes, batch_size, "Buckets.waste")
-        observed = observe(sizes, "Buckets.waste")
-        padded = self._padded_cost(observed, cost, "Buckets.waste")
-        return padded / total_cost(observed, cost, "Buckets.waste") - 1
+        return self._waste(observe(sizes, "Buckets.waste"), cost, "Buckets.waste")
 
-    def _padded_cost(self, observed: Observed, cost: Cost, operation: str) -> float:
+    def _waste(self, observed: Observed, cost: Cost, operation: str) -> float:
         if observed.sizes[-1] > self.sizes[-1]:
             raise ValueError(
                 f"{operation}: a size is {observed.sizes[-1]}, but the largest bucket is "
                 f"{self.sizes[-1]}"
             )
         costs = costs_of(self.sizes, cost, operation)
-        return float(costs[np.searchsorted(self.sizes, observed.sizes)] @ observed.weights)
+        padded = float(costs[np.searchsorted(self.sizes, observed.sizes)] @ observed.weights)
+        return padded / total_cost(observed, cost, operation) - 1
 
     def plot(self, sizes: Sizes, path: str | os.PathLike[str], *, cost: Cost = "linear") -> None:
         """Draw where the sizes fall, what each bucket wastes, and waste against count.
@@ -292,8 +290,7 @@ class Buckets:
         from torchguard.bucketing.plot import draw  # noqa: PLC0415 - optional
 
         observed = observe(sizes, "Buckets.plot")
-        waste = self._padded_cost(observed, cost, "Buckets.plot")
-        waste = waste / total_cost(observed, cost, "Buckets.plot") - 1
+        waste = self._waste(observed, cost, "Buckets.plot")
         draw(self.sizes, observed, path, cost=cost, waste=waste)
 
     def to_json(self) -> str:
@@ -352,33 +349,125 @@ def _range(minimum: Any, maximum: Any, operation: str) -> tuple[int, int]:
     return minimum, maximum
 
 
+def _number(value: Any, name: str, expected: str) -> float:
+    number = isinstance(value, (int, float, np.integer, np.floating))
+    if not number or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"Buckets.fit: {name} is {value!r}, expected {expected}")
+    return float(value)
+
+
 def _prior(prior: float | None, maximum: int | None) -> float:
     if prior is None:
         return 0.0 if maximum is None else 4.0
-    if isinstance(prior, bool) or not isinstance(prior, (int, float)) or not 0 <= prior < math.inf:
-        raise ValueError(f"Buckets.fit: prior is {prior!r}, expected a number from 0 on")
-    return float(prior)
+    return _number(prior, "prior", "a number from 0 on")
 
 
-def _share(value: Any) -> float:
-    number = isinstance(value, (int, float, np.integer, np.floating))
-    if not number or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(
-            f"Buckets.fit: max_padding is {value!r}, expected a share from 0 on, such as 0.25"
-        )
-    return float(value)
+def _share(max_padding: Any) -> float:
+    return _number(max_padding, "max_padding", "a share from 0 on, such as 0.25")
 
 
 def _seconds(value: Any, name: str) -> float:
-    number = isinstance(value, (int, float, np.integer, np.floating))
-    if not number or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(
-            f"Buckets.fit: with count=None, {name} is {value!r}, expected seconds, from 0 on"
-        )
-    return float(value)
+    return _number(value, f"with count=None, {name}", "seconds, from 0 on")
 
 
 def _compiled(sizes: Iterable[int], maximum: int | None) -> list[int]:
     what = "a size in already_compiled"
     found = sorted({positive_integer(size, what, "Buckets.fit") for size in sizes})
     return [size for size in found if maximum is None or size <= maximum]
+
+
+# ---- which buckets each axis has ----
+
+GivenBuckets: TypeAlias = Buckets | PairBuckets | Literal["auto"]
+
+
+def buckets_by_axes(
+    axes: Sequence[str], given: Any, operation: str, *, auto: bool = False
+) -> dict[tuple[str, ...], GivenBuckets]:
+    """Read ``buckets=``: one for every axis, or ``{axis: buckets, (axis, axis): pairs}``.
+
+    Args:
+        axes: the names, in the order of ``dims``.
+        given: ``Buckets`` or a list of sizes for every axis, ``PairBuckets`` or a list of pairs
+            for the two axes that there are, or a dict of them.
+        operation: for errors.
+        auto: whether ``"auto"`` is taken.
+
+    Returns:
+        Buckets by the axes that they are for: one axis, or two.
+
+    Raises:
+        TypeError: neither buckets nor ``"auto"``.
+        ValueError: an axis without buckets, with two of them, or that ``dims`` does not name.
+    """
+    axes, listed = tuple(axes), ", ".join(axes)
+    by_axes: dict[tuple[str, ...], GivenBuckets] = {}
+    what = f"{operation}: buckets" + (f" of {axes[0]!r}" if auto and len(axes) == 1 else "")
+    if not isinstance(given, Mapping):
+        read = _read(given, what, " or 'auto'" if auto else " or {axis: Buckets}")
+        if not isinstance(read, PairBuckets):
+            return {(axis,): read for axis in axes}
+        if len(axes) != 2:  # noqa: PLR2004
+            raise ValueError(
+                f"{operation}: buckets are pairs, but dims names {', '.join(map(repr, axes))}: "
+                + (
+                    "pass Buckets, or name the other axis in dims as well"
+                    if len(axes) == 1
+                    else "say which two they are for, {(axis, axis): pairs, axis: buckets}"
+                )
+            )
+        return {axes: read}
+    for key, value in given.items():
+        names = key if isinstance(key, tuple) else (key,)
+        what = ", ".join(map(repr, names))
+        for name in names:
+            if name not in axes:
+                raise ValueError(f"{operation}: buckets names {name!r}, but dims has {listed}")
+            if names.count(name) > 1 or any(name in others for others in by_axes):
+                raise ValueError(f"{operation}: buckets has {name!r} twice")
+        read = _read(value, f"{operation}: buckets of {what}", " or 'auto'" if auto else "")
+        wanted = 2 if isinstance(read, PairBuckets) else 1
+        if len(names) != wanted and not (read == "auto" and len(names) == 2):  # noqa: PLR2004
+            raise ValueError(
+                f"{operation}: buckets of {what} are for {wanted} axes: "
+                + (
+                    f"pass {{({what}): Buckets.fit_pairs(...)}}, or one Buckets for each"
+                    if wanted == 1
+                    else f"name both, {{({names[0]!r}, other): pairs}}"
+                )
+            )
+        by_axes[names] = read
+    missing = [axis for axis in axes if not any(axis in names for names in by_axes)]
+    if missing:
+        raise ValueError(f"{operation}: no buckets for {', '.join(map(repr, missing))}")
+    return by_axes
+
+
+def _read(given: Any, what: str, otherwise: str) -> GivenBuckets:
+    """Return buckets, also from a list of sizes or of pairs."""
+    if isinstance(given, PairBuckets):
+        return given
+    if isinstance(given, (list, tuple)) and given and isinstance(given[0], (list, tuple)):
+        return PairBuckets((a, b) for a, b in given)
+    if isinstance(given, str) and given == "auto" and "auto" in otherwise:
+        return "auto"
+    return as_buckets(given, what, otherwise)
+
+
+def all_sizes(buckets: Mapping[tuple[str, ...], Any], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of each axis' bucket.
+
+    Args:
+        buckets: what :func:`buckets_by_axes` returned, without ``"auto"``.
+        sizes: of the axes.
+
+    Raises:
+        ValueError: no bucket is large enough.
+    """
+    found: dict[str, int] = {}
+    for axes, each in buckets.items():
+        if isinstance(each, PairBuckets):
+            found |= zip(axes, each.bucket_for(*(sizes[axis] for axis in axes)), strict=True)
+        elif axes[0] in sizes:
+            found[axes[0]] = each.bucket_for(sizes[axes[0]])
+    return found

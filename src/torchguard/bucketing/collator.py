@@ -11,14 +11,11 @@ from torch.utils.data import default_collate
 
 from torchguard._public import public
 from torchguard._pytree import KeyPath, child_of, flatten, key_paths, keystr, replace
-from torchguard.bucketing.axes import all_sizes, buckets_by_axes
-from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.buckets import Buckets, all_sizes, buckets_by_axes
 from torchguard.bucketing.histogram import positive_integer
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Side, pad_to_bucket
 from torchguard.bucketing.pairs import PairBuckets
-
-__all__ = ["BucketCollator"]
 
 Dims: TypeAlias = Any
 """The batch's own structure with, for each tensor to pad, ``{dim: axis}`` in its place."""
@@ -182,8 +179,8 @@ class BucketCollator:
         for part in parts:
             if not isinstance(part.value, torch.Tensor):
                 raise TypeError(
-                    f"BucketCollator: {part.label} is a {type(part.value).__name__}, expected a "
-                    "tensor; what collate_fn returns has to be a rectangle before it can be padded"
+                    f"BucketCollator: {part.label} is of type {type(part.value).__name__}, "
+                    "expected a tensor; what collate_fn returns has to be a rectangle to be padded"
                 )
         real = _lengths(parts)
         sizes = all_sizes(self._buckets, real)
@@ -327,7 +324,8 @@ def _give_empty_lists_a_dtype(samples: list[list[_Part]]) -> None:
 def _put(batch: Any, key: str, value: Any, what: str) -> None:
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"BucketCollator: {what} needs a batch that is a mapping, not a {type(batch).__name__}"
+            f"BucketCollator: {what} needs a batch that is a mapping, got one of type "
+            f"{type(batch).__name__}"
         )
     if what == "mask_key" and key in batch:
         raise ValueError(

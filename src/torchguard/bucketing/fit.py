@@ -21,14 +21,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchguard.bucketing.histogram import Observed, sums
-
-__all__ = ["Cost", "Plan", "costs_of", "plan", "plan_with_compile_cost", "plans"]
 
 Cost: TypeAlias = Literal["linear", "quadratic"] | Callable[[int], float]
 """What a call at a size costs: the size, its square, or a function of it."""
@@ -60,8 +58,8 @@ def costs_of(sizes: Iterable[int] | _Integers, cost: Cost, operation: str) -> _F
         )
     if not callable(cost):
         raise TypeError(
-            f"{operation}: cost is a {type(cost).__name__}, expected 'linear', 'quadratic' or a "
-            "function of a size"
+            f"{operation}: cost is of type {type(cost).__name__}, expected 'linear', 'quadratic' "
+            "or a function of a size"
         )
     listed = np.asarray(sizes, dtype=np.int64).tolist()
     answers = np.empty(len(listed))
@@ -312,21 +310,159 @@ def _ends(
     problem: _Problem, compiled: Sequence[int], cost: Cost, compile_cost: float
 ) -> list[_End]:
     """List the ends: a run may end at any size seen, and wherever one is compiled."""
-    ends = [
-        _End(size, bucket, price, below, compile_cost)
-        for size, bucket, price, below in zip(
-            problem.sizes.tolist(),
-            problem.targets.tolist(),
-            problem.costs.tolist(),
-            problem.below[1:].tolist(),
-            strict=True,
-        )
-    ]
+    columns = (problem.sizes, problem.targets, problem.costs, problem.below[1:])
+    seen = zip(*(column.tolist() for column in columns), strict=True)
+    ends = [_End(size, bucket, price, below, compile_cost) for size, bucket, price, below in seen]
     usable = np.array(sorted(size for size in compiled if size >= problem.sizes[0]), dtype=np.int64)
     prices = costs_of(usable, cost, "Buckets.fit").tolist()
-    below = problem.below[np.searchsorted(problem.sizes, usable, side="right")].tolist()
-    ends.extend(
-        _End(size, size, price, count, 0.0)
-        for size, price, count in zip(usable.tolist(), prices, below, strict=True)
-    )
+    counts = problem.below[np.searchsorted(problem.sizes, usable, side="right")].tolist()
+    known = zip(usable.tolist(), prices, counts, strict=True)
+    ends += [_End(size, size, price, below, 0.0) for size, price, below in known]
     return sorted(ends)
+
+
+# ---- with a bound on the padding ----
+#
+# A run of sizes i..j may have a common bucket only if that is at most ``1 + max_padding`` times the
+# smallest observed of them, so the run that ends at j begins in a window of positions. The hull has
+# no windows: here each is looked through, which takes D * K numpy calls.
+
+
+class Bound(NamedTuple):
+    """What :func:`plan_with_bound` is to keep to."""
+
+    max_padding: float
+    observed: Observed
+    """The sizes that it is about; those planned may have a prior among them."""
+
+    def limits(self, sizes: NDArray[Any]) -> _Floats:
+        """Return the largest bucket of each size; 1.15 * 20 is 22.999999999999996, not 23."""
+        largest: _Floats = sizes * (1 + self.max_padding) * (1 + 1e-12)
+        return largest
+
+
+class _Window(NamedTuple):
+    """Where the runs of sizes that a bucket may serve begin and end."""
+
+    bucket: int
+    begin: int
+    end: int
+    cost: float
+    penalty: float
+
+
+_Cuts: TypeAlias = dict[int, tuple[int, int]]
+"""By the position where a run ends, where it begins and its bucket."""
+
+
+def plan_with_bound(
+    planned: Observed,
+    bound: Bound,
+    *,
+    cost: Cost,
+    multiple_of: int,
+    top: int,
+    count: int | None,
+    compile_cost: float = 0.0,
+    step_cost: float = 1.0,
+    already_compiled: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """Return the cheapest ladder within a bound, of ``count`` buckets at most.
+
+    Without ``count`` each bucket has a price, as in :func:`plan_with_compile_cost`. A bucket is
+    the largest of its sizes, aligned: no larger one, also where a cost falls.
+
+    Raises:
+        ValueError: ``count`` is too small, or a size can't be aligned within the bound.
+    """
+    seen = bound.observed.sizes
+    sizes, weights = planned
+    # The largest bucket has to reach top, which nobody may have seen: a size of no weight.
+    if sizes[-1] < top and top - sizes[-1] >= multiple_of:
+        sizes, weights = np.append(sizes, top), np.append(weights, 0.0)
+    below = np.concatenate(([0.0], np.cumsum(weights)))
+    # By position, the smallest observed size that a run which begins there has.
+    limits = bound.limits(np.append(seen, math.inf)[np.searchsorted(seen, sizes)])
+    paid = [(size, compile_cost) for size in _aligned(sizes, multiple_of, top).tolist()]
+    # What is compiled already is a bucket at no price, aligned or not.
+    free = [(size, 0.0) for size in already_compiled if size >= sizes[0]]
+    buckets = sorted({*paid, *free})
+    prices = step_cost * costs_of([size for size, _ in buckets], cost, "Buckets.fit")
+    windows = [
+        _Window(
+            size,
+            int(np.searchsorted(limits, size)),
+            int(np.searchsorted(sizes, size, side="right")),
+            float(price),
+            penalty,
+        )
+        for (size, penalty), price in zip(buckets, prices, strict=True)
+    ]
+    _check_alignment(bound, multiple_of, top)
+    reached = np.concatenate(([0.0], np.full(len(sizes), math.inf)))
+    if count is None:
+        # One pass: a run may begin wherever an earlier one of the same pass ends.
+        layers = [_one_more_run(windows, reached, reached, below)] * len(sizes)
+    else:
+        layers = _best_layers(windows, reached, below, count, bound.max_padding)
+    position, found = len(sizes), set()
+    for cuts in reversed(layers):
+        if position:
+            position, bucket = cuts[position]
+            found.add(bucket)
+    return tuple(sorted(found))
+
+
+def _check_alignment(bound: Bound, multiple_of: int, top: int) -> None:
+    """Raise unless the alignment alone keeps to the bound."""
+    seen = bound.observed.sizes
+    aligned = _aligned(seen, multiple_of, top)
+    above = np.flatnonzero(aligned > bound.limits(seen))
+    if above.size:
+        size, bucket = int(seen[above[0]]), int(aligned[above[0]])
+        raise ValueError(
+            f"Buckets.fit: max_padding is {bound.max_padding}, but multiple_of={multiple_of} makes "
+            f"{bucket} of {size}, which is {100 * (bucket / size - 1):.0f} % more: pass a smaller "
+            "multiple_of or a larger max_padding"
+        )
+
+
+def _one_more_run(
+    windows: list[_Window], reached: _Floats, further: _Floats, below: _Floats
+) -> _Cuts:
+    """Lower ``further``, the least cost of all sizes up to each position, by a run behind each."""
+    cuts: _Cuts = {}
+    for bucket, begin, end, cost, penalty in windows:
+        if begin >= end:
+            continue
+        totals = reached[begin:end] + cost * (below[end] - below[begin:end])
+        first = int(totals.argmin())
+        total = float(totals[first]) + penalty
+        if total < further[end]:
+            further[end] = total
+            cuts[end] = (begin + first, bucket)
+    return cuts
+
+
+def _best_layers(
+    windows: list[_Window], reached: _Floats, below: _Floats, count: int, max_padding: float
+) -> list[_Cuts]:
+    """Return the cuts of the cheapest ladder of at most ``count`` buckets, one layer for each."""
+    least, best = math.inf, list[_Cuts]()
+    layers: list[_Cuts] = []
+    while len(layers) < len(windows):
+        further = np.full(len(below), math.inf)
+        layers.append(_one_more_run(windows, reached, further, below))
+        reached = further
+        # Beyond count only to say in the error how many it takes.
+        if len(layers) > count:
+            if best:
+                break
+            if reached[-1] < math.inf:
+                raise ValueError(
+                    f"Buckets.fit: max_padding={max_padding} takes {len(layers)} buckets, but "
+                    f"count is {count}: pass count={len(layers)} or more, or a larger max_padding"
+                )
+        elif reached[-1] < least:
+            least, best = float(reached[-1]), list(layers)
+    return best

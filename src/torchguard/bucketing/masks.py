@@ -12,8 +12,6 @@ import torch
 from torchguard._public import public
 from torchguard.bucketing.padding import Side
 
-__all__ = ["length_mask"]
-
 
 @public
 def length_mask(

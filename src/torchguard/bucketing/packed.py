@@ -14,8 +14,6 @@ from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets, as_buckets
 from torchguard.bucketing.pairs import PairBuckets, in_order
 
-__all__ = ["PackedOptions", "packed"]
-
 _TOKENS, _OFFSETS = "tokens", "cu_seqlens"
 
 

@@ -17,8 +17,6 @@ from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets, as_buckets
 from torchguard.bucketing.pairs import PairBuckets
 
-__all__ = ["Fill", "Padded", "PaddedPair", "Side", "pad_to_bucket", "unpad"]
-
 Side: TypeAlias = Literal["left", "right"]
 Fill: TypeAlias = (
     complex
@@ -118,7 +116,7 @@ def pad_to_bucket(
         Padded(tensor=tensor([   7,    8,    9, -100]), length=3)
     """
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"pad_to_bucket: x is a {type(x).__name__}, expected a torch.Tensor")
+        raise TypeError(f"pad_to_bucket: x is of type {type(x).__name__}, expected a torch.Tensor")
     if isinstance(dim, tuple) or isinstance(buckets, PairBuckets):
         return _pad_pair(x, dim, buckets, value=value, side=side, out=out)
     dim = _dimension(x, dim, "pad_to_bucket")
@@ -154,8 +152,8 @@ def _pad_pair(
 ) -> PaddedPair:
     if not isinstance(dims, tuple) or len(dims) != 2 or not isinstance(buckets, PairBuckets):  # noqa: PLR2004
         raise TypeError(
-            f"pad_to_bucket: dim is {dims!r} and buckets is a {type(buckets).__name__}, expected "
-            "two dims, such as (0, 1), with PairBuckets, or one dim with Buckets"
+            f"pad_to_bucket: dim is {dims!r} and buckets is of type {type(buckets).__name__}, "
+            "expected two dims, such as (0, 1), with PairBuckets, or one dim with Buckets"
         )
     first, second = (_dimension(x, each, "pad_to_bucket") for each in dims)
     if first == second:
@@ -227,8 +225,8 @@ def _size(length: int, dim: int, buckets: Buckets | Sequence[int] | int) -> int:
         return as_buckets(buckets, "pad_to_bucket: buckets").bucket_for(length)
     if isinstance(buckets, bool) or not isinstance(buckets, int):
         raise TypeError(
-            f"pad_to_bucket: buckets is a {type(buckets).__name__}, expected Buckets, a list of "
-            "sizes or one size"
+            f"pad_to_bucket: buckets is of type {type(buckets).__name__}, expected Buckets, a list "
+            "of sizes or one size"
         )
     if buckets < length:
         raise ValueError(f"pad_to_bucket: x has {length} in dim {dim}, more than {buckets}")
@@ -344,7 +342,8 @@ def _called(
         return _constant(made, x).expand(shape)
     if not isinstance(made, torch.Tensor):
         raise TypeError(
-            f"pad_to_bucket: value returned a {type(made).__name__}, expected a tensor or a number"
+            f"pad_to_bucket: value returned an object of type {type(made).__name__}, expected a "
+            "tensor or a number"
         )
     if made.dtype != x.dtype or made.device != x.device:
         raise TypeError(

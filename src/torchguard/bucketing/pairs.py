@@ -18,8 +18,6 @@ from torchguard._public import public
 from torchguard.bucketing.fit import plan
 from torchguard.bucketing.histogram import Observed, observe, positive_integer, sums
 
-__all__ = ["PairBuckets", "PairCost", "Pairs", "fit_pairs", "holding", "in_order"]
-
 Pairs: TypeAlias = Iterable[tuple[int, int]] | Mapping[tuple[int, int], float]
 """One (a, b) per observation, or a histogram that maps each to how often it was seen."""
 
@@ -159,7 +157,9 @@ def fit_pairs(
 def _observe(pairs: Any, operation: str) -> tuple[_Integers, _Floats]:
     """Count pairs: (P, 2) sizes and (P,) weights."""
     if isinstance(pairs, (str, bytes)) or not isinstance(pairs, Iterable):
-        raise TypeError(f"{operation}: pairs is a {type(pairs).__name__}, expected (a, b) pairs")
+        raise TypeError(
+            f"{operation}: pairs is of type {type(pairs).__name__}, expected (a, b) pairs"
+        )
     if hasattr(pairs, "tolist"):  # an array or a tensor
         pairs = pairs.tolist()
     counts: dict[Any, float] = {}

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "draw_pairs"]
-
 _COUNTS = 32
 _BLUE, _RED, _GREY, _LIGHT = "#2b6ca3", "#c2452d", "#555555", "#a9c6de"
 

@@ -20,8 +20,6 @@ from torchguard.bucketing.fit import Cost, costs_of
 from torchguard.bucketing.histogram import integers, positive_integer
 from torchguard.bucketing.steps import draw_steps, full_batches, plan_steps
 
-__all__ = ["BucketBatchSampler"]
-
 _NAME = "BucketBatchSampler"
 _Integers = NDArray[np.int64]
 

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from torchguard.bucketing.fit import Cost, costs_of
 from torchguard.bucketing.histogram import Observed, positive_integer
 
-__all__ = ["Steps", "draw_steps", "epoch_of", "full_batches", "plan_steps"]
-
 _Integers = NDArray[np.int64]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchguard.cli import interrupted, positive_float, positive_int, write
 
 if TYPE_CHECKING:
-    from torchguard.verification import VerificationReport
+    from torchguard import VerificationReport
     from torchguard.verification.fuzz import Trial
 
 
@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _main(options: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415 - only here does anything compile
 
-    from torchguard.verification import verified_backend  # noqa: PLC0415 - imports torch
+    from torchguard import verified_backend  # noqa: PLC0415 - imports torch
     from torchguard.verification.fuzz import attempt, program  # noqa: PLC0415 - imports torch
 
     # Without exclude_tags it leaves out what torch calls debugging backends, eager among them.

@@ -12,8 +12,14 @@ from typing import TextIO
 
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.fit import costs_of, plans
-from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
-from torchguard.bucketing.lengths import FORMATS, read_sizes
+from torchguard.bucketing.histogram import (
+    FORMATS,
+    Observed,
+    Sizes,
+    batch_maxima,
+    observe,
+    read_sizes,
+)
 from torchguard.bucketing.steps import epoch_of
 from torchguard.cli import interrupted, positive_int
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["largest_of_all_ranks"]
-
 
 def largest_of_all_ranks(group: Any, numbers: Sequence[int]) -> list[int]:
     """Return the largest of each number over all ranks; every rank has to call it.

@@ -16,21 +16,6 @@ import torch
 
 from torchguard.equivalence.outcome import Outcome
 
-__all__ = [
-    "COMPILING",
-    "PADDING",
-    "Difference",
-    "Part",
-    "Policy",
-    "Tolerance",
-    "Verdict",
-    "as_double",
-    "close",
-    "judge",
-    "same_strides",
-    "value_of",
-]
-
 
 class Tolerance(NamedTuple):
     """How far a value may be off: the sum of the three."""
@@ -284,7 +269,7 @@ class _Comparison:
         """Compare all but the values of tensors."""
         if not isinstance(expected, torch.Tensor) or not isinstance(actual, torch.Tensor):
             if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
-                what = f"a {type(actual).__name__}, eager has a {type(expected).__name__}"
+                what = f"of type {type(actual).__name__}, eager has type {type(expected).__name__}"
                 return Difference(part, key, what, "value")
             if not self.policy.metadata and not isinstance(expected, _PLAIN):
                 return None  # an object that may compare by identity

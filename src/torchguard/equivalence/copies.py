@@ -26,18 +26,6 @@ from torchguard._torch import (
 from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.outcome import Gradient, Outcome
 
-__all__ = [
-    "Cast",
-    "Change",
-    "Copies",
-    "bytes_of",
-    "copy_inputs",
-    "run_on_copies",
-    "tensors_of",
-    "why_not_copied",
-    "with_a_repeated_id",
-]
-
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
 
 Change: TypeAlias = Callable[[torch.Tensor, bool], None]
@@ -88,7 +76,7 @@ def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | Non
     # After the tensors: a nested tensor comes with symbolic integers that say less than its class.
     for position, value in enumerate(values):
         if not isinstance(value, (torch.Tensor, *_NUMBERS)):
-            return f"input {position} is a {type(value).__name__}, not a tensor or a number"
+            return f"input {position} is of type {type(value).__name__}, not a tensor or a number"
     return None
 
 

@@ -35,17 +35,6 @@ from torchguard.equivalence.outcome import (
     send_backward,
 )
 
-__all__ = [
-    "ThreadModes",
-    "UndoMutations",
-    "buffers_restored",
-    "isolated",
-    "module_state_restored",
-    "rng_generators",
-    "rng_state_restored",
-    "run_undoing_mutations",
-]
-
 
 @contextlib.contextmanager
 def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], bool]]:

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Buffer", "Given", "Gradient", "Outcome", "Output", "counted", "send_backward"]
-
 
 class Gradient(NamedTuple):
     """The gradient of one leaf of autograd's graph, or of one input."""

@@ -15,8 +15,6 @@ import torch
 
 from torchguard._torch import set_version, version_of
 
-__all__ = ["can_be_perturbed", "perturb_", "perturbed"]
-
 _EPSILONS = 32
 """How far a value is off at most, relative to itself, in units of the dtype's ``eps``; 1 for a
 dtype of 16 bits."""

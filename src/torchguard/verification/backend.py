@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import fx
@@ -38,13 +38,60 @@ from torchguard.verification.graph import (
     sizes_of,
     why_not_twice,
 )
-from torchguard.verification.options import CheckEach, OnMismatch, Options
 from torchguard.verification.report import ALL_GRAPHS, GraphRecord, VerificationReport
 
 if TYPE_CHECKING:
     from torchguard.verification.check import GraphCheck
 
-__all__ = ["Sizes", "VerifiedBackend", "backend", "checked_calls_of_new_sizes", "verified_backend"]
+OnMismatch = Literal["fallback", "raise", "warn"]
+CheckEach = Literal["auto", "graph", "shape"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a graph is checked."""
+
+    calls: int = 1
+    on_mismatch: OnMismatch = "fallback"
+    max_bytes: int | None = None
+    check_each: CheckEach = "auto"
+    group: Any = None
+    """The ranks that take the same fallback."""
+
+    run_twice: Collection[str] = ()
+    """Custom operators that have no effect but on their tensors."""
+
+    def __post_init__(self) -> None:
+        if type(self.calls) is not int or self.calls < 1:
+            raise ValueError(f"verified: calls is {self.calls!r}, expected a number of 1 or more")
+        for name, known in (("on_mismatch", OnMismatch), ("check_each", CheckEach)):
+            if getattr(self, name) not in get_args(known):
+                choices = " or ".join(map(repr, get_args(known)))
+                raise ValueError(f"verified: {name} is {getattr(self, name)!r}, expected {choices}")
+        if self.max_bytes is not None and (type(self.max_bytes) is not int or self.max_bytes < 0):
+            raise ValueError(
+                f"verified: max_bytes is {self.max_bytes!r}, expected a number of bytes or None"
+            )
+        # By what it is not: a torch built without torch.distributed has no class to compare with.
+        if self.group is not True and isinstance(self.group, (str, int, float, list, tuple)):
+            raise TypeError(
+                f"verified: group is {self.group!r}, expected a process group, such as "
+                "torch.distributed.group.WORLD, True for all ranks, or None"
+            )
+        # A string is a collection of its letters, and equal options make equal backends.
+        names = None if isinstance(self.run_twice, str) else tuple(self.run_twice)
+        if names is None or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"verified: run_twice is {self.run_twice!r}, expected names of operators: "
+                'run_twice=["namespace::name"]'
+            )
+        unnamed = [name for name in names if not all(name.partition("::"))]
+        if unnamed:
+            raise ValueError(
+                f"verified: run_twice has {unnamed[0]!r}, expected the name of an operator with "
+                'its namespace: "namespace::name"'
+            )
+        object.__setattr__(self, "run_twice", frozenset(names))
 
 
 class VerifiedBackend:
@@ -64,44 +111,40 @@ class VerifiedBackend:
     ) -> None:
         self._inner = inner
         self._function = function  # the name of what the user has decorated
-        self._options = options
+        self.checks = options
+        """How graphs are checked."""
         self._settings: dict[str, Any] = {
             name: value
             for name, value in (("mode", mode), ("options", inner_options))
             if value is not None
         }
         self._dynamic = dynamic
+        self._own_fallbacks: tuple[Fallback, ...] | None = None
         self._graphs: list[GraphRecord] = []
         if self._settings:
-            _ = self._own_fallbacks  # raises for what inductor does not know
+            self.fallbacks()  # raises for what inductor does not know
 
-    @functools.cached_property
-    def _own_fallbacks(self) -> tuple[Fallback, ...]:
-        return fallbacks_of(self._inner, self._settings, self._dynamic)
+    def fallbacks(self, **settings: Any) -> tuple[Fallback, ...]:
+        """Look the backend up by its name, and return it and its fallbacks.
 
-    @property
-    def checks(self) -> Options:
-        """How graphs are checked."""
-        return self._options
-
-    def look_up(self) -> VerifiedBackend:
-        """Look the backend up by its name now, as ``torch.compile`` does, and return this."""
-        _ = self._own_fallbacks
-        return self
-
-    def _fallbacks(self, settings: dict[str, Any]) -> tuple[Fallback, ...]:
-        if not settings:
-            return self._own_fallbacks
-        return fallbacks_of(self._inner, {**self._settings, **settings}, self._dynamic)
+        Args:
+            **settings: what ``torch.compile`` passes on with a graph, ``mode`` and ``options``.
+        """
+        if settings or self._own_fallbacks is None:
+            found = fallbacks_of(self._inner, {**self._settings, **settings}, self._dynamic)
+            if settings:
+                return found
+            self._own_fallbacks = found
+        return self._own_fallbacks
 
     def __call__(
         self, graph: fx.GraphModule, example_inputs: list[Any], **settings: Any
     ) -> Callable[..., Any]:
         """Compile a graph; its first calls are checked."""
-        fallbacks = self._fallbacks(settings)
+        fallbacks = self.fallbacks(**settings)
         first = fallbacks[0]
         operations = sum(node.op.startswith("call_") for node in graph.graph.nodes)
-        reason = why_not_twice(graph, self._options.run_twice)
+        reason = why_not_twice(graph, self.checks.run_twice)
         # Copied before it is compiled: compilers rewrite the graph they are given.
         traced = graph if reason is not None else copy_graph(graph)
         function, place = place_of(traced)
@@ -130,7 +173,7 @@ class VerifiedBackend:
         check = GraphCheck(
             TracedGraph(traced, owned_tensors(traced), examples, fakes, context, symbols),
             fallbacks,
-            self._options,
+            self.checks,
             record,
             compiled,
             draws_like_eager=first.name in UNCOMPILED
@@ -140,9 +183,9 @@ class VerifiedBackend:
         numbers = numbers_in(traced, example_inputs)
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         sizes = sizes_of(examples, [node.meta.get("example_value") for node in placeholders])
-        if (sizes is None and not numbers) or self._options.check_each == "graph":
-            return checked_calls(check, self._options.calls)
-        return checked_calls_of_new_sizes(check, self._options, sizes, numbers)
+        if (sizes is None and not numbers) or self.checks.check_each == "graph":
+            return checked_calls(check, self.checks.calls)
+        return checked_calls_of_new_sizes(check, self.checks, sizes, numbers)
 
     def stats(self) -> VerificationReport:
         """Return what has become of the graphs this backend has compiled."""
@@ -165,13 +208,13 @@ class VerifiedBackend:
         return (
             isinstance(other, VerifiedBackend)
             and self._inner == other._inner
-            and self._options == other._options
+            and self.checks == other.checks
             and self._settings == other._settings
             and self._dynamic == other._dynamic
         )
 
     def __hash__(self) -> int:
-        return hash((VerifiedBackend, self._options))
+        return hash((VerifiedBackend, self.checks))
 
 
 @public

@@ -20,14 +20,12 @@ from torchguard.equivalence.copies import (
 )
 from torchguard.equivalence.outcome import Outcome
 from torchguard.errors import MiscompilationError, MiscompilationWarning
+from torchguard.verification.backend import Options
 from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
 from torchguard.verification.graph import quiet
-from torchguard.verification.options import Options
 from torchguard.verification.report import GraphRecord, first_of, message_of
 from torchguard.verification.reproduce import reproducer_of
 from torchguard.verification.rounding import exact, not_by_rounding, right_in_double
-
-__all__ = ["GraphCheck", "checked_calls"]
 
 
 class _Judged(NamedTuple):

@@ -18,11 +18,8 @@ from torchguard._torch import (
     keep_settings,
     settings_of_compiled,
 )
-from torchguard.verification.backend import VerifiedBackend
-from torchguard.verification.options import CheckEach, OnMismatch, Options
+from torchguard.verification.backend import CheckEach, OnMismatch, Options, VerifiedBackend
 from torchguard.verification.report import VerificationReport
-
-__all__ = ["Checked", "CompilesInside", "Decorator", "guard_compile", "verified"]
 
 _Arguments = ParamSpec("_Arguments")
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -176,7 +173,8 @@ def verified(
             inner_options=asked.pop("options", options),
             dynamic=asked.get("dynamic"),
             function=_name_of(given),
-        ).look_up()
+        )
+        checked.fallbacks()  # looked up by name now, as torch.compile does
         return {**asked, "backend": checked}
 
     def wrap(function: Any, /) -> Any:

@@ -21,17 +21,6 @@ from torchguard._torch import (
 )
 from torchguard.verification.graph import SYMBOLIC, copy_graph
 
-__all__ = [
-    "EAGER",
-    "OUTSIDE",
-    "UNCOMPILED",
-    "Compiler",
-    "Fallback",
-    "TracedGraph",
-    "fallbacks_of",
-    "with_strides",
-]
-
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["COLUMNS", "ROWS", "SIZES", "Program", "Trial", "attempt", "program"]
-
 ROWS, COLUMNS = 4, 6
 SIZES = (2, 3, 4, 6, 9, 16, 33, 64, 150, 300)
 """How many rows the calls of a program have, small numbers first: each program makes sense

@@ -19,19 +19,6 @@ from torch import fx
 
 from torchguard._torch import has_only_results, operator_name, symbols_in
 
-__all__ = [
-    "SYMBOLIC",
-    "SizesOf",
-    "copy_graph",
-    "numbers_in",
-    "owned_tensors",
-    "place_of",
-    "quiet",
-    "sizes_of",
-    "why_not_twice",
-]
-
-
 SizesOf: TypeAlias = Callable[[Sequence[Any]], Hashable]
 """Reads the sizes from the inputs of a call."""
 
@@ -183,7 +170,7 @@ def _reason(graph: fx.GraphModule, node: fx.Node, run_twice: Collection[str]) ->
         if isinstance(module, fx.GraphModule):
             return None
         # torch._dynamo.config.inline_inbuilt_nn_modules is off.
-        return f"a {type(module).__name__} is called as a whole, with state of its own"
+        return f"the module {type(module).__name__} is called as a whole, with state of its own"
     return _reason_of(node.target, run_twice) if node.op == "call_function" else None
 
 

@@ -25,8 +25,6 @@ from torchguard.equivalence.isolate import isolated
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.rounding import exact
 
-__all__ = ["Case", "Minified", "minified"]
-
 _WRITING_OPERATORS = {
     operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift,
     operator.imatmul, operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift,

@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from torchguard.equivalence.compare import Difference
     from torchguard.verification.fallback import Fallback
 
-__all__ = [
-    "ALL_GRAPHS",
-    "GraphRecord",
-    "VerificationReport",
-    "first_of",
-    "message_of",
-    "verification_report",
-]
-
 Status = Literal["compiled", "verified", "mismatched", "unverified"]
 
 

@@ -21,8 +21,6 @@ from torchguard.verification.graph import numbers_in, quiet
 from torchguard.verification.minify import Case, Minified, minified
 from torchguard.verification.report import GraphRecord
 
-__all__ = ["FOLDER_VARIABLE", "reproducer_of"]
-
 FOLDER_VARIABLE = "TORCHGUARD_REPRODUCERS"
 """Names the folder for the scripts; without it they go to a temporary one."""
 
@@ -219,7 +217,7 @@ def _class_of(graph: fx.GraphModule, name: str, imports: dict[str, str], classes
     children = []
     for child, module in graph.named_children():
         if not isinstance(module, fx.GraphModule):
-            raise _NoScriptError(f"the graph calls a {type(module).__name__} as a whole")
+            raise _NoScriptError(f"the graph calls the module {type(module).__name__} as a whole")
         made = _class_of(module, f"{name}_{child}", imports, classes)
         children.append(f"        self.{child} = {made}()")
     code = graph.graph.python_code("self")

@@ -30,8 +30,6 @@ from torchguard.equivalence.perturb import can_be_perturbed, perturb_
 from torchguard.verification.fallback import Compiler
 from torchguard.verification.graph import copy_graph, quiet
 
-__all__ = ["exact", "not_by_rounding", "right_in_double"]
-
 _RUNS = 16
 """With how many different perturbations of its inputs eager runs at most."""
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from torchguard.bucketing.axes import buckets_by_axes
-from torchguard.bucketing.buckets import Buckets, total_cost
+from torchguard.bucketing.buckets import Buckets, buckets_by_axes, total_cost
 from torchguard.bucketing.histogram import observe
 from torchguard.bucketing.pairs import PairBuckets, fit_pairs, holding, in_order
 

@@ -129,7 +129,7 @@ def test_other_sizes_are_checked_again_after_a_step_was_taken(
         fallback.EAGER,
     )
     backend = verified_backend(first)
-    monkeypatch.setattr(backend, "_fallbacks", lambda _: fallbacks)
+    monkeypatch.setattr(backend, "fallbacks", lambda: fallbacks)
     compiled = torch.compile(lambda x: (x * 2,), backend=backend)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -85,7 +85,7 @@ class BucketCollator:
         mask_key: str | Mapping[str, str] | None = None,
         batch_sizes: int | Mapping[int, int] | Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
-        self._declared = list(_declared(dims, "dims"))
+        self._declared = _declared(dims)
         axes = dict.fromkeys(axis for _, each in self._declared for axis in each.values())
         if not axes:
             raise ValueError("BucketCollator: dims names no dimension to pad")
@@ -97,10 +97,10 @@ class BucketCollator:
             batch_sizes,
             {axis: each for (axis, *_), each in self._buckets.items() if isinstance(each, Buckets)},
         )
+        self._fills = {path: each for path, each in _leaves(fill) if each is not None}
         if self._batch_sizes is None:
             # With rows of padding fill also names what dims does not: it is checked with the batch.
-            _check_fill(fill, dims, "fill")
-        self._fill = fill
+            _check_fills(fill, self._fills, dict(self._declared))
         self._collate_fn = collate_fn
         self._side: Side = side
         self._length_key = length_key
@@ -200,7 +200,7 @@ class BucketCollator:
                 except (KeyError, IndexError, TypeError):
                     has = f"keys {list(part)}" if isinstance(part, Mapping) else type(part).__name__
                     raise KeyError(f"BucketCollator: there is no {where}; it has {has}") from None
-            yield _Part(path, part, dims, _at(self._fill, path), where)
+            yield _Part(path, part, dims, self._fills.get(path), where)
 
     def _rows(self, sizes: Mapping[str, int]) -> int:
         """Return how many rows a batch of these buckets gets."""
@@ -218,9 +218,8 @@ class BucketCollator:
             if isinstance(leaf, torch.Tensor) and leaf.dim()
         }
         tensors.update(padded)
-        fills, treedef = flatten(self._fill)
-        for path, fill in zip(key_paths(treedef), fills, strict=True):
-            if fill is not None and path not in tensors:
+        for path in self._fills:
+            if path not in tensors:
                 raise KeyError(
                     f"BucketCollator: {keystr('fill', path)} is given, but the batch has no tensor "
                     f"{keystr('batch', path)}"
@@ -235,15 +234,14 @@ class BucketCollator:
         for path, tensor in tensors.items():
             if tensor.shape[0] != rows:  # nothing with a row for each sample
                 continue
-            fill = _at(self._fill, path)
-            if fill is None and path not in padded:
+            if path not in self._fills and path not in padded:
                 raise ValueError(
                     f"BucketCollator: batch_sizes adds rows of padding to {keystr('batch', path)} "
                     "too, and fill does not say what they hold: pass it, such as -100 for a label "
                     "that torch's losses leave out"
                 )
             # A rule along the padded dimension, arange say, is none along the batch.
-            value: Any = 0 if fill is None else fill
+            value = self._fills.get(path, 0)
             if not isinstance(value, (bool, int, float, complex)):
                 value = "repeat-last"
             if rows == wanted:  # see now that it fits the dtype, not at the end of the epoch
@@ -406,42 +404,32 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _declared(dims: Dims, where: str, path: KeyPath = ()) -> Iterator[tuple[KeyPath, _DimsOfPart]]:
-    """Yield the path of each tensor that ``dims`` names, and the axes of its dimensions."""
-    if dims is None:
+def _leaves(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield what is declared for each tensor of a batch, and the path of the tensor."""
+    if _is_leaf(tree) or not (isinstance(tree, Mapping) or _is_sequence(tree)):
+        yield path, tree
         return
-    if _is_leaf(dims) and all(isinstance(axis, str) for axis in dims.values()):
-        yield path, dict(dims)
-        return
-    if _is_leaf(dims) or not (isinstance(dims, Mapping) or _is_sequence(dims)):
-        raise TypeError(
-            f"BucketCollator: {where} is {dims!r}, expected {{dimension: axis name}}, such as "
-            "{1: 't'}"
-        )
-    for key, inner in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
-        yield from _declared(inner, f"{where}[{key!r}]", (*path, key))
+    for key, inner in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from _leaves(inner, (*path, key))
 
 
-def _check_fill(fill: Any, dims: Dims, path: str) -> None:
+def _declared(dims: Dims) -> list[tuple[KeyPath, _DimsOfPart]]:
+    """Return the path of each tensor that ``dims`` names, and the axes of its dimensions."""
+    declared = [(path, each) for path, each in _leaves(dims) if each is not None]
+    for path, each in declared:
+        if not _is_leaf(each) or not all(isinstance(axis, str) for axis in each.values()):
+            raise TypeError(
+                f"BucketCollator: {keystr('dims', path)} is {each!r}, expected "
+                "{dimension: axis name}, such as {1: 't'}"
+            )
+    return declared
+
+
+def _check_fills(fill: Any, fills: Iterable[KeyPath], declared: Iterable[KeyPath]) -> None:
     """Refuse a fill for something that is not padded: it is a misspelt name."""
-    if fill is None or _is_leaf(dims):
-        return
-    if isinstance(fill, Mapping):
-        for key, inner in fill.items():
-            if not isinstance(dims, Mapping) or dims.get(key) is None:
-                raise ValueError(f"BucketCollator: {path}[{key!r}] is given, but not padded")
-            _check_fill(inner, dims[key], f"{path}[{key!r}]")
-    elif not (_is_sequence(fill) and _is_sequence(dims)):
-        raise TypeError(f"BucketCollator: {path} is {fill!r}, expected the structure of dims")
-
-
-def _part(fill: Any, key: Any) -> Any:
-    if isinstance(fill, Mapping):
-        return fill.get(key)
-    return fill[key] if _is_sequence(fill) and key < len(fill) else None
-
-
-def _at(fill: Any, path: KeyPath) -> Any:
-    for key in path:
-        fill = _part(fill, key)
-    return fill
+    kinds = {tuple(map(type, path)) for path in declared}
+    for path in fills:
+        if tuple(map(type, path)) not in kinds:
+            raise TypeError(f"BucketCollator: fill is {fill!r}, expected the structure of dims")
+        if path not in declared:
+            raise ValueError(f"BucketCollator: {keystr('fill', path)} is given, but not padded")

@@ -348,16 +348,6 @@ def _numbers(sizes: Any) -> Iterator[int]:
         yield sizes
 
 
-class _All(set[Hashable]):
-    """Contains everything."""
-
-    def __contains__(self, _: object) -> bool:
-        return True
-
-    def add(self, _: Hashable) -> None:
-        """Keep nothing."""
-
-
 _MOST_KNOWN = 10_000
 """How many combinations are kept for a quick answer: an integer may differ in every call."""
 
@@ -398,7 +388,8 @@ class _Calls:
     def _restart(self) -> None:
         """Forget all sizes: what runs now was checked with none of them."""
         self._checked = Sizes(self._options)
-        known: set[Hashable] = set()
+        # None: whatever the sizes are, nothing is left to check.
+        known: set[Hashable] | None = set()
         sizes_of = self._sizes_of
         if self._numbers or sizes_of is None:
             sizes_of = _with_numbers(sizes_of, self._numbers)
@@ -415,8 +406,11 @@ class _Calls:
 
     def _look(self, inputs: tuple[Any, ...]) -> str | None:
         check, warning = self._check, None
-        sizes = self.state[2](inputs)
-        if sizes not in self.state[0] and self._checked.lacking(sizes, check.mutates_inside):
+        known, _, sizes_of = self.state
+        if known is None:
+            return None
+        sizes = sizes_of(inputs)
+        if sizes not in known and self._checked.lacking(sizes, check.mutates_inside):
             many = self._checked.too_many and check.mutates_inside
             if not (many and check.mutate_outside(inputs)):
                 warning = check.check(inputs)
@@ -426,11 +420,12 @@ class _Calls:
             if check.conclusive:
                 self._checked.checked(sizes)
         if check.settled:
-            self.state = (_All(), check.runs, self.state[2])
-        elif len(self.state[0]) >= _MOST_KNOWN:
+            self.state = (None, check.runs, self.state[2])
+        elif len(self.state[0] or ()) >= _MOST_KNOWN:
             self.state = (set(), check.runs, self.state[2])
-        if not self._checked.lacking(sizes, check.mutates_inside):
-            self.state[0].add(sizes)
+        known = self.state[0]
+        if known is not None and not self._checked.lacking(sizes, check.mutates_inside):
+            known.add(sizes)
         return warning
 
 
@@ -449,7 +444,7 @@ def checked_calls_of_new_sizes(
 
     def run(*inputs: Any) -> Any:
         known, trusted, sizes_of = calls.state
-        if sizes_of(inputs) in known:
+        if known is None or sizes_of(inputs) in known:
             return trusted(*inputs)
         return check.call(inputs, calls.look)
 

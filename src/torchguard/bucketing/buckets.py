@@ -143,8 +143,8 @@ class Buckets:
             count: at most so many buckets, fewer where more would save nothing.
                 None to choose the number too, from ``compile_cost``.
             cost: what a call costs at a size: ``"linear"``, ``"quadratic"``, or a function
-                of one size. It may fall somewhere; a bucket may then be a size that nobody
-                has seen. The function is asked for every aligned size in the range, or, where
+                of one size. It may fall somewhere; a bucket may then be a size that was
+                not observed. The function is asked for every aligned size in the range, or, where
                 those are more than a million, for the aligned sizes observed.
             multiple_of: align buckets to this (8, 16 or 64 for tensor cores).
             maximum: the longest there can ever be. It is the largest bucket exactly,

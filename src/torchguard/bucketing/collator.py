@@ -240,7 +240,7 @@ class BucketCollator:
                     "too, and fill does not say what they hold: pass it, such as -100 for a label "
                     "that torch's losses leave out"
                 )
-            # A rule along the padded dimension, arange say, is none along the batch.
+            # A rule along the padded dimension, such as arange, is none along the batch.
             value = self._fills.get(path, 0)
             if not isinstance(value, (bool, int, float, complex)):
                 value = "repeat-last"
@@ -330,7 +330,7 @@ def _put(batch: Any, key: str, value: Any, what: str) -> None:
             f"BucketCollator: the samples have {key!r} themselves: name it in dims in place of "
             "mask_key"
         )
-    # In place: the batch was made by collate_fn and belongs to nobody else yet.
+    # In place: collate_fn has just made the batch, and nothing else refers to it yet.
     batch[key] = value  # type: ignore[index]
 
 

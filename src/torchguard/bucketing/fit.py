@@ -124,7 +124,7 @@ def _problem(observed: Observed, cost: Cost, multiple_of: int, top: int) -> _Pro
     wanted = _aligned(sizes, multiple_of, top)
     candidates = np.unique(wanted)
     if callable(cost) and (top - int(candidates[0])) // multiple_of < _GRID_LIMIT:
-        # Where the cost falls, the cheapest size that fits may be one that nobody has seen.
+        # Where the cost falls, the cheapest size that fits may be one that was not observed.
         first = -(-int(candidates[0]) // multiple_of) * multiple_of
         candidates = np.union1d(candidates, np.arange(first, top, multiple_of))
     costs = costs_of(candidates, cost, "Buckets.fit")
@@ -159,7 +159,7 @@ def plans(
     """Return the cheapest ladders of at most 1, 2, ... ``count`` buckets.
 
     There are fewer than ``count`` of them where one more bucket would save nothing.
-    ``progress`` is told after each how many are done, of how many.
+    ``progress`` is called after each with how many are done, and of how many.
     """
     problem = _problem(_merged(observed, multiple_of, top), cost, multiple_of, top)
     # A weight too small to change the sum leaves two points above each other: no slope.
@@ -377,7 +377,7 @@ def plan_with_bound(
     """
     seen = bound.observed.sizes
     sizes, weights = planned
-    # The largest bucket has to reach top, which nobody may have seen: a size of no weight.
+    # The largest bucket has to reach top, even where no size up there was observed: no weight.
     if sizes[-1] < top and top - sizes[-1] >= multiple_of:
         sizes, weights = np.append(sizes, top), np.append(weights, 0.0)
     below = np.concatenate(([0.0], np.cumsum(weights)))
@@ -454,7 +454,7 @@ def _best_layers(
         further = np.full(len(below), math.inf)
         layers.append(_one_more_run(windows, reached, further, below))
         reached = further
-        # Beyond count only to say in the error how many it takes.
+        # Beyond count only so that the error can name how many it takes.
         if len(layers) > count:
             if best:
                 break

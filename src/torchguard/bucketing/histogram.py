@@ -155,7 +155,7 @@ def batch_maxima(sizes: Sizes, batch_size: int, operation: str) -> dict[int, flo
     Equals, on average over all orders of the data, cutting the shuffled sizes
     into batches and taking each one's maximum. Nothing is drawn at
     random: of the C(N, n) batches, C(W, n) hold only the W sequences up to some
-    size, so the chance that the maximum is at most that size is their quotient.
+    size, so the probability that the maximum is at most that size is their quotient.
 
     Args:
         sizes: one size per sequence, or a histogram.
@@ -180,13 +180,13 @@ def batch_maxima(sizes: Sizes, batch_size: int, operation: str) -> dict[int, flo
             "number of sizes"
         )
     up_to = np.cumsum(observed.weights)
-    chance = np.ones_like(up_to)
+    probability = np.ones_like(up_to)
     for taken in range(batch_size):
-        chance *= np.maximum(up_to - taken, 0) / (observed.total - taken)
-        if chance[-1] == 0 or not chance[:-1].any():
+        probability *= np.maximum(up_to - taken, 0) / (observed.total - taken)
+        if probability[-1] == 0 or not probability[:-1].any():
             break
-    chance[-1] = 1
-    share = np.diff(chance, prepend=0.0)
+    probability[-1] = 1
+    share = np.diff(probability, prepend=0.0)
     likely = share > _NEVER
     weights = share[likely] * (observed.total / batch_size)
     return dict(zip(observed.sizes[likely].tolist(), weights.tolist(), strict=True))
@@ -300,7 +300,7 @@ def _from_text(text: str, name: str) -> NDArray[np.int64] | list[int]:
     try:
         return np.array(words, dtype=np.int64)
     except (ValueError, OverflowError):
-        pass  # say where
+        pass  # the error below names the line
     lines = enumerate(text.splitlines(), start=1)
     return [_integer(word, f"{name}:{number}") for number, line in lines for word in line.split()]
 

@@ -402,7 +402,7 @@ def _numbers(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
 def _may_keep(x: torch.Tensor) -> bool:
     """Whether what is joined to ``x`` may be kept for later, and taken from what was kept."""
     # What a CUDA graph makes lives in its pool and is gone with it; what is made in a trace is
-    # part of the trace; and a tensor subclass, a fake tensor say, wants one of its own kind.
+    # part of the trace; and a tensor subclass, such as a fake tensor, needs one of its own.
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return not is_dynamo_compiling() and not capturing and type(x) in _PLAIN
 

@@ -203,7 +203,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     def _refuse_another_sharding(self, caller: Any) -> None:
         """Raise where accelerate's BatchSamplerShard deals this rank's batches out once more.
 
-        Each rank would train on a W-th of its items, and say nothing.
+        Each rank would silently train on a W-th of its items.
         https://github.com/huggingface/accelerate/blob/main/src/accelerate/data_loader.py
         """
         wraps = getattr(caller, "batch_sampler", None) is self

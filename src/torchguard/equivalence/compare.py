@@ -112,13 +112,8 @@ class Difference:
     strides: tuple[int, ...] | None = None
     """Of an output whose strides alone have been compared so far, those of the reference."""
 
-    @property
-    def where(self) -> str:
-        """``output 0``, ``input 1 after the call``, ``gradient of input 2``."""
-        return _NAMES[self.part].format(self.key)
-
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
+        return f"{_NAMES[self.part].format(self.key)}: {self.what}"
 
 
 _NAMES = {
@@ -413,7 +408,7 @@ def _as_near(
 def _described(
     expected: torch.Tensor, actual: torch.Tensor, off: torch.Tensor, allowed: torch.Tensor
 ) -> tuple[str, bool]:
-    """Say what differs, and whether all of it is finite numbers."""
+    """Return what differs, as text, and whether all of it is finite numbers."""
     if expected.is_floating_point() or expected.is_complex():
         wide, narrow = as_double(expected), as_double(actual)
         for name, test in (("NaN", torch.isnan), ("infinite", torch.isinf)):
@@ -435,7 +430,7 @@ def same_strides(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     """Whether no program can tell the strides of ``actual`` from those of ``expected``.
 
     The dims have to come in the same order, from the largest stride to the smallest, and two
-    dims that ``view()`` can merge have to stay so. Dims of size 1 have no say. Where ``expected``
+    dims that ``view()`` can merge have to stay so. Dims of size 1 do not count. Where ``expected``
     has an expanded dim, anything will do: a compiler may write out what eager returns as a view,
     but not the other way round: an expanded tensor can't be written in place.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -29,8 +29,8 @@ from torchguard.equivalence.outcome import Gradient, Outcome
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
 
 Change: TypeAlias = Callable[[torch.Tensor, bool], None]
-"""Changes the values of a storage's copy before anybody sees it; the second argument says
-whether a tensor over the original requires a gradient."""
+"""Changes the values of a storage's copy before it is used; the second argument is whether a
+tensor over the original requires a gradient."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = (bool, int, float, complex, type(None))
@@ -53,7 +53,7 @@ def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | None:
-    """Say which input can't be copied with all that belongs to it, and why; None if all can.
+    """Return which input can't be copied with all that belongs to it, and why; None if all can.
 
     Args:
         values: the inputs of a call.
@@ -73,7 +73,7 @@ def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | Non
             first = dtypes.setdefault(_key(value), value.dtype)
             if first != value.dtype and (cast(first) != first or cast(value.dtype) != value.dtype):
                 return f"input {position} shares a storage with one of another dtype"
-    # After the tensors: a nested tensor comes with symbolic integers that say less than its class.
+    # After the tensors: the class of a nested tensor is a better reason than its symbolic integers.
     for position, value in enumerate(values):
         if not isinstance(value, (torch.Tensor, *_NUMBERS)):
             return f"input {position} is of type {type(value).__name__}, not a tensor or a number"
@@ -108,15 +108,15 @@ def copy_inputs(
     cast: Cast | None = None,
     change: Change | None = None,
 ) -> Copies:
-    """Copy the inputs of a call, of which :func:`why_not_copied` has said that they can be.
+    """Copy the inputs of a call, for which :func:`why_not_copied` returns None.
 
     Args:
         values: the inputs.
-        cast: says which dtype takes the place of which.
+        cast: returns the dtype that takes the place of another.
         change: changes the values of the copies.
     """
-    learning = {_key(tensor) for tensor in tensors_of(values) if tensor.requires_grad}
-    copier = _Copier(cast, change, learning)
+    require_grad = {_key(tensor) for tensor in tensors_of(values) if tensor.requires_grad}
+    copier = _Copier(cast, change, require_grad)
     copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
     return Copies(copies, [_gradient_source(copy) for copy in copies])
 
@@ -133,37 +133,34 @@ def _key(tensor: torch.Tensor) -> object:
     return (tensor.device, storage.data_ptr()) if storage.nbytes() else id(tensor)
 
 
+@dataclass
 class _Copier:
-    def __init__(
-        self,
-        cast: Cast | None,
-        change: Change | None,
-        learning: set[object],
-    ) -> None:
-        self._cast = cast or (lambda dtype: dtype)
-        self._change = change
-        self._learning = learning
-        self._storages: dict[object, torch.UntypedStorage] = {}
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    cast: Cast | None
+    change: Change | None
+    require_grad: set[object]
+    """The storages behind tensors that require a gradient."""
+
+    storages: dict[object, torch.UntypedStorage] = field(default_factory=dict)
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._copies:
+        if id(tensor) not in self.copies:
             # The original stays referenced, so its id stays its own.
-            self._copies[id(tensor)] = (tensor, self._build(tensor))
-        return self._copies[id(tensor)][1]
+            self.copies[id(tensor)] = (tensor, self._build(tensor))
+        return self.copies[id(tensor)][1]
 
     def _build(self, tensor: torch.Tensor) -> torch.Tensor:
         base = base_of(tensor)
         if base is not None and _is_view_of(tensor, base):
             # AOTAutograd asks which inputs are views of one base. A view that requires a gradient
             # and is a leaf got it by requires_grad_(), not from its base: x[1:].requires_grad_().
-            learns = tensor.requires_grad and tensor.is_leaf
-            with torch.set_grad_enabled(tensor.requires_grad and not learns):
+            is_leaf = tensor.requires_grad and tensor.is_leaf
+            with torch.set_grad_enabled(tensor.requires_grad and not is_leaf):
                 view = self.copy(base).as_strided(
                     tensor.size(), tensor.stride(), tensor.storage_offset()
                 )
                 view = with_lazy_bits(view, tensor)
-            return view.requires_grad_() if learns else view
+            return view.requires_grad_() if is_leaf else view
         storage, dtype = self._storage(tensor)
         with torch.inference_mode(tensor.is_inference()):
             # set_() and not as_strided(): the copy of a tensor that is no view must not be one.
@@ -184,8 +181,8 @@ class _Copier:
         return made
 
     def _storage(self, tensor: torch.Tensor) -> tuple[torch.UntypedStorage, torch.dtype]:
-        key, dtype = _key(tensor), self._cast(tensor.dtype)
-        if key not in self._storages:
+        key, dtype = _key(tensor), tensor.dtype if self.cast is None else self.cast(tensor.dtype)
+        if key not in self.storages:
             storage = tensor.untyped_storage()
             if dtype == tensor.dtype:
                 storage = storage.clone()
@@ -193,11 +190,11 @@ class _Copier:
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 whole.set_(storage)
                 storage = whole.to(dtype).untyped_storage()
-            if self._change is not None:
+            if self.change is not None:
                 values = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
-                self._change(values, key in self._learning)
-            self._storages[key] = storage
-        return self._storages[key], dtype
+                self.change(values, key in self.require_grad)
+            self.storages[key] = storage
+        return self.storages[key], dtype
 
 
 class _NotALeaf(torch.autograd.Function):
@@ -224,7 +221,7 @@ def with_a_repeated_id(inputs: Sequence[Any]) -> list[Any] | None:
     """
     changed = list(inputs)
     for place, value in enumerate(inputs):
-        # By type: a subclass, or a fake tensor, may not be what it says.
+        # By type: a subclass, or a fake tensor, has no numbers to compare.
         if type(value) is not torch.Tensor or value.dtype not in {torch.int32, torch.int64}:
             continue
         if not value.is_cpu or value.numel() < 2:  # noqa: PLR2004
@@ -296,13 +293,11 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
     # Called as a module, a graph that raises prints a traceback of its own.
     called = function.forward if isinstance(function, fx.GraphModule) else function
     with isolated() as has_drawn:
-        tensors = {
-            place: value
+        before = [
+            (place, value, version_of(value), value.grad_fn)
             for place, value in enumerate(copies.values)
             if isinstance(value, torch.Tensor)
-        }
-        versions = {place: version_of(tensor) for place, tensor in tensors.items()}
-        functions = {place: tensor.grad_fn for place, tensor in tensors.items()}
+        ]
         try:
             returned = called(*given)
         except torch.OutOfMemoryError:
@@ -316,15 +311,15 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
         # None: inference tensors count no writes.
         outcome.mutated = frozenset(
             place
-            for place, version in versions.items()
-            if version is None or version != version_of(tensors[place])
+            for place, tensor, version, _ in before
+            if version is None or version != version_of(tensor)
         )
         outcome.sharing = _sharing(outcome.outputs, copies.values)
         # An input that was written to has a history now, and a gradient to send back through it.
         results = [
             tensor
-            for place, tensor in tensors.items()
-            if place >= owned and tensor.grad_fn is not functions[place]
+            for place, tensor, _, grad_fn in before
+            if place >= owned and tensor.grad_fn is not grad_fn
         ]
         try:
             outcome.gradients = _gradients([*outcome.outputs, *results], copies.sources)

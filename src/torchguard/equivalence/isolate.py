@@ -42,7 +42,7 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], b
 
     These are the RNG states of torch on every device, of Python and of numpy; the attributes,
     parameters, buffers, hooks and gradients of ``modules``; grad mode, autocast and its cache of
-    weights. The caller's saved-tensors hooks are not called. Yields a function that says whether
+    weights. The caller's saved-tensors hooks are not called. Yields a function that returns whether
     the code drew random numbers of torch.
     """
     with _modes_restored(), module_state_restored(modules), rng_state_restored() as has_drawn:
@@ -113,7 +113,7 @@ def _modes_restored() -> Iterator[None]:
 def rng_state_restored() -> Iterator[Callable[[], bool]]:
     """Restore the RNG states of torch on every device, of Python and of numpy.
 
-    Scopes that follow each other draw the same numbers. Yields a function that says whether
+    Scopes that follow each other draw the same numbers. Yields a function that returns whether
     torch has drawn any.
     """
     generators = rng_generators()
@@ -244,7 +244,7 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 Observers = Mapping[str, Callable[[str, Any, Any], None]]
-"""By the name of an operator, in place or not, what is told of its arguments before it runs."""
+"""By the name of an operator, in place or not, what is called with its arguments before it runs."""
 
 
 class UndoMutations(TorchDispatchMode):
@@ -302,7 +302,7 @@ class UndoMutations(TorchDispatchMode):
     def _copy_what_is_written(self, schema: Any, args: Any, kwargs: Any) -> None:
         for place, argument in enumerate(schema.arguments):
             info = argument.alias_info
-            written = (info is not None and info.is_write) or argument.name in _WRITTEN_UNSAID
+            written = (info is not None and info.is_write) or argument.name in _UNMARKED_WRITES
             if not written:
                 continue
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -316,8 +316,8 @@ class UndoMutations(TorchDispatchMode):
                     self._storages[address] = (storage, storage.clone())
 
 
-# The schema of native_batch_norm does not say that it writes them.
-_WRITTEN_UNSAID = {"running_mean", "running_var"}
+# native_batch_norm writes them, and its schema does not mark them as written.
+_UNMARKED_WRITES = {"running_mean", "running_var"}
 
 
 def storage_address(tensor: torch.Tensor) -> int:

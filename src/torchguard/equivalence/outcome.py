@@ -20,7 +20,7 @@ class Gradient(NamedTuple):
     value: torch.Tensor | None
     name: str = ""
     leaf: torch.Tensor | None = None
-    """Kept, lest a leaf of another run gets its id."""
+    """Kept alive, lest a leaf of another run gets its id."""
     known: bool = True
     """Whether the leaf was there before the run; some functions make leaves of their own."""
 
@@ -129,15 +129,15 @@ def send_backward(
     ]
     # Not backward(): that would add to .grad, and call the hooks for it.
     arrived = torch.autograd.grad([each.value for each in ends], wanted, sent, allow_unused=True)
-    said: dict[int, str] = {}
+    known: dict[int, str] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
-            said.setdefault(id(parameter), name)
-    there = {*said, *(id(tensor) for tensor in held())}
+            known.setdefault(id(parameter), name)
+    there = {*known, *(id(tensor) for tensor in held())}
     labels: list[tuple[Hashable, str, bool]] = [
         *((place, names[place], True) for place in sources),
         *(
-            (("leaf", id(p)), said.get(id(p), f"parameter {i}"), id(p) in there)
+            (("leaf", id(p)), known.get(id(p), f"parameter {i}"), id(p) in there)
             for i, p in enumerate(parameters)
         ),
     ]

@@ -36,7 +36,7 @@ class _Judged(NamedTuple):
     """The compiled graph; where nothing but strides of outputs was wrong, it gives them eager's."""
 
     note: str = ""
-    """What differs and is forgiven, in words."""
+    """What differs and is allowed, as text."""
 
 
 class GraphCheck:
@@ -98,7 +98,7 @@ class GraphCheck:
 
         A check may take as long as compiling, and waits for Dynamo's lock to compile. So another
         thread does not wait for this one: it runs the graph eagerly, which is right. Only where
-        the graph owns tensors everybody waits, for a check swaps their data.
+        the graph owns tensors every thread waits, for a check swaps their data.
         """
         wait = bool(self.traced.owned) and self._thread != threading.get_ident()
         if not self._lock.acquire(blocking=wait):
@@ -165,11 +165,11 @@ class GraphCheck:
                 return None
             return self._replace(judged.differences, eager, inputs)
         if eager.error is not None:
-            self._not_told(f"eager raises {type(eager.error).__name__}")
+            self._leave_to_next_call(f"eager raises {type(eager.error).__name__}")
         elif self._record.status in {"compiled", "verified"}:
-            told_before = self._record.reason if self._record.status == "verified" else ""
+            earlier_note = self._record.reason if self._record.status == "verified" else ""
             self._record.status = "verified"
-            self._record.reason = judged.note or told_before
+            self._record.reason = judged.note or earlier_note
         return None
 
     def _with_a_repeated_id(
@@ -197,8 +197,8 @@ class GraphCheck:
             return None
         return (judged, again, repeated) if judged.differences else None
 
-    def _not_told(self, reason: str) -> None:
-        """Note that this call says nothing about the graph, so the next one is checked."""
+    def _leave_to_next_call(self, reason: str) -> None:
+        """Note that this call proves nothing about the graph, so the next one is checked."""
         if self._options.group is not None:
             self._leave(reason)  # ranks that check together count the same calls
             return
@@ -268,7 +268,7 @@ class GraphCheck:
         eager: Outcome,
         inputs: Sequence[Any],
     ) -> tuple[tuple[Difference, ...], str]:
-        """Return what differs, and in words what rounding alone makes differ."""
+        """Return what differs, and as text what rounding alone makes differ."""
         graph = self.traced.graph
         compiled = run_on_copies(function, inputs, self.traced.owned)
         unknown = eager.random or self.traced.owned
@@ -324,17 +324,24 @@ class GraphCheck:
         position, function = last, EAGER.compile(self.traced.graph, [])
         try:
             for place in range(start, last):
-                compiled = self.traced.compile(self._fallbacks[place], inputs)
-                if compiled is not None and eager is not None:
-                    judged = self._judge(self._fallbacks[place], compiled, eager, inputs)
-                    compiled = None if judged.differences else judged.function
+                compiled = self._compiled_right(place, eager, inputs)
                 if compiled is not None:
                     position, function = place, compiled
                     break
-        except Exception:  # noqa: BLE001, S110 - memory, say: what runs is wrong, so it can't stay
+        except Exception:  # noqa: BLE001, S110 - out of memory, perhaps: what runs is wrong and can't stay
             pass
         # Not after a KeyboardInterrupt: the next call has to check again.
         self._position, self.runs = position, function
+
+    def _compiled_right(
+        self, place: int, eager: Outcome | None, inputs: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """Compile with a fallback; None if it can't, or if that does not do what eager does."""
+        compiled = self.traced.compile(self._fallbacks[place], inputs)
+        if compiled is None or eager is None:
+            return compiled
+        judged = self._judge(self._fallbacks[place], compiled, eager, inputs)
+        return None if judged.differences else judged.function
 
     def mutate_outside(self, inputs: Sequence[Any]) -> bool:
         """Take the fallback that writes the inputs outside of the graph; whether it is right here.
@@ -343,24 +350,21 @@ class GraphCheck:
         """
         start = time.perf_counter()
         self.conclusive = True
-        place = self._position + 1
-        judged = None
+        place, function = self._position + 1, None
         try:
             eager = self._run_eagerly(inputs)
-            compiled = self.traced.compile(self._fallbacks[place], inputs)
-            if compiled is not None and not isinstance(eager, str):
-                judged = self._judge(self._fallbacks[place], compiled, eager, inputs)
+            if not isinstance(eager, str):
+                function = self._compiled_right(place, eager, inputs)
         except Exception:  # noqa: BLE001, S110 - as in check()
             pass
-        right = judged is not None and not judged.differences
-        if judged is not None and right:
-            self._position, self.runs = place, judged.function
+        if function is not None:
+            self._position, self.runs = place, function
             self._record.runs = OUTSIDE
             self._record.reason = "it writes its inputs, of more sizes than are checked one by one"
-        self._stays_inside = not right
+        self._stays_inside = function is None
         self._record.checks += 1
         self._record.seconds += time.perf_counter() - start
-        return right
+        return function is not None
 
     def _agree(self, inputs: Sequence[Any]) -> None:
         """Take the fallback of the rank that is furthest down; it has to be right here as well."""

@@ -147,9 +147,9 @@ def program(seed: int) -> Program:
 
     What eager refuses to run is made anew.
     """
-    chance = random.Random(seed)  # noqa: S311 - nothing secret
+    generator = random.Random(seed)  # noqa: S311 - not for cryptography
     while True:
-        made = Program(seed, *_written(chance))
+        made = Program(seed, *_written(generator))
         try:
             with torch.random.fork_rng(devices=[]):
                 _try(made)
@@ -167,39 +167,39 @@ def _try(made: Program) -> None:
             torch.autograd.grad(sum(ends[1:], ends[0]), x, allow_unused=True)
 
 
-def _written(chance: random.Random) -> tuple[str, bool]:
-    gradients = chance.random() < 1 / 3
+def _written(generator: random.Random) -> tuple[str, bool]:
+    gradients = generator.random() < 1 / 3
     names = ["x", "y"]
     lines = []
-    for number in range(chance.randint(3, 6)):
+    for number in range(generator.randint(3, 6)):
         new = "abcdef"[number]
-        kind = chance.choices(
+        kind = generator.choices(
             (_WRITES, _VALUES, _VIEWS, _BITS, (_SWAP,)),
             (50, 32, 8, 0 if gradients else 5, 5),
         )[0]
-        template = chance.choice(kind)
+        template = generator.choice(kind)
         if kind in (_VALUES, _VIEWS):
             template = f"{{new}} = {template}"
-        lines.append(_filled(template, names, new, chance))
+        lines.append(_filled(template, names, new, generator))
         if "{new}" in template:
             names.append(new)
-    count = chance.randint(0 if not gradients else 1, 3)
-    results = [_filled(chance.choice(_RESULTS), names, "", chance) for _ in range(count)]
+    count = generator.randint(0 if not gradients else 1, 3)
+    results = [_filled(generator.choice(_RESULTS), names, "", generator) for _ in range(count)]
     lines.append(f"return ({''.join(f'{result}, ' for result in results)})")
     body = "\n".join(f"    {line}" for line in lines)
     return f"def program(x, y):\n    n = x.shape[0]\n{body}\n", gradients
 
 
-def _filled(template: str, names: list[str], new: str, chance: random.Random) -> str:
-    a = chance.choice(names)
+def _filled(template: str, names: list[str], new: str, generator: random.Random) -> str:
+    a = generator.choice(names)
     # It may be a view of {a}: where eager does not define that it raises, and this is made anew.
-    b = chance.choice([name for name in names if name != a])
-    i, j = chance.choice(_PAIRS)
-    k, l = sorted(chance.sample(range(COLUMNS), 2))  # noqa: E741
-    rows, twice, count = chance.choice(_ROWS)
+    b = generator.choice([name for name in names if name != a])
+    i, j = generator.choice(_PAIRS)
+    k, l = sorted(generator.sample(range(COLUMNS), 2))  # noqa: E741
+    rows, twice, count = generator.choice(_ROWS)
     return template.format(
-        a=a, b=b, i=i, j=j, k=k, l=l, c=chance.choice((0.0, 1.0, 2.0, -3.0)), new=new,
-        r=rows, d=twice, m=count, p=chance.choice(_ORDERS),
+        a=a, b=b, i=i, j=j, k=k, l=l, c=generator.choice((0.0, 1.0, 2.0, -3.0)), new=new,
+        r=rows, d=twice, m=count, p=generator.choice(_ORDERS),
     )  # fmt: skip
 
 

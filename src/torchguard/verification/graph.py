@@ -93,7 +93,7 @@ def sizes_of(examples: Sequence[Any], traced: Sequence[Any]) -> SizesOf | None:
 
     Args:
         examples: what the backend was given; symbolic integers in place of those integers.
-        traced: the fake inputs with which Dynamo traced the graph, where it says so.
+        traced: the fake inputs with which Dynamo traced the graph, None where it noted none.
     """
     places = [place for place, value in enumerate(examples) if isinstance(value, torch.SymInt)]
     given = symbols_in([examples[place] for place in places])
@@ -220,16 +220,16 @@ def _reason_of_python(function: Any) -> str | None:
 # ---- graphs that may fail ----
 #
 # FX, fake tensors and Dynamo print to standard error, or log, what goes wrong in a graph, though
-# the exception is caught. Only what the thread that tries the graph would print is kept back.
+# the exception is caught. Only what the thread that tries the graph would print is suppressed.
 
 
-# One thread after the other: each puts back what it has found.
+# One thread at a time: each restores the stream that it has found.
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back what this thread prints to ``sys.stderr``, logs under ``torch`` or warns of."""
+    """Suppress what this thread prints to ``sys.stderr``, logs under ``torch`` or warns of."""
     thread = threading.get_ident()
     with _lock, warnings.catch_warnings(), _without_logs(thread):
         warnings.simplefilter("ignore")

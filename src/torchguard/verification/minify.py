@@ -98,7 +98,7 @@ class _Minifier:
         self._paced = max(len(_statements(case.graph)) // 4, 1)
         self._pace = first / max(len(_statements(case.graph)), 1)
         found = case.differences(case.inputs)
-        # Strides alone are no fault, they are put right: no smaller case may end up with them.
+        # Strides alone are no fault, they are corrected: no smaller case may end up with them.
         self._strides_will_do = all(each.strides is not None for each in found)
         self._wrong_results = sorted({each.key for each in found if each.part == "outputs"})
 

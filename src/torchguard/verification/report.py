@@ -130,12 +130,12 @@ def message_of(
 
     Args:
         record: what is known of the graph.
-        backend: what has compiled it; the text says whether it is one of torch's.
+        backend: what has compiled it; the text names torch.compile only if it is one of torch's.
         found: what it does otherwise than eager.
         on_mismatch: what the user has chosen.
         reproducer: where the script is, or why there is none.
     """
-    # A callable of the user's is blamed by its own name: no issue of PyTorch's is to come of it.
+    # A callable of the user's is named itself: its fault is none to report to PyTorch.
     source = backend.source
     if source is None:
         blamed = f"the backend {backend.name}"

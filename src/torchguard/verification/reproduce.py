@@ -92,7 +92,7 @@ Where compiling took long, twice as long as that, so that there is time for some
 
 
 class _NoScriptError(Exception):
-    """The graph can't be written as a script; the text says why."""
+    """The graph can't be written as a script; the text is the reason."""
 
 
 def reproducer_of(

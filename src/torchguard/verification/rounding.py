@@ -46,9 +46,9 @@ def not_by_rounding(
 ) -> list[Difference]:
     """Return the differences to which eager does not come once its inputs are perturbed."""
     tensors = tensors_of(inputs)
-    # Data may be compared with a constant (a mask of ones), what learns is not.
-    some_learn = any(tensor.requires_grad for tensor in tensors)
-    chosen = [tensor for tensor in tensors if tensor.requires_grad or not some_learn]
+    # Data may be compared with a constant (a mask of ones), what requires a gradient is not.
+    some_require_grad = any(tensor.requires_grad for tensor in tensors)
+    chosen = [tensor for tensor in tensors if tensor.requires_grad or not some_require_grad]
     places = [(each, _Places.of(each, eager, compiled)) for each in found]
     jumps = [place for _, place in places if place is not None]
     if not jumps or not any(map(can_be_perturbed, chosen)):
@@ -58,8 +58,8 @@ def not_by_rounding(
             return list(found)
         for seed in range(_RUNS):
 
-            def change(values: torch.Tensor, learns: bool, seed: int = seed) -> None:
-                if learns or not some_learn:
+            def change(values: torch.Tensor, requires_grad: bool, seed: int = seed) -> None:
+                if requires_grad or not some_require_grad:
                     perturb_(values, seed)
 
             other = run_on_copies(graph, inputs, change=change)
@@ -77,8 +77,8 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
 
     There a jump is a billion times less likely to be within the rounding error.
     """
-    wide = _in_double(graph)
-    if wide is None or why_not_copied(inputs, _wider) is not None:
+    wide = _in_double(graph, inputs)
+    if wide is None:
         return False
     try:
         with quiet():
@@ -94,8 +94,8 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
 
 def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
     """Return the outcome in double precision, or None where the graph can't be run so."""
-    wide = _in_double(graph)
-    if wide is None or why_not_copied(inputs, _wider) is not None:
+    wide = _in_double(graph, inputs)
+    if wide is None:
         return None
     try:
         # Autocast warns of double precision, which the program does not ask for.
@@ -159,12 +159,16 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return _WIDER.get(dtype, dtype)
 
 
-def _in_double(graph: fx.GraphModule) -> fx.GraphModule | None:
-    """Copy the graph with every dtype it names made double; None if it reads bits.
+def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
+    """Copy the graph with every dtype it names made double.
+
+    None if it reads bits, or if the inputs can't be copied in double precision.
 
     https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/utils.py has the same idea
     for its accuracy minifier.
     """
+    if why_not_copied(inputs, _wider) is not None:
+        return None
     copied = copy_graph(graph)
     for part in copied.modules():
         if not isinstance(part, fx.GraphModule):

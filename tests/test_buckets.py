@@ -1,4 +1,4 @@
-"""Ladders: the planner finds the optimum, and every bad input is told what is wrong with it."""
+"""Ladders: the planner finds the optimum, and an error names what is wrong with an input."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def test_tuples_lists_and_named_tuples_keep_their_type() -> None:
 
 
 class Record:
-    """What a collate function of somebody's may return: no mapping, but it can be indexed."""
+    """What a collate function of the user's may return: no mapping, but it can be indexed."""
 
     def __init__(self, **parts: Any) -> None:
         self.parts = parts

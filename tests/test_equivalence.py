@@ -155,7 +155,7 @@ def test_a_write_to_an_input_is_undone_and_reported() -> None:
     assert (x.tolist(), x._version) == ([0, 0], version)
 
 
-def test_what_can_not_be_copied_is_said_before_it_is_tried() -> None:
+def test_what_can_not_be_copied_is_named_before_it_is_tried() -> None:
     """A differentiable view of another dtype has no base that could be copied."""
     real = torch.view_as_real(torch.ones(2, requires_grad=True) * (1 + 1j))
     assert why_not_copied([real]) == "input 0 is a differentiable view of another dtype"
@@ -256,7 +256,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("which", [True, None])
-def test_every_rank_learns_the_largest(which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_gets_the_largest(which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that has NCCL for its GPUs and gloo for the CPU is asked on the CPU."""
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
     with torch.inference_mode():

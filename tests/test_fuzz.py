@@ -1,4 +1,4 @@
-"""Random programs: with the check none is wrong, and none that is right is blamed."""
+"""Random programs: with the check none is wrong, and none that is right is a mismatch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_program_runs_at_ten_sizes_small_ones_first() -> None:
     assert rows[1:] == sorted(set(rows)) == [2, 3, 4, 6, 9, 16, 33, 64, 150, 300]
 
 
-def test_the_judge_sees_a_wrong_value_a_wrong_write_and_a_wrong_alias() -> None:
+def test_the_comparison_sees_a_wrong_value_a_wrong_write_and_a_wrong_alias() -> None:
     seen = []
     for seed in range(40):
 
@@ -111,7 +111,7 @@ def _inputs(seed: int) -> list[torch.Tensor]:
     return [x * 1 if made.gradients else x, y]
 
 
-def test_eager_is_not_blamed_for_being_itself() -> None:
+def test_eager_does_what_eager_does() -> None:
     for seed in range(500):
         function = program(seed).function()
         eager, again = (run(function, _inputs(seed)) for _ in range(2))
@@ -152,7 +152,7 @@ def batches(seeds: range, size: int) -> list[list[Program]]:
     return found
 
 
-def blamed(programs: list[Program], backend: str) -> bool:
+def mismatched(programs: list[Program], backend: str) -> bool:
     torch._dynamo.reset()
     checked = verified_backend(backend)
     torch.compile(together(programs), backend=checked)(*inputs_of(programs))
@@ -163,11 +163,11 @@ def blamed(programs: list[Program], backend: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 600, 150))
 @pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
-def test_no_program_that_is_compiled_right_is_blamed(first: int) -> None:
+def test_no_program_that_is_compiled_right_is_a_mismatch(first: int) -> None:
     """More than 500 programs go through AOTAutograd, which writes each of them anew."""
     for batch in batches(range(first, first + 150), 15):
-        for made in batch if blamed(batch, "aot_eager") else ():
-            if blamed([made], "aot_eager"):
+        for made in batch if mismatched(batch, "aot_eager") else ():
+            if mismatched([made], "aot_eager"):
                 torch._dynamo.reset()
                 bare = attempt(made, lambda function: torch.compile(function, backend="aot_eager"))
                 assert bare.wrong, made.source
@@ -181,7 +181,7 @@ def known(outcome: Outcome) -> Callable[[], Outcome]:
     return lambda: outcome
 
 
-def test_programs_that_compute_in_double_precision_are_not_blamed() -> None:
+def test_programs_that_compute_in_double_precision_are_no_mismatch() -> None:
     """Other rounding, the same numbers: the reference in double precision has to forgive it."""
     for seed in range(200):
         made = program(seed)
@@ -208,7 +208,7 @@ def test_with_the_check_no_program_is_wrong_and_without_it_some_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    wrong, blamed = [], []
+    wrong, mismatched = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed in SEEDS:
@@ -219,12 +219,12 @@ def test_with_the_check_no_program_is_wrong_and_without_it_some_are(
             assert trial.wrong == (), made.source
             assert backend.stats().unverified == 0
             if backend.stats().mismatched:
-                blamed.append(seed)
-    for seed in blamed:
+                mismatched.append(seed)
+    for seed in mismatched:
         torch._dynamo.reset()
         if attempt(program(seed), torch.compile).wrong:
             wrong.append(seed)
-    assert wrong == blamed  # nothing was blamed that the other judge finds right
+    assert wrong == mismatched  # no mismatch that the other comparison finds right
     assert len(wrong) >= 2
 
 
@@ -380,7 +380,7 @@ def _status(name: str, sample: Any) -> str | None:
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_own_samples_raise_no_false_alarm(dtype: torch.dtype) -> None:
     by_name = {info.name: info for info in reversed(op_db)}  # the first of its variants
-    checked, blamed = set(), []
+    checked, mismatched = set(), []
     for name in OPERATORS:
         info = by_name[name]
         if dtype not in info.supported_dtypes("cpu"):
@@ -391,6 +391,6 @@ def test_torchs_own_samples_raise_no_false_alarm(dtype: torch.dtype) -> None:
             status = _status(name, sample)
             checked |= {name} if status is not None else set()
             if status not in {None, "verified"}:
-                blamed.append((name, number, status))
-    assert blamed == []
+                mismatched.append((name, number, status))
+    assert mismatched == []
     assert len(checked) >= 60 - (dtype == torch.bfloat16)

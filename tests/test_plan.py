@@ -237,10 +237,10 @@ def test_line_to_paste(
     def double(input_ids: torch.Tensor) -> torch.Tensor:
         return 2 * input_ids
 
-    for options, told in (([], "buckets=["), (["--json", str(ladder)], "plan='")):
+    for options, expected in (([], "buckets=["), (["--json", str(ladder)], "plan='")):
         assert run(str(lengths), "--buckets", "3", *options) == 0
         line = capsys.readouterr().out.splitlines()[-1].strip()
-        assert told in line
+        assert expected in line
         names = {"bucketed": bucketed, "model": double}
         wrapped = eval(line.replace("True", "{'backend': 'eager'}"), names)  # noqa: S307
         assert wrapped(torch.ones(1, 3)).shape == (1, 3)

@@ -169,7 +169,7 @@ def test_a_planted_defect_is_found_and_what_runs_is_right(spoil: Any) -> None:
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["keeps", "forgets"])
-def test_the_ladder_knows_the_sizes_though_dynamo_forgets_them(*, forgets: bool) -> None:
+def test_fallbacks_know_the_sizes_though_dynamo_forgets_them(*, forgets: bool) -> None:
     """Dynamo forgets them after compiling with a backend of an installed package."""
     setting = "invalidate_compile_context_weakrefs"
     if not hasattr(torch._dynamo.config, setting):
@@ -185,7 +185,7 @@ def test_without_the_check_a_planted_defect_is_a_wrong_result() -> None:
     assert not torch.equal(found[0], results_of(workload)[0])
 
 
-def test_a_backend_that_is_right_is_not_blamed() -> None:
+def test_a_backend_that_is_right_raises_no_false_alarm() -> None:
     backend = verified_backend(spoiling(lambda outputs, _: outputs))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -205,7 +205,7 @@ class _OtherStrides(torch.autograd.Function):
         return gradient.t().contiguous().t()
 
 
-def test_the_strides_of_a_gradient_are_nobodys_business() -> None:
+def test_the_strides_of_a_gradient_are_not_compared() -> None:
     """AOTAutograd chooses them; what a leaf accumulates has the leaf's own."""
 
     def transposed(graph: Any, inputs: list[Any]) -> Any:
@@ -257,7 +257,7 @@ class RunningNorm(nn.Module):
         return scaled.sum()
 
 
-def test_a_step_that_is_wrong_as_well_is_passed_over() -> None:
+def test_a_fallback_that_is_wrong_as_well_is_skipped() -> None:
     wrong = spoiling(lambda outputs, _: [outputs[0] + 1, *outputs[1:]])
     norm, eager = verified(backend=wrong)(RunningNorm()), RunningNorm()
     batch = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -271,7 +271,7 @@ def test_a_step_that_is_wrong_as_well_is_passed_over() -> None:
     torch.testing.assert_close(norm.variance, eager.variance)
 
 
-def test_a_step_that_adds_a_guard_which_nobody_watches_is_passed_over(
+def test_a_fallback_that_adds_a_guard_dynamo_never_evaluates_is_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = itertools.count()
@@ -335,7 +335,7 @@ def test_the_reproducer_holds_little_else_than_the_fault(tmp_path: Path) -> None
     assert "the largest difference is" in done.stdout
 
 
-def test_what_stays_after_reducing_shows_the_fault_and_time_is_kept() -> None:
+def test_what_stays_after_minifying_shows_the_fault_and_time_is_kept() -> None:
     def two_writes(x: torch.Tensor, y: torch.Tensor, unused: torch.Tensor) -> Any:
         a = x.sin() + unused
         y.add_(1)

@@ -110,7 +110,7 @@ def test_a_graph_that_writes_its_inputs_is_not_trusted_with_more_sizes_than_were
         assert (dynamic.runs == fallback.OUTSIDE) is writes
 
 
-def test_other_sizes_are_checked_again_after_a_step_was_taken(
+def test_other_sizes_are_checked_again_after_a_fallback_was_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was right for a size that another function was checked with need not be right now."""
@@ -201,7 +201,7 @@ def _off_by_one(outputs: list[Any], _: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_graph_known_to_be_wrong_does_not_stay_when_the_next_step_fails(
+def test_a_graph_known_to_be_wrong_does_not_stay_when_the_next_fallback_fails(
     dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compile_(*_: Any) -> Any:
@@ -272,7 +272,7 @@ def test_a_call_during_a_check_runs_eagerly_and_does_not_wait() -> None:
     assert [graph.runs for graph in backend.stats().graphs] == ["aot_eager"]
 
 
-def test_who_shows_the_warning_may_call_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_handler_of_a_warning_may_call_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(
         lambda x: (x * 2,), backend=verified_backend(spoiling(lambda out, _: [out[0] + 1]))
     )
@@ -429,7 +429,7 @@ def test_a_gradient_that_is_wrong_for_an_id_that_occurs_twice_is_found_before_on
             assert torch.equal(got, wanted)
 
 
-def test_a_write_at_an_index_that_never_occurs_twice_blames_nobody() -> None:
+def test_a_write_at_an_index_that_never_occurs_twice_raises_no_false_alarm() -> None:
     """Which of two values stays is undefined, and a backend may choose the other."""
 
     def permuted(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ MAKERS = [
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__.strip("_"))
-def test_it_lives_with_other_parts_of_torch(make: Callable[[], Any]) -> None:
+def test_it_works_with_other_parts_of_torch(make: Callable[[], Any]) -> None:
     backend = verified_backend("aot_eager")
     compiled: Callable[[], Any] = torch.compile(make(), backend=backend)
     eager = make()
@@ -121,7 +121,7 @@ def test_it_lives_with_other_parts_of_torch(make: Callable[[], Any]) -> None:
     assert statuses == {"verified"}, str(backend.stats())
 
 
-def test_all_ranks_take_the_same_step(tmp_path: Path) -> None:
+def test_all_ranks_take_the_same_fallback(tmp_path: Path) -> None:
     ranks = run_ranks(
         JOIN_RANKS
         + textwrap.dedent("""

@@ -25,7 +25,7 @@ def _complex() -> torch.Tensor:
     return torch.complex(torch.arange(1.0, 5.0), torch.arange(5.0, 9.0))
 
 
-def _learning() -> torch.Tensor:
+def _requiring_grad() -> torch.Tensor:
     return _complex().requires_grad_() * 2
 
 
@@ -34,7 +34,7 @@ LAZY: dict[str, Callable[[], torch.Tensor]] = {
     "negative": lambda: _complex().conj().imag,
     "negative slice": lambda: _complex().conj().imag[1:],
     "conjugate leaf": lambda: _complex().conj().clone().detach().conj().requires_grad_(),
-    "conjugate with a history": lambda: _learning().conj(),
+    "conjugate with a history": lambda: _requiring_grad().conj(),
     "conjugate of inference": lambda: _inference(lambda: _complex().conj()),
     "base of a conjugate": lambda: _complex().conj().conj(),
 }

@@ -31,7 +31,7 @@ def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_is_rounded_otherwise_is_not_blamed(dtype: torch.dtype) -> None:
+def test_what_is_rounded_otherwise_is_no_mismatch(dtype: torch.dtype) -> None:
     def wide(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
         """Compute in double precision and round once, better than eager does."""
         return lambda *values: [out.to(dtype) for out in graph(*(v.double() for v in values))]
@@ -102,7 +102,7 @@ def compared(weight: torch.Tensor, x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("jump", [stopped, chosen, compared])
 @pytest.mark.parametrize("digit_in_double", [2.0**-51, 2.0**-22])
-def test_a_jump_within_the_rounding_error_blames_only_what_is_wrong_in_double_too(
+def test_a_jump_within_the_rounding_error_is_a_mismatch_if_it_is_wrong_in_double_too(
     jump: Callable[..., Any], digit_in_double: float
 ) -> None:
     x = torch.tensor([1.0, 2.0])
@@ -118,7 +118,7 @@ def test_a_jump_within_the_rounding_error_blames_only_what_is_wrong_in_double_to
 
 
 @pytest.mark.parametrize("count", [1, 4, 12])
-def test_many_jumps_at_once_blame_nobody(count: int) -> None:
+def test_many_jumps_at_once_raise_no_false_alarm(count: int) -> None:
     weight = torch.full((count,), 1 - 2.0**-24, requires_grad=True)
     checked = verified(backend=a_digit_further(2.0**-51))(compared)
     checked(weight, torch.ones(count))
@@ -160,7 +160,7 @@ def test_a_jump_excuses_no_number_that_eager_never_names() -> None:
 
 
 @pytest.mark.parametrize("when", ["compiling", "running", "copying"])
-def test_what_double_precision_can_not_tell_is_blamed(when: str) -> None:
+def test_what_double_precision_can_not_tell_is_a_mismatch(when: str) -> None:
     further = a_digit_further(2.0**-51)
 
     def planted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -186,7 +186,7 @@ def test_what_double_precision_can_not_tell_is_blamed(when: str) -> None:
         verified(backend=planted)(jump)(weight, torch.ones(2), shared, other.detach())
 
 
-def test_a_jump_of_a_graph_with_dynamic_shapes_is_not_forgiven() -> None:
+def test_a_jump_of_a_graph_with_dynamic_shapes_is_a_mismatch() -> None:
     further = a_digit_further(2.0**-51)
 
     def planted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -218,12 +218,12 @@ def test_copies_are_not_kept_alive_by_autocast() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_storage_learns_if_any_tensor_over_it_does(order: tuple[int, int]) -> None:
+def test_a_storage_requires_grad_if_any_tensor_over_it_does(order: tuple[int, int]) -> None:
     data = torch.ones(3)
     tensors = data, data.detach().requires_grad_()
-    learns: list[bool] = []
-    copy_inputs([tensors[i] for i in order], change=lambda _, learning: learns.append(learning))
-    assert learns == [True]
+    require_grad: list[bool] = []
+    copy_inputs([tensors[i] for i in order], change=lambda _, one: require_grad.append(one))
+    assert require_grad == [True]
 
 
 def test_a_jump_draws_no_random_number_of_the_callers() -> None:
@@ -242,7 +242,7 @@ def test_a_jump_draws_no_random_number_of_the_callers() -> None:
 
 
 @pytest.mark.parametrize("jump", [stopped, chain])
-def test_what_rounding_never_does_is_blamed_though_double_is_right(
+def test_what_rounding_never_does_is_a_mismatch_though_double_is_right(
     jump: Callable[..., Any],
 ) -> None:
     def larger(outputs: list[Any], inputs: list[Any]) -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
 
-# --- nobody notices
+# --- the caller sees one run
 
 
 def test_random_numbers_are_those_of_one_run() -> None:
@@ -90,7 +90,7 @@ def test_hooks_on_saved_tensors_see_one_run() -> None:
     assert backend.stats().verified == 1
 
 
-def test_what_communicates_is_left_alone() -> None:
+def test_what_communicates_is_left_unverified() -> None:
     from torchguard.verification.graph import why_not_twice  # noqa: PLC0415
 
     if not torch.distributed.is_available():
@@ -118,7 +118,7 @@ def test_what_can_not_be_copied_is_left_unverified() -> None:
         assert record.status == "unverified", record
 
 
-def test_what_eager_does_not_do_twice_blames_nobody() -> None:
+def test_what_eager_does_not_do_twice_is_no_mismatch() -> None:
     counted: list[int] = []
 
     def unsteady(x: torch.Tensor) -> torch.Tensor:

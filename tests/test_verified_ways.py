@@ -133,7 +133,7 @@ def outcome_of(function: Callable[..., Any], count: int) -> list[Any]:
     given = [torch.arange(4.0) + 10 * i for i in range(count)]
     result = function(*given)
     if result is not None:
-        result.add_(1)  # it must be nobody's alias
+        result.add_(1)  # it must alias nothing
     return [value.tolist() for value in given] + [None if result is None else result.tolist()]
 
 

@@ -87,7 +87,7 @@ def test_what_is_checked_is_eagers_result_bit_for_bit(architecture: Architecture
 
 
 @pytest.mark.parametrize("name", ["gpt2", "residual-convnet"])
-def test_inductor_is_not_blamed(name: str) -> None:
+def test_inductor_raises_no_false_alarm(name: str) -> None:
     """The decoder has a cache, as it has unless the caller says otherwise."""
     architecture = named(name)
     options = {"use_cache": True} if architecture.kind == "decoder" else {}

@@ -431,10 +431,9 @@ _Held = tuple[str, torch.nn.Module, str, torch.Tensor]
 
 
 def _buffers_of(modules: Sequence[torch.nn.Module]) -> list[_Held]:
-    names: dict[int, str] = {}
-    for module in modules:  # the outer ones first
-        for name, buffer in module.named_buffers():
-            names.setdefault(id(buffer), name)
+    # The outer modules are the first: their names for a buffer are the longer ones.
+    outer_last = reversed(modules)
+    names = {id(b): name for module in outer_last for name, b in module.named_buffers()}
     return [
         (names.get(id(buffer), key), module, key, buffer)
         for module in modules

@@ -129,10 +129,9 @@ def send_backward(
     ]
     # Not backward(): that would add to .grad, and call the hooks for it.
     arrived = torch.autograd.grad([each.value for each in ends], wanted, sent, allow_unused=True)
-    known: dict[int, str] = {}
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            known.setdefault(id(parameter), name)
+    # The outer modules are the first: their names for a parameter are the longer ones.
+    outer_last = reversed(modules)
+    known = {id(p): name for module in outer_last for name, p in module.named_parameters()}
     there = {*known, *(id(tensor) for tensor in held())}
     labels: list[tuple[Hashable, str, bool]] = [
         *((place, names[place], True) for place in sources),

@@ -306,7 +306,7 @@ def _example(node: fx.Node) -> Any:
 
 
 def _leave_out(graph: fx.GraphModule, parts: list[int]) -> bool:
-    """Leave parts out where a value can take their place, and what is not needed any more."""
+    """Leave parts out where a value can take their place."""
     nodes, results = list(graph.graph.nodes), _results(graph)
     output = nodes[-1]
     kept = tuple(value for place, value in enumerate(results) if -1 - place not in parts)
@@ -320,7 +320,6 @@ def _leave_out(graph: fx.GraphModule, parts: list[int]) -> bool:
         if not node.users:
             graph.graph.erase_node(node)
             changed = True
-    _leave_out_unread(graph)
     return changed
 
 

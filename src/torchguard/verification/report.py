@@ -138,9 +138,9 @@ def message_of(
     # A callable of the user's is named itself: its fault is none to report to PyTorch.
     source = backend.source
     if source is None:
-        blamed = f"the backend {backend.name}"
+        compiler = f"the backend {backend.name}"
     else:
-        blamed = f"torch.compile{f' with {source}' if source.startswith('backend=') else ''}"
+        compiler = f"torch.compile{f' with {source}' if source.startswith('backend=') else ''}"
     largest = max((each.largest for each in found if each.finite), default=None)
     now = {
         "fallback": f"{record.runs} runs instead",
@@ -148,7 +148,7 @@ def message_of(
         "raise": "it is not run",
     }[on_mismatch]
     lines = [
-        f"{blamed} (torch {torch.__version__}) compiled {record.function} wrong:",
+        f"{compiler} (torch {torch.__version__}) compiled {record.function} wrong:",
         *(f"  {line}" for line in first_of(found)),
         f"  last statement: {record.place}",
         *([] if largest is None else [f"  largest difference: {largest:.3g}"]),

@@ -1,4 +1,4 @@
-"""verified: what is blamed, by which name, and what is put right without a word."""
+"""verified: what is a mismatch, how the warning names it, and what is corrected silently."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_strides_that_shared_memory_needs_are_a_fault() -> None:
     assert found.stride() == (3, 1)
 
 
-def test_strides_of_dynamic_sizes_are_put_right_at_every_size() -> None:
+def test_strides_of_dynamic_sizes_are_corrected_at_every_size() -> None:
     compiled = verified(backend=DECOMPOSED, dynamic=True)(first_cache)
     for time in (7, 9, 4):
         x = torch.randn(2, time, 8)
@@ -376,7 +376,7 @@ def test_the_reproducer_of_a_large_graph_is_small(erf_is_wrong: str, tmp_path: P
     assert len(text) < 4000
 
 
-def test_what_minifying_has_no_time_for_is_said(
+def test_the_warning_names_minifying_that_ended_early(
     erf_is_wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reproduce = importlib.import_module("torchguard.verification.reproduce")
@@ -385,7 +385,7 @@ def test_what_minifying_has_no_time_for_is_said(
         verified(backend=erf_is_wrong)(Deep())(torch.randn(3, 4))
 
 
-def test_why_there_is_no_reproducer_is_said() -> None:
+def test_the_warning_names_why_there_is_no_reproducer() -> None:
     with pytest.warns(MiscompilationWarning, match="none: off_by_one is a callable, which a"):
         verified(backend=off_by_one)(inner)(torch.ones(3))
 
@@ -406,7 +406,7 @@ def test_only_this_thread_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
         other.join()
     assert sys.stderr is before
     speak("afterwards")
-    said = capsys.readouterr().err
-    assert "this thread" not in said
-    assert "another\n" in said
-    assert "afterwards\n" in said
+    printed = capsys.readouterr().err
+    assert "this thread" not in printed
+    assert "another\n" in printed
+    assert "afterwards\n" in printed

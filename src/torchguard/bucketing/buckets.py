@@ -218,10 +218,8 @@ class Buckets:
             "cost": cost,
             "multiple_of": multiple_of,
             "top": top,
-            "compile_cost": _number(
-                compile_cost, "with count=None, compile_cost", "seconds, from 0 on"
-            ),
-            "step_cost": _number(step_cost, "with count=None, step_cost", "seconds, from 0 on"),
+            "compile_cost": _seconds(compile_cost, "compile_cost"),
+            "step_cost": _seconds(step_cost, "step_cost"),
             "already_compiled": _compiled(already_compiled, maximum),
         }
         if bound is not None:

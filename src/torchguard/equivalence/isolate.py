@@ -45,17 +45,21 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], b
     weights. The caller's saved-tensors hooks are not called. Yields a function that returns whether
     the code drew random numbers of torch.
     """
-    with _modes_restored(), module_state_restored(modules), rng_state_restored() as has_drawn:
-        # Else a cast that was kept before is taken for a weight that is perturbed here, and one
-        # that is kept here for the weight of the caller.
-        torch.set_autocast_cache_enabled(False)
-        unseen: Any = contextlib.nullcontext()
-        if has_saved_tensors_hooks():
-            # torch has no switch for the caller's hooks; the innermost pair is the one it calls.
-            # https://pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks
-            unseen = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with unseen:
-            yield has_drawn
+    modes = ThreadModes.capture()
+    try:
+        with module_state_restored(modules), rng_state_restored() as has_drawn:
+            # Else a cast that was kept before is taken for a weight that is perturbed here, and one
+            # that is kept here for the weight of the caller.
+            torch.set_autocast_cache_enabled(False)
+            hooks: Any = contextlib.nullcontext()
+            if has_saved_tensors_hooks():
+                # torch has no switch for the caller's hooks; the innermost pair is the one it
+                # calls: https://pytorch.org/docs/stable/autograd.html
+                hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            with hooks:
+                yield has_drawn
+    finally:
+        modes.restore()
 
 
 class ThreadModes(NamedTuple):
@@ -98,15 +102,6 @@ class ThreadModes(NamedTuple):
             pass
         while torch.autocast_decrement_nesting() > self.nesting:
             pass
-
-
-@contextlib.contextmanager
-def _modes_restored() -> Iterator[None]:
-    before = ThreadModes.capture()
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 @contextlib.contextmanager

@@ -133,17 +133,14 @@ def send_backward(
     outer_last = reversed(modules)
     known = {id(p): name for module in outer_last for name, p in module.named_parameters()}
     there = {*known, *(id(tensor) for tensor in held())}
-    labels: list[tuple[Hashable, str, bool]] = [
-        *((place, names[place], True) for place in sources),
-        *(
-            (("leaf", id(p)), known.get(id(p), f"parameter {i}"), id(p) in there)
-            for i, p in enumerate(parameters)
-        ),
-    ]
-    return {
-        key: Gradient(value, name, leaf, is_known)
-        for (key, name, is_known), leaf, value in zip(labels, wanted, arrived, strict=True)
+    gradients: dict[Hashable, Gradient] = {
+        place: Gradient(value, names[place], source)
+        for (place, source), value in zip(sources.items(), arrived, strict=False)
     }
+    for i, (p, value) in enumerate(zip(parameters, arrived[len(sources) :], strict=True)):
+        name = known.get(id(p), f"parameter {i}")
+        gradients["leaf", id(p)] = Gradient(value, name, p, known=id(p) in there)
+    return gradients
 
 
 def _leaves_behind(outputs: Sequence[Any], inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -66,14 +66,17 @@ def perturbed(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[bool]:
     }
     # All are copied before the first is changed: some lie in the same memory.
     before = [(t, t.detach().clone(), version_of(t)) for t in plain.values()]
+    caches = torch.is_autocast_cache_enabled()
     try:
         with torch.no_grad():
             for tensor, _, _ in before:
                 with contextlib.suppress(RuntimeError):  # it overlaps itself, or is conjugate
                     perturb_(tensor.detach(), seed)
-        with _without_autocast_cache():  # it holds the weights as they were
-            yield any(not torch.equal(tensor, values) for tensor, values, _ in before)
+        # The cache holds casts of the weights as they were, and must not keep any of these.
+        torch.set_autocast_cache_enabled(False)
+        yield any(not torch.equal(tensor, values) for tensor, values, _ in before)
     finally:
+        torch.set_autocast_cache_enabled(caches)
         with torch.no_grad():
             for tensor, values, _ in before:
                 with contextlib.suppress(RuntimeError):  # likewise, and it is as it was
@@ -81,14 +84,3 @@ def perturbed(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[bool]:
             for tensor, _, version in before:
                 if version is not None:
                     set_version(tensor, version)
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Let autocast cast every time: it neither keeps casts nor takes those it has kept."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)

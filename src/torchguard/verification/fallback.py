@@ -34,12 +34,7 @@ class Fallback(NamedTuple):
     """The arguments for ``torch.compile`` that stand for it in a script; None if there are none."""
 
 
-def _uncompiled(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-    run: Callable[..., Any] = graph.forward
-    return run
-
-
-EAGER = Fallback("eager", _uncompiled)
+EAGER = Fallback("eager", lambda graph, _: graph.forward)
 UNCOMPILED = {"eager", "aot_eager"}
 """The backends that run torch's own operators, and so draw random numbers as eager does."""
 

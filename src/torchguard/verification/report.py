@@ -97,13 +97,11 @@ class VerificationReport:
             )
             for row in rows
         ]
-        return "\n".join(line.rstrip() for line in [*lines, self._summary()])
-
-    def _summary(self) -> str:
-        return (
+        summary = (
             f"{len(self.graphs)} graphs: {self.verified} verified, {self.mismatched} mismatched, "
             f"{self.unverified} unverified; {self.seconds:.3f} s spent on checks"
         )
+        return "\n".join(line.rstrip() for line in [*lines, summary])
 
 
 ALL_GRAPHS: list[GraphRecord] = []

@@ -14,7 +14,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -54,16 +54,10 @@ class Case:
         return verdict.differences if steady else ()
 
 
-class Minified(NamedTuple):
-    """What is left of a case."""
-
-    case: Case
-    ended_early: bool
-    """Whether the time was up before all had been tried."""
-
-
-def minified(case: Case, compile_: _Compile, seconds: float, first: float) -> Minified:
+def minified(case: Case, compile_: _Compile, seconds: float, first: float) -> tuple[Case, bool]:
     """Return a case with fewer results, statements and inputs that still shows a difference.
+
+    Also return whether the time was up before all had been tried.
 
     Args:
         case: one that shows it.
@@ -80,8 +74,8 @@ def minified(case: Case, compile_: _Compile, seconds: float, first: float) -> Mi
             minifier.cut_the_beginning()
         minifier.leave_out_parts()
     except _TimeIsUpError:
-        return Minified(minifier.case, ended_early=True)
-    return Minified(minifier.case, ended_early=False)
+        return minifier.case, True
+    return minifier.case, False
 
 
 class _TimeIsUpError(Exception):

@@ -18,7 +18,7 @@ from torch import fx
 from torchguard._torch import tracing_again
 from torchguard.verification.fallback import Fallback, TracedGraph
 from torchguard.verification.graph import numbers_in, quiet
-from torchguard.verification.minify import Case, Minified, minified
+from torchguard.verification.minify import Case, minified
 from torchguard.verification.report import GraphRecord
 
 FOLDER_VARIABLE = "TORCHGUARD_REPRODUCERS"
@@ -121,29 +121,28 @@ def reproducer_of(
     if record.checks and numbers_in(traced.graph, inputs):
         return "none: a script does not show what needs a float that changes between calls"
     with quiet():
-        small = _smaller(traced, Case(traced.graph, wrong, list(inputs)), backend, compile_seconds)
+        case = Case(traced.graph, wrong, list(inputs))
+        small, ended_early = _smaller(traced, case, backend, compile_seconds)
         try:
-            path = _write(small.case, backend.source, record)
+            path = _write(small, backend.source, record)
         except _NoScriptError as reason:
             return f"none: {reason}"
     record.reproducer = path
-    if not small.ended_early:
-        return path
-    return f"{path} (minifying it ended early: its time was up)"
+    return f"{path} (minifying it ended early: its time was up)" if ended_early else path
 
 
 def _smaller(
     traced: TracedGraph, case: Case, backend: Fallback, compile_seconds: float
-) -> Minified:
+) -> tuple[Case, bool]:
     if traced.is_dynamic:
         # Without Dynamo's symbols it would be another graph.
-        return Minified(case, ended_early=False)
+        return case, False
     seconds = min(max(SECONDS_TO_MINIFY, 2 * compile_seconds), MOST_SECONDS_TO_MINIFY)
     try:
         with tracing_again(None):
             return minified(case, backend.compile, seconds, compile_seconds)
     except Exception:  # noqa: BLE001 - the large one is there
-        return Minified(case, ended_early=False)
+        return case, False
 
 
 def _write(case: Case, arguments: str, record: GraphRecord) -> str:

@@ -163,9 +163,8 @@ def _observe(pairs: Any, operation: str) -> tuple[_Integers, _Floats]:
     if hasattr(pairs, "tolist"):  # an array or a tensor
         pairs = pairs.tolist()
     counts: dict[Any, float] = {}
-    given = pairs.items() if isinstance(pairs, Mapping) else None
     try:
-        counts = dict(given if given is not None else Counter(map(tuple, pairs)).items())
+        counts = dict(pairs if isinstance(pairs, Mapping) else Counter(map(tuple, pairs)))
         first, second = zip(*counts, strict=True)
     except (TypeError, ValueError) as error:
         if not counts and not isinstance(error, TypeError):

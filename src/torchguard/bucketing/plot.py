@@ -73,10 +73,8 @@ def _figure(height: float) -> Figure:
 def _draw_sizes(axes: Axes, buckets: Sequence[int], observed: Observed) -> None:
     low, high = int(observed.sizes[0]), buckets[-1]
     wide = high > 30 * low  # then most sizes would share the first bars
-    if wide:
-        edges = np.unique(np.geomspace(low, high + 1, 61).round())
-    else:
-        edges = np.unique(np.linspace(low, high + 1, 61).round())
+    spaced = np.geomspace if wide else np.linspace
+    edges = np.unique(spaced(low, high + 1, 61).round())
     axes.hist(observed.sizes, bins=list(edges), weights=observed.weights, color=_LIGHT)
     for edge in buckets:
         axes.axvline(edge, color=_RED, linewidth=1)

@@ -19,21 +19,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = [
-    "KeyPath",
-    "TreeDef",
-    "all_reachable_modules",
-    "children",
-    "flatten",
-    "key_paths",
-    "keystr",
-    "reachable_modules",
-    "reachable_tensors",
-    "replace",
-    "unflatten",
-    "with_children",
-]
-
 KeyPath: TypeAlias = tuple[Any, ...]
 """The keys, indices and field names that lead to a leaf."""
 

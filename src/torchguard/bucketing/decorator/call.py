@@ -49,8 +49,6 @@ from torchguard.bucketing.decorator.spec import Sizes, Spec, find_buckets, find_
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
 
-__all__ = ["Caller"]
-
 # Each distinct shape of the inputs has a plan of some kilobytes.
 _PLANS_KEPT = 8192
 # As often as torch compiles a function anew before it gives up and runs it uncompiled.

@@ -36,8 +36,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-__all__ = ["Parts", "UnknownValue", "fingerprint"]
-
 Parts: TypeAlias = dict[str, str]
 """For each function, class, module and object a hash of what it is made of, by a name for it."""
 

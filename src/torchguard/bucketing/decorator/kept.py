@@ -34,8 +34,6 @@ from torchguard.bucketing.decorator.plan import Call, Plan, TensorKey
 from torchguard.bucketing.decorator.spec import Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
 
-__all__ = ["KeptWork", "Proven", "spell_key"]
-
 _OPTIONS = ("dims", "fill", "mask", "lengths", "outputs", "side")
 """On which an answer depends; those that are left out say when to check and what to compile."""
 

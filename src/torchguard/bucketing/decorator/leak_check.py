@@ -19,14 +19,14 @@ from torchguard.bucketing.decorator.explain import Context, leak_message
 from torchguard.bucketing.decorator.kept import Proven
 from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
 from torchguard.bucketing.decorator.other_inputs import (
+    OPERATORS,
+    Thresholds,
     may_be_probabilities,
     other_values,
-    shortened,
 )
 from torchguard.bucketing.decorator.output_shapes import Output, OutputShapes, real_output
-from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, sizes_of
+from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, shortened, sizes_of
 from torchguard.bucketing.decorator.slices import Narrow
-from torchguard.bucketing.decorator.thresholds import OPERATORS, Thresholds
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
@@ -34,8 +34,6 @@ from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.outcome import Output as Compared
 from torchguard.equivalence.perturb import perturb_, perturbed
 from torchguard.errors import PaddingLeakError
-
-__all__ = ["check_padding"]
 
 Fills = dict[int, Any]
 """What padding holds, by index of the leaf."""

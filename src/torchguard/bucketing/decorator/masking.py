@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from torchguard.bucketing.decorator.plan import Call, Input, Plan
     from torchguard.bucketing.decorator.spec import Sizes, Spec
 
-__all__ = [
-    "Mask",
-    "Real",
-    "counting",
-    "fresh_extras",
-    "given_masks",
-    "lengths_of",
-    "make_extras",
-    "mask_axes",
-    "masks_of",
-    "real_extras",
-]
-
 MaskKind: TypeAlias = Literal["real", "padding", "additive"]
 """A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf
 to add to scores."""

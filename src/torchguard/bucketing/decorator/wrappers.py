@@ -30,8 +30,6 @@ from torchguard.bucketing.decorator.stats import (
     warm_up,
 )
 
-__all__ = ["BoundMethod", "Bucketed", "BucketedModule", "module_around"]
-
 _Arguments = ParamSpec("_Arguments")
 _Result_co = TypeVar("_Result_co", covariant=True)
 _Settings = Callable[[Any, Any], dict[str, Any]]

@@ -16,7 +16,7 @@ from support.plans import CHANGES, program
 from torch import nn
 
 from torchguard.bucketing.decorator.fingerprint import UnknownValue, fingerprint
-from torchguard.bucketing.decorator.kept import spell_key
+from torchguard.bucketing.decorator.proof_cache import key_text
 
 
 def parts(module: types.ModuleType, change: Callable[[Any], Any] = lambda model: None) -> Any:
@@ -168,7 +168,7 @@ class TestFingerprint:
 
     def test_a_key_is_equal_in_every_process(self) -> None:
         key = (1, 1.0, True, None, "1", torch.float32, dict, (torch.device("cpu"),))
-        assert spell_key(key) == spell_key(key)
-        assert len({spell_key((each,)) for each in (1, 1.0, True, "1")}) == 4
+        assert key_text(key) == key_text(key)
+        assert len({key_text((each,)) for each in (1, 1.0, True, "1")}) == 4
         with pytest.raises(UnknownValue):
-            spell_key((object(),))
+            key_text((object(),))

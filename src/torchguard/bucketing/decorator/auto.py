@@ -246,16 +246,16 @@ class PlanFile:
     buckets: dict[Any, Buckets | PairBuckets] | Buckets
     """By axis, or by two axes that share them; or one ladder for every axis, which
     ``python -m torchguard plan`` has written."""
-    kept: Mapping[str, Any] = field(default_factory=dict)
-    """What need not be worked out again, as :mod:`torchguard.bucketing.decorator.kept` spells it;
-    empty where nothing was kept."""
+    cache: Mapping[str, Any] = field(default_factory=dict)
+    """What need not be worked out again, of :mod:`torchguard.bucketing.decorator.proof_cache`;
+    empty where nothing was saved."""
 
 
 def write_plan(
     path: str | os.PathLike[str],
     buckets: Mapping[tuple[str, ...], Buckets | PairBuckets],
     observed: Mapping[str, Mapping[int, int]],
-    kept: Mapping[str, Any],
+    cache: Mapping[str, Any],
 ) -> None:
     """Write a plan, all of it or nothing: a reader never sees half a file.
 
@@ -264,7 +264,7 @@ def write_plan(
             same time one wins.
         buckets: those of each axis, or of the two that share them.
         observed: for each axis how often each size was called.
-        kept: what need not be worked out again.
+        cache: what need not be worked out again.
     """
     document = {
         "format": _FORMAT,
@@ -278,7 +278,7 @@ def write_plan(
             if isinstance(each, PairBuckets)
         ],
         "observed": {axis: sorted(counts.items()) for axis, counts in observed.items()},
-        "kept": kept,
+        "kept": cache,
     }
     # Before the file is opened: what JSON can't hold leaves the old plan as it is.
     text = json.dumps(document, indent=1) + "\n"

@@ -25,7 +25,6 @@ from torchguard.bucketing.decorator.compile import (
 )
 from torchguard.bucketing.decorator.engine import Engine
 from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
-from torchguard.bucketing.decorator.kept import KeptWork
 from torchguard.bucketing.decorator.leak_check import check_padding
 from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
 from torchguard.bucketing.decorator.output_shapes import (
@@ -45,6 +44,7 @@ from torchguard.bucketing.decorator.plan import (
     leaf_key,
     sizes_of,
 )
+from torchguard.bucketing.decorator.proof_cache import ProofCache
 from torchguard.bucketing.decorator.spec import Sizes, Spec, find_buckets, find_inputs
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
@@ -70,8 +70,8 @@ class Caller:
         self.name = name
         self.lock = threading.Lock()
         self.counts: dict[tuple[int, ...], BucketCount] = {}
-        self.kept = KeptWork(cache.function, spec, name, compiles=cache.static is not None)
-        self.output_shapes = OutputShapes(cache.function, spec, name, self.kept)
+        self.proofs = ProofCache(cache.function, spec, name, compiles=cache.static is not None)
+        self.output_shapes = OutputShapes(cache.function, spec, name, self.proofs)
         self.engine = Engine(spec, cache)
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._plans: dict[Any, Plan] = {}
@@ -176,12 +176,12 @@ class Caller:
             if real is UNKNOWN:
                 call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
                 if plan.ready:
-                    self.kept.begin(plan)
+                    self.proofs.begin(plan)
                 modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
                 find = functools.partial(self.output_shapes.slices, plan, call, modules)
                 with COMPILING, uncompiled():
                     real = slice_or_learn(plan, find, output)
-                self.kept.note_formulas(plan, call)
+                self.proofs.add_formulas(plan, call)
             output = real
         with self.lock:
             # Under the lock: += reads and writes, and another thread may call in between.
@@ -336,14 +336,13 @@ class Caller:
 
     def _check(self, plan: Plan, call: Call, *, anew: bool = False) -> None:
         """Check the padding of a call unless that is proven, or ``anew`` whatever is proven."""
-        self.kept.begin(plan)
-        proven = (self.kept.before_check if anew else self.kept.unproven)(plan, call)
+        proven = self.proofs.unproven(plan, call, anew=anew)
         if proven is None:
             return
         modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
         with COMPILING, uncompiled():
             check_padding(self.output_shapes, plan, call, modules, proven, anew=anew)
-        self.kept.note_proof(plan, call)
+        self.proofs.add_proof(plan, call)
 
     def compiled(self, plan: Plan) -> Callable[..., Any]:
         """Return a variant's function, to be called once, that notes what compiling took."""
@@ -352,7 +351,7 @@ class Caller:
             reason = recompile_reason(plan, self.cache.keys_compiled())
             raise RecompileError(f"no_recompile: {self.name} was about to compile {reason}")
 
-        self.kept.load_compiled()
+        self.proofs.load_compiled()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with compiling(variant, plan.specialization):

@@ -16,7 +16,6 @@ import torch
 
 from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
 from torchguard.bucketing.decorator.explain import Context, leak_message
-from torchguard.bucketing.decorator.kept import Proven
 from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
 from torchguard.bucketing.decorator.other_inputs import (
     OPERATORS,
@@ -26,6 +25,7 @@ from torchguard.bucketing.decorator.other_inputs import (
 )
 from torchguard.bucketing.decorator.output_shapes import Output, OutputShapes, real_output
 from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, shortened, sizes_of
+from torchguard.bucketing.decorator.proof_cache import Proven
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge

@@ -18,9 +18,9 @@ import torch
 
 from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
 from torchguard._torch import ShapeFormula, SymbolicSizes
-from torchguard.bucketing.decorator.kept import KeptWork
 from torchguard.bucketing.decorator.masking import mask_axes, real_extras
 from torchguard.bucketing.decorator.plan import Call, Plan
+from torchguard.bucketing.decorator.proof_cache import ProofCache
 from torchguard.bucketing.decorator.slices import Narrow, Steps, declared_steps
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side
@@ -194,14 +194,16 @@ class OutputShapes:
         function: what runs, not compiled.
         spec: what was declared of it.
         name: of the function, for messages.
-        kept: what another process has found out, and what the next one may use.
+        proofs: has the formulas that another process has derived.
     """
 
-    def __init__(self, function: Callable[..., Any], spec: Spec, name: str, kept: KeptWork) -> None:
+    def __init__(
+        self, function: Callable[..., Any], spec: Spec, name: str, proofs: ProofCache
+    ) -> None:
         self.function = function
         self.spec = spec
         self.name = name
-        self._kept = kept
+        self._proofs = proofs
         self._formulas: dict[Any, ShapeFormula | None] = {}
 
     def narrows(self, plan: Plan, whole: Any) -> dict[int, list[Narrow]]:
@@ -309,9 +311,9 @@ class OutputShapes:
         Where another process has done so, and the function is the same, nothing is run.
         """
         key = _run_key(plan, hints)
-        kept = self._kept.formula(plan, call, key) if self.spec.plan is not None else None
-        if kept is not None:
-            return ShapeFormula.from_json(kept, plan.sizes)
+        saved = self._proofs.formula(plan, call, key) if self.spec.plan is not None else None
+        if saved is not None:
+            return ShapeFormula.from_json(saved, plan.sizes)
         try:
             formula = self._derive(plan, call, modules, hints)
         except Exception as error:

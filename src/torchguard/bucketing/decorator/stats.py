@@ -121,7 +121,7 @@ def stats_of(caller: Caller) -> BucketedStats:
         compile_seconds=sum(variant.seconds for variant in variants),
         graphs=sum(variant.graphs for variant in variants),
         axes=tuple(caller.spec.ladders),
-        relies_on_fill_0=caller.kept.relies_on_zero,
+        relies_on_fill_0=caller.proofs.relies_on_zero,
         compiled=caller.cache.static is not None,
         engines=caller.engine.describe(),
     )

@@ -92,7 +92,7 @@ class _Methods:
         caller, _ = self._bucketed_caller()
         ladders = caller.spec.ladders.values()
         buckets = {each.axes: each.buckets for each in ladders if each.buckets is not None}
-        write_plan(path, buckets, observed_sizes(caller), caller.kept.document())
+        write_plan(path, buckets, observed_sizes(caller), caller.proofs.document())
 
 
 # ---- a function ----

@@ -1,12 +1,12 @@
-"""What was found out about a function, and what of it a plan keeps for the next process.
+"""The cache of what was found out about a function, in this process and in the file of a plan.
 
-These are proofs of the padding (with how much padding, and what relies on 0 in it), the sizes of
-outputs, and what was compiled.
+These are proofs of the padding (with how much padding, and which inputs rely on 0 in it), formulas
+for the sizes of outputs, and compiled artifacts.
 
-Each proof and each formula names what the function was made of (see
-:mod:`torchguard.bucketing.decorator.fingerprint`) when it was made, and counts only where that,
-torch, Python and torchguard are the same. What was compiled needs no such check: torch finds it
-by a hash of the graph.
+Each proof and each formula goes with the fingerprint that the function had when it was made (see
+:mod:`torchguard.bucketing.decorator.fingerprint`). One from a file counts only where the
+fingerprint, torch, Python and torchguard are the same. Compiled artifacts need no such check: torch
+looks them up by a hash of the graph.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ import torch
 from torchguard import _torch
 from torchguard._public import __version__
 from torchguard._torch import warn_user
-from torchguard.bucketing.decorator.fingerprint import (
-    Parts,
-    UnknownValue,
-    fingerprint,
-)
+from torchguard.bucketing.decorator.fingerprint import Parts, UnknownValue, fingerprint
 from torchguard.bucketing.decorator.plan import Call, Plan, TensorKey
 from torchguard.bucketing.decorator.spec import Spec
 from torchguard.equivalence.collective import largest_of_all_ranks
@@ -38,7 +34,7 @@ _OPTIONS = ("dims", "fill", "mask", "lengths", "outputs", "side")
 """On which an answer depends; those that are left out say when to check and what to compile."""
 
 _NAMED = 3
-
+"""So many changed parts of a function are named in a warning."""
 
 _GROWS = 2.0
 """A bucket is checked again where it gets more than so many times the padding it had then."""
@@ -78,8 +74,8 @@ def _covers(shares: Iterable[float] | None, plan: Plan) -> bool:
     )
 
 
-class KeptWork:
-    """What was proven of a function, what its plan has kept, and what is to be kept.
+class ProofCache:
+    """The proofs, formulas and compiled artifacts of one function.
 
     Args:
         function: what runs, not compiled.
@@ -101,50 +97,51 @@ class KeptWork:
         self._proven: dict[Any, Proven] = {}
         self._lock = threading.Lock()
         self._functions: list[Parts] = []
-        # What is read is never what this process has noted: it remembers that by itself, and
-        # checks again where its own rules say so.
-        self._read_proofs: dict[str, Any] = {}
-        self._read_formulas: dict[str, Any] = {}
+        # What was loaded never holds what this process has added: that is in self._proven, whose
+        # own rules say when to check again.
+        self._loaded_proofs: dict[str, Any] = {}
+        self._loaded_formulas: dict[str, Any] = {}
         self._proofs: dict[str, Any] = {}
         self._formulas: dict[str, Any] = {}
         self._compiled: Any = None
         self._unknown: str | None = None
-        self._said = False
+        self._has_warned = False
         self._latest: tuple[Plan, Parts | UnknownValue] | None = None
-        kept = {} if spec.plan is None else spec.plan.kept
-        if kept:
-            self._read(kept)
+        if spec.plan is not None and spec.plan.cache:
+            self._load(spec.plan.cache)
 
-    def _read(self, kept: Mapping[str, Any]) -> None:
+    def _load(self, saved: Mapping[str, Any]) -> None:
         assert self._spec.plan is not None
         try:
-            self._compiled = kept["compiled"]
-            before = {name: kept[name] for name in _versions()}
             changed = [
-                f"{name} is {now}, and was {before[name]}"
+                f"{name} is {now}, and was {saved[name]}"
                 for name, now in _versions().items()
-                if now != before[name]
+                if now != saved[name]
             ]
-            ladder = kept["ladder"]
+            ladder, compiled = saved["ladder"], saved["compiled"]
             if not changed:
-                self._functions = [dict(each) for each in kept["functions"]]
-                self._read_proofs = {key: dict(each) for key, each in kept["proofs"].items()}
-                self._read_formulas = {key: dict(each) for key, each in kept["formulas"].items()}
+                self._compiled = compiled
+                self._functions = [dict(each) for each in saved["functions"]]
+                self._loaded_proofs = {key: dict(each) for key, each in saved["proofs"].items()}
+                self._loaded_formulas = {key: dict(each) for key, each in saved["formulas"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"bucketed: {self._spec.plan.path!r} is damaged: {error!r}") from None
         if changed:
-            self._compiled = None
-            self._say(" and ".join(changed))
+            self._warn_of_change(" and ".join(changed))
         elif ladder != self._ladder():
             # Buckets that were there before are proven still.
-            self._say(f"the buckets are {_listed(self._ladder())}, and were {_listed(ladder)}")
+            now, before = (
+                ", ".join(f"{axis}: {' '.join(map(str, sizes))}" for axis, sizes in each.items())
+                for each in (self._ladder(), ladder)
+            )
+            self._warn_of_change(f"the buckets are {now}, and were {before}")
 
     def begin(self, plan: Plan) -> None:
-        """Begin a call: the function may be made of something else than before."""
+        """Begin a call: the function may have another fingerprint than before."""
         self._latest = None
         plan.derived.clear()
 
-    # ---- the proof of the padding ----
+    # ---- proofs of the padding ----
 
     @property
     def relies_on_zero(self) -> tuple[str, ...]:
@@ -152,14 +149,28 @@ class KeptWork:
         proven = list(self._proven.values())
         return tuple(dict.fromkeys(label for each in proven for label in each.neutral))
 
-    def unproven(self, plan: Plan, call: Call) -> Proven | None:
-        """Return what was proven so far, if the padding of a call has to be checked.
+    def unproven(self, plan: Plan, call: Call, *, anew: bool = False) -> Proven | None:
+        """Begin a call; return what was proven so far, if its padding has to be checked.
 
         All ranks of a group say the same, because a check has collectives.
+
+        Args:
+            plan: how the call is padded.
+            call: not padded.
+            anew: check it whatever was proven.
         """
+        self.begin(plan)
+        if not anew and self._is_proven(plan, call):
+            return None
+        # Before it runs: a proof is of the function as it is now, whoever changes it meanwhile.
+        with contextlib.suppress(UnknownValue):
+            self._fingerprint(plan, call)
+        return self._proven_like(plan)
+
+    def _is_proven(self, plan: Plan, call: Call) -> bool:
         when = self._spec.options["check_padding"]
         if when == "never" or not plan.buckets or plan.specialization.transformed:
-            return None
+            return True
         if plan.shortest:
             # The same question on every rank, whatever its own sizes: all of them check or none.
             padded = plan.shortest != plan.buckets
@@ -167,37 +178,18 @@ class KeptWork:
             # An empty input has no real part that a run without padding could compute.
             padded = bool(plan.pads) and all(plan.sizes.values())
         if not padded:
-            return None
-        proven = self._of(plan)
+            return True
+        if when == "always":
+            return False
+        proven = self._proven_like(plan)
         known = _covers(proven.shares.get(tuple(plan.buckets.values())), plan)
-        if when != "always" and (known or self._adopt(plan, call, proven)):
-            return None
-        return self.before_check(plan, call)
+        return known or self._load_proof(plan, call, proven)
 
-    def before_check(self, plan: Plan, call: Call) -> Proven:
-        """Note what the function is made of; return what was proven so far."""
-        # Before it runs: a check is one of the function as it is now, whoever changes it meanwhile.
-        proven = self._of(plan)
-        with contextlib.suppress(UnknownValue):
-            self._made_of(plan, call)
-        return proven
-
-    def note_proof(self, plan: Plan, call: Call) -> None:
-        """Keep that a call's bucket was proven, and what was derived on the way."""
-        known = self._of(plan)
-        entry = {
-            "shares": known.shares[tuple(plan.buckets.values())],
-            "neutral": sorted(known.neutral),
-            "tried": known.tried,
-        }
-        self._note(self._proofs, self._proof_key(plan), plan, call, entry)
-        self.note_formulas(plan, call)
-
-    def _adopt(self, plan: Plan, call: Call, proven: Proven) -> bool:
+    def _load_proof(self, plan: Plan, call: Call, proven: Proven) -> bool:
         """Whether the plan has a proof for a call's bucket; if so, it is added to ``proven``."""
         if self._spec.plan is None:
             return False
-        found = self._found(self._read_proofs, lambda: self._proof_key(plan), plan, call)
+        found = self._look_up(self._loaded_proofs, self._proof_key(plan), plan, call)
         holds = found is not None and _covers(found["shares"], plan)
         group = self._spec.options["group"]
         if group is not None:
@@ -209,15 +201,26 @@ class KeptWork:
             proven.tried = proven.tried or found["tried"]
         return holds
 
-    def _of(self, plan: Plan) -> Proven:
+    def add_proof(self, plan: Plan, call: Call) -> None:
+        """Add that a call's bucket was proven, and the formulas that were derived on the way."""
+        known = self._proven_like(plan)
+        entry = {
+            "shares": known.shares[tuple(plan.buckets.values())],
+            "neutral": sorted(known.neutral),
+            "tried": known.tried,
+        }
+        self._add(self._proofs, self._proof_key(plan), plan, call, entry)
+        self.add_formulas(plan, call)
+
+    def _proven_like(self, plan: Plan) -> Proven:
         """Return what was proven for calls like that of a plan; to be added to."""
-        return self._proven.setdefault(self._situation(plan), Proven())
+        return self._proven.setdefault(self._specialization(plan), Proven())
 
     def _proof_key(self, plan: Plan) -> tuple[Any, ...]:
         """Return what a proof is of: the bucket, and what leads the function another way."""
-        return (*plan.buckets.values(), *self._situation(plan))
+        return (*plan.buckets.values(), *self._specialization(plan))
 
-    def _situation(self, plan: Plan) -> tuple[Any, ...]:
+    def _specialization(self, plan: Plan) -> tuple[Any, ...]:
         # With labels a model computes a loss, so which inputs there are counts as well. Switches
         # may differ between ranks, and all of them have to check at the same time; so may masks.
         around, labels = plan.specialization.around, [each.label for each in plan.inputs]
@@ -230,22 +233,22 @@ class KeptWork:
         ]
         return around, structure, *switches, *labels
 
-    # ---- the sizes of outputs ----
+    # ---- formulas for the sizes of outputs ----
 
     def formula(self, plan: Plan, call: Call, key: Any) -> Any:
-        """Return what was kept of a run without data; None if nothing was."""
-        found = self._found(self._read_formulas, lambda: key, plan, call)
+        """Return what the plan has of a run without data; None if it has nothing."""
+        found = self._look_up(self._loaded_formulas, key, plan, call)
         return None if found is None else found["formula"]
 
-    def note_formulas(self, plan: Plan, call: Call) -> None:
-        """Keep what runs without data have told in this call."""
+    def add_formulas(self, plan: Plan, call: Call) -> None:
+        """Add what was derived in this call."""
         for key, formula in plan.derived:
-            self._note(self._formulas, key, plan, call, {"formula": formula})
+            self._add(self._formulas, key, plan, call, {"formula": formula})
 
-    # ---- what was compiled ----
+    # ---- compiled artifacts ----
 
     def load_compiled(self) -> None:
-        """Give torch's caches what was compiled, once, before anything is."""
+        """Give torch's caches the compiled artifacts, once, before anything is compiled."""
         with self._lock:
             compiled, self._compiled = self._compiled, None
         if compiled is None:
@@ -257,33 +260,35 @@ class KeptWork:
     # ---- the file ----
 
     def document(self) -> dict[str, Any]:
-        """Return all that is to be kept, as what JSON can hold."""
+        """Return the cache as what JSON can hold, for :func:`write_plan`."""
         compiled = None
         if self._compiles:
             compiled, problem = _torch.save_artifacts()
             if problem is not None:
                 warn_user(f"bucketed: save_plan keeps nothing of what was compiled: {problem}")
         with self._lock:
-            # What was not used keeps its place: it names the function that it is of.
-            proofs = {**self._read_proofs, **self._proofs}
-            formulas = {**self._read_formulas, **self._formulas}
+            # What was loaded and not used stays in the file, with the function that it is of.
+            proofs = {**self._loaded_proofs, **self._proofs}
+            formulas = {**self._loaded_formulas, **self._formulas}
             used = sorted({each["of"] for each in (*proofs.values(), *formulas.values())})
             functions = [self._functions[index] for index in used]
         if self._unknown is not None:
             warn_user(
-                "bucketed: save_plan keeps no proof of the padding: whether "
-                f"{self._name} has changed could not be told, because {self._unknown}"
+                f"bucketed: save_plan keeps no proof of the padding: {self._name} has no "
+                f"fingerprint, because {self._unknown}"
             )
+
+        def renumbered(entries: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: {**each, "of": used.index(each["of"])} for key, each in entries.items()}
+
         return {
             **_versions(),
             "ladder": self._ladder(),
             "functions": functions,
-            "proofs": _renumbered(proofs, used),
-            "formulas": _renumbered(formulas, used),
+            "proofs": renumbered(proofs),
+            "formulas": renumbered(formulas),
             "compiled": compiled,
         }
-
-    # ---- helpers ----
 
     def _ladder(self) -> dict[str, list[Any]]:
         return {
@@ -292,31 +297,31 @@ class KeptWork:
             if each.buckets is not None
         }
 
-    def _found(
-        self, entries: Mapping[str, Any], key: Callable[[], Any], plan: Plan, call: Call
-    ) -> Any:
-        """Return an entry, if it was made for the function as it is now."""
+    # ---- entries, each with the fingerprint of the function that it is of ----
+
+    def _look_up(self, entries: Mapping[str, Any], key: Any, plan: Plan, call: Call) -> Any:
+        """Return an entry, if the function has the fingerprint that it had then."""
         if not entries:
             return None
         try:
-            found = entries.get(_digest(key()))
+            found = entries.get(_digest(key))
             if found is None:
                 return None
-            now = self._made_of(plan, call)
+            now = self._fingerprint(plan, call)
         except UnknownValue as error:
-            self._say(f"whether {self._name} has changed can't be told, because {error}")
+            self._warn_of_change(f"{self._name} has no fingerprint, because {error}")
             return None
         before = self._functions[found["of"]]
         if before != now:
-            self._say(_differences(before, now))
+            self._warn_of_change(_differences(before, now))
             return None
         return found
 
-    def _note(
+    def _add(
         self, entries: dict[str, Any], key: Any, plan: Plan, call: Call, entry: dict[str, Any]
     ) -> None:
         try:
-            digest, now = _digest(key), self._made_of(plan, call)
+            digest, now = _digest(key), self._fingerprint(plan, call)
         except UnknownValue as error:
             self._unknown = str(error)
             return
@@ -325,20 +330,20 @@ class KeptWork:
                 self._functions.append(now)
             entries[digest] = {**entry, "of": self._functions.index(now)}
 
-    def _made_of(self, plan: Plan, call: Call) -> Parts:
-        """Return what the function, and the modules it is given, were made of in this call.
+    def _fingerprint(self, plan: Plan, call: Call) -> Parts:
+        """Return the fingerprint of the function, and of the modules it is given, in this call.
 
         Raises:
-            UnknownValue: it can't be told.
+            UnknownValue: it has none.
         """
         if self._latest is None or self._latest[0] is not plan:
-            self._latest = (plan, self._parts(plan, call))
+            self._latest = (plan, self._new_fingerprint(plan, call))
         parts = self._latest[1]
         if isinstance(parts, UnknownValue):
             raise parts
         return parts
 
-    def _parts(self, plan: Plan, call: Call) -> Parts | UnknownValue:
+    def _new_fingerprint(self, plan: Plan, call: Call) -> Parts | UnknownValue:
         given = zip(plan.labels, call.leaves, strict=True)
         roots = {
             "the function": self._function,
@@ -355,11 +360,11 @@ class KeptWork:
         except UnknownValue as error:
             return error
 
-    def _say(self, changed: str) -> None:
-        """Say once what the plan does not hold for."""
-        if self._said or self._spec.plan is None:
+    def _warn_of_change(self, changed: str) -> None:
+        """Warn once of what the plan does not hold for."""
+        if self._has_warned or self._spec.plan is None:
             return
-        self._said = True
+        self._has_warned = True
         warn_user(
             f"bucketed: {self._spec.plan.path}: {changed}: what the plan has kept of that is not "
             "used; padding is checked and sizes of outputs are derived again"
@@ -374,27 +379,23 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _renumbered(entries: Mapping[str, Any], used: list[int]) -> dict[str, Any]:
-    return {key: {**each, "of": used.index(each["of"])} for key, each in entries.items()}
-
-
-def spell_key(key: Any) -> str:
+def key_text(key: Any) -> str:
     """Return a text for a key of plain values and types that is equal in every process.
 
     Raises:
         UnknownValue: there is none.
     """
     if isinstance(key, (tuple, list)):
-        return f"({', '.join(map(spell_key, key))})"
+        return f"({', '.join(map(key_text, key))})"
     if isinstance(key, frozenset):
-        return f"{{{', '.join(sorted(map(spell_key, key)))}}}"
+        return f"{{{', '.join(sorted(map(key_text, key)))}}}"
     if isinstance(key, type):
         return _type_name(key)
     if isinstance(key, enum.Enum):
         return f"{_type_name(type(key))}.{key.name}"
     if isinstance(key, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)):
         return f"{type(key).__name__} {key!r}"
-    raise UnknownValue(f"a {type(key).__name__} in a key")
+    raise UnknownValue(f"an object of type {type(key).__name__} is in a key")
 
 
 def _type_name(kind: type) -> str:
@@ -402,7 +403,7 @@ def _type_name(kind: type) -> str:
 
 
 def _digest(key: Any) -> str:
-    return hashlib.sha256(spell_key(key).encode()).hexdigest()[:24]
+    return hashlib.sha256(key_text(key).encode()).hexdigest()[:24]
 
 
 def _differences(before: Parts, now: Parts) -> str:
@@ -415,7 +416,3 @@ def _differences(before: Parts, now: Parts) -> str:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             return f"{', '.join(names[:_NAMED])}{more} {verb}"
     return "the order of its parts has changed"
-
-
-def _listed(ladder: Mapping[str, Any]) -> str:
-    return ", ".join(f"{axis}: {' '.join(map(str, sizes))}" for axis, sizes in ladder.items())

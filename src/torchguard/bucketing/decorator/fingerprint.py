@@ -1,6 +1,6 @@
 """What a function is made of, as hashes that are equal in every process and change with it.
 
-A proof of the padding is kept in a file, so the file has to say of which function. The graph
+A proof of the padding is saved in a file, so the file has to say of which function. The graph
 that Dynamo makes would say it, but it exists only after compiling, not at all without
 ``compile=``, and leaves out what runs between two graphs. So the source of the answer is hashed,
 without running anything: the bytecode of every function that can be reached, the values it
@@ -46,7 +46,7 @@ _LARGEST_ARRAY = 1 << 20  # bytes
 _SHORT = 16
 
 _PACKAGES = frozenset({"torch", "torchguard", "numpy", "wrapt", "typing_extensions"})
-"""Told by their versions, as Python itself is."""
+"""Identified by their versions, as Python itself is."""
 _STANDARD_LIBRARY = Path(os.__file__).resolve().parent
 
 _OPERATORS = frozenset({"aten", "prims", "prim", "quantized", "mkldnn", "_c10d_functional"})
@@ -83,18 +83,18 @@ _HOOKS = tuple(sorted(name for name in _OF_A_MODULE if name.endswith("_hooks")))
 
 
 class UnknownValue(Exception):  # noqa: N818 - an answer, not an error
-    """A function can reach something of which it can't be told whether it has changed."""
+    """A function can reach a value that has no fingerprint, so it has none either."""
 
 
 def fingerprint(roots: Mapping[str, Any], settings: Mapping[str, Any]) -> Parts:
-    """Return what these are made of.
+    """Return the fingerprint of a function and its arguments: a hash for each part.
 
     Args:
         roots: the function that runs, and the objects it is given, by a name for each.
         settings: further values, such as options.
 
     Raises:
-        UnknownValue: it can't be told.
+        UnknownValue: they have none.
     """
     names: set[str] = set()
     constant: dict[int, str] = {}
@@ -106,8 +106,8 @@ def fingerprint(roots: Mapping[str, Any], settings: Mapping[str, Any]) -> Parts:
             for space in (torch, torch.Tensor, torch.nn.functional):
                 walk.parts[f"functions put into {_name(space)}"] = _hashed(walk.replaced(space))
             for name, root in (*roots.items(), *settings.items()):
-                spelled = walk.spell(root, name)
-                walk.parts.setdefault(name, _hashed(spelled))  # a module has its own under it
+                described = walk.describe(root, name)
+                walk.parts.setdefault(name, _hashed(described))  # a module has its own under it
         except UnknownValue:
             raise
         except Exception as error:  # an object whose own methods raise, a file that is gone
@@ -129,18 +129,18 @@ class _Walk:
         self._constant = constant  # what is known of tensors already, by id
         self._labels: dict[int, str] = {}
         self._spaces: dict[int, str] = {}
-        self._kept: list[Any] = []  # so that no id is given twice
+        self._alive: list[Any] = []  # so that no id is given twice
         self._left = _MOST
 
     # ---- values ----
 
-    def spell(self, value: Any, where: str) -> str:  # noqa: C901, PLR0911, PLR0912 - one case each
+    def describe(self, value: Any, where: str) -> str:  # noqa: C901, PLR0911, PLR0912 - one case each
         """Return a text for a value; what has a name of its own gets a part of its own."""
         self._left -= 1
         if self._left < 0:
             raise UnknownValue(f"it can reach more than {_MOST:,} values, the last in {where}")
         if isinstance(value, enum.Enum):
-            return f"{_name(type(value))}.{value.name} {self.spell(value.value, where)}"
+            return f"{_name(type(value))}.{value.name} {self.describe(value.value, where)}"
         if isinstance(value, _BY_REPR) and _is_foundation(type(value)):
             return f"{type(value).__name__} {value!r}"
         if isinstance(value, torch.Tensor):
@@ -152,14 +152,14 @@ class _Walk:
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, types.MethodType):
-            owner = self.spell(value.__self__, f"{where}.__self__")
-            return f"method {self.spell(value.__func__, where)} of {owner}"
+            owner = self.describe(value.__self__, f"{where}.__self__")
+            return f"method {self.describe(value.__func__, where)} of {owner}"
         if isinstance(value, (staticmethod, classmethod)):
-            return f"{type(value).__name__} {self.spell(value.__func__, where)}"
+            return f"{type(value).__name__} {self.describe(value.__func__, where)}"
         if isinstance(value, property):
             return self._all([value.fget], where)
         if isinstance(value, functools.cached_property):
-            return self.spell(value.func, where)
+            return self.describe(value.func, where)
         if isinstance(value, functools.partial):
             return self._all([value.func, value.args, value.keywords], where)
         if isinstance(value, types.ModuleType):
@@ -178,15 +178,15 @@ class _Walk:
             owner = getattr(value, "__self__", None)  # of table.get
             if isinstance(owner, (types.ModuleType, type, type(None))):
                 return f"{_name(kind)} {name}"
-            return f"{_name(kind)} {name} of {self.spell(owner, where)}"
+            return f"{_name(kind)} {name} of {self.describe(owner, where)}"
         if isinstance(value, (dict, types.MappingProxyType)):
             items = [
-                f"{self.spell(key, where)}: {self.spell(each, _at(where, key))}"
+                f"{self.describe(key, where)}: {self.describe(each, _at(where, key))}"
                 for key, each in value.items()
             ]
             held = f"{{{', '.join(items)}}}"
         elif isinstance(value, (set, frozenset)):
-            held = f"{{{', '.join(sorted(self.spell(each, where) for each in value))}}}"
+            held = f"{{{', '.join(sorted(self.describe(each, where) for each in value))}}}"
         elif isinstance(value, (list, tuple, collections.deque)):
             held = self._all(value, where)
         elif isinstance(value, _PLAIN):  # of a class of the user's own
@@ -195,22 +195,21 @@ class _Walk:
             return self._node(value, where, self._object)
         if kind.__module__ == "builtins":
             return f"{kind.__name__} {held}"
-        return (
-            f"{self._class(kind)} {held} {self.spell(dict(getattr(value, '__dict__', {})), where)}"
-        )
+        own = self._class(kind)
+        return f"{own} {held} {self.describe(dict(getattr(value, '__dict__', {})), where)}"
 
     def _all(self, values: Iterable[Any], where: str) -> str:
-        spelled = [self.spell(each, f"{where}[{i}]") for i, each in enumerate(values)]
-        return f"[{', '.join(spelled)}]"
+        described = [self.describe(each, f"{where}[{i}]") for i, each in enumerate(values)]
+        return f"[{', '.join(described)}]"
 
     def _tensor(self, tensor: torch.Tensor) -> str:
         known = self._constant.get(id(tensor))
         if known is None:
             known = self._constant[id(tensor)] = _constant_value(tensor)
-        described = (type(tensor).__name__, tuple(tensor.shape), tensor.dtype, tensor.device.type)
-        return f"tensor {described} {tensor.requires_grad} {known}"
+        kind = (type(tensor).__name__, tuple(tensor.shape), tensor.dtype, tensor.device.type)
+        return f"tensor {kind} {tensor.requires_grad} {known}"
 
-    def _node(self, value: Any, label: str, describe: Any) -> str:
+    def _node(self, value: Any, label: str, contents: Any) -> str:
         """Return the name of a part; describe it where it is reached for the first time."""
         found = self._labels.get(id(value))
         if found is None:
@@ -218,9 +217,9 @@ class _Walk:
             while found in self.parts:
                 found, count = f"{label} ({count})", count + 1
             self._labels[id(value)] = found
-            self._kept.append(value)
+            self._alive.append(value)
             self.parts[found] = ""  # it may reach itself
-            self.parts[found] = _hashed(describe(value, found))
+            self.parts[found] = _hashed(contents(value, found))
         return f"<{found}>"
 
     # ---- functions ----
@@ -232,30 +231,30 @@ class _Walk:
             # What torch.compiler.disable and the like have wrapped is the user's own.
             inner = getattr(function, "_torchdynamo_orig_callable", None)
             if inner is not None:
-                return f"{_name(function)} {self.spell(inner, where)}"
-            spelled = [_name(function)]
+                return f"{_name(function)} {self.describe(inner, where)}"
+            described = [_name(function)]
             if not _is_foundation(function):
-                spelled += [_file_of(home), self.replaced(sys.modules[home])]
+                described += [_file_of(home), self.replaced(sys.modules[home])]
         else:
             defaults = [function.__defaults__, function.__kwdefaults__]
-            spelled = [self._code(code, where), self._all(defaults, f"default of {where}")]
+            described = [self._code(code, where), self._all(defaults, f"default of {where}")]
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
             except ValueError:  # still empty
                 continue
-            spelled.append(f"{name}: {self.spell(held, f'{name} in {where}')}")
+            described.append(f"{name}: {self.describe(held, f'{name} in {where}')}")
         if known:
-            return " ".join(spelled)
-        spelled += self._globals(function.__globals__, _all_codes(code))
+            return " ".join(described)
+        described += self._globals(function.__globals__, _all_codes(code))
         # What wraps() has put there is not called through it, so only plain attributes count.
         attributes = {
             k: v for k, v in vars(function).items() if k in self._names and k != "__wrapped__"
         }
-        return " ".join([*spelled, self.spell(attributes, where)])
+        return " ".join([*described, self.describe(attributes, where)])
 
     def _code(self, code: types.CodeType, where: str) -> str:
-        """Spell bytecode and constants, without the lines and the file they come from."""
+        """Describe bytecode and constants, without the lines and the file they come from."""
         self.found.update(code.co_names)
         self.found.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
         constants = self._all(code.co_consts, where)
@@ -267,38 +266,38 @@ class _Walk:
         )
 
     def _globals(self, space: Mapping[str, Any], codes: list[types.CodeType]) -> list[str]:
-        """Spell the globals that bytecode reads, and what it reads of the modules among them."""
+        """Describe the globals that bytecode reads, and what it reads of the modules among them."""
         read = {name for code in codes for name in code.co_names}
         written = {name for code in codes for name in _written(code)}
-        spelled = []
+        described = []
         for name in sorted(read & space.keys()):
             value = space[name]
             if isinstance(value, types.ModuleType):
-                spelled += self._of_a_module(value, read, name, set())
+                described += self._of_a_module(value, read, name, set())
             elif name not in written:  # else a counter of the function's own
-                spelled.append(f"{name}: {self.spell(value, f'global {name}')}")
-        return spelled
+                described.append(f"{name}: {self.describe(value, f'global {name}')}")
+        return described
 
     def _of_a_module(
         self, module: types.ModuleType, names: set[str], path: str, seen: set[int]
     ) -> list[str]:
-        """Spell what is read of a module of Python: ``F.gelu`` may be another one by now."""
+        """Describe what is read of a module of Python: ``F.gelu`` may be another one by now."""
         if id(module) in seen:
             return []
         seen.add(id(module))
-        spelled = []
+        described = []
         for name in sorted(names & vars(module).keys()):
             value, inner = vars(module)[name], f"{path}.{name}"
             if module is os and name in ("environ", "getenv"):
                 read = {key: each for key, each in os.environ.items() if key in self._names}
-                spelled.append(f"{inner}: {self.spell(read, inner)}")
+                described.append(f"{inner}: {self.describe(read, inner)}")
             elif isinstance(value, types.ModuleType):
                 if module is torch.ops and name not in _OPERATORS:
-                    raise UnknownValue(f"{inner} is an operator of somebody else")
-                spelled += self._of_a_module(value, names, inner, seen)
+                    raise UnknownValue(f"{inner} is an operator of another package")
+                described += self._of_a_module(value, names, inner, seen)
             elif callable(value) or isinstance(value, _BY_REPR) or not _is_foundation(module):
-                spelled.append(f"{inner}: {self.spell(value, inner)}")
-        return spelled
+                described.append(f"{inner}: {self.describe(value, inner)}")
+        return described
 
     # ---- classes, objects, modules ----
 
@@ -311,34 +310,34 @@ class _Walk:
     def _members(self, kind: type, where: str) -> str:
         if _is_installed(_home(kind)):
             return f"{_file_of(_home(kind))} {self.replaced(kind)}"
-        spelled = [self.spell(base, where) for base in kind.__bases__]
+        described = [self.describe(base, where) for base in kind.__bases__]
         # torch calls forward() without naming it, so with a base of torch everything counts.
         every = self._everything or not _is_plain(kind, {object})
         for name, value in sorted(vars(kind).items()):
             used = every or name in self._names or name.startswith("__")
             if used and name not in _OF_A_CLASS:
-                spelled.append(f"{name}: {self.spell(value, f'{where}.{name}')}")
-        return " ".join(spelled)
+                described.append(f"{name}: {self.describe(value, f'{where}.{name}')}")
+        return " ".join(described)
 
     def replaced(self, space: Any) -> str:
-        """Spell what somebody has put into a class or a module that is not looked into.
+        """Describe the functions of other packages in a class or module that is not looked into.
 
         ``functional.scaled_dot_product_attention = mine`` changes what torch's own modules and
         those of installed packages compute.
         """
         known = self._spaces.get(id(space))
         if known is None:
-            self._kept.append(space)
+            self._alive.append(space)
             self._spaces[id(space)] = ""  # it may reach itself
-            spelled = []
+            described = []
             for each in space.__mro__ if isinstance(space, type) else (space,):
                 home = each.__name__ if isinstance(each, types.ModuleType) else _home(each)
-                spelled += [
-                    f"{each.__name__}.{name}: {self.spell(value, f'{each.__name__}.{name}')}"
+                described += [
+                    f"{each.__name__}.{name}: {self.describe(value, f'{each.__name__}.{name}')}"
                     for name, value in sorted(vars(each).items(), key=lambda item: str(item[0]))
                     if isinstance(value, types.FunctionType) and _is_foreign(value, home)
                 ]
-            known = self._spaces[id(space)] = " ".join(spelled)
+            known = self._spaces[id(space)] = " ".join(described)
         return known
 
     def _object(self, value: Any, where: str) -> str:
@@ -354,23 +353,23 @@ class _Walk:
         every = self._everything or not _is_plain(kind, {object, torch.nn.Module})
         every = every or dataclasses.is_dataclass(kind)
         return " ".join(
-            f"{name}: {self.spell(each, f'{where}.{name}')}"
+            f"{name}: {self.describe(each, f'{where}.{name}')}"
             for name, each in sorted(state.items(), key=lambda item: str(item[0]))
             if (every or name in self._names or callable(each)) and name not in _NOT_READ
         )
 
     def _module(self, module: torch.nn.Module, where: str) -> str:
         state = {n: v for n, v in vars(module).items() if n not in _OF_A_MODULE}
-        spelled = [self._class(type(module)), self._attributes(type(module), state, where)]
-        spelled.append(f"training: {module.training}")
+        described = [self._class(type(module)), self._attributes(type(module), state, where)]
+        described.append(f"training: {module.training}")
         for name in _HOOKS:  # by numbers that count up in the whole process
             hooks = list((vars(module).get(name) or {}).values())
-            spelled.append(f"{name}: {self._all(hooks, f'{name} of {where}')}")
+            described.append(f"{name}: {self._all(hooks, f'{name} of {where}')}")
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            spelled.append(f"{name}: {self.spell(tensor, where)}")
+            described.append(f"{name}: {self.describe(tensor, where)}")
         for name, child in module._modules.items():
-            spelled.append(f"{name}: {self.spell(child, f'{where}.{name}')}")
-        return " ".join(spelled)
+            described.append(f"{name}: {self.describe(child, f'{where}.{name}')}")
+        return " ".join(described)
 
 
 _READABLE = (torch.Tensor, torch.nn.Parameter)

@@ -128,15 +128,7 @@ def check_padding(
 
 
 class _Checker:
-    """Makes the runs of one check.
-
-    Args:
-        shapes: knows what runs.
-        plan: how the call is padded.
-        call: not padded.
-        modules: those that the function can reach.
-        neutral: the inputs that 0 in the padding is known to be neutral for.
-    """
+    """Makes the runs of one check; ``neutral`` are the inputs that 0 is known to be neutral for."""
 
     def __init__(
         self,
@@ -184,22 +176,21 @@ class _Checker:
         others = self._other_fills(case, self._inputs)
         pair = self._pair_of(case)
         leak = dependence = None
-        with self._turn(case, 0) as (same, _):
-            runs = self._runs(same, [*pair, *others])
-            one, two = next(runs), next(runs)
-            without, padded = (one, two) if pair[0] is None else (two, one)
-            verdict = judge(without, padded, PADDING)
-            suspicious = not verdict.equal or verdict.strain > _ROUNDING
-            if not verdict.equal:
-                leak = self._leak(case, verdict, without, padded, {})
-            del one, two, without  # a run may hold a gradient of every weight
-            for fills in others:
-                other = next(runs)
-                verdict = judge(padded, other, PADDING)
-                suspicious = suspicious or not verdict.equal or verdict.strain > 0
-                if not verdict.equal and dependence is None:
-                    dependence = self._leak(case, verdict, padded, other, fills)
-                del other
+        runs = self._runs(case, [*pair, *others])
+        one, two = next(runs), next(runs)
+        without, padded = (one, two) if pair[0] is None else (two, one)
+        verdict = judge(without, padded, PADDING)
+        suspicious = not verdict.equal or verdict.strain > _ROUNDING
+        if not verdict.equal:
+            leak = self._leak(case, verdict, without, padded, {})
+        del one, two, without  # a run may hold a gradient of every weight
+        for fills in others:
+            other = next(runs)
+            verdict = judge(padded, other, PADDING)
+            suspicious = suspicious or not verdict.equal or verdict.strain > 0
+            if not verdict.equal and dependence is None:
+                dependence = self._leak(case, verdict, padded, other, fills)
+            del other
         return _First(leak, dependence, suspicious, padded.operators)
 
     def try_other_values(self, case: _Case, first: _First, *, depends: bool) -> bool:
@@ -242,11 +233,10 @@ class _Checker:
         found = []
         for each in self._inputs:
             others = self._other_fills(case, [each])
-            with self._turn(case, 0) as (same, _):
-                runs = self._runs(same, [{}, *others])
-                padded = next(runs)
-                if any(not judge(padded, next(runs), PADDING).equal for _ in others):
-                    found.append(each.label)
+            runs = self._runs(case, [{}, *others])
+            padded = next(runs)
+            if any(not judge(padded, next(runs), PADDING).equal for _ in others):
+                found.append(each.label)
         return found or labels
 
     def with_more_padding(self, case: _Case) -> Plan:
@@ -314,7 +304,14 @@ class _Checker:
 
     def _other_fills(self, case: _Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
-        above, below = (_other_fills(inputs, case.call, largest=each) for each in (True, False))
+        above, below = (
+            {
+                each.index: fill
+                for each in inputs
+                if (fill := _other_fill(case.call.leaves[each.index], largest=largest)) is not None
+            }
+            for largest in (True, False)
+        )
         if self._group is not None:
             return [above, below]  # every rank makes as many runs
         return [fills for fills in ([above] if above == below else [above, below]) if fills]
@@ -428,18 +425,11 @@ class _Checker:
 # ---- what a run is given in place of what the caller gave ----
 
 
-def _other_fills(inputs: Iterable[Input], call: Call, *, largest: bool) -> Fills:
-    """Return a value other than 0 for the padding of each input: above all data, or below."""
-    fills = {}
-    for each in inputs:
-        fill = _other_fill(call.leaves[each.index], largest=largest)
-        if fill is not None:
-            fills[each.index] = fill
-    return fills
-
-
 def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
-    """Return a value other than 0 for the padding of an input; None if there is none to try."""
+    """Return a value other than 0 for the padding of an input; None if there is none to try.
+
+    It is above all data, or below.
+    """
     if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
         return None
     if tensor.dtype.is_floating_point:

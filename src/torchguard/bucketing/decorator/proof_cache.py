@@ -162,10 +162,11 @@ class ProofCache:
         self.begin(plan)
         if not anew and self._is_proven(plan, call):
             return None
+        proven = self._proven_like(plan)
         # Before it runs: a proof is of the function as it is now, whoever changes it meanwhile.
         with contextlib.suppress(UnknownValue):
             self._fingerprint(plan, call)
-        return self._proven_like(plan)
+        return proven
 
     def _is_proven(self, plan: Plan, call: Call) -> bool:
         when = self._spec.options["check_padding"]

@@ -433,7 +433,7 @@ def _find(
     inside = children(value)
     if inside is None:
         raise TypeError(
-            f"bucketed: {where} is a {type(value).__name__}, expected a tensor, as dims says"
+            f"bucketed: {where} is of type {type(value).__name__}, expected a tensor, as dims says"
         )
     parts = dict(inside)
     for key, inner in spec.items() if isinstance(spec, Mapping) else enumerate(spec):

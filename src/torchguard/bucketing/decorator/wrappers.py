@@ -335,9 +335,14 @@ def _parts(
     else:
         module, (_, compilers) = given, compiler_for(in_place, options["compile"])
     if isinstance(module, (BucketedModule, torch.jit.ScriptModule)):
-        raise TypeError(f"bucketed: function is a {type(module).__name__}: wrap the module inside")
+        raise TypeError(
+            f"bucketed: function is of type {type(module).__name__}: wrap the module inside"
+        )
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"bucketed: {type(given).__name__} is no module inside")
+        raise TypeError(
+            f"bucketed: function is a {type(given).__name__} around an object of type "
+            f"{type(module).__name__}, expected one around an nn.Module"
+        )
     own = type(module)
     name = f"{own.__qualname__}.forward()"
     if "forward" in module.__dict__:

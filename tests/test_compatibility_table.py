@@ -102,11 +102,11 @@ def test_workflow() -> None:
     nox = (root / "noxfile.py").read_text(encoding="utf-8")
     workflow = (root / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     for name, key in (("TORCH_VERSIONS", "torch"), ("PYTHON_VERSIONS", "python")):
-        told = re.search(rf"^{name} = \((.*)\)$", nox, re.MULTILINE)
+        listed = re.search(rf"^{name} = \((.*)\)$", nox, re.MULTILINE)
         run = re.search(rf"^ +{key}: \[(.*)\]$", workflow, re.MULTILINE)
-        assert told is not None
+        assert listed is not None
         assert run is not None
-        assert run[1] == told[1]
+        assert run[1] == listed[1]
 
 
 def test_second_run(script: ModuleType, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One process per probe: every way to end is told from every other, and leaves nothing behind."""
+"""One process per probe: every way to end has its own verdict, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def settings():
         "autocast": torch.is_autocast_enabled("cpu"),
         "print options": repr(vars(torch._tensor_str.PRINT_OPTS)),
         "warning filters": len(warnings.filters),
-        # wrapt's finder waits for Dynamo, which has to be told of sliced_assign.
+        # wrapt's finder waits for Dynamo: allow_in_graph(sliced_assign) is called then.
         "import hooks": [
             name for name in map(lambda finder: type(finder).__name__, sys.meta_path)
             if name != "ImportHookFinder"

@@ -143,13 +143,13 @@ def test_an_installation_says_what_it_did_and_uninstalls_once() -> None:
     assert not installed()
 
 
-def test_an_installation_that_was_undone_by_name_lets_go_of_nobody_elses() -> None:
+def test_an_installation_that_was_undone_by_name_does_not_undo_a_later_one() -> None:
     mine = install("resize")
     uninstall()
-    somebody_elses = install("resize")
+    another = install("resize")
     mine.uninstall()
     assert "resize" in installed()
-    somebody_elses.uninstall()
+    another.uninstall()
 
 
 def test_installed_looks_at_the_live_attribute(monkeypatch: pytest.MonkeyPatch) -> None:

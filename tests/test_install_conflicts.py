@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# --- somebody patches on top
+# --- other code patches on top
 
 
 def on_top(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def on_top(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     "undo", [uninstall, lambda: uninstall("resize"), lambda: uninstall("out", "resize")]
 )
-def test_uninstall_refuses_to_overwrite_somebody_elses_patch_and_changes_nothing(
+def test_uninstall_refuses_to_overwrite_a_patch_of_other_code_and_changes_nothing(
     undo: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("resize", "out")
@@ -82,7 +82,7 @@ def test_a_patch_that_was_deleted_is_a_conflict_too() -> None:
     uninstall()
 
 
-def test_somebody_elses_patch_from_before_is_called_and_comes_back() -> None:
+def test_a_patch_of_other_code_from_before_is_called_and_comes_back() -> None:
     calls = []
 
     def theirs(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -121,7 +121,7 @@ def add_is_safe() -> bool:
 
 @pytest.mark.parametrize("kind", ["wraps", "mock", "side effect", "partial"])
 @pytest.mark.parametrize("name", ["add", "linalg.inv", "special.erf", "nn.functional.gelu"])
-def test_a_function_that_somebody_has_wrapped_is_guarded_too(
+def test_a_function_that_other_code_has_wrapped_is_guarded_too(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = torch_has(f"torch.{name}")
@@ -201,7 +201,7 @@ def test_what_was_deleted_is_installed_again() -> None:
     assert same(bare, snapshot())
 
 
-def test_installing_again_adds_nothing_where_somebody_has_patched_on_top(
+def test_installing_again_adds_nothing_where_other_code_has_patched_on_top(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install("out")

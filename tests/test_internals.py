@@ -186,7 +186,7 @@ class TestTheVersionCounter:
             assert _torch.version_of(plain()) is None
 
 
-def test_a_tensor_with_a_dispatcher_of_its_own_is_told_from_others() -> None:
+def test_a_tensor_with_a_dispatcher_of_its_own_is_recognised() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
     with FakeTensorMode():
@@ -196,7 +196,7 @@ def test_a_tensor_with_a_dispatcher_of_its_own_is_told_from_others() -> None:
         assert not _torch.has_own_dispatch(kind.make()), kind.name
 
 
-def test_out_is_told_from_overloads_without_a_python_binding() -> None:
+def test_overloads_without_a_python_binding_do_not_count_as_out() -> None:
     assert _torch.has_python_out(torch.add)
     assert _torch.has_python_out(torch.linalg.inv)
     assert not _torch.has_python_out(torch.relu)

@@ -34,7 +34,7 @@ def everything_installed() -> Iterator[None]:
 PATHS = [
     path
     for guard in GUARDS.values()
-    if not guard.patches_dynamo  # what they patch is no function of torch's that anybody calls
+    if not guard.patches_dynamo  # what they patch is no function that users call
     for path in guard.replacements()
 ]
 

@@ -227,7 +227,7 @@ def behaviour(_=None):
         pass
     return "guarded" if tuple(t.shape) == (4,) else "bare"
 
-AT_IMPORT = behaviour()  # in a worker: before it was told what to do
+AT_IMPORT = behaviour()  # in a worker: before it gets its first task
 
 class Mine:
     where = AT_IMPORT

@@ -81,7 +81,7 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     Equals plain torch wherever nothing fails: same results, same tensors, same
     graphs. All or nothing: if one guard can't be installed, none is. Installing
     a guard that is installed already adds no second layer, and it stays until
-    everybody who installed it has let go of it.
+    every installation of it is undone.
 
     Guards:
         ``"resize"`` (the default): ``Tensor.resize_``, ``Tensor.resize_as_``,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,19 @@ from torchguard import Buckets, bucketed
 from torchguard.defects.catalog import NotRunHere
 from torchguard.defects.probes import compile_defect, issues
 
-_STEP, _BUCKETS = 8, 20
+_STEP, _BUCKETS, _PADDING = 8, 20, 3
 
 
-def _double(padded: Tensor) -> Tensor:
-    return padded * 2
+_Backend = Callable[..., Any]
+
+
+def _double(values: Tensor) -> Tensor:
+    return values * 2
+
+
+def _double_in_buckets(sizes: Buckets, backend: _Backend) -> Callable[[Tensor], Tensor]:
+    options = {"backend": backend}
+    return bucketed(_double, dims={"values": {0: "t"}}, buckets=sizes, compile=options)
 
 
 def _is_symbolic(value: object) -> bool:
@@ -27,9 +36,7 @@ def _is_symbolic(value: object) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def _graphs_of_20_buckets(
-    wrap: Callable[[Callable[..., Any]], Callable[[Tensor, int], object]],
-) -> str | None:
+def _graphs_of_20_buckets(wrap: Callable[[_Backend], Callable[[Tensor], object]]) -> str | None:
     """Call a wrapped function with 20 lengths, one per bucket; say which graphs are symbolic."""
     symbolic: list[bool] = []  # one per graph: has it a symbolic dim?
 
@@ -39,7 +46,7 @@ def _graphs_of_20_buckets(
 
     double = wrap(backend)
     for bucket in range(_STEP, _STEP * _BUCKETS + 1, _STEP):
-        double(torch.ones(bucket - 3), bucket)
+        double(torch.ones(bucket - _PADDING))
     if len(symbolic) == _BUCKETS and not any(symbolic):
         return None
     return f"{_BUCKETS} buckets gave {len(symbolic)} graphs, {sum(symbolic)} with a symbolic dim"
@@ -47,17 +54,8 @@ def _graphs_of_20_buckets(
 
 def _auto_dynamic_guarded() -> str | None:
     """Let ``bucketed`` pad."""
-
-    def wrap(backend: Callable[..., Any]) -> Callable[[Tensor, int], object]:
-        double = bucketed(
-            _double,
-            dims={"padded": {0: "t"}},
-            buckets=Buckets.multiples_of(_STEP, _STEP * _BUCKETS),
-            compile={"backend": backend},
-        )
-        return lambda x, _: double(x)
-
-    return _graphs_of_20_buckets(wrap)
+    sizes = Buckets.multiples_of(_STEP, _STEP * _BUCKETS)
+    return _graphs_of_20_buckets(partial(_double_in_buckets, sizes))
 
 
 @compile_defect(
@@ -75,9 +73,9 @@ def auto_dynamic() -> str | None:
     then serves all the other buckets.
     """
 
-    def wrap(backend: Callable[..., Any]) -> Callable[[Tensor, int], object]:
+    def wrap(backend: _Backend) -> Callable[[Tensor], object]:
         double = torch.compile(_double, backend=backend)
-        return lambda x, bucket: double(functional.pad(x, (0, bucket - x.shape[0])))
+        return lambda x: double(functional.pad(x, (0, _PADDING)))
 
     return _graphs_of_20_buckets(wrap)
 
@@ -85,17 +83,11 @@ def auto_dynamic() -> str | None:
 _MANY_LENGTHS = range(2, 18)
 
 
-def _twice(values: Tensor) -> Tensor:
-    return values * 2
-
-
 def _is_other_message(record: logging.LogRecord) -> bool:
     return "torch._dynamo hit config." not in record.getMessage()
 
 
-def _eager_calls_of_16_lengths(
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> str | None:
+def _eager_calls_of_16_lengths(wrap: Callable[[_Backend], Callable[..., Any]]) -> str | None:
     """Call a wrapped function with 16 lengths and count those that reach the backend."""
     compiled_calls = 0
 
@@ -123,17 +115,7 @@ def _eager_calls_of_16_lengths(
 
 def _recompile_limit_guarded() -> str | None:
     """Give every length a bucket of its own."""
-
-    def wrap(backend: Callable[..., Any]) -> Callable[..., Any]:
-        wrapped: Callable[..., Any] = bucketed(
-            _twice,
-            dims={"values": {0: "t"}},
-            buckets=Buckets(_MANY_LENGTHS),
-            compile={"backend": backend},
-        )
-        return wrapped
-
-    return _eager_calls_of_16_lengths(wrap)
+    return _eager_calls_of_16_lengths(partial(_double_in_buckets, Buckets(_MANY_LENGTHS)))
 
 
 @compile_defect(
@@ -150,7 +132,7 @@ def recompile_limit() -> str | None:
     unless ``fullgraph=True`` asked for an error.
     """
     return _eager_calls_of_16_lengths(
-        lambda backend: torch.compile(_twice, backend=backend, dynamic=False)
+        lambda backend: torch.compile(_double, backend=backend, dynamic=False)
     )
 
 

@@ -29,15 +29,11 @@ def _locked_and_empty() -> Tensor:
     return torch.from_numpy(np.empty(0, dtype=np.float32))
 
 
-def _set_beyond_a_locked_storage(t: Tensor) -> None:
-    t.set_(_locked().untyped_storage(), 0, (5, 5), (5, 1))
-
-
 # Name, the tensor before, the call that can't succeed.
 _CASES: tuple[tuple[str, Callable[[], Tensor], Callable[[Tensor], object]], ...] = (
     ("resize_", _locked, lambda t: t.resize_(5, 5)),
     ("resize_as_", _locked, lambda t: t.resize_as_(torch.ones(5, 5))),
-    ("set_", _growable, _set_beyond_a_locked_storage),
+    ("set_", _growable, lambda t: t.set_(_locked().untyped_storage(), 0, (5, 5), (5, 1))),
     ("out=", _locked_and_empty, lambda t: torch.neg(torch.ones(5, 5), out=t)),
     ("too large", _growable, lambda t: t.resize_(_MORE_THAN_ANY_MACHINE_HAS)),
     ("overflow", _growable, lambda t: t.resize_(_HALF_OF_TOO_MANY, _HALF_OF_TOO_MANY)),
@@ -89,8 +85,8 @@ def resize_shared() -> str | None:
 
     ``share_memory_`` moves the data to a storage that has no allocator but keeps
     the mark "resizable" of the storage it replaces. ``resize_`` trusts the mark and
-    calls through the null allocator. Another defect
-    with the same null allocator: https://github.com/pytorch/pytorch/issues/184748
+    calls through the null allocator. Another defect with the same null allocator:
+    https://github.com/pytorch/pytorch/issues/184748
     """
     t = torch.ones(4)
     try:

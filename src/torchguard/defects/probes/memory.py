@@ -60,7 +60,7 @@ def numpy_readonly() -> str | None:
     advice="Call t.share_memory_() before t.numpy(), or keep t.numpy().copy().",
 )
 def numpy_view_share() -> str | None:
-    """Share a tensor and see whether the memory under its array is still owned by anybody.
+    """Share a tensor and see whether the memory under its array still has an owner.
 
     The array keeps the tensor alive, not the storage. ``share_memory_``, which a
     queue or a spawned DataLoader worker calls on every tensor that it sends, swaps

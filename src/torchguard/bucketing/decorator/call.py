@@ -16,7 +16,7 @@ from torchguard._pytree import all_reachable_modules, flatten, reachable_modules
 from torchguard._torch import uncompiled, warn_user
 from torchguard.bucketing.decorator.break_even import Choice
 from torchguard.bucketing.decorator.compile import (
-    COMPILING,
+    COMPILE_LOCK,
     CompileCache,
     compiling,
     compiling_is_refused,
@@ -179,7 +179,7 @@ class Caller:
                     self.proofs.begin(plan)
                 modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
                 find = functools.partial(self.output_shapes.slices, plan, call, modules)
-                with COMPILING, uncompiled():
+                with COMPILE_LOCK, uncompiled():
                     real = slice_or_learn(plan, find, output)
                 self.proofs.add_formulas(plan, call)
             output = real
@@ -340,7 +340,7 @@ class Caller:
         if proven is None:
             return
         modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
-        with COMPILING, uncompiled():
+        with COMPILE_LOCK, uncompiled():
             check_padding(self.output_shapes, plan, call, modules, proven, anew=anew)
         self.proofs.add_proof(plan, call)
 

@@ -55,7 +55,7 @@ class RangesKey(NamedTuple):
     """(axis, smallest, largest) of each symbol, None where the ladder may grow."""
 
 
-COMPILING = threading.RLock()
+COMPILE_LOCK = threading.RLock()
 """Held while something compiles for the first time or is checked: both change settings of
 the whole process for a moment."""
 
@@ -68,7 +68,7 @@ def alone() -> Iterator[None]:
     torch 2.13 on and the whole process's before, so it has to be lifted by each thread, and by
     one at a time.
     """
-    with COMPILING, _torch.without_recompile_limit():
+    with COMPILE_LOCK, _torch.without_recompile_limit():
         yield
 
 

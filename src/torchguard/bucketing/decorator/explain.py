@@ -5,23 +5,21 @@ Padding has changed the answer, or an argument is as long as a padded axis but n
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from torchguard._pytree import all_reachable_modules
 from torchguard._torch import SymbolicSizes, uncompiled
-from torchguard.bucketing.decorator.compile import COMPILING
+from torchguard.bucketing.decorator.compile import COMPILE_LOCK
 from torchguard.bucketing.decorator.output_shapes import OutputShapes, running_without_data
 from torchguard.bucketing.decorator.plan import Call, Plan
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.compare import Difference
 from torchguard.equivalence.outcome import Outcome
-
-__all__ = ["Context", "explain_failure", "flattened_rows", "leak_message"]
 
 # ---- padding has changed the answer ----
 
@@ -44,7 +42,7 @@ class Context(NamedTuple):
 def leak_message(found: Difference, expected: Outcome, got: Outcome, context: Context) -> str:
     """Name what differs between a run and one with more, or other, padding, and by how much.
 
-    The structure of both outcomes is an ``Output`` of
+    The structure of both outcomes is a ``FlatOutput`` of
     :mod:`torchguard.bucketing.decorator.output_shapes`.
     """
     what, function = context.what, context.function
@@ -133,21 +131,14 @@ def _causes(operators: frozenset[str], context: Context) -> str:
 
 def flattened_rows(plan: Plan) -> str:
     """Name what was sliced as one piece, but may be a batch and its rows in one dim."""
-    steps = [
-        step
-        for slices in plan.slices.values()
-        for _, steps in slices.steps
-        for step in steps
-        if isinstance(step, Narrow)
-    ]
-    for dim, _, length in steps:
-        for axis, size in plan.sizes.items():
-            if length > size > 0 and length % size == 0:
-                return (
-                    f". The output has {length // size} times {axis!r} in dimension {dim}: if "
-                    "these are the rows of a batch flattened into one dim, say so in outputs=: "
-                    f"{{{dim}: (None, {axis!r})}}"
-                )
+    steps = (step for each in plan.slices.values() for _, steps in each.steps for step in steps)
+    for step, (axis, size) in itertools.product(steps, plan.sizes.items()):
+        if isinstance(step, Narrow) and step.length > size > 0 and step.length % size == 0:
+            return (
+                f". The output has {step.length // size} times {axis!r} in dimension {step.dim}: "
+                "if these are the rows of a batch flattened into one dim, say so in outputs=: "
+                f"{{{step.dim}: (None, {axis!r})}}"
+            )
     return ""
 
 
@@ -156,12 +147,11 @@ def flattened_rows(plan: Plan) -> str:
 _MOST_TRIED = 16
 
 
-@dataclass(frozen=True)
-class _Suspect:
+class _Suspect(NamedTuple):
     """A dim of a tensor that was not padded, and is as long as an axis that was."""
 
-    index: int
-    """Of the leaf."""
+    leaf: int
+    """Its index."""
     dim: int
     axis: str
     label: str
@@ -171,16 +161,10 @@ class _Suspect:
 def explain_failure(
     shapes: OutputShapes, plan: Plan, call: Call, error: Exception
 ) -> ValueError | None:
-    """Return an error that names the arguments that ``dims`` lacks, None if none does.
+    """Return an error that names the arguments that ``dims`` lacks, None if it lacks none.
 
     The function runs on tensors without data: if it fails with the padded arguments, and does
     not once some others are padded too, those are the ones.
-
-    Args:
-        shapes: knows what runs, and what was declared of it.
-        plan: how the call was padded.
-        call: not padded.
-        error: what the call ended in.
     """
     # Memory is no matter of dims; and of a group all ranks would have to run, not only this one.
     memory = isinstance(error, torch.OutOfMemoryError)
@@ -188,11 +172,8 @@ def explain_failure(
         return None
     suspects = list(itertools.islice(_suspects(plan, call), _MOST_TRIED))
     modules = all_reachable_modules(shapes.function, (*call.owner, *call.arguments))
-    with COMPILING, uncompiled(), running_without_data(modules):
-
-        def works(padded: Sequence[_Suspect]) -> bool:
-            return _works(shapes.function, plan, call, padded)
-
+    works = functools.partial(_works, shapes.function, plan, call)
+    with COMPILE_LOCK, uncompiled(), running_without_data(modules):
         # Where it runs without data as it was padded, the values were the reason.
         if not suspects or works(()):
             return None
@@ -205,7 +186,7 @@ def explain_failure(
                 break
         else:
             return None
-        # Whatever it runs without is not to be named.
+        # What it runs without is not named.
         for each in list(found):
             fewer = [other for other in found if other is not each]
             if fewer and works(fewer):
@@ -230,7 +211,7 @@ def _works(
     """Run the function without data, at the sizes of the buckets, with these padded as well."""
     shapes = {each.index: list(each.padded(plan.buckets)) for each in plan.inputs}
     for each in suspects:
-        shapes.setdefault(each.index, list(each.shape))[each.dim] = plan.buckets[each.axis]
+        shapes.setdefault(each.leaf, list(each.shape))[each.dim] = plan.buckets[each.axis]
     try:
         with SymbolicSizes({}) as world:
             padded = {

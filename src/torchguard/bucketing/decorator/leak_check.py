@@ -23,15 +23,14 @@ from torchguard.bucketing.decorator.other_inputs import (
     may_be_probabilities,
     other_values,
 )
-from torchguard.bucketing.decorator.output_shapes import Output, OutputShapes, real_output
+from torchguard.bucketing.decorator.output_shapes import FlatOutput, OutputShapes, real_output
 from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, shortened, sizes_of
 from torchguard.bucketing.decorator.proof_cache import Proven
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
-from torchguard.equivalence.outcome import Outcome
-from torchguard.equivalence.outcome import Output as Compared
+from torchguard.equivalence.outcome import Outcome, Output
 from torchguard.equivalence.perturb import perturb_, perturbed
 from torchguard.errors import PaddingLeakError
 
@@ -382,20 +381,20 @@ class _Checker:
         plan: Plan,
         masks: Sequence[Real],
         narrows: dict[int, list[Narrow]],
-        output: Output,
+        output: FlatOutput,
         padded: Any,
-    ) -> list[Compared]:
+    ) -> list[Output]:
         """Pair each leaf with the elements that count by the caller's masks.
 
         What was sliced of a padded run is noted in ``narrows``, for the run without padding.
         """
         if padded is not None:
             narrows.update(self._shapes.narrows(plan, padded))
-        found = [Compared(leaf) for leaf in output.leaves]
+        found = [Output(leaf) for leaf in output.leaves]
         for index, steps in narrows.items():
             leaf = output.leaves[index]
             if isinstance(leaf, torch.Tensor):
-                found[index] = Compared(leaf, counting(masks, plan.sizes, leaf, steps))
+                found[index] = Output(leaf, counting(masks, plan.sizes, leaf, steps))
         return found
 
     def _leak(

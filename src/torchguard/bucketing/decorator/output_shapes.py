@@ -1,4 +1,4 @@
-"""How much of each output is real: outputs are taken apart, sized and sliced.
+"""How much of each output is real: outputs are flattened, sized and sliced.
 
 To size them the function runs once more on tensors without data whose sizes are symbols. What
 comes out says how sizes of outputs depend on sizes of inputs: L, L - 1, 2 L, (L - 1) // 2. Nothing
@@ -25,18 +25,7 @@ from torchguard.bucketing.decorator.slices import Narrow, Steps, declared_steps
 from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import buffers_restored, module_state_restored
-from torchguard.equivalence.outcome import Output as Compared
-
-__all__ = [
-    "UNKNOWN",
-    "Output",
-    "OutputShapes",
-    "real_output",
-    "running_without_data",
-    "slice_or_learn",
-    "slice_output",
-]
-
+from torchguard.equivalence.outcome import Output
 
 _WITHOUT_PARTS = (
     torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes,
@@ -45,8 +34,8 @@ _WITHOUT_PARTS = (
 
 
 @dataclass(frozen=True)
-class Output:
-    """An output taken apart; two are equal that have the same structure."""
+class FlatOutput:
+    """An output and its leaves; two are equal that have the same structure."""
 
     leaves: list[Any] = field(compare=False)
     paths: list[KeyPath]
@@ -57,8 +46,8 @@ class Output:
         return keystr("output", self.paths[index], self.whole)
 
     @classmethod
-    def of(cls, whole: Any) -> Output:
-        """Take an output apart.
+    def of(cls, whole: Any) -> FlatOutput:
+        """Flatten an output.
 
         Raises:
             TypeError: it has something inside that may hold tensors, but can't be looked into.
@@ -129,18 +118,11 @@ def slice_output(plan: Plan, whole: Any) -> Any:
     return unflatten(leaves, whole)
 
 
-def slice_or_learn(plan: Plan, find: Callable[[Output], Slices], whole: Any) -> Any:
-    """Take the real part of an output.
-
-    Args:
-        plan: how the call was padded; what is found is kept there.
-        find: finds out what of an output of a new kind is real. It may run the function on
-            tensors without data.
-        whole: what the function returned.
-    """
+def slice_or_learn(plan: Plan, find: Callable[[FlatOutput], Slices], whole: Any) -> Any:
+    """Take the real part of an output; ``find`` says what that is for one of a new kind."""
     real = slice_output(plan, whole)
     if real is UNKNOWN:
-        plan.slices[kind_of(whole)] = find(Output.of(whole))
+        plan.slices[kind_of(whole)] = find(FlatOutput.of(whole))
         real = slice_output(plan, whole)
     return real
 
@@ -153,23 +135,23 @@ def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
 
 def real_output(
     plan: Plan,
-    find: Callable[[Output], Slices] | None,
-    count: Callable[[Output, Any], list[Compared]] | None,
+    find: Callable[[FlatOutput], Slices] | None,
+    count: Callable[[FlatOutput, Any], list[Output]] | None,
     whole: Any,
-) -> tuple[Output, list[Compared]]:
-    """Take the real part of an output apart, to compare it with that of another run.
+) -> tuple[FlatOutput, list[Output]]:
+    """Flatten the real part of an output, to compare it with that of another run.
 
     Args:
         plan: of the call.
         find: as of :func:`slice_or_learn`; None where nothing was padded.
-        count: says which elements count, of the real part of a padded output, or of one that was
-            not padded, which comes with None; left out, all do.
+        count: which elements count, by the real part and the padded output, None where nothing
+            was padded; left out, all do.
         whole: what the function returned.
     """
-    output = Output.of(whole if find is None else slice_or_learn(plan, find, whole))
+    output = FlatOutput.of(whole if find is None else slice_or_learn(plan, find, whole))
     if count is not None:
         return output, count(output, None if find is None else whole)
-    return output, [Compared(leaf) for leaf in output.leaves]
+    return output, [Output(leaf) for leaf in output.leaves]
 
 
 def kind_of(whole: Any) -> Any:
@@ -188,14 +170,7 @@ def _flatten(whole: Any) -> tuple[list[Any], Any]:
 
 
 class OutputShapes:
-    """Finds out how much of an output is real.
-
-    Args:
-        function: what runs, not compiled.
-        spec: what was declared of it.
-        name: of the function, for messages.
-        proofs: has the formulas that another process has derived.
-    """
+    """Finds out how much of an output of a function is real."""
 
     def __init__(
         self, function: Callable[..., Any], spec: Spec, name: str, proofs: ProofCache
@@ -208,15 +183,14 @@ class OutputShapes:
 
     def narrows(self, plan: Plan, whole: Any) -> dict[int, list[Narrow]]:
         """Return what :func:`slice_output` takes of an output like this, by index of its leaf."""
-        key = kind_of(whole)
-        slices: Slices = plan.slices[key]
         found = {
-            index: [s for s in steps if isinstance(s, Narrow)] for index, steps in slices.steps
+            index: [step for step in steps if isinstance(step, Narrow)]
+            for index, steps in plan.slices[kind_of(whole)].steps
         }
         return {index: narrows for index, narrows in found.items() if narrows}
 
     def slices(
-        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: Output
+        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: FlatOutput
     ) -> Slices:
         """Find out what of an output like this one is real.
 
@@ -237,8 +211,7 @@ class OutputShapes:
         side = self.spec.options["side"]
         declared = self.spec.options["outputs"]
         if declared is not None:
-            steps = declared_steps(declared, output, plan.sizes, plan.buckets, side)
-            return Slices(steps)
+            return Slices(declared_steps(declared, output, plan.sizes, plan.buckets, side))
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
         if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
             slices = self._derived(plan, call, modules, output)
@@ -262,7 +235,7 @@ class OutputShapes:
         plan: Plan,
         call: Call,
         modules: Sequence[torch.nn.Module],
-        output: Output,
+        output: FlatOutput,
         *,
         unconditionally: bool = False,
     ) -> Slices | None:
@@ -285,7 +258,7 @@ class OutputShapes:
         return _slices_to(output.leaves, real, self.spec.options["side"])
 
     def _formula(
-        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: Output
+        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: FlatOutput
     ) -> ShapeFormula | None:
         """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
         # The id is not given again: the cache keeps every variant as long as this lives.
@@ -343,10 +316,10 @@ class OutputShapes:
             for name, axes in masks.items():
                 extras[name] = world.empty(extras[name].shape, extras[name], axes)
             args, kwargs = call.with_leaves(inputs).bind(extras)
-            output = Output.of(self.function(*args, **kwargs))
+            output = FlatOutput.of(self.function(*args, **kwargs))
             return world.formula(output.leaves, output.paths)
 
-    def _unknown(self, output: Output, reason: Exception) -> ValueError:
+    def _unknown(self, output: FlatOutput, reason: Exception) -> ValueError:
         """Return the error for an output that can't be sliced."""
         index, leaf = next(
             (index, leaf)
@@ -378,17 +351,14 @@ def _run_key(plan: Plan, hints: Sizes) -> Any:
     return plan.shapes, bool(hints), sizes, tuple(plan.specialization)
 
 
-def _measured(formula: ShapeFormula, output: Output, side: Side) -> Slices:
+def _measured(formula: ShapeFormula, output: FlatOutput, side: Side) -> Slices:
     """Slice to the sizes of a run at the real sizes, without data.
 
     Raises:
         ValueError: that run has returned something else.
     """
     if formula.paths != output.paths:
-        raise ValueError(
-            "bucketed: the function returns another structure for the real sizes than for the "
-            "padded ones"
-        )
+        raise ValueError("it returns another structure for the real sizes than for the padded ones")
     found = formula.at({})
     if found is None:
         raise ValueError("a size depends on the data")
@@ -400,8 +370,8 @@ def _measured(formula: ShapeFormula, output: Output, side: Side) -> Slices:
             or any(a > b for a, b in zip(sizes, leaf.shape, strict=True))
         ):
             raise ValueError(
-                f"bucketed: {output.label(index)} is {tuple(leaf.shape)} after padding, which has "
-                f"no part of the shape {sizes} it would have without"
+                f"{output.label(index)} is {tuple(leaf.shape)} after padding, which has no part of "
+                f"the shape {sizes} it would have without"
             )
     return _slices_to(output.leaves, real, side)
 

@@ -17,9 +17,7 @@ from torchguard.bucketing.decorator.spec import Sizes
 from torchguard.bucketing.padding import Side
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.output_shapes import Output
-
-__all__ = ["Fold", "Narrow", "Steps", "declared_steps"]
+    from torchguard.bucketing.decorator.output_shapes import FlatOutput
 
 
 class Narrow(NamedTuple):
@@ -61,7 +59,7 @@ Steps: TypeAlias = "tuple[Narrow | Fold, ...]"
 
 
 def declared_steps(
-    declared: Any, output: Output, sizes: Sizes, buckets: Sizes, side: Side
+    declared: Any, output: FlatOutput, sizes: Sizes, buckets: Sizes, side: Side
 ) -> tuple[tuple[int, Steps], ...]:
     """Return how ``outputs=`` says to slice each leaf, by its index.
 

@@ -25,7 +25,7 @@ from torchguard._torch import warn_user
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import alone
-from torchguard.bucketing.decorator.output_shapes import Output
+from torchguard.bucketing.decorator.output_shapes import FlatOutput
 from torchguard.bucketing.decorator.plan import Call, Input, Plan
 from torchguard.bucketing.decorator.spec import Sizes, Spec, find_inputs
 from torchguard.bucketing.padding import Side, pad_to_bucket
@@ -36,8 +36,7 @@ from torchguard.equivalence.isolate import (
     module_state_restored,
     rng_state_restored,
 )
-from torchguard.equivalence.outcome import Output as Differentiable
-from torchguard.equivalence.outcome import send_backward
+from torchguard.equivalence.outcome import Output, send_backward
 
 _STEP = 4
 _LOSES_ABOVE = 0.5
@@ -442,7 +441,7 @@ def _run(caller: Caller, plan: Plan, call: Call, *, again: bool = False) -> None
         begun = time.perf_counter()
         # The backward is compiled when it runs for the first time, under the same recompile limit.
         with alone():
-            send_backward([Differentiable(leaf) for leaf in Output.of(output).leaves], {}, {})
+            send_backward([Output(leaf) for leaf in FlatOutput.of(output).leaves], {}, {})
         if turn == 0 and not warm:
             variant.seconds += time.perf_counter() - begun
     variant.warmed_for.add(plan.specialization)

@@ -38,16 +38,12 @@ _WORTH_IT = 0.02
 
 
 class CompileCosts:
-    """What compiling one function costs, and what it saves, measured on the buckets before.
-
-    Args:
-        assumed: seconds, as long as nothing was compiled.
-    """
+    """What compiling one function costs, and what it saves, measured on the buckets before."""
 
     def __init__(self, assumed: float) -> None:
         self.savings: defaultdict[How, list[float]] = defaultdict(list)
         """By what ran a bucket before, the share of its time that a static graph has saved."""
-        self._assumed = assumed
+        self._assumed = assumed  # seconds, as long as nothing was compiled
         self._seconds: defaultdict[How, list[float]] = defaultdict(list)
         self._waited: int | None = None
 
@@ -157,8 +153,7 @@ class Choice:
 
     def describe(self) -> str:
         """Return what runs it, and why."""
-        how = self.now()
-        said = []
+        how, said = self.now(), []
         if how in self.shared:
             bounds = self.shared[how].key.bounds
             shown = ", ".join(f"{axis} from {low} to {high or 'any'}" for axis, low, high in bounds)
@@ -179,13 +174,7 @@ class Choice:
 
 
 class AutoChoice(Choice):
-    """Begins eager, compiles where that breaks even, and keeps what was faster.
-
-    Args:
-        buckets: the size of the bucket, by axis.
-        whole: the graph for all sizes of the ladder.
-        costs: of compiling the function.
-    """
+    """Begins eager, compiles where that breaks even, and keeps what was faster."""
 
     def __init__(self, buckets: tuple[int, ...], whole: SharedGraph, costs: CompileCosts) -> None:
         super().__init__(buckets, ("ranges", "static", "eager"), {"ranges": whole}, settled=False)
@@ -193,7 +182,7 @@ class AutoChoice(Choice):
         """What is timed against what runs now."""
         self.timings: defaultdict[How, _Timings] = defaultdict(_Timings)
         self._how: How = "eager"
-        self._whole = whole
+        self._whole = whole  # the graph for all sizes of the ladder
         self._costs = costs
         self._tried: set[How] = set()
         self._spent = 0.0
@@ -222,15 +211,7 @@ class AutoChoice(Choice):
         self, how: How, seconds: float, *, compiled: bool, backward: bool = False,
         warmed: bool = False,
     ) -> None:  # fmt: skip
-        """Note what a call took.
-
-        Args:
-            how: what ran it.
-            seconds: of its forward.
-            compiled: whether it compiled first.
-            backward: whether the seconds are of its backward.
-            warmed: whether it was none of the caller's.
-        """
+        """Note the seconds of a forward or a backward, of the caller's own unless ``warmed``."""
         if compiled:
             self._costs.add(how, seconds, more=backward)
             self._compiled += not backward

@@ -348,7 +348,7 @@ class Caller:
         """Return a variant's function, to be called once, that notes what compiling took."""
         variant = plan.variant
         if compiling_is_refused() and not variant.compiled_for:
-            reason = recompile_reason(plan, self.cache.keys_compiled())
+            reason = recompile_reason(plan, self.cache)
             raise RecompileError(f"no_recompile: {self.name} was about to compile {reason}")
 
         self.proofs.load_compiled()

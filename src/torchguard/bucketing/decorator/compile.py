@@ -16,7 +16,7 @@ import inspect
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
@@ -101,12 +101,7 @@ class Variant:
 
 
 class CompileCache:
-    """One variant for each combination of padded shapes and of what Dynamo guards on.
-
-    Args:
-        function: what runs, not compiled.
-        compilers: what compiles it.
-    """
+    """One variant for each combination of padded shapes and of what Dynamo guards on."""
 
     def __init__(self, function: Callable[..., Any], compilers: Compilers) -> None:
         self.function = function
@@ -157,10 +152,6 @@ class CompileCache:
             compiles=True,
             cuda_graphs=_torch.records_cuda_graphs(compiled),
         )
-
-    def keys_compiled(self) -> list[Any]:
-        """Return (shapes, around) of each variant that was compiled."""
-        return [key for key, each in self.variants.items() if each.compiled_for and key]
 
 
 @contextlib.contextmanager
@@ -347,16 +338,12 @@ def failed_guards(error: RuntimeError) -> str | None:
     return "; ".join(dict.fromkeys(lines[:_QUOTED]))
 
 
-def recompile_reason(plan: Plan, compiled: Iterable[Any]) -> str:
-    """Return what is new in a call.
-
-    Args:
-        plan: of the call.
-        compiled: (padded shapes, what is around the call) of each variant that was compiled.
-    """
+def recompile_reason(plan: Plan, cache: CompileCache) -> str:
+    """Return what a call has that no variant of the cache was compiled for."""
     inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
     around = plan.specialization.around
-    others = [(dict(key[0]), key[1]) for key in compiled]
+    compiled = [key for key, each in cache.variants.items() if each.compiled_for and key]
+    others = [(dict(shapes), then) for shapes, then, *_ in compiled]
     # The nearest reason is given: a bucket, then what is around the call, then other dims.
     same_bucket = [
         (known, then)

@@ -45,12 +45,7 @@ Timed = Callable[[Plan, Call], float]
 
 
 class Engine:
-    """Chooses what runs each bucket of one function.
-
-    Args:
-        spec: what was declared of it.
-        cache: what runs, and how it is compiled.
-    """
+    """Chooses what runs each bucket of one function."""
 
     def __init__(self, spec: Spec, cache: CompileCache) -> None:
         self.kind: str = spec.options["engine"]
@@ -65,12 +60,7 @@ class Engine:
         self._clock = Clock()
 
     def begin(self, plan: Plan, call: Call) -> Plan:
-        """Return the plan for a call that is not padded unless its bucket is run static.
-
-        Args:
-            plan: without a compiled function, of sizes that have buckets.
-            call: not padded.
-        """
+        """Return the plan for a call, which pads it only where a static graph runs its bucket."""
         # torch.compile makes sizes 0 and 1 constants, so they have graphs of their own.
         # https://docs.pytorch.org/docs/main/compile/dynamic_shapes_zero_one_specialization.html
         constant = tuple(size for size in plan.sizes.values() if size < 2)  # noqa: PLR2004
@@ -85,11 +75,8 @@ class Engine:
     def run(self, plan: Plan, call: Call, run: Run, forget: Callable[[Choice], None]) -> Any:
         """Run a call as its bucket is run now, and as it was run before where that can't be.
 
-        Args:
-            plan: of :meth:`begin`.
-            call: not padded.
-            run: runs a plan.
-            forget: forgets the plans of a bucket, because another one runs it from now on.
+        ``run`` runs a plan; ``forget`` drops those of a bucket that is run in another way from now
+        on.
         """
         choice = plan.choice
         with self._lock:
@@ -132,10 +119,7 @@ class Engine:
     def warm(self, plan: Plan, call: Call, timed: Timed) -> None:
         """Compile all that may run a bucket; where that is not decided, time it and decide.
 
-        Args:
-            plan: of :meth:`begin`.
-            call: of the size of the bucket.
-            timed: runs a plan, so that nothing is changed by it, and returns the seconds.
+        ``timed`` runs a plan without side effects, and returns the seconds.
         """
         choice = plan.choice
         if not isinstance(choice, AutoChoice):

@@ -192,13 +192,7 @@ class OutputShapes:
     def slices(
         self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: FlatOutput
     ) -> Slices:
-        """Find out what of an output like this one is real.
-
-        Args:
-            plan: how the call was padded.
-            call: not padded.
-            modules: those the function can reach.
-            output: not sliced.
+        """Find out what of an output like this one, not sliced, is real.
 
         Raises:
             TypeError, ValueError: it can't be found out.

@@ -72,9 +72,8 @@ def declared_steps(
         if spec is None:
             continue
         label = output.label(index)
+        steps: list[Narrow | Fold] = []
         # A dict may name few dims of many, a tuple names each in its place.
-        narrows: list[Narrow] = []
-        folds: list[Fold] = []
         for dim, size in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
             if size is None:
                 continue
@@ -83,13 +82,13 @@ def declared_steps(
                     f"bucketed: outputs names dimension {dim!r} of {label}, which has shape "
                     f"{tuple(leaf.shape)}"
                 )
-            what = _DeclaredDim(dim % leaf.dim(), leaf.shape[dim], dim, label, sizes, buckets)
-            if isinstance(size, tuple):
-                folds += what.folds(size, side)
-            else:
-                narrows += what.narrows(size, side)
-        if narrows or folds:
-            found.append((index, (*narrows, *folds)))
+            named = _DeclaredDim(dim % leaf.dim(), leaf.shape[dim], dim, label, sizes, buckets)
+            step = (named.fold if isinstance(size, tuple) else named.narrow)(size, side)
+            if step is not None:
+                steps.append(step)
+        if steps:
+            # A fold may copy, so it comes last: of less.
+            found.append((index, tuple(sorted(steps, key=lambda step: isinstance(step, Fold)))))
     return tuple(found)
 
 
@@ -104,16 +103,16 @@ class _DeclaredDim(NamedTuple):
     sizes: Sizes
     buckets: Sizes
 
-    def narrows(self, size: Any, side: Side) -> list[Narrow]:
+    def narrow(self, size: Any, side: Side) -> Narrow | None:
         padded, length = self._sizes(size)
         if self.size != padded:
             raise ValueError(
                 f"bucketed: outputs says that dimension {self.given} of {self.label} is {padded} "
                 f"for {_listed(self.buckets)}, but it is {self.size}"
             )
-        return [] if length == padded else [Narrow.of(self.dim, length, padded, side)]
+        return None if length == padded else Narrow.of(self.dim, length, padded, side)
 
-    def folds(self, parts: tuple[Any, ...], side: Side) -> list[Fold]:
+    def fold(self, parts: tuple[Any, ...], side: Side) -> Fold | None:
         """Read ``(None, "t")``: what was flattened into the dim, None for one of any size."""
         what = f"dimension {self.given} of {self.label}"
         if parts.count(None) > 1:
@@ -137,7 +136,7 @@ class _DeclaredDim(NamedTuple):
             for index, (padded, length) in enumerate(pairs)
             if padded is not None and length is not None and length != padded
         )
-        return [Fold(self.dim, sizes, narrows)] if narrows else []
+        return Fold(self.dim, sizes, narrows) if narrows else None
 
     def _sizes(self, size: Any) -> tuple[int, int]:
         """Return a declared size after padding, and how much of it is real."""

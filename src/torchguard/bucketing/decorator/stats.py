@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compile import alone
 from torchguard.bucketing.decorator.output_shapes import FlatOutput
-from torchguard.bucketing.decorator.plan import Call, Input, Plan
+from torchguard.bucketing.decorator.plan import BucketCount, Call, Input, Plan
 from torchguard.bucketing.decorator.spec import Sizes, Spec, find_inputs
 from torchguard.bucketing.padding import Side, pad_to_bucket
 from torchguard.bucketing.pairs import PairBuckets, fit_pairs
@@ -104,18 +104,18 @@ class BucketedStats:
 def stats_of(caller: Caller) -> BucketedStats:
     """Gather what a caller has counted."""
     with caller.lock:
-        counts = {key: (c.calls, c.real, c.padded) for key, c in caller.counts.items()}
+        counts = {sizes: replace(count) for sizes, count in caller.counts.items()}
         # A copy: a call of another thread may add one while graphs are counted.
         variants = list(caller.cache.variants.values())
     # Under the empty key are the calls that no bucket held.
-    inside = {key: numbers for key, numbers in counts.items() if key}
-    real = sum(numbers[1] for numbers in inside.values())
-    padded = sum(numbers[2] for numbers in inside.values())
+    above = counts.pop((), BucketCount())
+    real = sum(each.real for each in counts.values())
+    padded = sum(each.padded for each in counts.values())
     return BucketedStats(
         name=caller.name,
-        calls=sum(numbers[0] for numbers in counts.values()),
-        hits={key: numbers[0] for key, numbers in sorted(inside.items()) if numbers[0]},
-        overflowed=counts.get((), (0, 0, 0))[0],
+        calls=above.calls + sum(each.calls for each in counts.values()),
+        hits={sizes: each.calls for sizes, each in sorted(counts.items()) if each.calls},
+        overflowed=above.calls,
         waste=padded / real - 1 if real else 0.0,
         compile_seconds=sum(variant.seconds for variant in variants),
         graphs=sum(variant.graphs for variant in variants),
@@ -406,9 +406,10 @@ def _compile(caller: Caller, call: Call) -> float | None:
     if plan.choice is not None:
         caller.engine.warm(plan, call, functools.partial(_timed, caller))
         return None
-    _run(caller, plan, call)
     if not plan.variant.compiles:
         return None
+    if plan.specialization not in plan.variant.warmed_for:
+        _run(caller, plan, call)
     # The better of two: what else the machine does makes a call slower, never faster.
     return min(_timed(caller, plan, call) for _ in range(_TIMED))
 
@@ -421,18 +422,16 @@ def _timed(caller: Caller, plan: Plan, call: Call) -> float:
     for wait in waits:
         wait()
     begun = time.perf_counter()
-    _run(caller, plan, call, again=True)
+    _run(caller, plan, call)
     for wait in waits:
         wait()
     return time.perf_counter() - begun
 
 
-def _run(caller: Caller, plan: Plan, call: Call, *, again: bool = False) -> None:
-    """Run a plan and its backward once, uncounted; one that is warm only ``again``."""
+def _run(caller: Caller, plan: Plan, call: Call) -> None:
+    """Run a plan and its backward once, uncounted; compile it first where that is left to do."""
     variant = plan.variant
     warm = not variant.compiles or plan.specialization in variant.warmed_for
-    if warm and not again:
-        return
     args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
     run = variant.run if warm else caller.compiled(plan)
     for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs and not warm else 1):

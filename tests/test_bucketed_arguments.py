@@ -76,7 +76,7 @@ class TestWhatCannotBeWrapped:
         ],
     )
     def test_async_functions(self, function: Any) -> None:
-        with pytest.raises(TypeError, match="which is async: what it returns can't be cut"):
+        with pytest.raises(TypeError, match="which is async: what it returns can't be sliced"):
             wrap(function)
 
     @pytest.mark.parametrize(

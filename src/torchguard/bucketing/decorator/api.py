@@ -69,7 +69,7 @@ def bucketed(function: None = None, /, **options: Unpack[Options]) -> _Decorator
 def bucketed(function: None = None, /, **options: Unpack[MaskingOptions]) -> _MaskingDecorator: ...
 @public
 def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - each is described
-    """Pad named dims to a few static sizes, run, and cut the outputs back to size.
+    """Pad named dims to a few static sizes, run, and slice the outputs back to size.
 
     Equals ``function(*args, **kwargs)`` if padding does not change the answer, which is checked
     once per bucket. What reaches ``torch.compile`` is static: with K buckets K graphs, no
@@ -103,8 +103,8 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
             with symbolic sizes.
         check_padding: ``"first"``: once per bucket (and with gradients on and off, in training and
             not) the function runs four times without compiling: on the real inputs, padded, and
-            padded with two other values; more often where these tell something apart, and again
-            where padding grows (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
+            padded with two other values; more often where the answers differ, and again where
+            padding grows (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
         compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well. False
             says that it runs uncompiled on purpose, also where ``torch.compile`` is around it.
         engine: what runs a bucket. ``"static"``: a graph of its size. ``"ranges"``: one graph for
@@ -125,7 +125,7 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
     Raises:
         TypeError, ValueError: the options don't fit the function or each other; when called:
             a size above the largest bucket, sizes of one axis that disagree, an output whose
-            size can't be told.
+            size can't be derived.
         PaddingLeakError: when called: padding changes the answer or a gradient.
 
     Example:
@@ -175,7 +175,7 @@ def _wrap(function: Any, options: MaskingOptions) -> Any:
 
 
 def _refused(function: Any) -> str | None:
-    """Say what a function is, and what to pass instead, if its output can't be cut to size."""
+    """Say what a function is, and what to pass instead, if its output can't be sliced."""
     name = getattr(function, "__qualname__", type(function).__name__)
     if isinstance(function, type):
         return (
@@ -196,12 +196,12 @@ def _refused(function: Any) -> str | None:
     for each in (called, getattr(type(called), "__call__", None)):  # noqa: B004 - looked into
         if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
             return (
-                f"{name}, which is async: what it returns can't be cut to size. Wrap the function "
+                f"{name}, which is async: what it returns can't be sliced. Wrap the function "
                 "that runs the model, and call that from the async one"
             )
         if inspect.isgeneratorfunction(each):
             return (
-                f"{name}, which is a generator: what it yields can't be cut to size. Wrap the "
+                f"{name}, which is a generator: what it yields can't be sliced. Wrap the "
                 "function that makes one item, or return a list"
             )
     return None

@@ -1,7 +1,7 @@
 """When compiling a bucket breaks even, and which graph is kept: what ``engine="auto"`` decides.
 
-Eager costs its seconds in every call, compiling costs once. Whoever compiles as soon as eager has
-cost as much as compiling does, pays no more than twice what is best in hindsight, whatever calls
+Eager costs its seconds in every call, compiling costs once. To compile as soon as the eager calls
+have taken as long as compiling takes costs at most twice the optimum in hindsight, whatever calls
 come: the rule for the "ski rental" problem.
 https://en.wikipedia.org/wiki/Ski_rental_problem
 
@@ -108,7 +108,7 @@ class _Timings:
     @property
     def cost(self) -> float:
         """Seconds of a call, its backward included."""
-        # The median: now and then a call waits for something that is none of its own.
+        # The median: now and then a call is delayed by other work on the machine.
         return sum(statistics.median(each) for each in (self.forward, self.backward) if each)
 
     def forget_old(self) -> None:
@@ -153,18 +153,18 @@ class Choice:
 
     def describe(self) -> str:
         """Return what runs it, and why."""
-        how, said = self.now(), []
+        how, parts = self.now(), []
         if how in self.shared:
             bounds = self.shared[how].key.bounds
             shown = ", ".join(f"{axis} from {low} to {high or 'any'}" for axis, low, high in bounds)
-            said.append(f"one graph for {shown}" if shown else "a graph of this size alone")
-        said += self._measured()
+            parts.append(f"one graph for {shown}" if shown else "a graph of this size alone")
+        parts += self._measured()
         if self.why:
-            said.append(self.why)
+            parts.append(self.why)
         of_shared = {name: each.refused for name, each in self.shared.items() if each.refused}
         refused = {**of_shared, **self.refused}
-        said += [f"{name} refused: {reason}" for name, reason in refused.items()]
-        return f"{how} ({'; '.join(said)})" if said else how
+        parts += [f"{name} refused: {reason}" for name, reason in refused.items()]
+        return f"{how} ({'; '.join(parts)})" if parts else how
 
     def _measured(self) -> list[str]:
         return []
@@ -317,16 +317,16 @@ class AutoChoice(Choice):
         self.candidate, self.settled = None, True
 
     def _measured(self) -> list[str]:
-        said = []
+        parts = []
         costs = {how: each.cost for how, each in self.timings.items() if each.recent}
         if len(costs) > 1 or (costs and self.settled):
-            said.append(", ".join(f"{how} {1e3 * cost:.3g} ms" for how, cost in costs.items()))
+            parts.append(", ".join(f"{how} {1e3 * cost:.3g} ms" for how, cost in costs.items()))
         if self.candidate is not None:
-            said.append(f"timing {self.candidate} against it")
+            parts.append(f"timing {self.candidate} against it")
         elif not self.settled:
             waits = self._may("ranges") and "ranges" not in self._tried
             kind: How = "ranges" if self._how == "eager" and waits else "static"
             spent = self._whole.eager_seconds if kind == "ranges" else self._spent
             price = self._costs.of(kind)
-            said.append(f"{spent:.2g} s so far, compiling {kind} takes about {price:.2g} s")
-        return said
+            parts.append(f"{spent:.2g} s so far, compiling {kind} takes about {price:.2g} s")
+        return parts

@@ -34,7 +34,7 @@ Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Compilers(NamedTuple):
-    """What compiles a function; None in each place where nothing does."""
+    """What compiles a function, by kind of graph; None where it runs uncompiled."""
 
     static: Compiler | None = None
     """For static sizes."""
@@ -56,7 +56,7 @@ class RangesKey(NamedTuple):
 
 
 COMPILE_LOCK = threading.RLock()
-"""Held while something compiles for the first time or is checked: both change settings of
+"""Held while a graph is compiled for the first time, and during a check: both change settings of
 the whole process for a moment."""
 
 

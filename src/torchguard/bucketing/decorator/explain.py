@@ -58,7 +58,7 @@ def leak_message(found: Difference, expected: Outcome, got: Outcome, context: Co
             return f"bucketed: {where} is {value!r} with padding and {wanted!r} without {ending}"
         if found.kind == "shape":
             return (
-                f"bucketed: {where} has shape {tuple(value.shape)} cut out of a padded run, and "
+                f"bucketed: {where} has shape {tuple(value.shape)} sliced from a padded run, and "
                 f"{tuple(wanted.shape)} without padding ({what}): say in outputs= how long it is"
             )
     elif found.part == "gradients":

@@ -50,7 +50,7 @@ class FlatOutput:
         """Flatten an output.
 
         Raises:
-            TypeError: it has something inside that may hold tensors, but can't be looked into.
+            TypeError: it contains an object that holds tensors, but is no node of a pytree.
         """
         # Of any class, FakeTensor too: a tensor is one leaf.
         if isinstance(whole, torch.Tensor):
@@ -61,13 +61,13 @@ class FlatOutput:
             if isinstance(leaf, (Iterator, Awaitable)):
                 raise TypeError(
                     f"bucketed: {output.label(index)} is of type {type(leaf).__name__}: what comes "
-                    "out of it later can't be cut to size. Return tensors, tuples, lists, dicts or "
+                    "out of it later can't be sliced. Return tensors, tuples, lists, dicts or "
                     "dataclasses"
                 )
             if not isinstance(leaf, _WITHOUT_PARTS) and _holds_tensors(leaf):
                 raise TypeError(
                     f"bucketed: {output.label(index)} is of type {type(leaf).__name__}, which "
-                    "holds tensors that can't be cut to size: return tensors, tuples, lists, dicts "
+                    "holds tensors that can't be sliced: return tensors, tuples, lists, dicts "
                     "or dataclasses (with Hugging Face models: use_cache=False)"
                 )
         return output
@@ -89,7 +89,7 @@ class Slices(NamedTuple):
 
     steps: tuple[tuple[int, Steps], ...] = ()
     numbers: tuple[tuple[int, int], ...] = ()
-    """Integers that say how long something is."""
+    """The real values of integers that are sizes."""
 
 
 # ---- in every call ----
@@ -321,11 +321,11 @@ class OutputShapes:
             if not isinstance(leaf, torch.Tensor) or leaf.dim()
         )
         shown = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
-        said = str(reason).partition("\n")[0] or type(reason).__name__
+        why = str(reason).partition("\n")[0] or type(reason).__name__
         return ValueError(
             f"bucketed: how much of {output.label(index)} of {self.name} ({shown} "
-            f"after padding) is real can't be told from the sizes of the inputs: {said}. Say it in "
-            "outputs=, in the structure of what it returns: {dim: axis} with an axis of "
+            f"after padding) is real can't be derived from the sizes of the inputs: {why}. Say it "
+            "in outputs=, in the structure of what it returns: {dim: axis} with an axis of "
             f"{', '.join(self.spec.ladders)}, or a function of them for another length"
         )
 

@@ -109,11 +109,10 @@ class CompileCache:
         self.variants: dict[Any, Variant] = {}
         self.eager = Variant(function)
         self._ranges = compilers.ranges
-        self._above: Callable[..., Any] = function
-        self._compiles_above = compilers.dynamic is not None
+        self._above = Variant(function)
         if compilers.dynamic is not None:
             above = compilers.dynamic(_separated(function, "beyond_buckets"))
-            self._above = _torch.keep_settings(above)
+            self._above = Variant(_torch.keep_settings(above), compiles=True)
 
     def variant_for(self, shapes: Shapes | None, specialization: Specialization) -> Variant:
         """Return what runs inputs of these padded shapes; None for sizes above the buckets."""
@@ -140,7 +139,7 @@ class CompileCache:
         if compiler is None or key == "transformed":
             return Variant(self.function)
         if key is None:
-            return Variant(self._above, compiles=self._compiles_above)
+            return self._above
         # Dynamo keeps the sizes it has seen under this name, in a file too.
         sizes = "_".join("x".join(map(str, shape)) for _, shape in key[0])
         bounds = "".join(f"_{low}_to_{high}" for _, low, high in key.bounds) if ranges else ""

@@ -29,7 +29,7 @@ _HOPELESS = 2.0
 _PATIENCE = 32
 """So many calls of other buckets wait for the end of a trial before they begin one, too."""
 
-_COMPILED_OFTEN = 4
+_MOST_COMPILES = 4
 """A trial that compiles anew more often than this is given up."""
 
 # A static graph instead of a symbolic one: half is the most that was ever seen.
@@ -285,7 +285,7 @@ class AutoChoice(Choice):
         if how is None or self.settled:
             return
         new, old = self.timings[how], self.timings[self._how]
-        if self._compiled > _COMPILED_OFTEN:
+        if self._compiled > _MOST_COMPILES:
             self.refuse(how, f"it was compiled {self._compiled} times in {new.count} calls")
             return
         fewest = min(new.recent, old.recent)

@@ -17,6 +17,7 @@ from torchguard._torch import uncompiled, warn_user
 from torchguard.bucketing.decorator.break_even import Choice
 from torchguard.bucketing.decorator.compile import (
     COMPILE_LOCK,
+    RECOMPILE_LIMIT,
     CompileCache,
     compiling,
     compiling_is_refused,
@@ -51,8 +52,6 @@ from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
 
 # Each distinct shape of the inputs has a plan of some kilobytes.
 _PLANS_KEPT = 8192
-# As often as torch compiles a function anew before it gives up and runs it uncompiled.
-_COMPILED_OFTEN = 8
 
 
 class Caller:
@@ -330,7 +329,7 @@ class Caller:
                 raise
             raise missing from error
         plan.ready = True
-        if len(plan.variant.compiled_for) > _COMPILED_OFTEN and not self._warned:
+        if len(plan.variant.compiled_for) > RECOMPILE_LIMIT and not self._warned:
             self._warn_of_recompiles(plan)
         return output
 

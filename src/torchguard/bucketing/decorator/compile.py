@@ -55,6 +55,9 @@ class RangesKey(NamedTuple):
     """(axis, smallest, largest) of each symbol, None where the ladder may grow."""
 
 
+RECOMPILE_LIMIT = 8
+"""As often as torch compiles a function anew before it gives up and runs it uncompiled."""
+
 COMPILE_LOCK = threading.RLock()
 """Held while a graph is compiled for the first time, and during a check: both change settings of
 the whole process for a moment."""

@@ -26,15 +26,18 @@ from torchguard.bucketing.decorator.break_even import (
     How,
     SharedGraph,
 )
-from torchguard.bucketing.decorator.compile import CompileCache, RangesKey, compiling_is_refused
+from torchguard.bucketing.decorator.compile import (
+    RECOMPILE_LIMIT,
+    CompileCache,
+    RangesKey,
+    compiling_is_refused,
+)
 from torchguard.bucketing.decorator.masking import make_extras
 from torchguard.bucketing.decorator.plan import Call, Mark, Plan
 from torchguard.bucketing.decorator.spec import Spec
 from torchguard.errors import PaddingLeakError, RecompileError
 
 _RUNS_TO_COMPARE = 5
-# As often as torch compiles a function anew before it gives up and runs it uncompiled.
-_COMPILED_OFTEN = 8
 # Seconds that the first graph is taken to cost, until one was compiled: with inductor, and with
 # others. From cold, imports and kernels included, the graph of bench_stream takes 12 (its record of
 # 2026-11-22). Half of that would let a stream take three times the best choice, not twice.
@@ -259,7 +262,7 @@ class Engine:
         output = run(target, call)
         with self._lock:
             graph.recompiled += _torch.graphs_compiled() > graphs
-            if graph.recompiled > _COMPILED_OFTEN:
+            if graph.recompiled > RECOMPILE_LIMIT:
                 reason = f"compiled anew {graph.recompiled} times for other sizes"
                 target.choice.refuse(target.how, reason)
         return output

@@ -364,13 +364,28 @@ def warm_up(
 def _warm_up_one(
     caller: Caller, call: Call, inputs: Sequence[Input], sizes: Sizes
 ) -> float | Exception | None:
-    """Compile one bucket and time it; return the error where it does not fit into memory."""
+    """Compile what runs inputs of these sizes, backward included, and time a call.
+
+    Returns:
+        The seconds, the better of two; None where nothing is compiled, or where the engine times
+        what it has to choose from by itself; the error where it does not fit into memory.
+    """
     side = caller.spec.options["side"]
     try:
         sized = call.with_leaves(
             {each.index: _sized(call.leaves[each.index], each, sizes, side) for each in inputs}
         )
-        return _compile(caller, sized)
+        args, kwargs = sized.bind()
+        plan, sized = caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
+        if plan.choice is not None:
+            caller.engine.warm(plan, sized, functools.partial(_timed, caller))
+            return None
+        if not plan.variant.compiles:
+            return None
+        if plan.specialization not in plan.variant.warmed_for:
+            _run(caller, plan, sized)
+        # The better of two: what else the machine does makes a call slower, never faster.
+        return min(_timed(caller, plan, sized) for _ in range(_TIMED))
     except Exception as error:
         if not _torch.is_out_of_memory(error):
             raise
@@ -392,26 +407,6 @@ def _warn_of_left_out(
         f"memory: {shown} ({next(iter(left_out.values()))}). Calls of these sizes will run out of "
         "memory, too: leave them out of buckets=, or make the batch smaller"
     )
-
-
-def _compile(caller: Caller, call: Call) -> float | None:
-    """Compile the variant for inputs that have the sizes of a bucket, backward included.
-
-    Returns:
-        The seconds of a call, the better of two; None where nothing is compiled, or where the
-        engine times what it has to choose from by itself.
-    """
-    args, kwargs = call.bind()
-    plan, call = caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
-    if plan.choice is not None:
-        caller.engine.warm(plan, call, functools.partial(_timed, caller))
-        return None
-    if not plan.variant.compiles:
-        return None
-    if plan.specialization not in plan.variant.warmed_for:
-        _run(caller, plan, call)
-    # The better of two: what else the machine does makes a call slower, never faster.
-    return min(_timed(caller, plan, call) for _ in range(_TIMED))
 
 
 def _timed(caller: Caller, plan: Plan, call: Call) -> float:

@@ -154,6 +154,23 @@ class TestWhatReachesTheCompiler:
                 compile=True,
             )
 
+    def test_goes_through_torch_compile_as_it_is_when_a_bucket_compiles(
+        self, backend: Counting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """``install("verified")`` may come after the decorator."""
+        wrapped = bucketed(
+            double, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
+        )
+        compile_, seen = torch.compile, []
+
+        def replaced(function: Any, **options: Any) -> Any:
+            seen.append(options)
+            return compile_(function, **options)
+
+        monkeypatch.setattr(torch, "compile", replaced)
+        wrapped(torch.ones(3))
+        assert seen == [{"backend": backend, "dynamic": False}]
+
     def test_a_call_inside_a_compiled_function_breaks_its_graph(self, backend: Counting) -> None:
         wrapped = bucketed(
             double, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend}

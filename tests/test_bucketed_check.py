@@ -189,7 +189,7 @@ class TestVerification:
             return torch.relu(scaled - 1) + scaled  # the gradient of weight is 1, or 2
 
         module, held = Jumping(), torch.ones((), requires_grad=True)
-        expanded = torch.ones(1).expand(3).requires_grad_()  # nobody can write to it in place
+        expanded = torch.ones(1).expand(3).requires_grad_()  # can't be written in place
         module.weight.grad = torch.ones(())
         ways: list[tuple[Any, tuple[Any, ...]]] = [
             (module, (x,)),

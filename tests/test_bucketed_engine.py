@@ -376,7 +376,7 @@ class TestRefused:
             plan, _ = caller.plan_for((), (torch.ones(5),), {})
             assert plan.how == "ranges"
 
-    def test_the_defect_is_told_by_what_torch_does(self) -> None:
+    def test_the_defect_is_detected_by_what_torch_does(self) -> None:
         """2.6 to 2.9 have it, by the catalog's probe too."""
         probe = importlib.import_module("torchguard.defects.probes.dynamic_sizes")
         if _torch.bounds_of_padding_are_wrong():

@@ -88,7 +88,7 @@ class TestOutputs:
         for up in (True, False, True):
             assert torch.equal(wrapped(x, up), half(x, up))
 
-    def test_of_a_size_that_hangs_on_something_nobody_named(self) -> None:
+    def test_of_a_size_that_depends_on_what_dims_does_not_name(self) -> None:
         def by_tensor(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             return x[: (x.shape[0] + other.shape[0]) // 2]
 

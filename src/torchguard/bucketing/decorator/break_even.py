@@ -327,6 +327,6 @@ class AutoChoice(Choice):
             waits = self._may("ranges") and "ranges" not in self._tried
             kind: How = "ranges" if self._how == "eager" and waits else "static"
             spent = self._whole.eager_seconds if kind == "ranges" else self._spent
-            price = self._costs.of(kind)
-            parts.append(f"{spent:.2g} s so far, compiling {kind} takes about {price:.2g} s")
+            cost = self._costs.of(kind)
+            parts.append(f"{spent:.2g} s so far, compiling {kind} takes about {cost:.2g} s")
         return parts

@@ -11,7 +11,6 @@ https://github.com/pytorch/pytorch/issues/190631
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import threading
 import time
@@ -207,13 +206,14 @@ def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
         raise ValueError(
             "bucketed: compile={'dynamic': True} makes static sizes symbolic: leave it out"
         )
+
+    def compiler(*, dynamic: bool | None) -> Compiler:
+        # torch.compile is looked up when a bucket compiles: install("verified") replaces it.
+        return lambda function: torch.compile(function, dynamic=dynamic, **arguments)
+
     # Marks make sizes symbols with any dynamic=. None does so behind a graph break too, where
     # nothing is marked: with False each size would be compiled there.
-    static, ranges, above = (
-        functools.partial(torch.compile, dynamic=dynamic, **arguments)
-        for dynamic in (False, None, True)
-    )
-    return Compilers(static, ranges, above)
+    return Compilers(compiler(dynamic=False), compiler(dynamic=None), compiler(dynamic=True))
 
 
 def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:

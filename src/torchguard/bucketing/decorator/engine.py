@@ -73,7 +73,7 @@ class Engine:
             if choice is None:
                 choice = self._choices[key] = self._new_choice(plan, call)
             plan.choice = choice
-            return self._as(plan, call, choice.now())
+            return self._plan_as(plan, call, choice.now())
 
     def run(self, plan: Plan, call: Call, run: Run, forget: Callable[[Choice], None]) -> Any:
         """Run a call as its bucket is run now, and as it was run before where that can't be.
@@ -211,10 +211,10 @@ class Engine:
             return plan
         found = plan.turns.get(how)
         if found is None:
-            found = plan.turns[how] = self._as(plan, call, how)
+            found = plan.turns[how] = self._plan_as(plan, call, how)
         return found
 
-    def _as(self, plan: Plan, call: Call, how: How) -> Plan:
+    def _plan_as(self, plan: Plan, call: Call, how: How) -> Plan:
         choice = plan.choice
         buckets = dict(zip(plan.sizes, choice.buckets, strict=True)) if how == "static" else {}
         extras = make_extras(self._spec, call, plan.inputs, plan.sizes, buckets or None)

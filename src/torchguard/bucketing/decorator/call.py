@@ -74,7 +74,7 @@ class Caller:
         self.engine = Engine(spec, cache)
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._plans: dict[Any, Plan] = {}
-        self._around: Callable[[], tuple[Any, ...]] | None = None
+        self._global_state: Callable[[], tuple[Any, ...]] | None = None
         self._warned = self._warned_of_compiling_around = False
         self._always = spec.options["check_padding"] == "always"
         self._shared = spec.options["group"] is not None
@@ -126,10 +126,10 @@ class Caller:
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Plan, list[Any], bool]:
         """Return the plan for a call, its leaves, and whether any is inside of a container."""
-        around = (self._around or self._look_around(owner))()
+        global_state = (self._global_state or self._global_state_for(owner))()
         arguments: Iterable[Any] = (*args, *kwargs.values()) if kwargs else args
         # The key of the plan: all that it, or a compiled graph, depends on.
-        key: list[Any] = [around, len(args), *kwargs]
+        key: list[Any] = [global_state, len(args), *kwargs]
         leaves: list[Any] = []
         nested = False
         for argument in arguments:
@@ -154,7 +154,7 @@ class Caller:
         # Ranks agree on the sizes in every call, so none may find its plan without the others.
         plan = None if self._shared else self._plans.get(tuple(key))
         if plan is None:
-            plan = self._new_plan(tuple(key), around, owner, args, kwargs)
+            plan = self._new_plan(tuple(key), global_state, owner, args, kwargs)
         return plan, leaves, nested
 
     def _run(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
@@ -193,29 +193,34 @@ class Caller:
                 self._refit()
         return output
 
-    def _look_around(self, owner: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
-        """Return what says whether gradients, inference mode, autocast and training are on."""
+    def _global_state_for(self, owner: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        """Return what reads whether gradients, inference mode, autocast and training are on."""
         # Weak: a function looks its globals up by name, so they may be gone before it is.
         modules = [weakref.ref(each) for each in reachable_modules(self.cache.function, owner)]
 
-        def around() -> tuple[Any, ...]:
-            settings = (
+        def global_state() -> tuple[Any, ...]:
+            modes = (
                 torch.is_grad_enabled(),
                 torch.is_inference_mode_enabled(),
                 _torch.autocast_is_on(),
                 _torch.innermost_transform() is not None,
             )
             if not modules:
-                return settings
-            return (*settings, *[getattr(module(), "training", None) for module in modules])
+                return modes
+            return (*modes, *[getattr(module(), "training", None) for module in modules])
 
-        self._around = around
-        return around
+        self._global_state = global_state
+        return global_state
 
     # ---- the plan of a shape ----
 
     def _new_plan(
-        self, key: Any, around: tuple[Any, ...], owner: tuple[Any, ...], args: Any, kwargs: Any
+        self,
+        key: Any,
+        global_state: tuple[Any, ...],
+        owner: tuple[Any, ...],
+        args: Any,
+        kwargs: Any,
     ) -> Plan:
         call = Call.of(self.spec, owner, args, kwargs)
         shortest: Sizes = {}
@@ -238,7 +243,9 @@ class Caller:
             for index, (label, leaf) in enumerate(zip(labels, call.leaves, strict=True))
             if index not in padded
         )
-        specialization = Specialization(around, call.signature.treedefs, others, bool(around[3]))
+        specialization = Specialization(
+            global_state, call.signature.treedefs, others, bool(global_state[3])
+        )
         chosen = not self._static and bool(buckets) and not specialization.transformed
         with self.lock:
             plan = Plan(
@@ -296,12 +303,7 @@ class Caller:
     def _run_carefully(self, plan: Plan, call: Call) -> Any:
         if plan.choice is None:
             return self._run_first(plan, call)
-        return self.engine.run(plan, call, self._run_turn, self._forget)
-
-    def _run_turn(self, plan: Plan, call: Call) -> Any:
-        if plan.ready and not self._always:
-            return self._run(plan, plan.variant.run, call)
-        return self._run_first(plan, call)
+        return self.engine.run(plan, call, self._run_first, self._forget)
 
     def _forget(self, choice: Choice) -> None:
         """Forget the plans of a bucket that something else runs from now on."""
@@ -310,6 +312,9 @@ class Caller:
                 del self._plans[key]
 
     def _run_first(self, plan: Plan, call: Call) -> Any:
+        """Check the padding, compile and run, unless an engine has come to a plan that is ready."""
+        if plan.ready and not self._always:
+            return self._run(plan, plan.variant.run, call)
         try:
             self._check(plan, call)
             run = plan.variant.run
@@ -371,7 +376,10 @@ class Caller:
         """Warn once that something else than the size differs from call to call."""
         self._warned = True
         times = len(plan.variant.compiled_for)
-        labels = ", ".join(differing(plan.variant.compiled_for)) or "what is around the call"
+        labels = (
+            ", ".join(differing(plan.variant.compiled_for))
+            or "grad mode, autocast or the structure"
+        )
         warn_user(
             f"bucketed: {self.name} was compiled {times} times for {sizes_of(plan)}, because "
             f"{labels} differs from call to call: numbers, texts and sizes that dims does not name "

@@ -48,7 +48,7 @@ class RangesKey(NamedTuple):
 
     shapes: tuple[tuple[str, tuple[int | str, ...]], ...]
     """Label and shape of each input, with the name of an axis for a size that is a symbol."""
-    around: tuple[Any, ...]
+    global_state: tuple[Any, ...]
     """As in ``Specialization``."""
     bounds: tuple[tuple[str, int, int | None], ...]
     """(axis, smallest, largest) of each symbol, None where the ladder may grow."""
@@ -125,7 +125,7 @@ class CompileCache:
         elif shapes is not None:
             # Dynamo compiles anew for each of these anyway. With a function of its own a call
             # finds one entry in Dynamo's cache: in a list of several, threads walk past theirs.
-            key = (shapes, specialization.around)
+            key = (shapes, specialization.global_state)
         return self.variant(key)
 
     def variant(self, key: Any) -> Variant:
@@ -255,7 +255,7 @@ def _trampoline(function: Callable[..., Any]) -> FunctionType:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _QUOTED = 3
-_AROUND = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
+_MODES = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
 
 _scopes = threading.local()
 
@@ -343,10 +343,10 @@ def failed_guards(error: RuntimeError) -> str | None:
 def recompile_reason(plan: Plan, cache: CompileCache) -> str:
     """Return what a call has that no variant of the cache was compiled for."""
     inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
-    around = plan.specialization.around
+    state = plan.specialization.global_state
     compiled = [key for key, each in cache.variants.items() if each.compiled_for and key]
     others = [(dict(shapes), then) for shapes, then, *_ in compiled]
-    # The nearest reason is given: a bucket, then what is around the call, then other dims.
+    # The nearest reason is given: a bucket, then the global state, then other dims.
     same_bucket = [
         (known, then)
         for known, then in others
@@ -359,8 +359,8 @@ def recompile_reason(plan: Plan, cache: CompileCache) -> str:
         return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
     then = next((then for known, then in same_bucket if known == inputs), None)
     if then is not None:
-        index = next(i for i, (a, b) in enumerate(zip(around, then, strict=True)) if a != b)
-        what = _AROUND[index] if index < len(_AROUND) else "the training mode of a module"
+        index = next(i for i, (a, b) in enumerate(zip(state, then, strict=True)) if a != b)
+        what = _MODES[index] if index < len(_MODES) else "the training mode of a module"
         return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"
     known, _ = same_bucket[0]
     changed = [

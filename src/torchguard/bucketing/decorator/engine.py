@@ -67,7 +67,7 @@ class Engine:
         # torch.compile makes sizes 0 and 1 constants, so they have graphs of their own.
         # https://docs.pytorch.org/docs/main/compile/dynamic_shapes_zero_one_specialization.html
         constant = tuple(size for size in plan.sizes.values() if size < 2)  # noqa: PLR2004
-        key = (plan.shapes, plan.specialization.around, constant)
+        key = (plan.shapes, plan.specialization.global_state, constant)
         with self._lock:
             choice = self._choices.get(key)
             if choice is None:
@@ -200,7 +200,7 @@ class Engine:
                 bounds.append((axis, low, high))
         names = {axis for axis, _, _ in bounds}
         shapes = tuple((each.label, each.symbolic(names)) for each in plan.inputs)
-        key = RangesKey(shapes, plan.specialization.around, tuple(bounds))
+        key = RangesKey(shapes, plan.specialization.global_state, tuple(bounds))
         return self._shared.setdefault(key, SharedGraph(key))
 
     # ---- plans ----

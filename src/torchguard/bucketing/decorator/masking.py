@@ -163,7 +163,7 @@ def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:
     """Return the extras of a plan, made anew if the function has written to one."""
     for value in plan.extras.values():
         if _torch.version_of(value) != 0:
-            # Whoever wrote to it would have spoiled it for the next call.
+            # The next call must not see what the function has written.
             plan.extras = make_extras(spec, call, plan.inputs, plan.sizes, plan.buckets or None)
             break
     return plan.extras

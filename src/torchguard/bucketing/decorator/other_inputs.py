@@ -63,9 +63,9 @@ class OtherValues(NamedTuple):
 
     description: str
     """Of the data, in an error: "where {label} ..."."""
-    of_floats: Callable[[torch.Tensor], torch.Tensor]
-    of_integers: Callable[[torch.Tensor], torch.Tensor]
-    keeps_sign: bool
+    of_floats: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    of_integers: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    keeps_sign: bool = False
     """Whether what is positive stays so, and between 0 and 1 what is."""
 
     def made(self, inputs: Iterable[Input], call: Call) -> Call | None:
@@ -152,7 +152,7 @@ def _spread(numbers: torch.Tensor) -> torch.Tensor:
 
 _SIGNS = (
     OtherValues("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True),
-    OtherValues("is negative", lambda x: -x.abs(), _negative, keeps_sign=False),
+    OtherValues("is negative", lambda x: -x.abs(), _negative),
 )
 """They find what other padding can't: one negative number, and ``(x > 0).all()`` is False whatever
 the padding holds."""
@@ -165,21 +165,9 @@ def _whole_numbers(beyond: Beyond, factor: float) -> tuple[OtherValues, ...]:
     numbers below 0.5 is 0 as long as more of them are real than padded.
     """
     return (
-        OtherValues(
-            "is a positive whole number", lambda x: _whole(x, factor), _spread, keeps_sign=False
-        ),
-        OtherValues(
-            "is a negative whole number",
-            lambda x: -_whole(x, factor),
-            torch.clone,
-            keeps_sign=False,
-        ),
-        OtherValues(
-            "is a whole number of either sign",
-            lambda x: _across(x, beyond, factor),
-            torch.clone,
-            keeps_sign=False,
-        ),
+        OtherValues("is a positive whole number", lambda x: _whole(x, factor), _spread),
+        OtherValues("is a negative whole number", lambda x: -_whole(x, factor)),
+        OtherValues("is a whole number of either sign", lambda x: _across(x, beyond, factor)),
     )
 
 
@@ -190,8 +178,8 @@ def _near(compared: Sequence[float]) -> OtherValues:
     def made(numbers: torch.Tensor) -> torch.Tensor:
         return _chosen(numbers, [*near, *torch.unique(numbers).tolist()])
 
-    said = "is near what the function compares it with"
-    return OtherValues(said, torch.clone, made, keeps_sign=True)
+    description = "is near what the function compares it with"
+    return OtherValues(description, of_integers=made, keeps_sign=True)
 
 
 def _above(compared: float) -> OtherValues:
@@ -202,8 +190,8 @@ def _above(compared: float) -> OtherValues:
         above = torch.unique(numbers[numbers >= least]).tolist()
         return _chosen(numbers, above or [least, least + 1, least + 2])
 
-    said = "is above all that the function compares it with"
-    return OtherValues(said, torch.clone, made, keeps_sign=True)
+    description = "is above all that the function compares it with"
+    return OtherValues(description, of_integers=made, keeps_sign=True)
 
 
 def _chosen(numbers: torch.Tensor, among: Iterable[int]) -> torch.Tensor:
@@ -224,12 +212,7 @@ _MAGNITUDES = (
         lambda x: x[..., :1].expand_as(x).clone(),
         keeps_sign=True,
     ),
-    OtherValues(
-        "is 16 times larger and has the other sign",
-        lambda x: x * -_LARGER,
-        _exchanged,
-        keeps_sign=False,
-    ),
+    OtherValues("is 16 times larger and has the other sign", lambda x: x * -_LARGER, _exchanged),
 )
 
 

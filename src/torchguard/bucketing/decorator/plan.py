@@ -174,7 +174,7 @@ class Input:
 class Specialization(NamedTuple):
     """What a compiled graph is specialised on besides the sizes that are padded."""
 
-    around: tuple[Any, ...]
+    global_state: tuple[Any, ...]
     """Grad mode, inference mode, autocast, a transform of torch.func, ``training`` of modules."""
     structure: tuple[TreeDef, ...]
     others: tuple[tuple[str, Any], ...]
@@ -274,7 +274,7 @@ class Plan:
     slices: dict[Any, Any] = field(default_factory=dict)
     """What to take of an output, by its structure and shapes."""
     derived: list[tuple[Any, Any]] = field(default_factory=list)
-    """What runs without data have told in this call, for ``save_plan``: (key, formula) each."""
+    """The formulas that were derived in this call, for ``save_plan``: (key, formula) each."""
     ready: bool = False
     shortest: Sizes = field(default_factory=dict)
     """The smallest sizes that any rank of a group has."""

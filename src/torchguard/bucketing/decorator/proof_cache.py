@@ -224,15 +224,15 @@ class ProofCache:
     def _specialization(self, plan: Plan) -> tuple[Any, ...]:
         # With labels a model computes a loss, so which inputs there are counts as well. Switches
         # may differ between ranks, and all of them have to check at the same time; so may masks.
-        around, labels = plan.specialization.around, [each.label for each in plan.inputs]
+        state, labels = plan.specialization.global_state, [each.label for each in plan.inputs]
         if plan.shortest:
-            return around, *(label for label in labels if label not in self._spec.masks)
+            return state, *(label for label in labels if label not in self._spec.masks)
         structure, others = plan.specialization.structure, plan.specialization.others
         # Switches may lead the function another way; sizes and fractions do not.
         switches = [
             (label, None if isinstance(key, (TensorKey, float)) else key) for label, key in others
         ]
-        return around, structure, *switches, *labels
+        return state, structure, *switches, *labels
 
     # ---- formulas for the sizes of outputs ----
 

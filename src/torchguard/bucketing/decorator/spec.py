@@ -247,7 +247,7 @@ class Spec:
                 )
 
     def unread_masks(self) -> str:
-        """Return a hint about masks that nobody but ``**kwargs`` takes; empty where it is none."""
+        """Return a hint about masks that only ``**kwargs`` takes; empty where there is none."""
         found = [name for name in self.masks if name not in self.explicit]
         if not found or not self.explicit or self.others is None:
             return ""

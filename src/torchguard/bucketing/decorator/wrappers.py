@@ -121,11 +121,8 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
     def _alone(self) -> Caller:
         with self._lock:
             if self._caller is None:
-                self._caller = self._new_caller(self._new_spec(bound=False))
+                self._caller = self._new_caller(Spec.of(self._original, self._options, bound=False))
             return self._caller
-
-    def _new_spec(self, *, bound: bool) -> Spec:
-        return Spec.of(self._original, self._options, bound=bound)
 
     def _new_caller(self, spec: Spec) -> Caller:
         name = getattr(self._original, "__qualname__", type(self._original).__name__) + "()"
@@ -159,7 +156,7 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
             return found[1]
         with self._lock:
             if self._in_class is None:
-                self._in_class = self._new_spec(bound=True)
+                self._in_class = Spec.of(self._original, self._options, bound=True)
             caller = self._new_caller(self._in_class)
             instances = self._of_instances
             try:

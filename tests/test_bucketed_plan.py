@@ -97,6 +97,18 @@ class TestStartsWithoutWork:
         assert run_again(path) == []
         assert work.taken() == (0, 0)
 
+    def test_formulas_of_a_check_that_failed_are_saved(self, tmp_path: Path, work: Work) -> None:
+        """The next process raises the same error, and derives nothing on the way to it."""
+        first = bucketed(lambda x: x.mean(2), buckets=[8], **OPTIONS)
+        with pytest.raises(PaddingLeakError):
+            first(torch.randn(1, 1, 5))
+        first.save_plan(tmp_path / "plan.json")
+        assert work.taken()[1] == 1
+        again = bucketed(lambda x: x.mean(2), plan=tmp_path / "plan.json", **OPTIONS)
+        with pytest.raises(PaddingLeakError):
+            again(torch.randn(1, 1, 5))
+        assert work.taken()[1] == 0
+
     def test_another_process_does_so_too(self, tmp_path: Path) -> None:
         """Names are hashed otherwise there; runs are counted by the frames that Python enters."""
         source = """

@@ -175,12 +175,14 @@ class Caller:
             if real is UNKNOWN:
                 call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
                 if plan.ready:
-                    self.proofs.begin(plan)
+                    self.proofs.begin()
                 modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
                 find = functools.partial(self.output_shapes.slices, plan, call, modules)
                 with COMPILE_LOCK, uncompiled():
-                    real = slice_or_learn(plan, find, output)
-                self.proofs.add_formulas(plan, call)
+                    try:
+                        real = slice_or_learn(plan, find, output)
+                    finally:
+                        self.proofs.add_formulas(plan, call)
             output = real
         with self.lock:
             # Under the lock: += reads and writes, and another thread may call in between.
@@ -345,8 +347,11 @@ class Caller:
             return
         modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
         with COMPILE_LOCK, uncompiled():
-            check_padding(self.output_shapes, plan, call, modules, proven, anew=anew)
-        self.proofs.add_proof(plan, call)
+            try:
+                check_padding(self.output_shapes, plan, call, modules, proven, anew=anew)
+            finally:
+                self.proofs.add_formulas(plan, call)
+            self.proofs.add_proof(plan, call)
 
     def compiled(self, plan: Plan) -> Callable[..., Any]:
         """Return a variant's function, to be called once, that notes what compiling took."""

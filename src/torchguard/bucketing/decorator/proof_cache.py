@@ -99,10 +99,8 @@ class ProofCache:
         self._functions: list[Parts] = []
         # What was loaded never holds what this process has added: that is in self._proven, whose
         # own rules say when to check again.
-        self._loaded_proofs: dict[str, Any] = {}
-        self._loaded_formulas: dict[str, Any] = {}
-        self._proofs: dict[str, Any] = {}
-        self._formulas: dict[str, Any] = {}
+        self._loaded: dict[str, dict[str, Any]] = {"proofs": {}, "formulas": {}}
+        self._added: dict[str, dict[str, Any]] = {"proofs": {}, "formulas": {}}
         self._compiled: Any = None
         self._unknown: str | None = None
         self._has_warned = False
@@ -122,8 +120,8 @@ class ProofCache:
             if not changed:
                 self._compiled = compiled
                 self._functions = [dict(each) for each in saved["functions"]]
-                self._loaded_proofs = {key: dict(each) for key, each in saved["proofs"].items()}
-                self._loaded_formulas = {key: dict(each) for key, each in saved["formulas"].items()}
+                for kind, entries in self._loaded.items():
+                    entries.update({key: dict(each) for key, each in saved[kind].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"bucketed: {self._spec.plan.path!r} is damaged: {error!r}") from None
         if changed:
@@ -136,10 +134,9 @@ class ProofCache:
             )
             self._warn_of_change(f"the buckets are {now}, and were {before}")
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self) -> None:
         """Begin a call: the function may have another fingerprint than before."""
         self._latest = None
-        plan.derived.clear()
 
     # ---- proofs of the padding ----
 
@@ -159,7 +156,7 @@ class ProofCache:
             call: not padded.
             anew: check it whatever was proven.
         """
-        self.begin(plan)
+        self.begin()
         if not anew and self._is_proven(plan, call):
             return None
         proven = self._proven_like(plan)
@@ -190,7 +187,7 @@ class ProofCache:
         """Whether the plan has a proof for a call's bucket; if so, it is added to ``proven``."""
         if self._spec.plan is None:
             return False
-        found = self._look_up(self._loaded_proofs, self._proof_key(plan), plan, call)
+        found = self._look_up("proofs", self._proof_key(plan), plan, call)
         holds = found is not None and _covers(found["shares"], plan)
         group = self._spec.options["group"]
         if group is not None:
@@ -203,15 +200,14 @@ class ProofCache:
         return holds
 
     def add_proof(self, plan: Plan, call: Call) -> None:
-        """Add that a call's bucket was proven, and the formulas that were derived on the way."""
+        """Add that a call's bucket was proven, if the function has a fingerprint."""
         known = self._proven_like(plan)
         entry = {
             "shares": known.shares[tuple(plan.buckets.values())],
             "neutral": sorted(known.neutral),
             "tried": known.tried,
         }
-        self._add(self._proofs, self._proof_key(plan), plan, call, entry)
-        self.add_formulas(plan, call)
+        self._add("proofs", self._proof_key(plan), plan, call, entry)
 
     def _proven_like(self, plan: Plan) -> Proven:
         """Return what was proven for calls like that of a plan; to be added to."""
@@ -238,13 +234,14 @@ class ProofCache:
 
     def formula(self, plan: Plan, call: Call, key: Any) -> Any:
         """Return what the plan has of a run without data; None if it has nothing."""
-        found = self._look_up(self._loaded_formulas, key, plan, call)
+        found = self._look_up("formulas", key, plan, call)
         return None if found is None else found["formula"]
 
     def add_formulas(self, plan: Plan, call: Call) -> None:
-        """Add what was derived in this call."""
+        """Add what was derived in this call, whether it has failed or not."""
         for key, formula in plan.derived:
-            self._add(self._formulas, key, plan, call, {"formula": formula})
+            self._add("formulas", key, plan, call, {"formula": formula})
+        plan.derived.clear()
 
     # ---- compiled artifacts ----
 
@@ -269,25 +266,23 @@ class ProofCache:
                 warn_user(f"bucketed: save_plan keeps nothing of what was compiled: {problem}")
         with self._lock:
             # What was loaded and not used stays in the file, with the function that it is of.
-            proofs = {**self._loaded_proofs, **self._proofs}
-            formulas = {**self._loaded_formulas, **self._formulas}
-            used = sorted({each["of"] for each in (*proofs.values(), *formulas.values())})
+            entries = {kind: {**self._loaded[kind], **self._added[kind]} for kind in self._loaded}
+            used = sorted({each["of"] for kind in entries.values() for each in kind.values()})
             functions = [self._functions[index] for index in used]
         if self._unknown is not None:
             warn_user(
                 f"bucketed: save_plan keeps no proof of the padding: {self._name} has no "
                 f"fingerprint, because {self._unknown}"
             )
-
-        def renumbered(entries: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: {**each, "of": used.index(each["of"])} for key, each in entries.items()}
-
+        renumbered = {
+            kind: {key: {**each, "of": used.index(each["of"])} for key, each in found.items()}
+            for kind, found in entries.items()
+        }
         return {
             **_versions(),
             "ladder": self._ladder(),
             "functions": functions,
-            "proofs": renumbered(proofs),
-            "formulas": renumbered(formulas),
+            **renumbered,
             "compiled": compiled,
         }
 
@@ -300,12 +295,12 @@ class ProofCache:
 
     # ---- entries, each with the fingerprint of the function that it is of ----
 
-    def _look_up(self, entries: Mapping[str, Any], key: Any, plan: Plan, call: Call) -> Any:
-        """Return an entry, if the function has the fingerprint that it had then."""
-        if not entries:
+    def _look_up(self, kind: str, key: Any, plan: Plan, call: Call) -> Any:
+        """Return an entry that was loaded, if the function has the fingerprint that it had then."""
+        if not self._loaded[kind]:
             return None
         try:
-            found = entries.get(_digest(key))
+            found = self._loaded[kind].get(_digest(key))
             if found is None:
                 return None
             now = self._fingerprint(plan, call)
@@ -318,9 +313,7 @@ class ProofCache:
             return None
         return found
 
-    def _add(
-        self, entries: dict[str, Any], key: Any, plan: Plan, call: Call, entry: dict[str, Any]
-    ) -> None:
+    def _add(self, kind: str, key: Any, plan: Plan, call: Call, entry: dict[str, Any]) -> None:
         try:
             digest, now = _digest(key), self._fingerprint(plan, call)
         except UnknownValue as error:
@@ -329,7 +322,7 @@ class ProofCache:
         with self._lock:
             if now not in self._functions:
                 self._functions.append(now)
-            entries[digest] = {**entry, "of": self._functions.index(now)}
+            self._added[kind][digest] = {**entry, "of": self._functions.index(now)}
 
     def _fingerprint(self, plan: Plan, call: Call) -> Parts:
         """Return the fingerprint of the function, and of the modules it is given, in this call.

@@ -238,14 +238,13 @@ class _Comparison:
             there = [each for each in (one, other) if each is not None]
             if len(there) == 1 and not there[0].known:
                 continue  # a leaf that this run has made: no caller can read its gradient
-            expected = None if one is None else one.value
-            actual = None if other is None else other.value
-            if expected is None and actual is None:
+            like = next((each.value for each in there if each.value is not None), None)
+            if like is None:
                 continue
-            if expected is None and actual is not None:
-                expected = torch.zeros_like(actual)
-            elif actual is None and expected is not None:
-                actual = torch.zeros_like(expected)
+            expected, actual = (
+                torch.zeros_like(like) if each is None or each.value is None else each.value
+                for each in (one, other)
+            )
             self.values("gradients", [(key, (expected, actual))], floor)
 
     def buffers(self, reference: Outcome, candidate: Outcome) -> None:

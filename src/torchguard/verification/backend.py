@@ -184,8 +184,8 @@ class VerifiedBackend:
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         sizes = sizes_of(examples, [node.meta.get("example_value") for node in placeholders])
         if (sizes is None and not numbers) or self.checks.check_each == "graph":
-            return checked_calls(check, self.checks.calls)
-        return checked_calls_of_new_sizes(check, self.checks, sizes, numbers)
+            return checked_calls(check)
+        return checked_calls_of_new_sizes(check, sizes, numbers)
 
     def stats(self) -> VerificationReport:
         """Return what has become of the graphs this backend has compiled."""
@@ -369,32 +369,27 @@ def _with_numbers(sizes: SizesOf | None, numbers: Sequence[int]) -> SizesOf:
     return key
 
 
+@dataclass(eq=False)
 class _Calls:
     """The calls of a graph with dynamic shapes: those with sizes it was not checked with."""
 
-    def __init__(
-        self,
-        check: GraphCheck,
-        options: Options,
-        sizes_of_call: SizesOf | None,
-        numbers: Sequence[int],
-    ) -> None:
-        self._check = check
-        self._options = options
-        self._sizes_of = sizes_of_call
-        self._numbers = numbers
+    check: GraphCheck
+    sizes_of_call: SizesOf | None
+    numbers: Sequence[int]
+
+    def __post_init__(self) -> None:
         self._restart()
 
     def _restart(self) -> None:
         """Forget all sizes: what runs now was checked with none of them."""
-        self._checked = Sizes(self._options)
+        self._checked = Sizes(self.check.options)
         # None: whatever the sizes are, nothing is left to check.
         known: set[Hashable] | None = set()
-        sizes_of = self._sizes_of
-        if self._numbers or sizes_of is None:
-            sizes_of = _with_numbers(sizes_of, self._numbers)
+        sizes_of = self.sizes_of_call
+        if self.numbers or sizes_of is None:
+            sizes_of = _with_numbers(sizes_of, self.numbers)
         # One name for all: no call may find sizes known that another function was checked with.
-        self.state = (known, self._check.runs, sizes_of)
+        self.state = (known, self.check.runs, sizes_of)
 
     def look(self, inputs: tuple[Any, ...]) -> str | None:
         """Check the call if its sizes are new; return the text of a warning."""
@@ -405,7 +400,7 @@ class _Calls:
             raise
 
     def _look(self, inputs: tuple[Any, ...]) -> str | None:
-        check, warning = self._check, None
+        check, warning = self.check, None
         known, _, sizes_of = self.state
         if known is None:
             return None
@@ -430,17 +425,16 @@ class _Calls:
 
 
 def checked_calls_of_new_sizes(
-    check: GraphCheck, options: Options, sizes_of_call: SizesOf | None, numbers: Sequence[int] = ()
+    check: GraphCheck, sizes_of_call: SizesOf | None, numbers: Sequence[int]
 ) -> Callable[..., Any]:
     """Return what Dynamo calls: the compiled graph, whose calls with new sizes are checked.
 
     Args:
         check: checks them.
-        options: what the user has chosen.
         sizes_of_call: reads the sizes from the inputs; None if the shapes are static.
         numbers: the positions of inputs that are floats, of which two values are checked.
     """
-    calls = _Calls(check, options, sizes_of_call, numbers)
+    calls = _Calls(check, sizes_of_call, numbers)
 
     def run(*inputs: Any) -> Any:
         known, trusted, sizes_of = calls.state

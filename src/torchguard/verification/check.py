@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -39,58 +40,49 @@ class _Judged(NamedTuple):
     """What differs and is allowed, as text."""
 
 
+@dataclass(eq=False)
 class GraphCheck:
-    """Checks calls of one graph, and knows what is trusted to run.
+    """Checks calls of one graph, and knows what is trusted to run."""
 
-    Args:
-        traced: the graph.
-        fallbacks: the backend that has compiled it, and what to compile it with if that is wrong.
-        options: what the user has chosen.
-        record: is kept up to date.
-        compiled: what the backend made of the graph.
-        draws_like_eager: whether that draws the random numbers that eager draws.
-        compile_seconds: how long the backend took.
-    """
+    traced: TracedGraph
+    fallbacks: tuple[Fallback, ...]
+    """The backend that has compiled it, and what to compile it with if that is wrong."""
 
-    def __init__(
-        self,
-        traced: TracedGraph,
-        fallbacks: tuple[Fallback, ...],
-        options: Options,
-        record: GraphRecord,
-        compiled: Callable[..., Any],
-        *,
-        draws_like_eager: bool,
-        compile_seconds: float,
-    ) -> None:
-        self.traced = traced
-        self.runs = compiled
-        """What is trusted so far; each call gets its result from it."""
-        self.conclusive = True
-        """Whether the last check could tell: eager did not raise."""
-        self._position = 0  # of what runs, among the fallbacks
-        self._settled = False  # there is nothing left to check
-        self._mutates = False  # a check has seen the graph write its inputs
-        self._stays_inside = False  # and the fallback that writes them outside was not right
-        self._fallbacks = fallbacks
-        self._options = options
-        self._record = record
-        self._draws_like_eager = draws_like_eager
-        self._compile_seconds = compile_seconds
-        self._lock = threading.Lock()
-        self._thread: int | None = None  # the one that holds the lock
+    options: Options
+    record: GraphRecord
+    """Is kept up to date."""
+
+    runs: Callable[..., Any]
+    """What is trusted so far, at first what the backend made of the graph; each call gets its
+    result from it."""
+
+    draws_like_eager: bool
+    """Whether what the backend made draws the random numbers that eager draws."""
+
+    compile_seconds: float
+    """How long the backend took."""
+
+    conclusive: bool = True
+    """Whether the last check could tell: eager did not raise."""
+
+    _position: int = 0  # of what runs, among the fallbacks
+    _settled: bool = False  # there is nothing left to check
+    _mutates: bool = False  # a check has seen the graph write its inputs
+    _stays_inside: bool = False  # and the fallback that writes them outside was not right
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: int | None = None  # the one that holds the lock
 
     @property
     def settled(self) -> bool:
         """Whether nothing is left to check: eager runs, or what has been decided on."""
-        return self._settled or self._fallbacks[self._position] is EAGER
+        return self._settled or self.fallbacks[self._position] is EAGER
 
     @property
     def mutates_inside(self) -> bool:
         """Whether the graph writes its inputs, and a fallback is left that does so outside."""
-        following = self._fallbacks[self._position + 1 : self._position + 2]
+        following = self.fallbacks[self._position + 1 : self._position + 2]
         outside = any(fallback.name == OUTSIDE for fallback in following)
-        may_fall_back = self._options.on_mismatch == "fallback" and not self._stays_inside
+        may_fall_back = self.options.on_mismatch == "fallback" and not self._stays_inside
         return self._mutates and outside and may_fall_back
 
     def call(self, inputs: tuple[Any, ...], look: Callable[[tuple[Any, ...]], str | None]) -> Any:
@@ -126,14 +118,14 @@ class GraphCheck:
         self.conclusive = True
         try:
             warning = self._check_or_leave(inputs)
-            together = self._options.group is not None and self._options.on_mismatch == "fallback"
+            together = self.options.group is not None and self.options.on_mismatch == "fallback"
             # The other ranks are here too: only sizes that come later, each meets on its own.
-            if together and self._record.checks < self._options.calls:
+            if together and self.record.checks < self.options.calls:
                 self._agree(inputs)
             return warning
         finally:
-            self._record.checks += 1
-            self._record.seconds += time.perf_counter() - start
+            self.record.checks += 1
+            self.record.seconds += time.perf_counter() - start
 
     def _check_or_leave(self, inputs: Sequence[Any]) -> str | None:
         try:
@@ -150,10 +142,10 @@ class GraphCheck:
             self._leave(eager)
             return None
         self._mutates |= bool(eager.mutated)
-        judged = self._judge(self._fallbacks[self._position], self.runs, eager, inputs)
+        judged = self._judge(self.fallbacks[self._position], self.runs, eager, inputs)
         self.runs = judged.function
         adds = bool(eager.gradients) or _accumulates(self.traced.graph)
-        if not judged.differences and adds and self._record.status == "compiled":
+        if not judged.differences and adds and self.record.status == "compiled":
             wrong = self._with_a_repeated_id(eager, inputs)
             if wrong is not None:
                 judged, eager, inputs = wrong
@@ -166,10 +158,10 @@ class GraphCheck:
             return self._replace(judged.differences, eager, inputs)
         if eager.error is not None:
             self._leave_to_next_call(f"eager raises {type(eager.error).__name__}")
-        elif self._record.status in {"compiled", "verified"}:
-            earlier_note = self._record.reason if self._record.status == "verified" else ""
-            self._record.status = "verified"
-            self._record.reason = judged.note or earlier_note
+        elif self.record.status in {"compiled", "verified"}:
+            earlier_note = self.record.reason if self.record.status == "verified" else ""
+            self.record.status = "verified"
+            self.record.reason = judged.note or earlier_note
         return None
 
     def _with_a_repeated_id(
@@ -191,7 +183,7 @@ class GraphCheck:
         again = self._run_eagerly(repeated)
         if isinstance(again, str) or again.gradients.keys() != eager.gradients.keys():
             return None
-        judged = self._judge(self._fallbacks[self._position], self.runs, again, repeated)
+        judged = self._judge(self.fallbacks[self._position], self.runs, again, repeated)
         others = any(each.part != "gradients" for each in judged.differences)
         if others and not _accumulates(self.traced.graph):
             return None
@@ -199,18 +191,18 @@ class GraphCheck:
 
     def _leave_to_next_call(self, reason: str) -> None:
         """Note that this call proves nothing about the graph, so the next one is checked."""
-        if self._options.group is not None:
+        if self.options.group is not None:
             self._leave(reason)  # ranks that check together count the same calls
             return
         self.conclusive = False
-        if self._record.status == "compiled":
-            self._record.reason = f"{reason}; the next call is checked"
+        if self.record.status == "compiled":
+            self.record.reason = f"{reason}; the next call is checked"
 
     def _leave(self, reason: str) -> None:
         """Leave the graph unverified."""
-        if self._record.status in {"compiled", "verified"}:
-            self._record.status = "unverified"
-            self._record.reason = reason
+        if self.record.status in {"compiled", "verified"}:
+            self.record.status = "unverified"
+            self.record.reason = reason
 
     def _run_eagerly(self, inputs: Sequence[Any]) -> Outcome | str:
         """Return what eager does, or why that can't be compared with what runs."""
@@ -218,9 +210,9 @@ class GraphCheck:
         if reason is not None:
             return reason
         eager = run_on_copies(self.traced.graph, inputs, self.traced.owned)
-        if eager.random and not self._draws_like_eager:
+        if eager.random and not self.draws_like_eager:
             # No inputs will change that. Ranks that check together do so until all of them have.
-            self._settled = self._options.group is None
+            self._settled = self.options.group is None
             return (
                 "it draws random numbers, which inductor draws in its own way; with the option "
                 "fallback_random=True it can be checked"
@@ -232,7 +224,7 @@ class GraphCheck:
         reason = why_not_copied(tensors)
         if reason is not None:
             return reason
-        limit = self._options.max_bytes
+        limit = self.options.max_bytes
         size = 0 if limit is None else bytes_of(tensors)
         if limit is not None and size > limit:
             return f"its inputs have {size:,} bytes, max_bytes is {limit:,}"
@@ -290,17 +282,17 @@ class GraphCheck:
         self, found: tuple[Difference, ...], eager: Outcome, inputs: Sequence[Any]
     ) -> str | None:
         """Replace what is wrong as the user has chosen; return the text of the warning."""
-        first, record, wrong = self._fallbacks[0], self._record, self.runs
-        action = self._options.on_mismatch
+        first, record, wrong = self.fallbacks[0], self.record, self.runs
+        action = self.options.on_mismatch
         if action == "fallback":
             with quiet():
                 self._fall_back(eager, inputs, self._position + 1)
         record.status = "mismatched"
-        record.runs = self._fallbacks[self._position].name
+        record.runs = self.fallbacks[self._position].name
         record.differences = tuple(map(str, found))
         reproducer = record.reproducer
         if reproducer is None:
-            seconds = self._compile_seconds
+            seconds = self.compile_seconds
             reproducer = reproducer_of(
                 self.traced, wrong, inputs, first, record=record, compile_seconds=seconds
             )
@@ -320,7 +312,7 @@ class GraphCheck:
             inputs: of the call.
             start: the position of the first one that may be taken.
         """
-        last = len(self._fallbacks) - 1
+        last = len(self.fallbacks) - 1
         position, function = last, EAGER.compile(self.traced.graph, [])
         try:
             for place in range(start, last):
@@ -337,10 +329,10 @@ class GraphCheck:
         self, place: int, eager: Outcome | None, inputs: Sequence[Any]
     ) -> Callable[..., Any] | None:
         """Compile with a fallback; None if it can't, or if that does not do what eager does."""
-        compiled = self.traced.compile(self._fallbacks[place], inputs)
+        compiled = self.traced.compile(self.fallbacks[place], inputs)
         if compiled is None or eager is None:
             return compiled
-        judged = self._judge(self._fallbacks[place], compiled, eager, inputs)
+        judged = self._judge(self.fallbacks[place], compiled, eager, inputs)
         return None if judged.differences else judged.function
 
     def mutate_outside(self, inputs: Sequence[Any]) -> bool:
@@ -359,35 +351,35 @@ class GraphCheck:
             pass
         if function is not None:
             self._position, self.runs = place, function
-            self._record.runs = OUTSIDE
-            self._record.reason = "it writes its inputs, of more sizes than are checked one by one"
+            self.record.runs = OUTSIDE
+            self.record.reason = "it writes its inputs, of more sizes than are checked one by one"
         self._stays_inside = function is None
-        self._record.checks += 1
-        self._record.seconds += time.perf_counter() - start
+        self.record.checks += 1
+        self.record.seconds += time.perf_counter() - start
         return function is not None
 
     def _agree(self, inputs: Sequence[Any]) -> None:
         """Take the fallback of the rank that is furthest down; it has to be right here as well."""
         while True:
             mine = self._position
-            negative, furthest = largest_of_all_ranks(self._options.group, [-mine, mine])
+            negative, furthest = largest_of_all_ranks(self.options.group, [-mine, mine])
             if -negative == furthest:
                 return
             if mine == furthest:
                 continue  # the others come down, and may have to go further
             eager: Outcome | str = "unverified"
-            if self._record.status != "unverified":
+            if self.record.status != "unverified":
                 try:
                     eager = self._run_eagerly(inputs)
                 except torch.OutOfMemoryError:
                     eager = "out of memory"
             self._fall_back(None if isinstance(eager, str) else eager, inputs, furthest)
-            self._record.runs = self._fallbacks[self._position].name
+            self.record.runs = self.fallbacks[self._position].name
 
 
-def checked_calls(check: GraphCheck, calls: int) -> Callable[..., Any]:
+def checked_calls(check: GraphCheck) -> Callable[..., Any]:
     """Return what Dynamo calls: the compiled graph, the first calls of which are checked."""
-    remaining = calls
+    remaining = check.options.calls
     target: Callable[..., Any]
 
     def look(inputs: tuple[Any, ...]) -> str | None:

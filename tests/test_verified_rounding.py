@@ -1,4 +1,4 @@
-"""verified: a rounding error is no defect, also where a graph jumps."""
+"""verified: a rounding error is no defect, also at a discontinuity."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_reference_far_from_eager_excuses_nothing() -> None:
     assert judge(eager, compiled, COMPILING, lambda: near).equal
 
 
-# --- where a graph jumps, the last digit decides
+# --- at a discontinuity the last digit decides
 
 
 def a_digit_further(digit_in_double: float) -> Any:
@@ -100,15 +100,15 @@ def compared(weight: torch.Tensor, x: torch.Tensor) -> Any:
     return (weight * x)[0] * 0, weight * x > 1
 
 
-@pytest.mark.parametrize("jump", [stopped, chosen, compared])
+@pytest.mark.parametrize("discontinuous", [stopped, chosen, compared])
 @pytest.mark.parametrize("digit_in_double", [2.0**-51, 2.0**-22])
-def test_a_jump_within_the_rounding_error_is_a_mismatch_if_it_is_wrong_in_double_too(
-    jump: Callable[..., Any], digit_in_double: float
+def test_a_discontinuity_within_the_rounding_error_is_a_mismatch_if_wrong_in_double_too(
+    discontinuous: Callable[..., Any], digit_in_double: float
 ) -> None:
     x = torch.tensor([1.0, 2.0])
     weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)  # a digit below, and far above
     backend = a_digit_further(digit_in_double)
-    checked = verified(backend=backend)(jump)
+    checked = verified(backend=backend)(discontinuous)
     if digit_in_double < 2.0**-50:
         checked(weight, x)
         assert stats(checked).verified == 1
@@ -118,13 +118,13 @@ def test_a_jump_within_the_rounding_error_is_a_mismatch_if_it_is_wrong_in_double
 
 
 @pytest.mark.parametrize("count", [1, 4, 12])
-def test_many_jumps_at_once_raise_no_false_alarm(count: int) -> None:
+def test_many_discontinuities_at_once_raise_no_false_alarm(count: int) -> None:
     weight = torch.full((count,), 1 - 2.0**-24, requires_grad=True)
     checked = verified(backend=a_digit_further(2.0**-51))(compared)
     checked(weight, torch.ones(count))
     (record,) = stats(checked).graphs
     assert record.status == "verified"
-    assert record.reason.startswith("rounding decides where it jumps: output 1: ")
+    assert record.reason.startswith("rounding decides at a discontinuity: output 1: ")
 
 
 def in_float32(spoil: Callable[[list[Any]], list[Any]]) -> Any:
@@ -146,7 +146,7 @@ def test_a_large_number_excuses_no_small_one() -> None:
         verified(backend=in_float32(off))(lambda w, x: w * x)(weight, torch.ones(2))
 
 
-def test_a_jump_excuses_no_number_that_eager_never_names() -> None:
+def test_a_discontinuity_excuses_no_number_that_eager_never_names() -> None:
     def garbage(outputs: list[Any]) -> list[Any]:
         return [outputs[0], torch.tensor(-7)]
 
@@ -176,29 +176,33 @@ def test_what_double_precision_can_not_tell_is_a_mismatch(when: str) -> None:
 
         return run_or_not
 
-    def jump(weight: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+    def discontinuous(
+        weight: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> Any:
         return stopped(weight, x), a + 1, b + 1
 
     shared = torch.ones(2)
     other = shared.view(torch.int32) if when == "copying" else shared.clone()
     weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
     with pytest.warns(MiscompilationWarning):
-        verified(backend=planted)(jump)(weight, torch.ones(2), shared, other.detach())
+        verified(backend=planted)(discontinuous)(weight, torch.ones(2), shared, other.detach())
 
 
-def test_a_jump_of_a_graph_with_dynamic_shapes_is_a_mismatch() -> None:
+def test_a_discontinuity_of_a_graph_with_dynamic_shapes_is_a_mismatch() -> None:
     further = a_digit_further(2.0**-51)
 
     def planted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         dynamic = any(isinstance(value, torch.SymInt) for value in inputs)
         return further(graph, inputs) if dynamic else graph.forward  # so right in double
 
-    def jump(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    def discontinuous(weight: torch.Tensor, x: torch.Tensor) -> Any:
         return torch.relu(weight * x - 1) * x.shape[0]
 
     weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
     with pytest.warns(MiscompilationWarning):
-        torch.compile(jump, backend=verified_backend(planted), dynamic=True)(weight, torch.ones(2))
+        torch.compile(discontinuous, backend=verified_backend(planted), dynamic=True)(
+            weight, torch.ones(2)
+        )
 
 
 def test_copies_are_not_kept_alive_by_autocast() -> None:
@@ -226,7 +230,7 @@ def test_a_storage_requires_grad_if_any_tensor_over_it_does(order: tuple[int, in
     assert require_grad == [True]
 
 
-def test_a_jump_draws_no_random_number_of_the_callers() -> None:
+def test_a_discontinuity_draws_no_random_number_of_the_callers() -> None:
     further = a_digit_further(2.0**-51)
 
     def drawing(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -241,9 +245,9 @@ def test_a_jump_draws_no_random_number_of_the_callers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("jump", [stopped, chain])
+@pytest.mark.parametrize("discontinuous", [stopped, chain])
 def test_what_rounding_never_does_is_a_mismatch_though_double_is_right(
-    jump: Callable[..., Any],
+    discontinuous: Callable[..., Any],
 ) -> None:
     def larger(outputs: list[Any], inputs: list[Any]) -> Any:
         off = 0.01 if inputs[0].dtype == torch.float32 else 0.0
@@ -251,4 +255,4 @@ def test_what_rounding_never_does_is_a_mismatch_though_double_is_right(
 
     weight = torch.full((4, 4), 0.7, requires_grad=True)
     with pytest.warns(MiscompilationWarning, match="the largest by 0.01"):
-        verified(backend=spoiling(larger))(jump)(weight, torch.eye(4))
+        verified(backend=spoiling(larger))(discontinuous)(weight, torch.eye(4))

@@ -1,9 +1,10 @@
 """ULP-scale noise: tensors that are off by about as much as rounding makes them.
 
-Two computations of the same thing agree but for rounding, unless the function jumps: a ReLU
-passes a gradient on or stops it, an argmax names one place or another. Where an input of such a
-step lies within the rounding error of the jump, the two may land on either side, both right and
-far apart. With noise in the last digits they no longer do; what is really wrong still is.
+Two computations of the same thing agree but for rounding, unless the function is discontinuous:
+a ReLU passes a gradient on or stops it, an argmax names one place or another. Where an input of
+such an operation lies within the rounding error of the discontinuity, the two may be on either
+side of it, both right and far apart. With noise in the last digits they no longer are; what is
+really wrong still is.
 """
 
 from __future__ import annotations

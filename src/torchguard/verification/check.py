@@ -274,7 +274,7 @@ class GraphCheck:
         left = not_by_rounding(graph, inputs, eager, compiled, found)
         if left or not right_in_double(graph, inputs, fallback.compile):
             return tuple(left) or found, ""
-        return (), f"rounding decides where it jumps: {'; '.join(first_of(found))}"
+        return (), f"rounding decides at a discontinuity: {'; '.join(first_of(found))}"
 
     # ---- replacing ----
 

@@ -1,4 +1,4 @@
-"""Whether rounding alone makes a compiled graph differ from eager: where the graph jumps.
+"""Whether rounding alone makes a compiled graph differ from eager: at a discontinuity.
 
 Two questions tell that from a wrong graph. Does eager, with ULP-scale noise on its inputs, come as
 far away from itself? And is the same graph, compiled in double precision, right?
@@ -50,8 +50,8 @@ def not_by_rounding(
     some_require_grad = any(tensor.requires_grad for tensor in tensors)
     chosen = [tensor for tensor in tensors if tensor.requires_grad or not some_require_grad]
     places = [(each, _Places.of(each, eager, compiled)) for each in found]
-    jumps = [place for _, place in places if place is not None]
-    if not jumps or not any(map(can_be_perturbed, chosen)):
+    compared = [place for _, place in places if place is not None]
+    if not compared or not any(map(can_be_perturbed, chosen)):
         return list(found)
     try:
         if not judge(eager, run_on_copies(graph, inputs), COMPILING).equal:
@@ -63,9 +63,9 @@ def not_by_rounding(
                     perturb_(values, seed)
 
             other = run_on_copies(graph, inputs, change=change)
-            for jump in jumps:
-                jump.reach(other)
-            if not any(jump.left.any() for jump in jumps):
+            for place in compared:
+                place.reach(other)
+            if not any(place.left.any() for place in compared):
                 break
     except torch.OutOfMemoryError:
         return list(found)
@@ -75,7 +75,7 @@ def not_by_rounding(
 def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> bool:
     """Whether the same graph, in double precision, compiled, does what eager does.
 
-    There a jump is a billion times less likely to be within the rounding error.
+    There a discontinuity is a billion times less likely to be within the rounding error.
     """
     wide = _in_double(graph, inputs)
     if wide is None:

@@ -86,7 +86,7 @@ def packed(
             counts = as_buckets(sequences, "packed: sequences")
             # N sequences have N + 1 offsets: 0 and the end of each.
             buckets[(_OFFSETS,)] = Buckets(count + 1 for count in counts)
-    fills: dict[str, Any] = {positions: _begun_again} if positions in by_dim else {}
+    fills: dict[str, Any] = {positions: _restarted} if positions in by_dim else {}
     if len(buckets) > 1 or isinstance(tokens, PairBuckets):
         for name in [cu_seqlens] if isinstance(cu_seqlens, str) else cu_seqlens:
             dims[name] = {0: _OFFSETS}
@@ -94,7 +94,7 @@ def packed(
     return {"dims": dims, "buckets": buckets, "fill": {**fills, **(fill or {})}}
 
 
-def _begun_again(positions: torch.Tensor, missing: int) -> torch.Tensor:
+def _restarted(positions: torch.Tensor, missing: int) -> torch.Tensor:
     """Return positions for the padding: from 0 on, and again where the longest sequence ends."""
     # Counting on from T would leave a table of learned positions, which on a GPU ends the process.
     longest = positions.amax() + 1 if positions.numel() else 1

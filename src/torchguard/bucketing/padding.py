@@ -359,48 +359,48 @@ def _called(
         ) from None
 
 
-# Kept so that the next call launches no kernel to make them. One element each,
+# Cached, so that the next call launches no kernel to make them. One element each,
 _constants: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
-_CONSTANTS_KEPT = 256
+_MOST_CONSTANTS = 256
 # and 0, 1, 2, ... as far as they were needed.
 _ranges: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def _constant(value: complex, x: torch.Tensor) -> torch.Tensor:
     """Return a 0-d tensor of ``x``'s dtype and device."""
-    if not _may_keep(x):
+    if not _may_cache(x):
         return torch.full((), value, dtype=x.dtype, device=x.device)
     key = (repr(value), x.dtype, x.device)
-    kept = _constants.get(key)
-    if kept is None:
+    cached = _constants.get(key)
+    if cached is None:
         with torch.inference_mode(False):
             # Copied from the host, and so there before any stream can read it.
-            kept = torch.tensor(value, dtype=x.dtype).to(x.device)
-        if type(kept) is torch.Tensor:  # and not a fake one, made while something else is traced
-            if len(_constants) >= _CONSTANTS_KEPT:
+            cached = torch.tensor(value, dtype=x.dtype).to(x.device)
+        if type(cached) is torch.Tensor:  # and not a fake one, made while something else is traced
+            if len(_constants) >= _MOST_CONSTANTS:
                 _constants.clear()
-            _constants[key] = kept
-    return kept
+            _constants[key] = cached
+    return cached
 
 
 def _numbers(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
     """Return ``torch.arange(start, stop)`` of ``x``'s dtype and device."""
     # Counted as integers: arange itself has no kernel for uint16 and the like.
-    if not _may_keep(x):
+    if not _may_cache(x):
         return torch.arange(start, stop, device=x.device).to(x.dtype)
     key = (x.dtype, x.device)
-    kept = _ranges.get(key)
-    if kept is None or kept.shape[0] < stop:
+    cached = _ranges.get(key)
+    if cached is None or cached.shape[0] < stop:
         with torch.inference_mode(False):
             # A power of two, so that a growing length does not make a new one at every call.
-            kept = torch.arange(1 << (stop - 1).bit_length()).to(x.device, x.dtype)
-        if type(kept) is torch.Tensor:
-            _ranges[key] = kept
-    return kept[start:stop]
+            cached = torch.arange(1 << (stop - 1).bit_length()).to(x.device, x.dtype)
+        if type(cached) is torch.Tensor:
+            _ranges[key] = cached
+    return cached[start:stop]
 
 
-def _may_keep(x: torch.Tensor) -> bool:
-    """Whether what is joined to ``x`` may be kept for later, and taken from what was kept."""
+def _may_cache(x: torch.Tensor) -> bool:
+    """Whether what is joined to ``x`` may be cached for later, and taken from what was cached."""
     # What a CUDA graph makes lives in its pool and is gone with it; what is made in a trace is
     # part of the trace; and a tensor subclass, such as a fake tensor, needs one of its own.
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()

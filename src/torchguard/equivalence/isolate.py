@@ -399,7 +399,7 @@ def run_undoing_mutations(
                 with watch:
                     gradients = send_backward(outputs, given.sources, names, modules, held)
             return Outcome(
-                outputs=[_kept(each) for each in outputs],
+                outputs=[_detached(each) for each in outputs],
                 structure=structure,
                 gradients=gradients,
                 buffers=_written(buffers, watch.mutated),
@@ -414,7 +414,7 @@ def run_undoing_mutations(
             watch.undo()
 
 
-def _kept(output: Output) -> Any:
+def _detached(output: Output) -> Any:
     if not isinstance(output.value, torch.Tensor):
         return output.value
     value = output.value.detach()

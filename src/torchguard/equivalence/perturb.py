@@ -36,11 +36,13 @@ def perturb_(values: torch.Tensor, seed: int) -> None:
     real = torch.view_as_real(values) if values.is_complex() else values
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(real.shape, generator=generator, device="cpu", dtype=torch.float64) * 2 - 1
-    noisy = (real.to(torch.float64) * (1 + drawn.to(real.device) * _farthest(real))).to(real.dtype)
+    noisy = (real.to(torch.float64) * (1 + drawn.to(real.device) * _noise_scale(real))).to(
+        real.dtype
+    )
     real.copy_(torch.where(noisy.isfinite(), noisy, real))  # the largest number is one too
 
 
-def _farthest(values: torch.Tensor) -> float:
+def _noise_scale(values: torch.Tensor) -> float:
     dtypes = [values.dtype]
     if torch.is_autocast_enabled(values.device.type):
         dtypes.append(torch.get_autocast_dtype(values.device.type))

@@ -121,7 +121,7 @@ class GraphCheck:
             together = self.options.group is not None and self.options.on_mismatch == "fallback"
             # The other ranks are here too: only sizes that come later, each meets on its own.
             if together and self.record.checks < self.options.calls:
-                self._agree(inputs)
+                self._agree_with_ranks(inputs)
             return warning
         finally:
             self.record.checks += 1
@@ -358,7 +358,7 @@ class GraphCheck:
         self.record.seconds += time.perf_counter() - start
         return function is not None
 
-    def _agree(self, inputs: Sequence[Any]) -> None:
+    def _agree_with_ranks(self, inputs: Sequence[Any]) -> None:
         """Take the fallback of the rank that is furthest down; it has to be right here as well."""
         while True:
             mine = self._position

@@ -192,14 +192,14 @@ def _reason_of(function: Any, run_twice: Collection[str]) -> str | None:
 def _reason_of_custom(function: Any, name: str) -> str | None:
     if not has_only_results(function):
         reason = "whose schema or effect token says that it does more than return something"
-    elif _has_peers():
+    elif _has_other_ranks():
         reason = "which may communicate with other ranks"
     else:
         return None
     return f"{name} is a custom operator {reason}; where it may run twice: run_twice=[{name!r}]"
 
 
-def _has_peers() -> bool:
+def _has_other_ranks() -> bool:
     """Whether an operator could wait for another process, which its schema does not say."""
     group = torch.distributed
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
@@ -234,14 +234,14 @@ def quiet() -> Iterator[None]:
     with _lock, warnings.catch_warnings(), _without_logs(thread):
         warnings.simplefilter("ignore")
         before = sys.stderr
-        sys.stderr = _Others(before, thread)
+        sys.stderr = _OtherThreads(before, thread)
         try:
             yield
         finally:
             sys.stderr = before
 
 
-class _Others:
+class _OtherThreads:
     """A stream for all threads but one."""
 
     def __init__(self, stream: Any, thread: int) -> None:

@@ -308,9 +308,9 @@ def _leave_out(graph: fx.GraphModule, parts: list[int]) -> bool:
     changed = len(kept) < len(results)
     for place in sorted((part for part in parts if part >= 0), reverse=True):
         node = nodes[place]
-        stand_in = next(_stand_ins(node), None)
-        if node.users and stand_in is not None:
-            node.replace_all_uses_with(stand_in)
+        replacement = next(_replacements(node), None)
+        if node.users and replacement is not None:
+            node.replace_all_uses_with(replacement)
         if not node.users:
             graph.graph.erase_node(node)
             changed = True
@@ -325,7 +325,7 @@ def _leave_out_unread(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
-def _stand_ins(node: fx.Node) -> Iterator[fx.Node]:
+def _replacements(node: fx.Node) -> Iterator[fx.Node]:
     """Yield what a statement reads that looks like its result."""
     result = _example(node)
     for read in node.all_input_nodes:

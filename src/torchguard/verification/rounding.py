@@ -44,7 +44,7 @@ def not_by_rounding(
     compiled: Outcome,
     found: Sequence[Difference],
 ) -> list[Difference]:
-    """Return the differences to which eager does not come once its inputs are perturbed."""
+    """Return the differences that eager does not show itself when its inputs are perturbed."""
     tensors = tensors_of(inputs)
     # Data may be compared with a constant (a mask of ones), what requires a gradient is not.
     some_require_grad = any(tensor.requires_grad for tensor in tensors)
@@ -114,7 +114,7 @@ class _Places:
     eager: torch.Tensor
     compiled: torch.Tensor
     left: torch.Tensor
-    """The places to which no run of eager has come yet."""
+    """The places that no run of eager has reached yet."""
 
     @classmethod
     def of(cls, difference: Difference, eager: Outcome, compiled: Outcome) -> _Places | None:
@@ -129,7 +129,7 @@ class _Places:
         return cls(part, key, one, other, ~close(one, other))
 
     def reach(self, outcome: Outcome) -> None:
-        """Strike out the places to which this run of eager has come."""
+        """Clear the places that this run of eager has reached."""
         value = value_of(outcome, self.part, self.key)
         if not isinstance(value, torch.Tensor) or value.shape != self.eager.shape:
             return

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "at": (
         lambda: torchguard.at(3),  # type: ignore[arg-type]
         TypeError,
-        "at: t is int, expected a torch.Tensor",
+        "at: t is of type int, expected a torch.Tensor",
     ),
     "bucketed-dims": (
         lambda: _bucketed(dims="x"),
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "sliced_assign": (
         lambda: torchguard.sliced_assign(np.ones(3), 0, 1.0),  # type: ignore[arg-type]
         TypeError,
-        "sliced_assign: t is ndarray, expected a torch.Tensor",
+        "sliced_assign: t is of type ndarray, expected a torch.Tensor",
     ),
     "transaction-also": (
         lambda: _transaction(also=3),
@@ -79,12 +79,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "transaction-scaler": (
         lambda: _transaction(scaler=3),
         TypeError,
-        "transaction: scaler is a int, expected a torch.amp.GradScaler",
+        "transaction: scaler is of type int, expected a torch.amp.GradScaler",
     ),
     "transaction-scheduler": (
         lambda: _transaction(scheduler=nn.Linear(1, 1)),
         TypeError,
-        "transaction: scheduler is a Linear, expected a scheduler of torch.optim.lr_scheduler",
+        "transaction: scheduler is of type Linear, expected a scheduler of torch.optim",
     ),
     "verified-group": (
         lambda: torchguard.verified(group="world"),

@@ -202,7 +202,7 @@ def test_what_torch_refuses_twice_is_a_warning_and_the_next_step_is_taken() -> N
         raise RuntimeError("no memory")
 
     with pytest.warns(RuntimeWarning, match=r"^could not: no memory$"):
-        interrupts.persist(refused, failure="could not")
+        interrupts.retry_or_warn(refused, failure="could not")
 
 
 def test_a_large_copy_is_put_back_once_however_often_it_is_interrupted(

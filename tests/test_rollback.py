@@ -287,7 +287,7 @@ def test_may_be_nested_and_used_again(data: bool) -> None:
 
 
 def test_decorates_nothing_but_says_what_is_wrong_with_its_arguments() -> None:
-    with pytest.raises(TypeError, match=r"objects\[1\] is a int, expected a tensor, a module"):
+    with pytest.raises(TypeError, match=r"objects\[1\] is of type int, expected a tensor, a"):
         rollback_on_error(plain(), 3)
 
 

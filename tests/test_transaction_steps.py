@@ -153,7 +153,7 @@ def test_what_cannot_be_undone_is_refused() -> None:
         torchguard.transaction(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="no shape yet"):
         torchguard.transaction(nn.LazyLinear(1), optimizer)
-    with pytest.raises(TypeError, match="model is a int"):
+    with pytest.raises(TypeError, match="model is of type int"):
         torchguard.transaction(3, optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="undo is 'some'"):
         torchguard.transaction(model, optimizer, undo="some")  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         out[index] = value
     except Exception as error:
         if not isinstance(t, torch.Tensor):
-            message = f"sliced_assign: t is {type(t).__name__}, expected a torch.Tensor"
+            message = f"sliced_assign: t is of type {type(t).__name__}, expected a torch.Tensor"
             raise TypeError(message) from None
         name_the_call(error, "sliced_assign", t, index, value)
         raise
@@ -124,7 +124,8 @@ def name_the_call(error: Exception, name: str, t: Any, index: Any, value: Any) -
 def _shape_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"of shape {tuple(value.shape)}"
-    return repr(value) if isinstance(value, (int, float, complex)) else f"a {type(value).__name__}"
+    is_number = isinstance(value, (int, float, complex))
+    return repr(value) if is_number else f"of type {type(value).__name__}"
 
 
 # Few, and found by identity: quicker than a set.

@@ -75,7 +75,7 @@ def at(t: torch.Tensor) -> At:
         tensor([2., 0., 1.])
     """
     if not isinstance(t, torch.Tensor):
-        raise TypeError(f"at: t is {type(t).__name__}, expected a torch.Tensor")
+        raise TypeError(f"at: t is of type {type(t).__name__}, expected a torch.Tensor")
     return At(t)
 
 

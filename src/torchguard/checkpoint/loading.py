@@ -68,7 +68,7 @@ def guard_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load(
-    torchs: Callable[..., Any],
+    original: Callable[..., Any],
     f: Any,
     args: tuple[Any, ...],
     options: dict[str, Any],
@@ -76,7 +76,7 @@ def _load(
 ) -> Any:
     path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else None
     if not isinstance(path, str) or not os.path.isfile(path):
-        return torchs(f, *args, **options)
+        return original(f, *args, **options)
     with open(path, "rb") as file:
         begins = file.read(len(_ZIP_BEGINS))
     size = os.path.getsize(path)
@@ -85,7 +85,7 @@ def _load(
     try:
         if _ZIP_BEGINS.startswith(begins):
             _check_zip(path, size, checksums=not options.get("mmap") if check is None else check)
-        return torchs(f, *args, **options)
+        return original(f, *args, **options)
     except Exception as error:
         wrong = None if isinstance(error, DamagedFileError) else _damage_of(path, size, error)
         if wrong is not None:
@@ -221,8 +221,8 @@ def load_state_dict(
     if isinstance(target, torch.optim.Optimizer):
         return _load_optimizer(lambda: target.load_state_dict(dict(state)), target, state)
     raise TypeError(
-        f"load_state_dict: target is {type(target).__name__}, expected a torch.nn.Module or a "
-        "torch.optim.Optimizer"
+        f"load_state_dict: target is of type {type(target).__name__}, expected a torch.nn.Module "
+        "or a torch.optim.Optimizer"
     )
 
 
@@ -272,10 +272,10 @@ def _load_module(
             return call()
     if len(fitting) != len(tensors) or (strict and len(state) != len(tensors)):
         _call_without_copying(call)
-    return _finished(call)
+    return _finish_before_interrupt(call)
 
 
-def _finished(call: Callable[[], Any]) -> Any:
+def _finish_before_interrupt(call: Callable[[], Any]) -> Any:
     """Call what can only be interrupted; finish it before the interrupt goes on."""
     try:
         return call()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
 
 from torchguard._public import public
-from torchguard._torch import patch, version_of
+from torchguard._torch import patch, version_of, without_torch_function
 from torchguard.checkpoint.whole_file import is_replaceable, is_temporary, replace_file
 from torchguard.errors import SaveError, TornSaveError
+from torchguard.rollback.consistency import tensors_in
 
 OnTorn = Literal["raise", "retry", "ignore"]
 
@@ -71,8 +72,8 @@ def save(
         {'weight': tensor([1., 1.])}
     """
     _check_on_torn(on_torn)
-    torchs: Callable[..., None] = patch.original("torch.save")
-    _save(torchs, obj, f, (pickle_module, pickle_protocol), options, fsync=fsync, on_torn=on_torn)
+    original: Callable[..., None] = patch.original("torch.save")
+    _save(original, obj, f, (pickle_module, pickle_protocol), options, fsync=fsync, on_torn=on_torn)
 
 
 def save_file(
@@ -140,9 +141,6 @@ def guard_commit(original: Callable[[Any], None]) -> Callable[[Any], None]:
     system, ``shutil.move`` copies onto the target.
     """
 
-    def move(source: str, temporary: str) -> None:
-        shutil.move(source, temporary)
-
     def commit(self: Any) -> None:
         path = None if self.autocommit else _path_to_replace(self.path)
         if path is None:
@@ -150,13 +148,13 @@ def guard_commit(original: Callable[[Any], None]) -> Callable[[Any], None]:
             return
         if not self.f.closed:
             self.f.close()
-        replace_file(path, lambda temporary: move(self.temp, temporary))
+        replace_file(path, lambda temporary: shutil.move(self.temp, temporary))
 
     return commit
 
 
 def _save(
-    torchs: Callable[..., None],
+    original: Callable[..., None],
     obj: Any,
     f: Any,
     args: tuple[Any, ...],
@@ -167,12 +165,12 @@ def _save(
 ) -> None:
     path = _path_to_replace(f)
     if path is None:
-        torchs(obj, f, *args, **options)
+        original(obj, f, *args, **options)
         return
     module, *others = args or (options.pop("pickle_module", pickle),)
 
     def write(temporary: str, versions: _Versions) -> None:
-        torchs(obj, temporary, _telling(module, versions.saved), *others, **options)
+        original(obj, temporary, _pickle_module_calling(module, versions.saved), *others, **options)
         _check_end(temporary, path)
 
     _write_watched(obj, path, write, fsync=fsync, on_torn=on_torn)
@@ -255,8 +253,9 @@ class _Versions:
         # The tensors are held, so that no id is used again.
         self._before: dict[int, tuple[torch.Tensor, int | None, str]] = {}
         self._saved: dict[int, torch.Tensor] = {}
-        for name, tensor in _named_tensors(obj, "obj", set()):
-            self._before.setdefault(id(tensor), (tensor, version_of(tensor), name))
+        with without_torch_function():
+            for name, tensor in tensors_in(obj, "obj", {}):
+                self._before.setdefault(id(tensor), (tensor, version_of(tensor), name))
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is part of what is saved."""
@@ -276,23 +275,7 @@ class _Versions:
                 )
 
 
-def _named_tensors(obj: Any, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(obj, torch.Tensor):
-        yield name, obj
-        return
-    if not isinstance(obj, (Mapping, list, tuple, torch.nn.Module)) or id(obj) in seen:
-        return
-    seen.add(id(obj))
-    if isinstance(obj, torch.nn.Module):
-        for key, tensor in (*obj.named_parameters(), *obj.named_buffers()):
-            yield f"{name}.{key}", tensor
-        return
-    items: Any = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
-    for key, value in items:
-        yield from _named_tensors(value, f"{name}[{key!r}]", seen)
-
-
-def _telling(pickle_module: Any, saved: Callable[[torch.Tensor], None]) -> Any:
+def _pickle_module_calling(pickle_module: Any, saved: Callable[[torch.Tensor], None]) -> Any:
     """Return the pickle module with a ``Pickler`` that calls ``saved`` with each tensor it meets.
 
     ``torch.save`` derives its own pickler from this one, and calls nothing else of the module

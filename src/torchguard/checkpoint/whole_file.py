@@ -56,7 +56,7 @@ def is_replaceable(path: str) -> bool:
         return False
 
 
-def replace_file(path: str, write: Callable[[str], None], *, fsync: bool = True) -> None:
+def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = True) -> None:
     """Call ``write`` with the path of a temporary file, then put that file at ``path``.
 
     A symbolic link is followed to the file it means. Permissions and, where this process may
@@ -268,7 +268,7 @@ def checkpoint_folder(
             f"checkpoint_folder: {link} is a file or folder that checkpoint_folder has not made, "
             "expected its link or nothing; move it away or choose another path"
         )
-    _tell_what_is_whole(link, remove_abandoned(str(link.parent), link.name))
+    _warn_after_crash(link, remove_abandoned(str(link.parent), link.name))
     new, lock = _new_folder(link)
     try:
         yield new
@@ -279,7 +279,7 @@ def checkpoint_folder(
             new.rename(final)
             if fsync:
                 sync(str(link.parent))
-            _lead(link, final)
+            _point_link_at(link, final)
             if fsync:
                 sync(str(link.parent))
             for number in _numbers(link)[:-keep]:
@@ -312,7 +312,7 @@ def _numbers(link: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def _lead(link: Path, final: Path) -> None:
+def _point_link_at(link: Path, final: Path) -> None:
     """Let the link lead to the new folder: a new link takes the place of the old one."""
     new = link.with_name(temporary_name(link.name))
     new.symlink_to(final.name, target_is_directory=True)
@@ -334,15 +334,12 @@ def _remove(link: Path, number: int) -> None:
 def _sync_all(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in names:
-            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
-            try:
+            with _opened(os.path.join(parent, name), os.O_RDONLY) as descriptor:
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
         sync(parent)
 
 
-def _tell_what_is_whole(link: Path, abandoned: list[str]) -> None:
+def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
     """Warn after a crash."""
     if not abandoned:
         return

@@ -1,4 +1,4 @@
-"""Memory that torch shares with others: numpy's arrays, buffers, shared memory.
+"""Memory that torch shares with numpy's arrays, with buffers and with other processes.
 
 torch has no read-only tensors, so ``from_numpy`` and the others drop the flag with a warning
 (https://github.com/pytorch/pytorch/issues/46741, https://github.com/pytorch/pytorch/issues/5442).
@@ -89,7 +89,7 @@ def _call(path: str, args: tuple[Any, ...], options: dict[str, Any], readonly: s
 # ---- from memory of others to a tensor ----
 
 
-def _refuse_or_tell(name: str, readonly: str) -> None:
+def _refuse_or_warn(name: str, readonly: str) -> None:
     if readonly == "raise":
         raise ReadOnlyMemoryError(
             f"{name}: the memory is read-only, and a tensor can always be written to; pass a copy"
@@ -98,13 +98,8 @@ def _refuse_or_tell(name: str, readonly: str) -> None:
         warnings.warn(
             f"{name}: the memory is read-only, so the tensor is a copy of it",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,  # the caller of from_numpy() and the other functions above
         )
-
-
-def _copied(array: np.ndarray[Any, Any], name: str, readonly: str) -> np.ndarray[Any, Any]:
-    _refuse_or_tell(name, readonly)
-    return array.copy(order="K")
 
 
 def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
@@ -113,7 +108,8 @@ def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callab
 
     def guarded(data: Any, *args: Any, **options: Any) -> Any:
         if isinstance(data, array_type) and not data.flags.writeable:
-            data = _copied(data, name, readonly)
+            _refuse_or_warn(name, readonly)
+            data = data.copy(order="K")
         return original(data, *args, **options)
 
     return guarded
@@ -125,15 +121,12 @@ def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Call
     def asarray(obj: Any, **options: Any) -> Any:
         if isinstance(obj, tensor_type):
             return original(obj, **options)
-        if isinstance(obj, array_type):
-            if obj.flags.writeable:
-                return original(obj, **options)
-            shares = options.get("copy") is False
-            return original(_copied(obj, "asarray", "raise" if shares else readonly), **options)
-        if not _is_read_only_buffer(obj):
+        is_array = isinstance(obj, array_type)
+        if obj.flags.writeable if is_array else not _is_read_only_buffer(obj):
             return original(obj, **options)
-        shares = options.get("copy") is False
-        _refuse_or_tell("asarray", "raise" if shares else readonly)
+        _refuse_or_warn("asarray", "raise" if options.get("copy") is False else readonly)
+        if is_array:
+            return original(obj.copy(order="K"), **options)
         return original(obj, **{**options, "copy": True})
 
     return asarray
@@ -156,7 +149,7 @@ def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> C
             return original(buffer, **options)  # which says so
         if not view.readonly:
             return original(view, **options)
-        _refuse_or_tell("frombuffer", readonly)
+        _refuse_or_warn("frombuffer", readonly)
         requires_grad = options.pop("requires_grad", False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is not writable: it is copied
@@ -175,12 +168,12 @@ _CONVERSIONS: dict[str, Callable[..., Callable[..., Any]]] = {
 }
 
 
-# ---- arrays that look at a tensor's memory ----
+# ---- arrays that view a tensor's memory ----
 
 # By storage: the arrays that t.numpy() has made, and copies that were sent to other processes
 # in the storage's place, kept as long as an array lives.
 _reducers: list[Callable[..., Any]] = []  # torch's own and ours, to be found in a table
-_looking: dict[int, tuple[list[weakref.ref[Any]], list[torch.Tensor]]] = {}
+_viewed: dict[int, tuple[list[weakref.ref[Any]], list[torch.Tensor]]] = {}
 
 
 def _guard_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,10 +189,10 @@ def _guard_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
 def _note(key: int, array: np.ndarray[Any, Any]) -> None:
     def forget(reference: weakref.ref[Any]) -> None:
         arrays.remove(reference)
-        if not arrays and _looking.get(key, (None,))[0] is arrays:
-            del _looking[key]
+        if not arrays and _viewed.get(key, (None,))[0] is arrays:
+            del _viewed[key]
 
-    arrays, _ = _looking.setdefault(key, ([], []))
+    arrays, _ = _viewed.setdefault(key, ([], []))
     arrays.append(weakref.ref(array, forget))
 
 
@@ -207,7 +200,7 @@ def _guard_share_memory_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Guard ``torch.UntypedStorage.share_memory_``, which every other way in ends at."""
 
     def share_memory_(self: Any, *args: Any, **options: Any) -> Any:
-        if storage_key(self) in _looking and not self.is_shared():
+        if storage_key(self) in _viewed and not self.is_shared():
             raise SharedViewError(
                 "share_memory_: a numpy array looks at this memory, which would be freed under it; "
                 "call share_memory_() before numpy(), or keep numpy().copy()"
@@ -221,10 +214,10 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     """Guard what pickles a tensor for a queue or a spawned process, which moves its memory."""
 
     def reduce_tensor(tensor: torch.Tensor) -> Any:
-        looked_at = None
-        if _looking and tensor.layout is torch.strided and not tensor.is_shared():
-            looked_at = _looking.get(storage_key(tensor.untyped_storage()))
-        if looked_at is None or (tensor.requires_grad and not tensor.is_leaf):  # that one raises
+        viewed = None
+        if _viewed and tensor.layout is torch.strided and not tensor.is_shared():
+            viewed = _viewed.get(storage_key(tensor.untyped_storage()))
+        if viewed is None or (tensor.requires_grad and not tensor.is_leaf):  # that one raises
             return original(tensor)
         warnings.warn(
             "a tensor was sent to another process as a copy, because a numpy array looks at its "
@@ -236,7 +229,7 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         copy = tensor.detach().clone()
         if isinstance(tensor, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
-        looked_at[1].append(copy)  # a spawned process takes it up later
+        viewed[1].append(copy)  # a spawned process takes it up later
         return original(copy.requires_grad_(tensor.requires_grad))
 
     _reducers.extend((original, reduce_tensor))

@@ -26,23 +26,23 @@ class _Leave(partial[None]):
     object: the traceback of the interrupt keeps whatever the function sees.)
     """
 
-    last_chance: Generator[None, None, None]
+    undo_if_dropped: Generator[None, None, None]
 
 
 class UndoOnExit:
     """The ``__exit__`` of a block that can be undone: ask the class for a function.
 
     Ask an instance for a :class:`_Leave`. It has ``saved``, one item for each block that is open,
-    and the methods ``leave`` and ``last_chance``.
+    and the methods ``leave`` and ``undo_if_dropped``.
     """
 
     def __get__(self, block: Any, owner: object) -> Callable[..., None]:
         if block is None:
             return _leave  # contextlib.ExitStack asks the class
-        last_chance = block.last_chance(len(block.saved))
-        next(last_chance)
-        leave = _Leave(block.leave, weakref.ref(last_chance))
-        leave.last_chance = last_chance
+        undo_if_dropped = block.undo_if_dropped(len(block.saved))
+        next(undo_if_dropped)
+        leave = _Leave(block.leave, weakref.ref(undo_if_dropped))
+        leave.undo_if_dropped = undo_if_dropped
         return leave
 
 
@@ -70,7 +70,7 @@ class Rollback:
 
     def leave(
         self,
-        last_chance: Callable[[], Generator[None, None, None] | None],
+        undo_if_dropped: Callable[[], Generator[None, None, None] | None],
         exception_type: type[BaseException] | None,
         *_: object,
     ) -> None:
@@ -78,11 +78,11 @@ class Rollback:
         if exception_type is not None:
             finish(self._undo, {})
         self.saved.pop()
-        not_needed = last_chance()
+        not_needed = undo_if_dropped()
         if not_needed is not None:
             next(not_needed, None)
 
-    def last_chance(self, depth: int) -> Generator[None, None, None]:
+    def undo_if_dropped(self, depth: int) -> Generator[None, None, None]:
         """Undo the block if this is dropped before :meth:`leave` has gone through."""
         try:
             yield
@@ -153,7 +153,8 @@ def rollback_on_error(
     for position, each in enumerate(objects):
         if not isinstance(each, torch.Tensor) and not is_container(each):
             raise TypeError(
-                f"rollback_on_error: objects[{position}] is a {type(each).__name__}, expected a "
-                "tensor, a module, an optimizer, or a dict, list, tuple or data class of these"
+                f"rollback_on_error: objects[{position}] is of type {type(each).__name__}, "
+                "expected a tensor, a module, an optimizer, or a dict, list, tuple or data class "
+                "of these"
             )
     return Rollback(objects, data=data)

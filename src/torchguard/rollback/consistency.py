@@ -44,7 +44,7 @@ def is_consistent(tensor: torch.Tensor) -> bool:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"is_consistent: tensor is {type(tensor).__name__}, expected a torch.Tensor; "
+            f"is_consistent: tensor is of type {type(tensor).__name__}, expected a torch.Tensor; "
             "for modules, optimizers and containers use torchguard.check_consistent(obj)"
         )
     with without_torch_function():
@@ -70,8 +70,8 @@ def check_consistent(obj: object) -> None:
     """
     if not is_container(obj) and not isinstance(obj, torch.Tensor):
         raise TypeError(
-            f"check_consistent: obj is {type(obj).__name__}, expected a tensor, a module, an "
-            "optimizer, or a dict, list, tuple or data class of these"
+            f"check_consistent: obj is of type {type(obj).__name__}, expected a tensor, a module, "
+            "an optimizer, or a dict, list, tuple or data class of these"
         )
     with without_torch_function():
         faults = ((path, _fault(tensor)) for path, tensor in tensors_in(obj, "obj", {}))
@@ -99,7 +99,7 @@ def repair_(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"repair_: tensor is {type(tensor).__name__}, expected a torch.Tensor; "
+            f"repair_: tensor is of type {type(tensor).__name__}, expected a torch.Tensor; "
             "torchguard.check_consistent(obj) finds the one in a module or container"
         )
     with without_torch_function():

@@ -38,13 +38,13 @@ def finish(undo: Callable[..., None], *args: Any) -> None:
     """Call ``undo(*args)`` until it goes through, then raise what has interrupted it, if anything.
 
     ``undo`` must be repeatable from the start, and must keep torch's own errors to itself
-    (see :func:`persist`): any exception that leaves it counts as an interrupt.
+    (see :func:`retry_or_warn`): any exception that leaves it counts as an interrupt.
     """
     interrupt: BaseException | None = None
     for _ in range(_ROUNDS):
         try:
             undo(*args)
-        except Warning:  # the user's filters turn the warning of persist() into an error
+        except Warning:  # the user's filters turn the warning of retry_or_warn() into an error
             raise
         except BaseException as error:  # noqa: BLE001  raised below
             interrupt = error
@@ -54,7 +54,7 @@ def finish(undo: Callable[..., None], *args: Any) -> None:
         raise interrupt
 
 
-def persist(step: Callable[..., None], *args: Any, failure: str) -> None:
+def retry_or_warn(step: Callable[..., None], *args: Any, failure: str) -> None:
     """Call ``step(*args)``; if torch refuses it, warn with ``failure`` and go on.
 
     It must not hide the error that is being undone. An exception of a signal handler
@@ -77,17 +77,17 @@ def persist(step: Callable[..., None], *args: Any, failure: str) -> None:
 # than the rest of a step's preparation.
 _get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
-_HELD_BACK = tuple(
+_DEFERRED = tuple(
     int(getattr(signal, name))
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
 
 
-class SignalsHeldBack:
-    """Signals that Python code handles wait until :meth:`let_go`; Ctrl-C is one of them."""
+class DeferredSignals:
+    """Signals that Python code handles, Ctrl-C too, wait until :meth:`restore_handlers`."""
 
-    def __init__(self, numbers: Sequence[int] = _HELD_BACK, *, at_most: int | None = None) -> None:
+    def __init__(self, numbers: Sequence[int] = _DEFERRED, *, at_most: int | None = None) -> None:
         """``at_most``: how many wait; those after them do not."""
         self._at_most = at_most
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -101,7 +101,7 @@ class SignalsHeldBack:
                     self._handlers[number] = handler
                     _set_handler(number, self._arrive)
         except BaseException:  # one that arrived before its turn
-            self.let_go()
+            self.restore_handlers()
             raise
 
     def _arrive(self, number: int, _: FrameType | None) -> None:
@@ -115,7 +115,7 @@ class SignalsHeldBack:
         for number in arrived:
             self._handlers[number](number, None)
 
-    def let_go(self) -> None:
+    def restore_handlers(self) -> None:
         """Put the handlers back, and call those whose signal has arrived."""
         for number, handler in self._handlers.items():
             _set_handler(number, handler)

@@ -360,7 +360,7 @@ def _begin_set(
 def _require_tensor(tensor: object, operation: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"{operation}: tensor is a {type(tensor).__name__}, expected a torch.Tensor"
+            f"{operation}: tensor is of type {type(tensor).__name__}, expected a torch.Tensor"
         )
 
 

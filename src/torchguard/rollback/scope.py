@@ -22,7 +22,15 @@ from torchguard.assignment.dynamo import (
     slice_scatter_replacements,
 )
 from torchguard.rollback import interception
-from torchguard.rollback.interception import Scope, current, hold, outside
+from torchguard.rollback.interception import (
+    Scope,
+    current,
+    enter,
+    hold,
+    innermost_open,
+    leave,
+    outside,
+)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -35,37 +43,37 @@ _STAY_AFTER = 64
 
 _users = 0
 _opened = 0
-_standing: list[patch.Overlay] = []
+_applied: list[patch.Overlay] = []
 
 
 def _begin() -> None:
-    """Count one more scope; the first one puts everything over torch."""
+    """Count one more scope; the first one applies the overlays."""
     global _users, _opened
     with patch.lock:
         _users += 1
         if _users == 1:
             _opened += 1
-            on_import(DYNAMO, _put_on)
-            _put_on()
+            on_import(DYNAMO, _apply_overlays)
+            _apply_overlays()
 
 
-def _put_on(_: object = None) -> None:
-    """Put over torch what is not there yet; again when Dynamo is imported."""
+def _apply_overlays(_: object = None) -> None:
+    """Apply the overlays that are missing; called again when Dynamo is imported."""
     with patch.lock, outside():
         if _users:
             wanted = (*interception.overlays(), *_compile_overlays())
-            new = [each for each in wanted if each not in _standing]
+            new = [each for each in wanted if each not in _applied]
             patch.overlay(new)
-            _standing.extend(new)
+            _applied.extend(new)
 
 
 def _end() -> None:
-    """Count one scope less; the last one takes everything away, or what is quickly put back."""
+    """Count one scope less; the last one removes all overlays, or those that are quick to apply."""
     global _users
     with patch.lock:
         _users -= 1
         if _users == 0:
-            _take_off(inert=_opened <= _STAY_AFTER)
+            _remove_overlays(inert=_opened <= _STAY_AFTER)
 
 
 def forget() -> None:
@@ -74,15 +82,14 @@ def forget() -> None:
     with patch.lock:
         if _users == 0:
             _opened = 0
-            _take_off(inert=True)
+            _remove_overlays(inert=True)
 
 
-def _take_off(*, inert: bool) -> None:
-    leaving = [each for each in _standing if inert or not each.inert]
+def _remove_overlays(*, inert: bool) -> None:
+    leaving = [each for each in _applied if inert or not each.inert]
     with outside():
         patch.remove_overlay(leaving)
-    for each in leaving:
-        _standing.remove(each)
+    _applied[:] = [each for each in _applied if each not in leaving]
 
 
 class Guarded(contextlib.ContextDecorator):
@@ -94,7 +101,7 @@ class Guarded(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         _begin()
-        self._entered.append(interception.enter(data=self._data, owner=self))
+        self._entered.append(enter(data=self._data, owner=self))
 
     def __exit__(
         self,
@@ -103,9 +110,9 @@ class Guarded(contextlib.ContextDecorator):
         traceback: TracebackType | None,
     ) -> None:
         # Elsewhere than where it was entered, if a generator is closed by another task.
-        scope = interception.innermost_open(self) or self._entered[-1]
+        scope = innermost_open(self) or self._entered[-1]
         self._entered.remove(scope)
-        interception.leave(scope)
+        leave(scope)
         _end()
 
     def __call__(self, function: _Function) -> _Function:

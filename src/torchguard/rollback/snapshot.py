@@ -29,7 +29,7 @@ from torchguard._torch import (
     without_dispatch_modes,
     without_torch_function,
 )
-from torchguard.rollback.interrupts import persist
+from torchguard.rollback.interrupts import retry_or_warn
 
 # As torch has them, also while install() or guarded() has replaced them: the replacements read the
 # tensor first, and what is put back here may be unfit to be read.
@@ -89,17 +89,17 @@ class Snapshot(NamedTuple):
         failure = f"torchguard could not put back a tensor of shape {tuple(self.size)}"
         with without_torch_function():
             if autograd is not None:
-                persist(_restore_kind, tensor, autograd, failure=failure)
-            persist(_restore_layout, self, version, failure=failure)
+                retry_or_warn(_restore_kind, tensor, autograd, failure=failure)
+            retry_or_warn(_restore_layout, self, version, failure=failure)
             if elements is not None:
                 if len(elements.done) > 1 and (version is None or version_of(tensor) != version):
                     elements.done.clear()  # written to since they were put back
                 if not elements.done:
-                    persist(_restore_elements, tensor, elements, failure=failure)
+                    retry_or_warn(_restore_elements, tensor, elements, failure=failure)
             if autograd is not None:
-                persist(_restore_history, tensor, autograd, failure=failure)
+                retry_or_warn(_restore_history, tensor, autograd, failure=failure)
             if version is not None and version_of(tensor) != version:
-                persist(set_version, tensor, version, failure=failure)
+                retry_or_warn(set_version, tensor, version, failure=failure)
             if elements is not None and len(elements.done) == 1:
                 elements.done.append(None)
 

@@ -91,7 +91,11 @@ def transaction(
     for each in models:
         _refuse_model(each)
     for each in optimizers:
-        _refuse_optimizer(each)
+        if isinstance(each, torch.optim.LBFGS):
+            raise TypeError(
+                "transaction: LBFGS runs forward and backward many times inside step(), so there "
+                "is no point at which its step is prepared and not begun"
+            )
     _require("scaler", _several(scaler), "unscale_", "a torch.amp.GradScaler")
     if skip_nonfinite and scaler is not None and scaler.is_enabled():
         raise ValueError(
@@ -121,7 +125,7 @@ def _several(value: Any, kind: Any = object, name: str = "") -> list[Any]:
     for each in values:
         if not isinstance(each, kind):
             raise TypeError(
-                f"transaction: {name} is a {type(each).__name__}, expected a torch "
+                f"transaction: {name} is of type {type(each).__name__}, expected a torch "
                 f"{kind.__name__} or a list of them"
             )
     return values
@@ -131,7 +135,8 @@ def _require(name: str, values: Iterable[Any], method: str, expected: str) -> No
     """Refuse what is no scaler or scheduler, by the method that a step calls."""
     for value in values:
         if not hasattr(value, method):
-            raise TypeError(f"transaction: {name} is a {type(value).__name__}, expected {expected}")
+            found = f"{name} is of type {type(value).__name__}"
+            raise TypeError(f"transaction: {found}, expected {expected}")
 
 
 def _saved(also: Any) -> list[Any]:
@@ -156,14 +161,6 @@ def _innermost(optimizer: Any) -> Optimizer:
     """Return what a wrapper such as Accelerate's steps: the wrapper itself has no hooks."""
     inner = vars(optimizer).get("optimizer")
     return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
-
-
-def _refuse_optimizer(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            "transaction: LBFGS runs forward and backward many times inside step(), so there is "
-            "no point at which its step is prepared and not begun"
-        )
 
 
 def _refuse_model(model: nn.Module) -> None:

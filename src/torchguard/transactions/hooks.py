@@ -28,7 +28,7 @@ from torchguard._torch.optimizers import (
     unwrap_steps,
     wrap_step,
 )
-from torchguard.rollback.interrupts import SignalsHeldBack
+from torchguard.rollback.interrupts import DeferredSignals
 from torchguard.transactions.copies import forget_states, state_tensors
 from torchguard.transactions.optimizer_step import OptimizerStep, add_note, steps_in_one_call
 
@@ -55,7 +55,7 @@ def watch(step: Transaction) -> None:
 def _forget(_: object) -> None:
     # Python drops what a finalizer raises and does not call it again, so an interrupt in the middle
     # would leave hooks or patches for good. One before it leaves a dead reference, for the next.
-    signals = SignalsHeldBack()
+    signals = DeferredSignals()
     try:
         with patch.lock:
             _alive[:] = [each for each in _alive if each() is not None]
@@ -65,7 +65,7 @@ def _forget(_: object) -> None:
                 patch.undo(fused_replacements(), leave_conflicts=True)
                 forget_states()
     finally:
-        signals.let_go()
+        signals.restore_handlers()
 
 
 _compiled = False

@@ -21,7 +21,7 @@ from torchguard._torch.optimizers import (
     step_without_hooks,
 )
 from torchguard.errors import OptimizerStateError, UnrecoverableStepError
-from torchguard.rollback.interrupts import SignalsHeldBack, finish
+from torchguard.rollback.interrupts import DeferredSignals, finish
 from torchguard.transactions.copies import (
     Containers,
     Copies,
@@ -67,7 +67,7 @@ class OptimizerStep:
         self.optimizer = optimizer
         self._state: StateContainers | None = None
         """As it was when the step began; None as long as the step has not asked for it."""
-        self._signals: SignalsHeldBack | None = None
+        self._signals: DeferredSignals | None = None
         self._counts: bool | None = None
         self.copies: Copies | None = None
         """Of parameters and state: with them the step can be undone even after it went through."""
@@ -97,9 +97,9 @@ class OptimizerStep:
                 raise
         return state.lists
 
-    def hold_signals_back(self) -> None:
+    def defer_signals(self) -> None:
         """Let signals wait until the step has gone through, or is undone."""
-        self._signals = SignalsHeldBack()
+        self._signals = DeferredSignals()
 
     def succeed(self) -> None:
         """Let go of what was held for the step. A signal that was held back arrives now."""
@@ -107,7 +107,7 @@ class OptimizerStep:
             self._fused.end()
         if self._signals is not None:
             signals, self._signals = self._signals, None
-            signals.let_go()
+            signals.restore_handlers()
 
     def undo(self) -> None:
         """Put parameters and state back from their copies."""
@@ -125,12 +125,12 @@ class OptimizerStep:
             UnrecoverableStepError: neither can be done.
         """
         if self._counts is None:
-            signals = SignalsHeldBack()
+            signals = DeferredSignals()
             try:
                 self._counts = self._undo_or_finish(error)
             finally:
                 self.succeed()
-                signals.let_go()
+                signals.restore_handlers()
         return self._counts
 
     def _undo_or_finish(self, error: BaseException | None) -> bool:
@@ -350,7 +350,7 @@ class NonfiniteGate:
         """How many steps were skipped. Reading it waits for the device."""
         return sum(int(total) for total in self._totals.values())
 
-    def look_at(self, loss: Tensor) -> None:
+    def check_loss(self, loss: Tensor) -> None:
         """Skip the steps of this block if ``loss`` is not finite, whatever the gradients are."""
         self._loss = loss.detach()
 
@@ -388,14 +388,14 @@ class NonfiniteGate:
             self._end(optimizer)
         self._loss = None
 
-    def give_gradients_back(self) -> None:
+    def restore_gradients(self) -> None:
         """Let parameters have the gradients that :meth:`before` took away for a step."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._gradients = []
 
     def _end(self, optimizer: Optimizer) -> None:
-        self.give_gradients_back()
+        self.restore_gradients()
         if self._found is not None and vars(optimizer).get("found_inf") is self._found:
             del optimizer.found_inf  # type: ignore[attr-defined]
         self._found = None

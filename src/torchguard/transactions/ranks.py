@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchguard._torch import without_dispatch_modes
 from torchguard.errors import PeerFailedError
-from torchguard.rollback.interrupts import SignalsHeldBack
+from torchguard.rollback.interrupts import DeferredSignals
 
 # What a rank says of itself; the ranks act on the largest.
-_WELL, OUT_OF_MEMORY, FAILED = range(3)
+_OK, OUT_OF_MEMORY, FAILED = range(3)
 
 
 class _Bucket(NamedTuple):
@@ -63,7 +63,7 @@ class Ranks:
         self._group = None if group is True else group
         self._models = [m for m in models if isinstance(m, DistributedDataParallel)]
         _check(self._models)
-        parameters = [p for model in self._models for p in _reduced(model)]
+        parameters = [p for model in self._models for p in _parameters_to_reduce(model)]
         self._world = dist.get_world_size(self._group)
         # One flag, and for each parameter whether any rank has a gradient. Made here: when memory
         # has run out, nothing can be made any more.
@@ -73,10 +73,10 @@ class Ranks:
         self._parameters = parameters
         self._gradients: list[_Bucket] = []
         self._buffers: list[_Bucket] = []
-        self._signals: SignalsHeldBack | None = None
+        self._signals: DeferredSignals | None = None
         self.undecided = False
         """Whether the other ranks will wait for this one to say how it is."""
-        self.worst = _WELL
+        self.worst = _OK
         """What the ranks agreed on."""
 
     @contextlib.contextmanager
@@ -86,10 +86,10 @@ class Ranks:
         Ctrl-C waits for the next agreement: between two of them it would leave this rank with
         another answer than the one it gave. A second one does not wait.
         """
-        self._signals = SignalsHeldBack((signal.SIGINT,), at_most=1)
+        self._signals = DeferredSignals((signal.SIGINT,), at_most=1)
         try:
             self.undecided = True
-            self.worst = _WELL
+            self.worst = _OK
             yield
         except BaseException as error:
             if self.undecided:
@@ -97,7 +97,8 @@ class Ranks:
                 self._all_reduce(code_of(error))
             raise
         finally:
-            self._signals.let_go()  # one that came after the last agreement: the step is done
+            # One that came after the last agreement is handled now: the step is done.
+            self._signals.restore_handlers()
 
     @contextlib.contextmanager
     def without_communication(self) -> Iterator[None]:
@@ -126,7 +127,9 @@ class Ranks:
         """Copy gradients and buffers to where the other ranks get them from."""
         if not self._gradients:
             self._gradients = _buckets_of(self._parameters)
-            self._buffers = _buckets_of([b for model in self._models for b in _broadcast(model)])
+            self._buffers = _buckets_of(
+                [b for model in self._models for b in _buffers_to_broadcast(model)]
+            )
         self._flags[1:].copy_(
             torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
         )
@@ -174,8 +177,8 @@ class Ranks:
     def _agree(self) -> None:
         if self._signals is not None:
             self._signals.deliver()
-        self._all_reduce(_WELL)
-        if self.worst != _WELL:
+        self._all_reduce(_OK)
+        if self.worst != _OK:
             self.undecided = False
             raise PeerFailedError(
                 "the step was rolled back on this rank because it failed on another one"
@@ -195,7 +198,7 @@ def _pairs(buckets: list[_Bucket]) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 
 def _check(models: Sequence[DistributedDataParallel]) -> None:
-    if not any(_reduced(model) for model in models):
+    if not any(_parameters_to_reduce(model) for model in models):
         raise ValueError(
             "transaction: group= without a DistributedDataParallel module that has parameters to "
             "train; pass the wrapped module as model="
@@ -214,7 +217,7 @@ def _check(models: Sequence[DistributedDataParallel]) -> None:
             )
 
 
-def _reduced(model: DistributedDataParallel) -> list[nn.Parameter]:
+def _parameters_to_reduce(model: DistributedDataParallel) -> list[nn.Parameter]:
     return [
         parameter
         for name, parameter in model.module.named_parameters()
@@ -222,5 +225,5 @@ def _reduced(model: DistributedDataParallel) -> list[nn.Parameter]:
     ]
 
 
-def _broadcast(model: DistributedDataParallel) -> list[torch.Tensor]:
+def _buffers_to_broadcast(model: DistributedDataParallel) -> list[torch.Tensor]:
     return list(model.modules_buffers) if model.broadcast_buffers else []

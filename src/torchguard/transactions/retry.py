@@ -89,10 +89,16 @@ def run(
                 again = step.ranks.worst == OUT_OF_MEMORY
             if not again:
                 raise
-            _release(error)
+            _clear_frames(error)
         else:
             if size < samples and size != step.part_size:
-                _remember(step, size, samples)
+                step.part_size = size  # the batches after it begin with it, and do not warn
+                warnings.warn(
+                    f"a batch of {samples} samples ran out of memory; it was run in parts of "
+                    f"{size}, and the batches after it are too",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
             return loss
         # Outside of the except clause: until there the exception holds the frames of the failed
         # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
@@ -111,7 +117,7 @@ def _train(
     if step.ranks is None:
         loss = _backward(step, loss_of, parts)
         if step.gate is not None:
-            step.gate.look_at(loss)
+            step.gate.check_loss(loss)
     else:
         with step.ranks.without_communication():
             loss = _backward(step, loss_of, parts)
@@ -188,21 +194,10 @@ def differs_in_parts(modules: Iterable[nn.Module]) -> str:
     return ", ".join(sorted(found))
 
 
-def _remember(step: Transaction, size: int, samples: int) -> None:
-    """Begin with this size from now on, and say so once."""
-    step.part_size = size
-    warnings.warn(
-        f"a batch of {samples} samples ran out of memory; it was run in parts of {size}, "
-        "and the batches after it are too",
-        RuntimeWarning,
-        stacklevel=4,
-    )
-
-
 # --- what an exception holds -----------------------------------------------------------------
 
 
-def _release(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None) -> None:
     """Free the local variables of the frames that an exception and its causes hold."""
     seen: set[int] = set()
     waiting = [error]
@@ -247,8 +242,8 @@ def _samples(batch: Any) -> int:
             )
         if not _has_rows(leaf) and not _is_constant(leaf):
             raise TypeError(
-                f"run: retry=halved() can't split {name}, a {type(leaf).__name__}{_layout(leaf)}; "
-                "let loss_of close over it, or pass the tensors that it is made of"
+                f"run: retry=halved() can't split {name}, of type {type(leaf).__name__}"
+                f"{_layout(leaf)}; let loss_of close over it, or pass the tensors it is made of"
             )
     return samples
 
@@ -280,8 +275,8 @@ def _layout(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return ""
     if leaf.is_nested:
-        return " that is nested"
-    return "" if leaf.layout is torch.strided else f" of layout {leaf.layout}"
+        return ", nested"
+    return "" if leaf.layout is torch.strided else f" and layout {leaf.layout}"
 
 
 def _parts(batch: Any, samples: int, size: int) -> Iterator[tuple[Any, float]]:

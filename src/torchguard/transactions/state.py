@@ -113,11 +113,11 @@ class _Survey:
         """Sort out which tensors are copied in bulk, and which one by one."""
         own = [each for module in self.modules for each in module.parameters(recurse=False)]
         held = [each for module in self.modules for each in module.buffers(recurse=False)]
-        self.parameters, self.odd_parameters = _parted(
+        self.parameters, self.other_parameters = _parted(
             [*own, *chain.from_iterable(self._groups)], is_plain
         )
-        self.all_parameters = [*self.parameters, *self.odd_parameters]
-        self.buffers, self.odd_buffers = _parted(
+        self.all_parameters = [*self.parameters, *self.other_parameters]
+        self.buffers, self.other_buffers = _parted(
             held, lambda b: is_plain(b) and b.is_contiguous() and b.numel() > 0
         )
         self._tensors = [*self.parameters, *self.buffers]
@@ -213,8 +213,8 @@ class TrainingSnapshot:
         self._gradient_copies = Copies(present) if present else None
         self._buffer_versions = versions_of(survey.buffers)
         self._buffers = buffers
-        self._odd = [capture(each, data=True) for each in survey.odd_buffers]
-        self._odd += [capture(each, data=parameters) for each in survey.odd_parameters]
+        self._odd = [capture(each, data=True) for each in survey.other_buffers]
+        self._odd += [capture(each, data=parameters) for each in survey.other_parameters]
         self._also = undos_of(training.also)
         self._copies: Copies | None = None
         if parameters:

@@ -20,7 +20,7 @@ from torchguard._torch.optimizers import call_unseen, close_checkpoints
 from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import ReplayMismatchError, UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
-from torchguard.rollback.interrupts import SignalsHeldBack, finish
+from torchguard.rollback.interrupts import DeferredSignals, finish
 from torchguard.transactions.hooks import opened, step_is_compiled, watch
 from torchguard.transactions.optimizer_step import (
     AtCommit,
@@ -251,7 +251,7 @@ class Transaction:
 
     def leave(
         self,
-        last_chance: Any,
+        undo_if_dropped: Any,
         _: type[BaseException] | None = None,
         exception: BaseException | None = None,
         *__: object,
@@ -259,10 +259,10 @@ class Transaction:
         """Commit the block, or undo it."""
         began = time.perf_counter()
         block = self.saved[-1]
-        signals = None if exception is None else SignalsHeldBack()
+        signals = None if exception is None else DeferredSignals()
         try:
             if self.gate is not None:
-                self.gate.give_gradients_back()
+                self.gate.restore_gradients()
             if exception is not None:
                 self._failed(block, exception)
             else:
@@ -271,14 +271,14 @@ class Transaction:
                 self._commits += 1
         finally:
             self._close()
-            not_needed = last_chance()
+            not_needed = undo_if_dropped()
             if not_needed is not None:
                 next(not_needed, None)
             self._seconds += time.perf_counter() - began
             if signals is not None:
-                signals.let_go()
+                signals.restore_handlers()
 
-    def last_chance(self, depth: int) -> Generator[None, None, None]:
+    def undo_if_dropped(self, depth: int) -> Generator[None, None, None]:
         """Undo the block if this is dropped before :meth:`leave` has gone through."""
         try:
             yield
@@ -342,7 +342,7 @@ class Transaction:
             with contextlib.suppress(Exception):  # a number for stats() is not worth an undo
                 block.changed = block.snapshot.changed()
         with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)  # what persist() says of a failure
+            warnings.simplefilter("error", RuntimeWarning)  # what retry_or_warn() says of a failure
             for step in reversed(block.stepped):
                 _attempt(step.undo, problems)
             if block.foreign is not None:
@@ -366,7 +366,7 @@ class Transaction:
         if block is None:
             return
         if optimizer not in self.optimizers:
-            self._note_foreign(block, optimizer)
+            self._note_unknown_optimizer(block, optimizer)
             return
         self._settle(block, None)  # what the last step raised was caught inside the block
         began = time.perf_counter()
@@ -379,7 +379,7 @@ class Transaction:
         copies = copies or self._undo_option == "copy"
         pending = OptimizerStep(optimizer, copies=copies, in_one_call=in_one_call)
         if self.ranks is not None and last and pending.copies is None:
-            pending.hold_signals_back()  # the others step, whatever happens to this rank
+            pending.defer_signals()  # the others step, whatever happens to this rank
             try:
                 if in_one_call:
                     pending.prepare()
@@ -404,7 +404,7 @@ class Transaction:
     def _is_last(self, block: _Block, optimizer: Optimizer) -> bool:
         return {optimizer, *(each.optimizer for each in block.stepped)} >= set(self.optimizers)
 
-    def _note_foreign(self, block: _Block, optimizer: Optimizer) -> None:
+    def _note_unknown_optimizer(self, block: _Block, optimizer: Optimizer) -> None:
         own = {id(each) for group in self.training.groups() for each in group}
         own |= {id(p) for module in self.training.modules for p in module.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):

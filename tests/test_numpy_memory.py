@@ -310,9 +310,9 @@ def test_an_array_that_goes_leaves_the_note_of_another(installed: None) -> None:
     array = tensor.numpy()
     key = storage_key(tensor.untyped_storage())
     another: Any = ([], [])
-    numpy_memory._looking[key] = another
+    numpy_memory._viewed[key] = another
     del array
-    assert numpy_memory._looking.pop(key) is another
+    assert numpy_memory._viewed.pop(key) is another
 
 
 def test_asarray_of_a_read_only_buffer_that_offers_dlpack(installed: None) -> None:

@@ -134,8 +134,6 @@ def _setitem_tried() -> str | None:
 
 # ---- slice_scatter ----
 
-_SCATTERS = ("slice_scatter", "select_scatter", "diagonal_scatter")
-
 
 def slice_scatter_replacements() -> Mapping[str, patch.Make]:
     """Return what to put where; Dynamo has to be imported."""
@@ -182,7 +180,7 @@ def _rewrite(module: fx.GraphModule) -> None:
             depth += 1
         elif name.endswith("_decrement_nesting"):
             depth -= 1
-        elif depth == 0 and name in _SCATTERS and node.op in {"call_function", "call_method"}:
+        elif depth == 0 and name in _SIGNATURES and node.op in {"call_function", "call_method"}:
             changed = _as_assignment(module.graph, node, name) or changed
     if changed:
         module.recompile()

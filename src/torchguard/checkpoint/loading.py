@@ -78,27 +78,27 @@ def _load(
     if not isinstance(path, str) or not os.path.isfile(path):
         return original(f, *args, **options)
     with open(path, "rb") as file:
-        begins = file.read(len(_ZIP_BEGINS))
+        first_bytes = file.read(len(_ZIP_BEGINS))
     size = os.path.getsize(path)
     if not size:
         raise DamagedFileError(f"{path} is empty: it was created and never written")
     try:
-        if _ZIP_BEGINS.startswith(begins):
+        if _ZIP_BEGINS.startswith(first_bytes):
             _check_zip(path, size, checksums=not options.get("mmap") if check is None else check)
         return original(f, *args, **options)
     except Exception as error:
-        wrong = None if isinstance(error, DamagedFileError) else _damage_of(path, size, error)
-        if wrong is not None:
-            raise wrong from error
+        if isinstance(error, DamagedFileError):
+            raise
+        damage = _damage_of(path, size, error, is_zip=first_bytes == _ZIP_BEGINS)
+        if damage is not None:
+            raise damage from error
         raise
 
 
-def _damage_of(path: str, size: int, error: Exception) -> DamagedFileError | None:
+def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> DamagedFileError | None:
     """Say what is wrong with a file that could not be read; None if it may be whole."""
     import zipfile  # noqa: PLC0415  with the first load
 
-    with open(path, "rb") as file:
-        is_zip = file.read(len(_ZIP_BEGINS)) == _ZIP_BEGINS
     if is_zip:
         if any(text in str(error) for text in _UNREADABLE):
             return DamagedFileError(f"{path} is damaged: its directory is not what was written")
@@ -232,10 +232,10 @@ def guard_module_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(
         self: Any, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        def call() -> Any:
-            return original(self, state_dict, strict, assign)
-
-        return _load_module(call, self, state_dict, strict, assign)
+        return _load_module(
+            lambda: original(self, state_dict, strict, assign),
+            *(self, state_dict, strict, assign),
+        )
 
     return load_state_dict
 
@@ -271,7 +271,10 @@ def _load_module(
         with _put_back(module, state):
             return call()
     if len(fitting) != len(tensors) or (strict and len(state) != len(tensors)):
-        _call_without_copying(call)
+        # torch says what names and shapes do not match before anything is written. What it
+        # accepts, such as a checkpoint of an older version, it will accept again.
+        with _SkipCopies():
+            call()
     return _finish_before_interrupt(call)
 
 
@@ -294,15 +297,6 @@ class _SkipCopies(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
-
-
-def _call_without_copying(call: Callable[[], Any]) -> None:
-    """Let torch raise what it has to say of names and shapes, before anything is written.
-
-    What it accepts, such as a checkpoint of an older version, it will accept again.
-    """
-    with _SkipCopies():
-        call()
 
 
 def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:

@@ -22,8 +22,6 @@ from torchguard.errors import ReadOnlyMemoryError, SharedViewError
 
 ReadOnly = Literal["copy", "raise", "warn"]
 
-_REDUCE = "torch.multiprocessing.reductions.reduce_tensor"
-
 
 def from_numpy(array: np.ndarray[Any, Any], *, readonly: ReadOnly = "copy") -> torch.Tensor:
     """Return a tensor that shares memory with an array, or a copy where that is read-only.
@@ -170,9 +168,9 @@ _CONVERSIONS: dict[str, Callable[..., Callable[..., Any]]] = {
 
 # ---- arrays that view a tensor's memory ----
 
+_reducers: list[Callable[..., Any]] = []  # torch's own and ours, to be found in a table
 # By storage: the arrays that t.numpy() has made, and copies that were sent to other processes
 # in the storage's place, kept as long as an array lives.
-_reducers: list[Callable[..., Any]] = []  # torch's own and ours, to be found in a table
 _viewed: dict[int, tuple[list[weakref.ref[Any]], list[torch.Tensor]]] = {}
 
 
@@ -202,7 +200,7 @@ def _guard_share_memory_(original: Callable[..., Any]) -> Callable[..., Any]:
     def share_memory_(self: Any, *args: Any, **options: Any) -> Any:
         if storage_key(self) in _viewed and not self.is_shared():
             raise SharedViewError(
-                "share_memory_: a numpy array looks at this memory, which would be freed under it; "
+                "share_memory_: a numpy array is a view of this memory, which would be freed; "
                 "call share_memory_() before numpy(), or keep numpy().copy()"
             )
         return original(self, *args, **options)
@@ -220,9 +218,9 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         if viewed is None or (tensor.requires_grad and not tensor.is_leaf):  # that one raises
             return original(tensor)
         warnings.warn(
-            "a tensor was sent to another process as a copy, because a numpy array looks at its "
-            "memory: neither process sees what the other one writes. Call share_memory_() before "
-            "numpy() to share it",
+            "a tensor was sent to another process as a copy, because a numpy array is a view of "
+            "its memory: neither process sees what the other one writes. Call share_memory_() "
+            "before numpy() to share it",
             UserWarning,
             stacklevel=2,
         )
@@ -242,7 +240,7 @@ def replacements() -> dict[str, patch.Make]:
         **_CONVERSIONS,
         "torch.Tensor.numpy": _guard_numpy,
         "torch.UntypedStorage.share_memory_": _guard_share_memory_,
-        _REDUCE: _guard_reduce,
+        "torch.multiprocessing.reductions.reduce_tensor": _guard_reduce,
     }
 
 

@@ -127,7 +127,7 @@ def _writes(function: Callable[..., Any]) -> Writes | None:
     if name.endswith("_") and not name.endswith("__"):
         schemas = [] if isinstance(function, FunctionType) else operator_schemas(name)
         written = Argument(0, _first_parameter(function))
-        return _from_schemas(schemas) or Writes((written,), _elements(name))
+        return _from_schemas(schemas) or Writes((written,), name not in _METADATA_ONLY)
     return None
 
 
@@ -152,11 +152,7 @@ def _from_schemas(schemas: list[Any]) -> Writes | None:
         return unsaid._replace(arguments=(*unsaid.arguments, *arguments))
     if not arguments:
         return None
-    return Writes(tuple(arguments), _elements(name.rpartition("::")[2]))
-
-
-def _elements(name: str) -> bool:
-    return name not in _METADATA_ONLY
+    return Writes(tuple(arguments), name.rpartition("::")[2] not in _METADATA_ONLY)
 
 
 def _first_parameter(function: Callable[..., Any]) -> str:

@@ -75,7 +75,9 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
                     count = size * second if type(second) is int and second >= 0 else sys.maxsize
                 held = self.numel()
                 fits = type(held) is int and (
-                    (count <= held and self.is_contiguous()) or _stays_inside(self, count)
+                    (count <= held and self.is_contiguous())
+                    or (self.storage_offset() + count) * self.itemsize
+                    <= self.untyped_storage().nbytes()
                 )
             except RuntimeError:  # a layout without strides
                 fits = False
@@ -84,7 +86,7 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
                     return original(self, size)  # type: ignore[no-any-return]
                 return original(self, size, second)  # type: ignore[no-any-return]
 
-        sizes = _as_given(size, second, rest)
+        sizes = tuple([each for each in (size, second, *rest) if each is not _ABSENT])
         saved = _begin(self, operation, sizes or (options.get("size"),))
         try:
             try:
@@ -292,17 +294,6 @@ def safe_set_(
     except BaseException:  # an interrupt in the clause above: see interrupts.py
         finish(saved.restore)
         raise
-
-
-def _as_given(size: Any, second: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    if second is _ABSENT:
-        return () if size is _ABSENT else (size,)
-    return (size, second, *rest)
-
-
-def _stays_inside(tensor: torch.Tensor, count: int) -> bool:
-    needed = (tensor.storage_offset() + count) * tensor.itemsize
-    return needed <= tensor.untyped_storage().nbytes()
 
 
 def _begin(tensor: torch.Tensor, operation: str, sizes: tuple[Any, ...]) -> Snapshot:

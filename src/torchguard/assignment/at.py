@@ -86,7 +86,9 @@ class At:
         self._t = t
 
     def __getitem__(self, index: Index) -> Selection:
-        return Selection(self._t, _index(index))
+        # Tensors stand for the arrays of an index, which compilers don't trace everywhere.
+        items = [_without_arrays(item) for item in _items(index)]
+        return Selection(self._t, tuple(items) if isinstance(index, tuple) else items[0])
 
     def __repr__(self) -> str:
         return f"at({describe_tensor(self._t)})"
@@ -190,7 +192,8 @@ class Selection:
         Raises:
             NotImplementedError: where that promise is needed and not given.
         """
-        if unique_indices or not _is_advanced(self._index):
+        advanced = any(isinstance(item, (torch.Tensor, list)) for item in _items(self._index))
+        if unique_indices or not advanced:
             selected = self.get(mode=mode, fill_value=1)
             return self.set(function(selected), mode=mode)
         if torch.compiler.is_compiling() or inside_transform():
@@ -316,14 +319,7 @@ def _fill(dtype: torch.dtype) -> float:
     return limits.min if limits.min < 0 else limits.max
 
 
-def _index(index: Any) -> Any:
-    """Let tensors stand for the arrays of an index, which compilers don't trace everywhere."""
-    if isinstance(index, tuple):
-        return tuple([_index_item(item) for item in index])
-    return _index_item(index)
-
-
-def _index_item(item: Any) -> Any:
+def _without_arrays(item: Any) -> Any:
     if isinstance(item, np.ndarray):
         rows = torch.as_tensor(item)
         # A tensor of uint8 would be a mask, and the other unsigned dtypes are refused.
@@ -342,10 +338,6 @@ def _value(value: Any, t: torch.Tensor) -> Any:
 
 def _items(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
-
-
-def _is_advanced(index: Any) -> bool:
-    return any(isinstance(item, (torch.Tensor, list)) for item in _items(index))
 
 
 def _as_tensor(value: Any, t: torch.Tensor) -> torch.Tensor:
@@ -383,8 +375,7 @@ def positions_in_bounds(t: torch.Tensor, index: Any, *, clip: bool) -> torch.Ten
     isn't there is ``t.numel()``: each indexed dimension is read as if it had one row more, and
     what lands there is out of bounds.
     """
-    items = index if isinstance(index, tuple) else (index,)
-    parts = parts_of(tuple(_as_rows(item) for item in items), t.dim())
+    parts = parts_of(tuple(_as_rows(item) for item in _items(index)), t.dim())
     if parts is None:
         raise IndexError(f"no such index into {t.dim()} dimensions: {describe_index(index)}")
     sizes, kept, rows = list(t.shape), list[Any](), dict[int, torch.Tensor]()

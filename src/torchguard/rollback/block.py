@@ -12,7 +12,7 @@ import torch
 
 from torchguard._public import public
 from torchguard._torch import version_of, without_torch_function
-from torchguard.rollback.consistency import is_container, tensors_in
+from torchguard.rollback.consistency import require_container, tensors_in
 from torchguard.rollback.interrupts import finish
 from torchguard.rollback.snapshot import Snapshot, capture
 
@@ -151,10 +151,5 @@ def rollback_on_error(
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
     for position, each in enumerate(objects):
-        if not isinstance(each, torch.Tensor) and not is_container(each):
-            raise TypeError(
-                f"rollback_on_error: objects[{position}] is of type {type(each).__name__}, "
-                "expected a tensor, a module, an optimizer, or a dict, list, tuple or data class "
-                "of these"
-            )
+        require_container(each, f"rollback_on_error: objects[{position}]")
     return Rollback(objects, data=data)

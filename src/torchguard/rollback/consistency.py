@@ -68,11 +68,7 @@ def check_consistent(obj: object) -> None:
     Upstream: https://github.com/pytorch/pytorch/issues/170298,
     https://github.com/pytorch/pytorch/issues/171676
     """
-    if not is_container(obj) and not isinstance(obj, torch.Tensor):
-        raise TypeError(
-            f"check_consistent: obj is of type {type(obj).__name__}, expected a tensor, a module, "
-            "an optimizer, or a dict, list, tuple or data class of these"
-        )
+    require_container(obj, "check_consistent: obj")
     with without_torch_function():
         faults = ((path, _fault(tensor)) for path, tensor in tensors_in(obj, "obj", {}))
         path, fault = next((found for found in faults if found[1] is not None), ("", None))
@@ -159,8 +155,16 @@ def _strided_fault(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def is_container(obj: object) -> bool:
-    """Whether :func:`tensors_in` looks for tensors in it."""
+def require_container(obj: object, name: str) -> None:
+    """Raise where :func:`tensors_in` looks for no tensors."""
+    if not isinstance(obj, torch.Tensor) and not _is_container(obj):
+        raise TypeError(
+            f"{name} is of type {type(obj).__name__}, expected a tensor, a module, an optimizer, "
+            "or a dict, list, tuple or data class of these"
+        )
+
+
+def _is_container(obj: object) -> bool:
     return isinstance(
         obj, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, set, frozenset)
     ) or (dataclasses.is_dataclass(obj) and not isinstance(obj, type))
@@ -181,7 +185,7 @@ def tensors_in(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[s
         return
     seen[id(obj)] = obj
     for step, child in _children(obj):
-        if isinstance(child, torch.Tensor) or is_container(child):
+        if isinstance(child, torch.Tensor) or _is_container(child):
             yield from tensors_in(child, path + step, seen)
 
 

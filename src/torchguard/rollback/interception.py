@@ -292,7 +292,7 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
         finally:  # once more, for the same reason
             hold(scope)
 
-    return _named(method, original, "torch", f"Tensor.{name}")
+    return _named(method, original, module="torch", name=f"Tensor.{name}")
 
 
 class _Elements(NamedTuple):
@@ -333,7 +333,7 @@ def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[...
             return Operation(writes, args, kwargs, data=data and not is_recorded())
         return _Elements(writes, args, kwargs)
 
-    return _named(_undoing(original, begin), original, *_place(original))
+    return _named(_undoing(original, begin), original)
 
 
 def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -353,7 +353,7 @@ def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
         return operation
 
     call = _undoing(original, begin)
-    return _named(call, original, original.__module__, original.__qualname__)
+    return _named(call, original, name=original.__qualname__)
 
 
 def _undoing(original: Callable[..., Any], begin: _Begin) -> Callable[..., Any]:
@@ -422,7 +422,7 @@ def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:  # once more, for the same reason
             hold(scope)
 
-    return _named(function, original, *_place(original))
+    return _named(function, original)
 
 
 def _script_outside(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -433,7 +433,7 @@ def _script_outside(original: Callable[..., Any]) -> Callable[..., Any]:
             # It looks up names in the frame of its caller.
             return original(obj, *args, _frames_up=_frames_up + 1, **kwargs)
 
-    return _named(script, original, "torch.jit", "script")
+    return _named(script, original)
 
 
 _operator_writes = functools.lru_cache(maxsize=4096)(writes_of)
@@ -458,15 +458,12 @@ def _show(
     return call
 
 
-def _place(original: Callable[..., Any]) -> tuple[str, str]:
-    return getattr(original, "__module__", None) or "torch", original.__name__
-
-
 def _named(
-    function: Any, original: Callable[..., Any], module: str, name: str
+    function: Any, original: Callable[..., Any], *, module: str | None = None, name: str = ""
 ) -> Callable[..., Any]:
-    function.__name__ = name.rpartition(".")[2]
-    function.__qualname__, function.__module__ = name, module
+    name = name or original.__name__
+    function.__name__, function.__qualname__ = name.rpartition(".")[2], name
+    function.__module__ = module or getattr(original, "__module__", None) or "torch"
     function.__doc__ = original.__doc__
     follow_in_dynamo(function, original)
     named: Callable[..., Any] = function

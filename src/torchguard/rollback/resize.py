@@ -340,7 +340,8 @@ def _begin_set(
         sizes = _integers(size)
         strides = None
         if sizes is not None:
-            strides = _integers(_contiguous(sizes) if stride is None else stride)
+            contiguous = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+            strides = _integers(contiguous if stride is None else stride)
         offset = _integers((given.get("storage_offset", 0),))
         if sizes is not None and strides is not None and offset and len(sizes) == len(strides):
             needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))
@@ -388,10 +389,6 @@ def _numel(template: object) -> int | None:
     with without_torch_function():
         count = template.numel()
     return count if type(count) is int else None
-
-
-def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
 
 
 def _refuse_to_grow_shared(

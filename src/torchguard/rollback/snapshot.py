@@ -95,7 +95,9 @@ class Snapshot(NamedTuple):
                 if len(elements.done) > 1 and (version is None or version_of(tensor) != version):
                     elements.done.clear()  # written to since they were put back
                 if not elements.done:
-                    retry_or_warn(_restore_elements, tensor, elements, failure=failure)
+                    retry_or_warn(
+                        call_unrecorded, tensor, _copy_back, tensor, elements, failure=failure
+                    )
             if autograd is not None:
                 retry_or_warn(_restore_history, tensor, autograd, failure=failure)
             if version is not None and version_of(tensor) != version:
@@ -339,19 +341,15 @@ def _is_as_saved(tensor: torch.Tensor, saved: Snapshot) -> bool:
         return False
 
 
-def _restore_elements(tensor: torch.Tensor, saved: _Elements) -> None:
-    with without_dispatch_modes(tensor):
-        call_unrecorded(tensor, _copy_back, tensor, saved)
-
-
 def _copy_back(tensor: torch.Tensor, saved: _Elements) -> None:
-    target = tensor if saved.span is None else _stretch(tensor, saved.span)
-    copy_: Callable[[Any], Any] = partial(original_copy_, target)
-    if isinstance(saved.copy, torch.UntypedStorage):
-        copy_ = tensor.untyped_storage().copy_
-    # Copied and noted without a bytecode in between, so that an interrupt after
-    # a copy of gigabytes does not begin another one.
-    saved.done.extend(map(copy_, (saved.copy,)))
+    with without_dispatch_modes(tensor):
+        target = tensor if saved.span is None else _stretch(tensor, saved.span)
+        copy_: Callable[[Any], Any] = partial(original_copy_, target)
+        if isinstance(saved.copy, torch.UntypedStorage):
+            copy_ = tensor.untyped_storage().copy_
+        # Copied and noted without a bytecode in between, so that an interrupt after
+        # a copy of gigabytes does not begin another one.
+        saved.done.extend(map(copy_, (saved.copy,)))
 
 
 def _restore_history(tensor: torch.Tensor, saved: _Autograd) -> None:

@@ -270,7 +270,10 @@ def _guard_kernel(original: Callable[..., None]) -> Callable[..., None]:
             return
         has_half = is_sgd and any(each.dtype in _HALF and each.is_cpu for each in lists[0])
         in_float = has_half and fused_sgd_skips_half()
-        fits = any(each is lists[0] for each in known_contiguous) or not _has_strides(lists)
+        # Asked at every fused step, unless what has prepared the step knows it.
+        fits = any(each is lists[0] for each in known_contiguous) or all(
+            map(Tensor.is_contiguous, [t for tensors in lists for t in tensors if t is not None])
+        )
         if options.get("has_sparse_grad") or (fits and not in_float):
             original(*args, **options)
             return
@@ -285,14 +288,6 @@ def _guard_kernel(original: Callable[..., None]) -> Callable[..., None]:
             call_unseen(_keep_dtype, lists[0], lists[2])
 
     return call_with_fitting_tensors
-
-
-def _has_strides(lists: _Lists) -> bool:
-    """Whether some tensor is not contiguous; this is asked at every fused step."""
-    for tensors in lists:
-        if not all(map(Tensor.is_contiguous, [each for each in tensors if each is not None])):
-            return True
-    return False
 
 
 class _Fitted(NamedTuple):

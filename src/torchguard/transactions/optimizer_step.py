@@ -67,7 +67,8 @@ class OptimizerStep:
         self.optimizer = optimizer
         self._state: StateContainers | None = None
         """As it was when the step began; None as long as the step has not asked for it."""
-        self._signals: DeferredSignals | None = None
+        self.signals: DeferredSignals | None = None
+        """Those that wait until the step has gone through, or is undone."""
         self._counts: bool | None = None
         self.copies: Copies | None = None
         """Of parameters and state: with them the step can be undone even after it went through."""
@@ -97,16 +98,12 @@ class OptimizerStep:
                 raise
         return state.lists
 
-    def defer_signals(self) -> None:
-        """Let signals wait until the step has gone through, or is undone."""
-        self._signals = DeferredSignals()
-
     def succeed(self) -> None:
-        """Let go of what was held for the step. A signal that was held back arrives now."""
+        """Let go of what was held for the step. A signal that was deferred arrives now."""
         if self._fused is not None:
             self._fused.end()
-        if self._signals is not None:
-            signals, self._signals = self._signals, None
+        if self.signals is not None:
+            signals, self.signals = self.signals, None
             signals.restore_handlers()
 
     def undo(self) -> None:
@@ -340,7 +337,8 @@ class NonfiniteGate:
     """
 
     def __init__(self) -> None:
-        self._loss: Tensor | None = None
+        self.loss: Tensor | None = None
+        """Where it is not finite, the steps of this block are skipped, whatever the gradients."""
         self._found: Tensor | None = None
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._totals: dict[torch.device, Tensor] = {}
@@ -350,14 +348,10 @@ class NonfiniteGate:
         """How many steps were skipped. Reading it waits for the device."""
         return sum(int(total) for total in self._totals.values())
 
-    def check_loss(self, loss: Tensor) -> None:
-        """Skip the steps of this block if ``loss`` is not finite, whatever the gradients are."""
-        self._loss = loss.detach()
-
     def before(self, optimizer: Optimizer) -> None:
         """Find out whether the step is to be skipped, and let the optimizer know."""
         with torch.no_grad():
-            self._found = _nonfinite(optimizer, self._loss)
+            self._found = _nonfinite(optimizer, self.loss)
         if self._found is None:
             return
         if is_gated_on_device(optimizer):
@@ -386,7 +380,7 @@ class NonfiniteGate:
         """Take back what :meth:`before` did, also after a step that raised."""
         for optimizer in optimizers:
             self._end(optimizer)
-        self._loss = None
+        self.loss = None
 
     def restore_gradients(self) -> None:
         """Let parameters have the gradients that :meth:`before` took away for a step."""

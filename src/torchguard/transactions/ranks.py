@@ -26,7 +26,7 @@ from torchguard.rollback.interrupts import DeferredSignals
 _OK, OUT_OF_MEMORY, FAILED = range(3)
 
 
-class _Bucket(NamedTuple):
+class _Flattened(NamedTuple):
     """Tensors of one dtype and device, and memory for all their elements in a row."""
 
     flat: torch.Tensor
@@ -34,7 +34,7 @@ class _Bucket(NamedTuple):
     """Each tensor, and a view of the memory that has its shape."""
 
 
-def _buckets_of(tensors: Sequence[torch.Tensor]) -> list[_Bucket]:
+def _flattened(tensors: Sequence[torch.Tensor]) -> list[_Flattened]:
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -43,7 +43,7 @@ def _buckets_of(tensors: Sequence[torch.Tensor]) -> list[_Bucket]:
         lengths = [each.numel() for each in same]
         flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
         pieces = zip(same, flat.split(lengths), strict=True)
-        buckets.append(_Bucket(flat, [(each, piece.view(each.shape)) for each, piece in pieces]))
+        buckets.append(_Flattened(flat, [(each, piece.view(each.shape)) for each, piece in pieces]))
     return buckets
 
 
@@ -71,8 +71,8 @@ class Ranks:
             1 + len(parameters), dtype=torch.int32, device=parameters[0].device
         )
         self._parameters = parameters
-        self._gradients: list[_Bucket] = []
-        self._buffers: list[_Bucket] = []
+        self._gradients: list[_Flattened] = []
+        self._buffers: list[_Flattened] = []
         self._signals: DeferredSignals | None = None
         self.undecided = False
         """Whether the other ranks will wait for this one to say how it is."""
@@ -126,10 +126,9 @@ class Ranks:
     def _collect(self) -> None:
         """Copy gradients and buffers to where the other ranks get them from."""
         if not self._gradients:
-            self._gradients = _buckets_of(self._parameters)
-            self._buffers = _buckets_of(
-                [b for model in self._models for b in _buffers_to_broadcast(model)]
-            )
+            self._gradients = _flattened(self._parameters)
+            models = [model for model in self._models if model.broadcast_buffers]
+            self._buffers = _flattened([b for model in models for b in model.modules_buffers])
         self._flags[1:].copy_(
             torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
         )
@@ -192,7 +191,7 @@ class Ranks:
             self.worst = int(self._flags[0])
 
 
-def _pairs(buckets: list[_Bucket]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(buckets: list[_Flattened]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for bucket in buckets:
         yield from bucket.pairs
 
@@ -223,7 +222,3 @@ def _parameters_to_reduce(model: DistributedDataParallel) -> list[nn.Parameter]:
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in model.parameters_to_ignore
     ]
-
-
-def _buffers_to_broadcast(model: DistributedDataParallel) -> list[torch.Tensor]:
-    return list(model.modules_buffers) if model.broadcast_buffers else []

@@ -117,7 +117,7 @@ def _train(
     if step.ranks is None:
         loss = _backward(step, loss_of, parts)
         if step.gate is not None:
-            step.gate.check_loss(loss)
+            step.gate.loss = loss.detach()
     else:
         with step.ranks.without_communication():
             loss = _backward(step, loss_of, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -39,22 +40,17 @@ from torchguard.transactions.copies import (
 )
 
 
+@dataclass(eq=False)
 class TrainingState:
     """Everything a transaction answers for; :meth:`capture` reads it."""
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        others: Sequence[Any],
-        also: Sequence[Any],
-    ) -> None:
-        self.modules = tuple(modules)
-        self.optimizers = tuple(optimizers)
-        self.others = tuple(others)
-        """Scalers and schedulers."""
-        self.also = tuple(also)
-        self._survey: _Survey | None = None
+    modules: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    others: Sequence[Any]
+    """Scalers and schedulers."""
+
+    also: Sequence[Any]
+    _survey: _Survey | None = field(default=None, init=False)
 
     def groups(self) -> list[list[Tensor]]:
         """Return the lists of parameters that the optimizers have now."""

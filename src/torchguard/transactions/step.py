@@ -85,7 +85,7 @@ class Transaction:
         ranks: Ranks | None = None,
     ) -> None:
         self.training = training
-        self.optimizers = training.optimizers
+        self.optimizers = tuple(training.optimizers)
         """The optimizers that step in a block."""
         self.scaler = scaler
         self.schedulers = tuple(schedulers)
@@ -321,11 +321,6 @@ class Transaction:
             self._commits += 1
             finish(finish_step, self.training, block.snapshot, block.at_commit, exception)
             return
-        self.roll_back(exception)
-
-    def roll_back(self, exception: BaseException | None = None) -> None:
-        """Put everything back as it was when the open block began."""
-        block = self.saved[-1]
         cause = "interrupt" if exception is None else type(exception).__name__
         self._rollbacks[cause] += 1
         problems: list[str] = []
@@ -379,7 +374,7 @@ class Transaction:
         copies = copies or self._undo_option == "copy"
         pending = OptimizerStep(optimizer, copies=copies, in_one_call=in_one_call)
         if self.ranks is not None and last and pending.copies is None:
-            pending.defer_signals()  # the others step, whatever happens to this rank
+            pending.signals = DeferredSignals()  # the others step, whatever happens to this rank
             try:
                 if in_one_call:
                     pending.prepare()

@@ -331,7 +331,7 @@ def test_a_failure_leaves_the_optimizer(fault: str) -> None:
 
 
 def test_wrong_target() -> None:
-    with pytest.raises(TypeError, match="target is dict"):
+    with pytest.raises(TypeError, match="target is of type dict"):
         torchguard.load_state_dict({}, {})  # type: ignore[arg-type]
 
 

@@ -210,7 +210,7 @@ def _functions(module: ModuleType) -> Iterator[tuple[str, patch.Make]]:
             yield name, _guard_out
 
 
-def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a traceback gains one line
+def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback gains one line
     name: str, shown: Any, original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Guard a method of ``torch.Tensor``.
@@ -225,7 +225,7 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
     is_operator = name in _OPERATORS and name != "__setitem__"
     takes_index = name in {"__setitem__", "index_put_"}
 
-    def method(*args: Any, **kwargs: Any) -> Any:  # noqa: C901, PLR0912  in one frame: see above
+    def method(*args: Any, **kwargs: Any) -> Any:  # noqa: C901  in one frame: see above
         call = original
         if (
             has_torch_function(args)
@@ -241,7 +241,8 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
         scope = current()
         if scope is None or not args:
             return call(*args, **kwargs)
-        if (
+        saved = None
+        if not (
             short
             and scope.plain
             and type(args[0]) in _PLAIN
@@ -249,48 +250,39 @@ def _guard_method(  # noqa: C901, PLR0915  what is made is one frame, so that a 
             # changes the shape of a sparse tensor.
             and not (resizes_sparse and args[0].layout is not _STRIDED)
         ):
-            try:
+            data = scope.copies() if isinstance(args[0], torch.Tensor) else None
+            if data is None:
+                return call(*args, **kwargs)
+            if refuse is not None:
+                refuse(*args, **kwargs)
+            if data or not writes.only_first:
+                operation = Operation(writes, args, kwargs, data=data and not is_recorded())
                 try:
-                    # ``**kwargs`` builds a dict even of nothing, 40 ns.
-                    return call(*args, **kwargs) if kwargs else call(*args)
-                except BaseException as error:
-                    undo_write(args[0], None, error)
+                    try:
+                        hold(None)  # for what torch calls meanwhile, a subclass's own code
+                        return operation.finish(call(*operation.args, **operation.kwargs))
+                    except BaseException as error:
+                        operation.undo(error)
+                        raise
+                    finally:
+                        hold(scope)
+                except BaseException as error:  # an interrupt in the clause above
+                    operation.undo(error)
+                    operation.explain(error)
                     raise
-            except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-                undo_write(args[0], None, error)
-                raise
-        data = scope.copies() if isinstance(args[0], torch.Tensor) else None
-        if data is None:
-            return call(*args, **kwargs)
-        if refuse is not None:
-            refuse(*args, **kwargs)
-        if writes.only_first and not data:
+                finally:  # once more, for the same reason
+                    hold(scope)
             saved = capture(args[0])
-            try:
-                try:
-                    return call(*args, **kwargs) if kwargs else call(*args)
-                except BaseException as error:
-                    undo_write(args[0], saved, error, elements=writes.elements)
-                    raise
-            except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-                undo_write(args[0], saved, error, elements=writes.elements)
-                raise
-        operation = Operation(writes, args, kwargs, data=data and not is_recorded())
         try:
             try:
-                hold(None)  # for what torch calls meanwhile, a subclass's own code
-                return operation.finish(call(*operation.args, **operation.kwargs))
+                # ``**kwargs`` builds a dict even of nothing, 40 ns.
+                return call(*args, **kwargs) if kwargs else call(*args)
             except BaseException as error:
-                operation.undo(error)
+                undo_write(args[0], saved, error, elements=writes.elements)
                 raise
-            finally:
-                hold(scope)
         except BaseException as error:  # an interrupt in the clause above: see interrupts.py
-            operation.undo(error)
-            operation.explain(error)
+            undo_write(args[0], saved, error, elements=writes.elements)
             raise
-        finally:  # once more, for the same reason
-            hold(scope)
 
     return _named(method, original, module="torch", name=f"Tensor.{name}")
 

@@ -91,7 +91,7 @@ def test_modules_compute_bit_for_bit_what_they_compute_outside(
 
 
 @each_scope
-def test_nobody_who_asks_for_overrides_is_told_of_any(
+def test_code_that_asks_for_overrides_finds_none(
     scope: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     """All that asks ``has_torch_function`` for its way, in torch and elsewhere, asks these."""

@@ -125,7 +125,7 @@ def test_a_step_that_succeeds_has_the_bits_it_has_without(name: str, kind: str) 
         assert plain(name, kind, 3) == expected
 
 
-def test_optimizers_made_before_and_after_are_guarded_and_let_go() -> None:
+def test_optimizers_made_before_and_after_are_guarded_until_uninstall() -> None:
     """A class of one's own too; after uninstall() a step is torch's again."""
 
     class Own(torch.optim.SGD):
@@ -183,7 +183,7 @@ def test_copies_that_are_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch)
         optimizer.step()
 
 
-def test_a_hook_of_somebody_else_stays() -> None:
+def test_a_hook_of_other_code_stays() -> None:
     calls: list[int] = []
     handle = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
     try:

@@ -66,7 +66,7 @@ def test_restore_undoes_everything_metadata_is(kind: Kind) -> None:
     assert changed_anything >= 1
 
 
-def test_restore_sets_the_version_it_is_told_to() -> None:
+def test_restore_sets_the_version_that_is_passed() -> None:
     tensor = plain()
     saved = capture(tensor)
     tensor.add_(1)

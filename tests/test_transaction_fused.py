@@ -85,7 +85,7 @@ def everything(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer)
 @pytest.mark.parametrize("kernel", [0, 1, 2])
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_kernel_that_ran_and_raises_is_told_from_one_that_did_not(
+def test_a_kernel_that_ran_and_raises_is_distinguished_from_one_that_did_not(
     name: str, gradient: str, kernel: int
 ) -> None:
     """Also where it left every bit as it was: its step is counted all the same."""

@@ -284,7 +284,7 @@ def test_a_model_that_fsdp_has_sharded_is_refused() -> None:
     ]
 
 
-def test_without_copies_the_guarantee_is_weak_and_a_torn_step_is_told() -> None:
+def test_without_copies_the_guarantee_is_weak_and_a_torn_step_raises() -> None:
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1).expand(3))]
     optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=False)
     step = torchguard.transaction([], optimizer, undo="none")

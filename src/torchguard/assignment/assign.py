@@ -304,7 +304,7 @@ def is_integer(item: Any) -> bool:
 
 
 def parts_of(index: Any, dims: int) -> list[Part] | None:
-    """Return the parts of an index into ``dims`` dimensions; None where only torch can tell.
+    """Return the parts of an index into ``dims`` dimensions; None where only torch can read it.
 
     That is so for lists, which torch reads as a tuple in some cases (lists of booleans
     are masks in all), and for an index that takes more dimensions than there are.

@@ -9,7 +9,7 @@ backward. Two things make the note wrong:
 - Up to 2.8 ``m[index] = value`` is written into the graph but not carried out on the
   fake tensor that stands for ``m``
   (https://github.com/pytorch/pytorch/issues/169179).
-- On every release up to 2.15 at least, the note is made anew, if at all, for the tensor that was
+- On every release up to 2.15 at least, the note is updated, if at all, for the tensor that was
   written to, not for others that share its memory: after ``m[0][0] = value``, an
   assignment into a view, the note for ``m`` is wrong. So it is, up to 2.9, after
   ``m.copy_(value)`` and, up to 2.11, after ``m.detach_()``

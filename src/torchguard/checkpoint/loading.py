@@ -138,7 +138,7 @@ def _check_zip(path: str, size: int, *, checksums: bool) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
-            # torch writes zeros where it was told to compute none.
+            # torch writes zeros after torch.serialization.set_crc32_options(False).
             checksums = checksums and any(record.CRC for record in records)
             for record in records:
                 _check_record(archive, record, path, checksums=checksums)
@@ -415,7 +415,7 @@ def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
         raise ValueError(
             f"load_state_dict: the state is not that of these parameters of "
             f"{type(optimizer).__name__}: {'; '.join(faults)}. It belongs to a model of other "
-            "sizes; leave the state of these parameters out, so that it starts anew"
+            "sizes; leave the state of these parameters out, and the optimizer makes it again"
         )
 
 

@@ -213,7 +213,7 @@ def _check_end(temporary: str, path: str) -> None:
 
 
 def _path_to_replace(f: Any) -> str | None:
-    """Return the path if it is ours to replace; None where the original writer has to say."""
+    """Return the path if it is to be replaced; None where the original writer is called with it."""
     path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else None
     if not isinstance(path, str) or is_temporary(path) or not is_replaceable(path):
         return None

@@ -44,7 +44,7 @@ def is_temporary(path: str) -> bool:
 def is_replaceable(path: str) -> bool:
     """Whether there is a regular file, or nothing, where the path leads: no pipe, no device.
 
-    ``/dev/stdout`` may lead to a regular file, but whoever opened that file keeps the old one.
+    ``/dev/stdout`` may lead to a regular file, but who opened that file keeps the old one.
     """
     if os.path.abspath(path).startswith(("/dev/", "/proc/")):
         return False
@@ -115,11 +115,11 @@ def remove_abandoned(folder: str, stem: str) -> list[str]:
     """
     if fcntl is None:
         return []
-    ours = re.compile(rf"{re.escape(stem)}\.{_MARK}[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
+    temporary = re.compile(rf"{re.escape(stem)}\.{_MARK}[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
     return [
         name
         for name in os.listdir(folder)
-        if ours.fullmatch(name) and _remove_if_unlocked(os.path.join(folder, name))
+        if temporary.fullmatch(name) and _remove_if_unlocked(os.path.join(folder, name))
     ]
 
 

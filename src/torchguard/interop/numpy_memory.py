@@ -168,7 +168,7 @@ _CONVERSIONS: dict[str, Callable[..., Callable[..., Any]]] = {
 
 # ---- arrays that view a tensor's memory ----
 
-_reducers: list[Callable[..., Any]] = []  # torch's own and ours, to be found in a table
+_reducers: list[Callable[..., Any]] = []  # torch's and those made here, to be found in a table
 # By storage: the arrays that t.numpy() has made, and copies that were sent to other processes
 # in the storage's place, kept as long as an array lives.
 _viewed: dict[int, tuple[list[weakref.ref[Any]], list[torch.Tensor]]] = {}
@@ -245,7 +245,7 @@ def replacements() -> dict[str, patch.Make]:
 
 
 def changed() -> None:
-    """Let multiprocessing pickle tensors with what stands in torch now: it has a table of its own.
+    """Let multiprocessing, which has its own table, pickle tensors with what torch has now.
 
     https://github.com/python/cpython/blob/main/Lib/multiprocessing/reduction.py
     """

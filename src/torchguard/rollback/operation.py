@@ -3,7 +3,7 @@
 An ``out=`` operator resizes its output first and computes afterwards, so on storage that can't
 grow, and whenever the computation itself fails, ``out`` keeps a shape that is not its own
 (https://github.com/pytorch/pytorch/issues/170298). An operator that writes in place may raise
-when it has written part of the elements, and does not tell autograd then.
+when it has written part of the elements, and then it does not bump their version counter.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def transaction(
     _require("scheduler", schedulers, "step", "a scheduler of torch.optim.lr_scheduler")
     others = [*_several(scaler), *schedulers]
     return Transaction(
-        TrainingState(models, optimizers, others, _saved(also)),
+        TrainingState(tuple(models), tuple(optimizers), tuple(others), tuple(_saved(also))),
         undo=undo,
         scaler=scaler,
         schedulers=schedulers,

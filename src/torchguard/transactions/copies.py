@@ -59,7 +59,7 @@ class Copies:
             saved.restore()
 
     def written(self) -> int:
-        """Return how many of the tensors were written since, as far as version counters tell."""
+        """Return how many of the tensors were written since, by their version counters."""
         return different(versions_of(self.plain), self.versions)
 
 
@@ -350,7 +350,7 @@ _MT19937_BYTES = _WORDS * 4 + 4
 
 
 def _memory(address: int, length: int) -> memoryview:
-    """Return a view of bytes in memory; whoever uses it keeps their owner alive."""
+    """Return a view of bytes in memory; the caller has to keep their owner alive."""
     return memoryview((ctypes.c_char * length).from_address(address))
 
 
@@ -418,11 +418,11 @@ def _place_of_variate(numpy: Any) -> int | None:
     return None if found < 0 else header + found
 
 
-# --- what only its owner can put back --------------------------------------------------------
+# --- what also= names ------------------------------------------------------------------------
 
 
 def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[], Any]]:
-    """Copy what nobody but the user knows, and return what puts each back.
+    """Copy what the user has named in ``also=``, and return what puts each back.
 
     Of modules the parameters; with ``buffers`` those too, which a snapshot copies with the others.
     """

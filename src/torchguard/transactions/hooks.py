@@ -281,7 +281,7 @@ def _guard_kernel(original: Callable[..., None]) -> Callable[..., None]:
         try:
             original(*args, **options)
         finally:
-            # Also if it has raised: what a kernel has done is what tells whether it has run.
+            # Also if it has raised: whether a kernel has run is seen in what it has written.
             unscaled = options.get("grad_scale") is not None
             call_unseen(_give_back, lists, fitted, unscaled)
         if in_float:

@@ -149,8 +149,8 @@ class OptimizerStep:
             progress, error = None, error or again
         if progress is None:
             raise UnrecoverableStepError(
-                f"{name}.step() raised within one of its fused kernels, or it can't be "
-                "told how far it got: load a checkpoint, or use undo='copy'"
+                f"{name}.step() raised within one of its fused kernels, or how many of them have "
+                "run is unknown: load a checkpoint, or use undo='copy'"
             ) from error
         if not progress.stepped:
             self.undo()
@@ -224,7 +224,7 @@ def _check_against(parameter: Tensor, tensor: Tensor, what: str) -> None:
         if expected != found:
             raise OptimizerStateError(
                 f"{what} has {kind} {found}, its parameter has {expected}: load a state_dict of "
-                "this model, or delete the entry from optimizer.state to start it anew"
+                "this model, or delete the entry from optimizer.state"
             )
 
 

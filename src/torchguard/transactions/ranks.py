@@ -1,7 +1,7 @@
 """A step of DistributedDataParallel that all ranks take, or none.
 
-Forward and backward run without communication, so that a rank that fails in them leaves nobody
-waiting in a collective. Then the ranks agree, by one all-reduce, on whether all are well; only then
+Forward and backward run without communication, so that when a rank fails in them, no other rank
+waits in a collective. Then the ranks agree, by one all-reduce, on whether all are well; only then
 gradients are averaged and the optimizer steps, and they agree once more at the last moment at
 which the step can be taken back.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,25 +26,25 @@ from torchguard.rollback.interrupts import DeferredSignals
 _OK, OUT_OF_MEMORY, FAILED = range(3)
 
 
-class _Flattened(NamedTuple):
-    """Tensors of one dtype and device, and memory for all their elements in a row."""
-
-    flat: torch.Tensor
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    """Each tensor, and a view of the memory that has its shape."""
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _flattened(tensors: Sequence[torch.Tensor]) -> list[_Flattened]:
+def _flattened(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Pairs]:
+    """Allocate memory for the elements of all tensors: one row for each dtype and device.
+
+    Returns the rows, and each tensor with the view of a row that has its shape.
+    """
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    buckets = []
+    rows: list[torch.Tensor] = []
+    pairs: _Pairs = []
     for (dtype, device), same in alike.items():
         lengths = [each.numel() for each in same]
-        flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        pieces = zip(same, flat.split(lengths), strict=True)
-        buckets.append(_Flattened(flat, [(each, piece.view(each.shape)) for each, piece in pieces]))
-    return buckets
+        rows.append(torch.zeros(sum(lengths), dtype=dtype, device=device))
+        pieces = zip(same, rows[-1].split(lengths), strict=True)
+        pairs += [(each, piece.view(each.shape)) for each, piece in pieces]
+    return rows, pairs
 
 
 class Ranks:
@@ -62,8 +62,13 @@ class Ranks:
     def __init__(self, models: Sequence[nn.Module], group: Any) -> None:
         self._group = None if group is True else group
         self._models = [m for m in models if isinstance(m, DistributedDataParallel)]
-        _check(self._models)
-        parameters = [p for model in self._models for p in _parameters_to_reduce(model)]
+        parameters = [
+            parameter
+            for model in self._models
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        ]
+        _check(self._models, parameters)
         self._world = dist.get_world_size(self._group)
         # One flag, and for each parameter whether any rank has a gradient. Made here: when memory
         # has run out, nothing can be made any more.
@@ -71,8 +76,10 @@ class Ranks:
             1 + len(parameters), dtype=torch.int32, device=parameters[0].device
         )
         self._parameters = parameters
-        self._gradients: list[_Flattened] = []
-        self._buffers: list[_Flattened] = []
+        self._gradient_rows: list[torch.Tensor] = []
+        self._gradients: _Pairs = []
+        self._buffer_rows: list[torch.Tensor] = []
+        self._buffers: _Pairs = []
         self._signals: DeferredSignals | None = None
         self.undecided = False
         """Whether the other ranks will wait for this one to say how it is."""
@@ -102,7 +109,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def without_communication(self) -> Iterator[None]:
-        """Let forward and backward of the models communicate with nobody."""
+        """Keep forward and backward of the models from communicating."""
         with contextlib.ExitStack() as stack:
             for model in self._models:
                 stack.enter_context(model.no_sync())
@@ -119,48 +126,46 @@ class Ranks:
         """
         self._collect()
         self._agree()
-        self._communicate()
+        with without_dispatch_modes(self._flags):
+            for row in self._gradient_rows:
+                dist.all_reduce(row, group=self._group)
+            first = dist.get_process_group_ranks(self._group or dist.group.WORLD)[0]
+            for row in self._buffer_rows:
+                dist.broadcast(row, src=first, group=self._group)
         self._distribute()
 
     @torch.no_grad()
     def _collect(self) -> None:
         """Copy gradients and buffers to where the other ranks get them from."""
         if not self._gradients:
-            self._gradients = _flattened(self._parameters)
+            self._gradient_rows, self._gradients = _flattened(self._parameters)
             models = [model for model in self._models if model.broadcast_buffers]
-            self._buffers = _flattened([b for model in models for b in model.modules_buffers])
+            buffers = [b for model in models for b in model.modules_buffers]
+            self._buffer_rows, self._buffers = _flattened(buffers)
         self._flags[1:].copy_(
             torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
         )
-        for parameter, view in _pairs(self._gradients):
+        for parameter, view in self._gradients:
             if parameter.grad is None:
                 view.zero_()
             else:
                 # As DistributedDataParallel does: divided first, then added up.
                 torch.mul(parameter.grad, 1.0 / self._world, out=view)
-        for buffer, view in _pairs(self._buffers):
+        for buffer, view in self._buffers:
             view.copy_(buffer)
-
-    def _communicate(self) -> None:
-        with without_dispatch_modes(self._flags):
-            for bucket in self._gradients:
-                dist.all_reduce(bucket.flat, group=self._group)
-            first = dist.get_process_group_ranks(self._group or dist.group.WORLD)[0]
-            for bucket in self._buffers:
-                dist.broadcast(bucket.flat, src=first, group=self._group)
 
     @torch.no_grad()
     def _distribute(self) -> None:
         """Copy what the ranks have made together back to gradients and buffers."""
         with without_dispatch_modes(self._flags):
             has_gradient = dict(zip(self._parameters, self._flags[1:].tolist(), strict=True))
-        for parameter, view in _pairs(self._gradients):
-            if not has_gradient[parameter]:  # type: ignore[index]
+        for parameter, view in self._gradients:
+            if not has_gradient[parameter]:
                 continue  # unused on every rank: stays None, and weight decay skips it
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(view)
-        for buffer, view in _pairs(self._buffers):
+        for buffer, view in self._buffers:
             buffer.copy_(view)
 
     def agree_to_commit(self) -> None:
@@ -191,13 +196,8 @@ class Ranks:
             self.worst = int(self._flags[0])
 
 
-def _pairs(buckets: list[_Flattened]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for bucket in buckets:
-        yield from bucket.pairs
-
-
-def _check(models: Sequence[DistributedDataParallel]) -> None:
-    if not any(_parameters_to_reduce(model) for model in models):
+def _check(models: Sequence[DistributedDataParallel], parameters: Sequence[nn.Parameter]) -> None:
+    if not parameters:
         raise ValueError(
             "transaction: group= without a DistributedDataParallel module that has parameters to "
             "train; pass the wrapped module as model="
@@ -214,11 +214,3 @@ def _check(models: Sequence[DistributedDataParallel]) -> None:
                 "transaction: group= averages gradients itself, and the communication hook that "
                 "is registered on the DistributedDataParallel module would be left out"
             )
-
-
-def _parameters_to_reduce(model: DistributedDataParallel) -> list[nn.Parameter]:
-    return [
-        parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    ]

@@ -44,12 +44,12 @@ from torchguard.transactions.copies import (
 class TrainingState:
     """Everything a transaction answers for; :meth:`capture` reads it."""
 
-    modules: Sequence[nn.Module]
-    optimizers: Sequence[Optimizer]
-    others: Sequence[Any]
+    modules: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    others: tuple[Any, ...]
     """Scalers and schedulers."""
 
-    also: Sequence[Any]
+    also: tuple[Any, ...]
     _survey: _Survey | None = field(default=None, init=False)
 
     def groups(self) -> list[list[Tensor]]:
@@ -58,7 +58,7 @@ class TrainingState:
 
     def capture(self, *, parameters: bool = False) -> TrainingSnapshot:
         """Read everything; with ``parameters``, those and the optimizers' state are copied too."""
-        # Else a mode that somebody has set, such as a default device, sees each attribute read.
+        # Else a TorchFunctionMode, such as that of a default device, sees each attribute read.
         with without_torch_function():
             survey = self._survey
             if survey is None or not survey.is_current(self.groups()):
@@ -73,7 +73,7 @@ class TrainingState:
 
 
 class _Survey:
-    """The modules and tensors of a training; made anew when a module has gained or lost one."""
+    """The modules and tensors of a training; rebuilt when a module has gained or lost one."""
 
     def __init__(self, training: TrainingState) -> None:
         copied = [each for each in training.also if isinstance(each, nn.Module)]
@@ -119,7 +119,7 @@ class _Survey:
         self._tensors = [*self.parameters, *self.buffers]
         self.metadata = [capture(each, autograd=True) for each in self._tensors]
         # x.data = y, which model.to() does, leaves the tensor the same object and does not move
-        # its version counter, so nothing but the address tells.
+        # its version counter, so the addresses are compared.
         # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
         # The same memory may be seen in another way: x.data = x.data.t(). A scalar has one
@@ -231,7 +231,7 @@ class TrainingSnapshot:
     def changed(self) -> dict[str, int]:
         """Count what is not as it was, by kind.
 
-        Of parameters and gradients as far as version counters tell.
+        Parameters and gradients are compared by their version counters.
         """
         survey = self._survey
         gradients = sum(
@@ -257,7 +257,7 @@ class TrainingSnapshot:
         )
 
     def written(self) -> bool:
-        """Whether parameters that were not copied were written, as far as versions tell."""
+        """Whether parameters that were not copied were written, by their version counters."""
         survey = self._survey
         now = versions_of(survey.parameters)
         return self._copies is None and any(

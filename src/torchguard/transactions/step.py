@@ -55,7 +55,7 @@ class TransactionStats:
 
     put_back: dict[str, int] = field(default_factory=dict)
     """What rollbacks have found changed, by kind: ``parameters``, ``gradients``, ``buffers`` and
-    ``RNG states``. Of parameters and gradients, as far as version counters tell."""
+    ``RNG states``. Parameters and gradients are compared by their version counters."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Transaction:
         ranks: Ranks | None = None,
     ) -> None:
         self.training = training
-        self.optimizers = tuple(training.optimizers)
+        self.optimizers = training.optimizers
         """The optimizers that step in a block."""
         self.scaler = scaler
         self.schedulers = tuple(schedulers)

@@ -84,12 +84,23 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
     API follows torch's naming rule, a trailing underscore, and its operator's
     schema says which arguments besides the first.
     """
-    writes = _writes(function)
+    schemas = schemas_of(function)
+    name = getattr(function, "__name__", "")
+    writes: Writes | None = None
+    if schemas is not None:
+        writes = _from_schemas(schemas)
+    elif name in DUNDERS:
+        writes = Writes((Argument(0, "self"),))
+    elif name.endswith("_") and not name.endswith("__"):
+        written = Argument(0, _first_parameter(function))
+        writes = _from_schemas(
+            [] if isinstance(function, FunctionType) else operator_schemas(name)
+        ) or Writes((written,), name not in _METADATA_ONLY)
     if writes is None or writes.only_if is not None or not writes.arguments:
         return writes
     # add_ and mul_ have overloads for lists as well, of TorchScript.
     first = all(each.position == 0 and not each.is_out for each in writes.arguments)
-    calls_back = getattr(function, "__name__", "") in _CALL_BACK
+    calls_back = name in _CALL_BACK
     return writes._replace(only_first=first and not calls_back, calls_back=calls_back)
 
 
@@ -115,20 +126,6 @@ _NORMALISE: dict[str, tuple[int, str | None]] = {
     "batch_norm_gather_stats": (3, None),
     "batch_norm_gather_stats_with_counts": (3, None),
 }
-
-
-def _writes(function: Callable[..., Any]) -> Writes | None:
-    schemas = schemas_of(function)
-    if schemas is not None:
-        return _from_schemas(schemas)
-    name = getattr(function, "__name__", "")
-    if name in DUNDERS:
-        return Writes((Argument(0, "self"),))
-    if name.endswith("_") and not name.endswith("__"):
-        schemas = [] if isinstance(function, FunctionType) else operator_schemas(name)
-        written = Argument(0, _first_parameter(function))
-        return _from_schemas(schemas) or Writes((written,), name not in _METADATA_ONLY)
-    return None
 
 
 def _from_schemas(schemas: list[Any]) -> Writes | None:

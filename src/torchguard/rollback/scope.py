@@ -22,15 +22,7 @@ from torchguard.assignment.dynamo import (
     slice_scatter_replacements,
 )
 from torchguard.rollback import interception
-from torchguard.rollback.interception import (
-    Scope,
-    current,
-    enter,
-    hold,
-    innermost_open,
-    leave,
-    outside,
-)
+from torchguard.rollback.interception import Scope, current, hold, outside
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -61,7 +53,9 @@ def _apply_overlays(_: object = None) -> None:
     """Apply the overlays that are missing; called again when Dynamo is imported."""
     with patch.lock, outside():
         if _users:
-            wanted = (*interception.overlays(), *_compile_overlays())
+            wanted = interception.overlays()
+            if hasattr(sys.modules.get(DYNAMO), "optimize"):  # else it is being imported
+                wanted += _overlays_of_dynamo()
             new = [each for each in wanted if each not in _applied]
             patch.overlay(new)
             _applied.extend(new)
@@ -101,7 +95,7 @@ class Guarded(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         _begin()
-        self._entered.append(enter(data=self._data, owner=self))
+        self._entered.append(interception.enter(data=self._data, owner=self))
 
     def __exit__(
         self,
@@ -110,9 +104,9 @@ class Guarded(contextlib.ContextDecorator):
         traceback: TracebackType | None,
     ) -> None:
         # Elsewhere than where it was entered, if a generator is closed by another task.
-        scope = innermost_open(self) or self._entered[-1]
+        scope = interception.innermost_open(self) or self._entered[-1]
         self._entered.remove(scope)
-        leave(scope)
+        interception.leave(scope)
         _end()
 
     def __call__(self, function: _Function) -> _Function:
@@ -144,22 +138,19 @@ class Guarded(contextlib.ContextDecorator):
                     return await function(*args, **kwargs)
 
             return functools.wraps(function)(awaited)  # type: ignore[return-value]
-        run = self._run_generator if inspect.isgeneratorfunction(function) else self._run
+        is_generator = inspect.isgeneratorfunction(function)
 
         def inside(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 return function(*args, **kwargs)
-            return run(function, args, kwargs)
+            if is_generator:
+                return self._run_generator(function, args, kwargs)
+            with self:
+                return function(*args, **kwargs)
 
         # Dynamo keeps its decisions with the code: each function has to have its own.
         inside.__code__ = inside.__code__.replace()
         return functools.wraps(function)(inside)  # type: ignore[return-value]
-
-    def _run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        with self:
-            return function(*args, **kwargs)
 
     def _run_generator(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -267,12 +258,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def _compile_overlays() -> tuple[patch.Overlay, ...]:
-    """Return what stands over Dynamo while a scope is open; nothing until Dynamo is imported."""
-    dynamo = sys.modules.get(DYNAMO)
-    return _overlays_of_dynamo() if hasattr(dynamo, "optimize") else ()  # else it is being imported
 
 
 @functools.cache

@@ -87,8 +87,9 @@ class At:
 
     def __getitem__(self, index: Index) -> Selection:
         # Tensors stand for the arrays of an index, which compilers don't trace everywhere.
-        items = [_without_arrays(item) for item in _items(index)]
-        return Selection(self._t, tuple(items) if isinstance(index, tuple) else items[0])
+        if isinstance(index, tuple):
+            return Selection(self._t, tuple([_without_array(item) for item in index]))
+        return Selection(self._t, _without_array(index))
 
     def __repr__(self) -> str:
         return f"at({describe_tensor(self._t)})"
@@ -319,7 +320,7 @@ def _fill(dtype: torch.dtype) -> float:
     return limits.min if limits.min < 0 else limits.max
 
 
-def _without_arrays(item: Any) -> Any:
+def _without_array(item: Any) -> Any:
     if isinstance(item, np.ndarray):
         rows = torch.as_tensor(item)
         # A tensor of uint8 would be a mask, and the other unsigned dtypes are refused.
@@ -375,7 +376,8 @@ def positions_in_bounds(t: torch.Tensor, index: Any, *, clip: bool) -> torch.Ten
     isn't there is ``t.numel()``: each indexed dimension is read as if it had one row more, and
     what lands there is out of bounds.
     """
-    parts = parts_of(tuple(_as_rows(item) for item in _items(index)), t.dim())
+    items = index if isinstance(index, tuple) else (index,)
+    parts = parts_of(tuple(_as_rows(item) for item in items), t.dim())
     if parts is None:
         raise IndexError(f"no such index into {t.dim()} dimensions: {describe_index(index)}")
     sizes, kept, rows = list(t.shape), list[Any](), dict[int, torch.Tensor]()

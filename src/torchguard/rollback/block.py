@@ -151,5 +151,6 @@ def rollback_on_error(
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
     for position, each in enumerate(objects):
-        require_container(each, f"rollback_on_error: objects[{position}]")
+        if not isinstance(each, torch.Tensor):
+            require_container(each, f"rollback_on_error: objects[{position}]")
     return Rollback(objects, data=data)

@@ -340,8 +340,9 @@ def _begin_set(
         sizes = _integers(size)
         strides = None
         if sizes is not None:
-            contiguous = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-            strides = _integers(contiguous if stride is None else stride)
+            if stride is None:  # contiguous
+                stride = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+            strides = _integers(stride)
         offset = _integers((given.get("storage_offset", 0),))
         if sizes is not None and strides is not None and offset and len(sizes) == len(strides):
             needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))

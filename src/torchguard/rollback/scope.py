@@ -83,7 +83,8 @@ def _remove_overlays(*, inert: bool) -> None:
     leaving = [each for each in _applied if inert or not each.inert]
     with outside():
         patch.remove_overlay(leaving)
-    _applied[:] = [each for each in _applied if each not in leaving]
+    for each in leaving:
+        _applied.remove(each)
 
 
 class Guarded(contextlib.ContextDecorator):

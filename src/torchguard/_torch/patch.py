@@ -390,7 +390,11 @@ class AttributeOverlay:
         now = vars(self.owner).get
         for name, (before, replacement) in self._made.items():
             if now(name) is replacement:
-                _set(self.owner, name, before)
+                # Not by _set(): leaving a scope takes off 175 attributes.
+                if before is ABSENT:
+                    delattr(self.owner, name)
+                else:
+                    setattr(self.owner, name, before)
 
 
 class ModuleOverlay:

@@ -279,7 +279,7 @@ def _load_module(
 
 
 def _finish_before_interrupt(call: Callable[[], Any]) -> Any:
-    """Call what can only be interrupted; finish it before the interrupt goes on."""
+    """Call what only an interrupt can make fail; if one does, call it again before it goes on."""
     try:
         return call()
     except BaseException:

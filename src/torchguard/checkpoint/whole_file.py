@@ -37,7 +37,7 @@ _open: set[str] = set()
 
 
 def is_temporary(path: str) -> bool:
-    """Whether this is a file that :func:`replace_file` has handed out and waits for."""
+    """Whether :func:`replace_file` has made this file and waits until it is written."""
     return path in _open
 
 
@@ -324,7 +324,7 @@ def _point_link_at(link: Path, final: Path) -> None:
 
 
 def _remove(link: Path, number: int) -> None:
-    """Remove an old folder, under a temporary name first: a half of it never looks whole."""
+    """Rename an old folder, then remove it: while that goes on, it has a temporary name."""
     old = link.with_name(temporary_name(link.name))
     with contextlib.suppress(FileNotFoundError):  # another process was quicker
         link.with_name(f"{link.name}.{number}").rename(old)
@@ -340,7 +340,6 @@ def _sync_all(folder: Path) -> None:
 
 
 def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
-    """Warn after a crash."""
     if not abandoned:
         return
     whole = ", ".join(f"{link.name}.{number}" for number in _numbers(link)) or "none"

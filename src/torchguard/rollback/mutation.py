@@ -105,7 +105,7 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
 
 
 def writes_statistics(name: str) -> Writes | None:
-    """Say what a builtin that normalises writes, by its name: its schema does not say it."""
+    """Say what a builtin that normalises writes, by its name: it is missing in its schema."""
     if name not in _NORMALISE:
         return None
     place, flag = _NORMALISE[name]

@@ -83,7 +83,7 @@ class Operation:
                     raise
 
     def _begin_shared(self, shared: torch.UntypedStorage) -> None:
-        storage = locked_storage(shared)
+        storage = _locked_storage(shared)
         # Inputs in the same storage move along: torch has to see that they overlap.
         stand_ins: dict[int, torch.Tensor] = {}
         given = self.args, self.kwargs
@@ -264,11 +264,14 @@ def _move(
         saved = capture(value)
         if saved.parts or saved.storage is not storage:
             return value
-        if not can_stand_in_for(value):
+        if not _can_be_replaced(value):
             moved[id(value)] = saved
             return value
         if id(value) not in stand_ins:
-            stand_ins[id(value)] = stand_in_for(saved, target)
+            with without_torch_function():
+                view = torch.empty(0, dtype=value.dtype, device="cpu")
+                view.set_(target, saved.storage_offset, saved.size, saved.stride)
+            stand_ins[id(value)] = view
         return stand_ins[id(value)]
     if isinstance(value, dict):
         return {
@@ -309,8 +312,8 @@ def cannot_grow(
     )
 
 
-def can_stand_in_for(tensor: torch.Tensor) -> bool:
-    """Whether torch would do the same with a plain tensor over the same bytes."""
+def _can_be_replaced(tensor: torch.Tensor) -> bool:
+    """Whether torch does the same with a plain tensor over the same bytes."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return False
     # Autograd and inference mode refuse these; they have to see the tensor itself.
@@ -320,7 +323,7 @@ def can_stand_in_for(tensor: torch.Tensor) -> bool:
     )
 
 
-def locked_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+def _locked_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a storage over the same bytes that says it can't grow.
 
     Given to torch in place of one in shared memory, it turns the null pointer
@@ -331,11 +334,3 @@ def locked_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     memory.owner = storage  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-
-
-def stand_in_for(saved: Snapshot, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return what the tensor of a snapshot is, over the storage of :func:`locked_storage`."""
-    with without_torch_function():
-        blank = torch.empty(0, dtype=saved.tensor.dtype, device="cpu")
-        view: torch.Tensor = blank.set_(storage, saved.storage_offset, saved.size, saved.stride)
-        return view

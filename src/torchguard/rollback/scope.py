@@ -71,7 +71,7 @@ def _end() -> None:
 
 
 def forget() -> None:
-    """Leave torch as it was, however many scopes there were; not while one is open."""
+    """Remove the overlays that stay between scopes; not while one is open."""
     global _opened
     with patch.lock:
         if _users == 0:

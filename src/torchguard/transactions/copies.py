@@ -96,7 +96,7 @@ def different(now: Sequence[Any], before: Sequence[Any]) -> int:
 
 
 def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> None:
-    """Put version counters back, so that autograd hears nothing of writes that were undone."""
+    """Put version counters back, so that autograd does not see writes that were undone."""
     for tensor, before, now in zip(tensors, versions, versions_of(list(tensors)), strict=True):
         if before is not None and before != now:
             set_version(tensor, before)

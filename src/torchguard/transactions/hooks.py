@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -250,6 +250,9 @@ _HALF = (torch.bfloat16, torch.float16)
 _Lists = list[list[Any]]
 """Parameters, gradients and each kind of state, which may be empty or hold None."""
 
+_Fitted = tuple[int, int, Tensor, Tensor]
+"""Which of the lists, the place in it, the tensor there and the copy that the kernel is given."""
+
 
 def fused_replacements() -> Mapping[str, patch.Make]:
     """Return what is patched so that fused steps on the CPU are right, by path."""
@@ -290,17 +293,6 @@ def _guard_kernel(original: Callable[..., None]) -> Callable[..., None]:
     return call_with_fitting_tensors
 
 
-class _Fitted(NamedTuple):
-    """A tensor in whose place the kernel was given a copy."""
-
-    number: int
-    """Which of the lists: 0 for parameters, 1 for gradients."""
-
-    place: int
-    tensor: Tensor
-    copy: Tensor
-
-
 def _fit(lists: _Lists, in_float: bool) -> list[_Fitted]:
     """Put copies that a fused CPU kernel reads and writes rightly in place of other tensors."""
     fitted = []
@@ -319,9 +311,9 @@ def _fit(lists: _Lists, in_float: bool) -> list[_Fitted]:
                 copy = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
             else:
                 continue
-            fitted.append(_Fitted(number, place, tensor, copy))
-    for each in fitted:
-        lists[each.number][each.place] = each.copy
+            fitted.append((number, place, tensor, copy))
+    for number, place, _, copy in fitted:
+        lists[number][place] = copy
     return fitted
 
 
@@ -333,7 +325,7 @@ def _give_back(lists: _Lists, fitted: list[_Fitted], unscaled: bool) -> None:
     targets, sources = [], []
     for number, place, tensor, copy in fitted:
         lists[number][place] = tensor
-        if number != 1:
+        if number != 1:  # no gradient
             targets.append(tensor)
             sources.append(copy)
         elif unscaled:

@@ -55,44 +55,35 @@ def load(f: Any, *args: Any, check: bool | None = None, **options: Any) -> Any:
 
     Upstream: https://github.com/pytorch/pytorch/issues/31620
     """
-    return _load(patch.original("torch.load"), f, args, options, check)
+    return guard_load(patch.original("torch.load"), check)(f, *args, **options)
 
 
-def guard_load(original: Callable[..., Any]) -> Callable[..., Any]:
+def guard_load(original: Callable[..., Any], check: bool | None = None) -> Callable[..., Any]:
     """Make ``torch.load`` what :func:`load` is."""
 
     def load(f: Any, *args: Any, **options: Any) -> Any:
-        return _load(original, f, args, options, None)
+        path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else None
+        if not isinstance(path, str) or not os.path.isfile(path):
+            return original(f, *args, **options)
+        with open(path, "rb") as file:
+            first_bytes = file.read(len(_ZIP_BEGINS))
+        size = os.path.getsize(path)
+        if not size:
+            raise DamagedFileError(f"{path} is empty: it was created and never written")
+        checksums = not options.get("mmap") if check is None else check
+        try:
+            if _ZIP_BEGINS.startswith(first_bytes):
+                _check_zip(path, size, checksums=checksums)
+            return original(f, *args, **options)
+        except Exception as error:
+            if isinstance(error, DamagedFileError):
+                raise
+            damage = _damage_of(path, size, error, is_zip=first_bytes == _ZIP_BEGINS)
+            if damage is not None:
+                raise damage from error
+            raise
 
     return load
-
-
-def _load(
-    original: Callable[..., Any],
-    f: Any,
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-    check: bool | None,
-) -> Any:
-    path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not os.path.isfile(path):
-        return original(f, *args, **options)
-    with open(path, "rb") as file:
-        first_bytes = file.read(len(_ZIP_BEGINS))
-    size = os.path.getsize(path)
-    if not size:
-        raise DamagedFileError(f"{path} is empty: it was created and never written")
-    try:
-        if _ZIP_BEGINS.startswith(first_bytes):
-            _check_zip(path, size, checksums=not options.get("mmap") if check is None else check)
-        return original(f, *args, **options)
-    except Exception as error:
-        if isinstance(error, DamagedFileError):
-            raise
-        damage = _damage_of(path, size, error, is_zip=first_bytes == _ZIP_BEGINS)
-        if damage is not None:
-            raise damage from error
-        raise
 
 
 def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> DamagedFileError | None:
@@ -262,12 +253,9 @@ def _load_module(
     if not isinstance(state, Mapping):
         return call()  # which says so
     tensors = None if assign else tensors_loaded_by_copies(module)
-    if tensors is None:
-        with _put_back(module, state):
-            return call()
-    matching = [(tensor, state[name]) for name, tensor in tensors if name in state]
+    matching = [(tensor, state[name]) for name, tensor in tensors or () if name in state]
     fitting = [(t, v) for t, v in matching if isinstance(v, torch.Tensor) and t.shape == v.shape]
-    if not all(_copy_succeeds(*pair) for pair in fitting):
+    if tensors is None or not all(_copy_succeeds(*pair) for pair in fitting):
         with _put_back(module, state):
             return call()
     if len(fitting) != len(tensors) or (strict and len(state) != len(tensors)):

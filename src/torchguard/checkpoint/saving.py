@@ -71,9 +71,8 @@ def save(
         >>> torchguard.load(path)
         {'weight': tensor([1., 1.])}
     """
-    _check_on_torn(on_torn)
-    original: Callable[..., None] = patch.original("torch.save")
-    _save(original, obj, f, (pickle_module, pickle_protocol), options, fsync=fsync, on_torn=on_torn)
+    save = guard_save(patch.original("torch.save"), fsync=fsync, on_torn=on_torn)
+    save(obj, f, pickle_module, pickle_protocol, **options)
 
 
 def save_file(
@@ -95,25 +94,51 @@ def save_file(
     """
     import safetensors.torch  # noqa: F401, PLC0415  a package that need not be there
 
-    _check_on_torn(on_torn)
     original = patch.original("safetensors.torch.save_file")
-    _save_file(original, tensors, filename, metadata, fsync=fsync, on_torn=on_torn)
+    guard_save_file(original, fsync=fsync, on_torn=on_torn)(tensors, filename, metadata)
 
 
-def guard_save(original: Callable[..., None]) -> Callable[..., None]:
+def guard_save(
+    original: Callable[..., None], *, fsync: bool = True, on_torn: OnTorn = "raise"
+) -> Callable[..., None]:
     """Make ``torch.save`` what :func:`save` is."""
+    _check_on_torn(on_torn)
 
     def save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
-        _save(original, obj, f, args, options, fsync=True, on_torn="raise")
+        path = _path_to_replace(f)
+        if path is None:
+            original(obj, f, *args, **options)
+            return
+        module, *others = args or (options.pop("pickle_module", pickle),)
+
+        def write(temporary: str, versions: _Versions) -> None:
+            with_callback = _pickle_module_calling(module, versions.saved)
+            original(obj, temporary, with_callback, *others, **options)
+            _check_end(temporary, path)
+
+        _write_watched(obj, path, write, fsync=fsync, on_torn=on_torn)
 
     return save
 
 
-def guard_save_file(original: Callable[..., None]) -> Callable[..., None]:
+def guard_save_file(
+    original: Callable[..., None], *, fsync: bool = True, on_torn: OnTorn = "raise"
+) -> Callable[..., None]:
     """Make ``safetensors.torch.save_file`` what :func:`save_file` is; ``save_model`` calls it."""
+    _check_on_torn(on_torn)
 
     def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-        _save_file(original, tensors, filename, metadata, fsync=True, on_torn="raise")
+        path = _path_to_replace(filename)
+        if path is None:
+            original(tensors, filename, metadata=metadata)
+            return
+
+        def write(temporary: str, versions: _Versions) -> None:
+            for tensor in tensors.values():
+                versions.saved(tensor)
+            original(tensors, temporary, metadata=metadata)
+
+        _write_watched(tensors, path, write, fsync=fsync, on_torn=on_torn)
 
     return save_file
 
@@ -122,14 +147,11 @@ def guard_serialize_file(original: Callable[..., None]) -> Callable[..., None]:
     """Guard what ``save_file`` calls, for those who imported ``save_file`` before the guard."""
 
     def serialize_file(flattened: Any, filename: Any, metadata: Any = None) -> None:
-        def write(temporary: str) -> None:
-            original(flattened, temporary, metadata=metadata)
-
         path = _path_to_replace(filename)
         if path is None:
             original(flattened, filename, metadata=metadata)
         else:
-            replace_file(path, write)
+            replace_file(path, lambda new: original(flattened, new, metadata=metadata))
 
     return serialize_file
 
@@ -151,51 +173,6 @@ def guard_commit(original: Callable[[Any], None]) -> Callable[[Any], None]:
         replace_file(path, lambda temporary: shutil.move(self.temp, temporary))
 
     return commit
-
-
-def _save(
-    original: Callable[..., None],
-    obj: Any,
-    f: Any,
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-    *,
-    fsync: bool,
-    on_torn: OnTorn,
-) -> None:
-    path = _path_to_replace(f)
-    if path is None:
-        original(obj, f, *args, **options)
-        return
-    module, *others = args or (options.pop("pickle_module", pickle),)
-
-    def write(temporary: str, versions: _Versions) -> None:
-        original(obj, temporary, _pickle_module_calling(module, versions.saved), *others, **options)
-        _check_end(temporary, path)
-
-    _write_watched(obj, path, write, fsync=fsync, on_torn=on_torn)
-
-
-def _save_file(
-    original: Callable[..., None],
-    tensors: Any,
-    filename: Any,
-    metadata: Any,
-    *,
-    fsync: bool,
-    on_torn: OnTorn,
-) -> None:
-    path = _path_to_replace(filename)
-    if path is None:
-        original(tensors, filename, metadata=metadata)
-        return
-
-    def write(temporary: str, versions: _Versions) -> None:
-        for tensor in tensors.values():
-            versions.saved(tensor)
-        original(tensors, temporary, metadata=metadata)
-
-    _write_watched(tensors, path, write, fsync=fsync, on_torn=on_torn)
 
 
 def _check_end(temporary: str, path: str) -> None:

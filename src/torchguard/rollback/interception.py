@@ -425,7 +425,7 @@ def _script_outside(original: Callable[..., Any]) -> Callable[..., Any]:
             # It looks up names in the frame of its caller.
             return original(obj, *args, _frames_up=_frames_up + 1, **kwargs)
 
-    return _named(script, original)
+    return _named(script, original, module="torch.jit")
 
 
 _operator_writes = functools.lru_cache(maxsize=4096)(writes_of)

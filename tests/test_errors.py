@@ -180,6 +180,7 @@ def test_every_error_raised_in_the_guards_is_tested_here() -> None:
             in {"TypeError", "ValueError", "InconsistentTensorError", "NonResizableStorageError"}
             for node in ast.walk(tree)
         )
-    # is_consistent, check_consistent (2), repair_ (2), _require_tensor, rollback, cannot_grow,
+    # is_consistent, check_consistent, require_container (of it and of rollback_on_error),
+    # repair_ (2), _require_tensor, cannot_grow,
     # guarded (2; tests/test_guarded.py and tests/test_decorators.py have their cases)
-    assert raised == 10
+    assert raised == 9

@@ -114,11 +114,7 @@ def has_out(function: Callable[..., Any]) -> bool:
 
     It may be one without a Python binding, as that of ``relu``. (That of ``alias_copy`` has one.)
     """
-    return any(
-        argument.is_out
-        for schema in operator_schemas(function.__name__)
-        for argument in schema.arguments
-    )
+    return bool(_schemas_with_out(function))
 
 
 def has_python_out(function: Callable[..., Any]) -> bool:
@@ -127,11 +123,12 @@ def has_python_out(function: Callable[..., Any]) -> bool:
     Its operator has an overload with an output argument. Overloads that the code
     generator added on its own have no Python binding, so those don't count.
     """
-    return any(
-        argument.is_out and not _is_generated(schema)
-        for schema in operator_schemas(function.__name__)
-        for argument in schema.arguments
-    )
+    return not all(map(_is_generated, _schemas_with_out(function)))
+
+
+def _schemas_with_out(function: Callable[..., Any]) -> list[Any]:
+    schemas = operator_schemas(function.__name__)
+    return [each for each in schemas if any(argument.is_out for argument in each.arguments)]
 
 
 def _is_generated(schema: Any) -> bool:

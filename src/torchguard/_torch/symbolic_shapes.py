@@ -270,9 +270,13 @@ def marked_dynamic(marks: Iterable[tuple[torch.Tensor, int, int, int | None]]) -
     """
     dynamo: Any = importlib.import_module("torch._dynamo")
     before: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
-    log, quiet = logging.getLogger("torch._guards"), _QuietInThisThread()
+    log, this_thread = logging.getLogger("torch._guards"), threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != this_thread
+
     # It logs a page for sizes that can't be symbols, before it raises what the caller handles.
-    log.addFilter(quiet)
+    log.addFilter(is_of_another_thread)
     try:
         for tensor, dim, smallest, largest in marks:
             if id(tensor) not in before:
@@ -284,23 +288,12 @@ def marked_dynamic(marks: Iterable[tuple[torch.Tensor, int, int, int | None]]) -
             dynamo.mark_dynamic(tensor, dim, min=smallest, max=above)
         yield
     finally:
-        log.removeFilter(quiet)
+        log.removeFilter(is_of_another_thread)
         for tensor, kept in before.values():
             for name in _marks_of(tensor):
                 if name not in kept:
                     delattr(tensor, name)
             vars(tensor).update(kept)
-
-
-class _QuietInThisThread(logging.Filter):
-    """Let through only what other threads log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.thread != self._thread
 
 
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/decorators.py

@@ -37,23 +37,18 @@ class GuardCallback(Callback):
         super().__init__()
         self._session = Session(guards, buckets)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, *_: object, **__: object) -> None:
         """Install."""
-        del trainer, pl_module, stage
         self._session.start()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *_: object, **__: object) -> None:
         """Uninstall."""
-        del trainer, pl_module, stage
         self._session.stop()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: object, **__: object) -> None:
         """Uninstall: after an exception there is no ``teardown``."""
         # Its _interrupt() calls this hook and then tears the trainer down, not its callbacks:
         # https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/pytorch/trainer/call.py
-        del trainer, pl_module, exception
         self._session.stop()
 
     def on_save_checkpoint(

@@ -48,18 +48,12 @@ class GuardCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(1, self)
         return self
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         """Install."""
-        del args, state, control, kwargs
         self._session.start()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Uninstall."""
-        del args, state, control, kwargs
         self._session.stop()
 
     def on_step_end(

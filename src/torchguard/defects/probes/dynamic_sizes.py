@@ -150,23 +150,18 @@ def _recorded() -> int:
     return counters["inductor"]["cudagraph_recorded_non_static_inputs"]
 
 
-def _count_recordings(device: str, run: Callable[[Tensor], object]) -> int:
-    """Call a compiled model with each length; return for how many a CUDA graph was recorded."""
+def _recordings(run: Callable[[Tensor], object]) -> str | None:
+    """Call a compiled model with each length; say for how many a CUDA graph was recorded."""
+    if not torch.cuda.is_available():
+        raise NotRunHere("needs a CUDA GPU")
     recordings = 0
     for length in _NINE_LENGTHS:
-        x = torch.ones(length, 4, device=device)
+        x = torch.ones(length, 4, device="cuda")
         before = _recorded()
         for _ in range(2):  # the first call with a new size warms up, the second records
             torch.compiler.cudagraph_mark_step_begin()
             run(x)
         recordings += _recorded() > before
-    return recordings
-
-
-def _recordings(run: Callable[[Tensor], object]) -> str | None:
-    if not torch.cuda.is_available():
-        raise NotRunHere("needs a CUDA GPU")
-    recordings = _count_recordings("cuda", run)
     if recordings == 0:
         raise NotRunHere("torch records no CUDA graph here")
     if recordings < len(_NINE_LENGTHS):
@@ -217,24 +212,20 @@ def _pad(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compare_padding(run: Callable[[Tensor, Tensor], Any]) -> str | None:
-    """Compare on the CPU, and on a GPU where there is one: inductor writes other code for it."""
+    """Compare the padding with eager, and the result's size with that of its memory.
+
+    On the CPU, and on a GPU where there is one: inductor writes other code for it.
+    """
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        seen = _compare_padding_on(device, run)
-        if seen is not None:
-            return seen if device == "cpu" else f"on the GPU: {seen}"
-    return None
-
-
-def _compare_padding_on(device: str, run: Callable[[Tensor, Tensor], Any]) -> str | None:
-    """Compare the padding with eager, and the result's size with that of its memory."""
-    memory = torch.ones(4, 2, device=device)
-    x, weight = memory[:3], torch.ones(2, 1, device=device)
-    eager, _ = _pad(x, weight)
-    padded, product = run(x, weight)
-    if not torch.equal(padded, eager):
-        return "F.pad(x, (0, 0, 0, -n % 2)) filled in what lies behind x in memory"
-    if product.untyped_storage().nbytes() < product.numel() * product.element_size():
-        return "F.pad(y, (0, 0, 0, -n % 2)) wrote behind the end of the memory of y"
+        memory = torch.ones(4, 2, device=device)
+        x, weight = memory[:3], torch.ones(2, 1, device=device)
+        eager, _ = _pad(x, weight)
+        padded, product = run(x, weight)
+        where = "" if device == "cpu" else "on the GPU: "
+        if not torch.equal(padded, eager):
+            return f"{where}F.pad(x, (0, 0, 0, -n % 2)) filled in what lies behind x in memory"
+        if product.untyped_storage().nbytes() < product.numel() * product.element_size():
+            return f"{where}F.pad(y, (0, 0, 0, -n % 2)) wrote behind the end of the memory of y"
     return None
 
 

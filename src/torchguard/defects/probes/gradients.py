@@ -51,11 +51,10 @@ def buffer_update() -> str | None:
         raise RuntimeError("backward left no gradient")
     if torch.allclose(want, got):
         return None
-    return f"compiled gradient {_short(got)} where eager gives {_short(want)}"
-
-
-def _short(values: Tensor) -> list[float]:
-    return [round(value, 3) for value in values.tolist()]
+    compiled_gradient, eager_gradient = (
+        [round(value, 3) for value in gradient.tolist()] for gradient in (got, want)
+    )
+    return f"compiled gradient {compiled_gradient} where eager gives {eager_gradient}"
 
 
 _OPERATORS = "slice_scatter", "select_scatter", "diagonal_scatter"

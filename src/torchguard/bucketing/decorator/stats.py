@@ -1,4 +1,4 @@
-"""What ran through the buckets, what other buckets would change, and what warm-up takes in each."""
+"""Statistics of the calls in each bucket, what other buckets would change, and warm-up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOSES_ABOVE = 0.5
 @public
 @dataclass(frozen=True)
 class BucketedStats:
-    """A picture of one moment."""
+    """What a bucketed function has counted so far."""
 
     name: str
     calls: int
@@ -253,7 +253,7 @@ class WarmupReport:
     """What ``warmup`` returns: what a call in each bucket takes, and what did not fit.
 
     It is a function of a size (of two with :class:`PairBuckets`), and so goes where a cost does:
-    ``Buckets.fit(lengths, cost=report)``, or with what compiling took as the price of a bucket
+    ``Buckets.fit(lengths, cost=report)``, or with the seconds of compiling as the cost of a bucket
     ``Buckets.fit(lengths, None, cost=report, compile_cost=report.compile_seconds)``.
     """
 

@@ -18,14 +18,16 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
 
 from torchguard import _torch
 from torchguard._public import public
-from torchguard.bucketing.decorator.plan import Plan, Specialization, sizes_of
 from torchguard.errors import RecompileError
+
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.plan import Plan, Specialization
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -342,6 +344,9 @@ def failed_guards(error: RuntimeError) -> str | None:
 
 def recompile_reason(plan: Plan, cache: CompileCache) -> str:
     """Return what a call has that no variant of the cache was compiled for."""
+    # Whoever imports no_recompile alone need not wait for what pads.
+    from torchguard.bucketing.decorator.plan import sizes_of  # noqa: PLC0415
+
     inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
     state = plan.specialization.global_state
     compiled = [key for key, each in cache.variants.items() if each.compiled_for and key]

@@ -319,7 +319,10 @@ def _lower_patch_was_undone(patch: _Patch) -> bool:
 
 
 def _put_original(patch: _Patch) -> None:
-    _set(patch.owner, patch.name, patch.before)
+    if patch.before is ABSENT:
+        delattr(patch.owner, patch.name)
+    else:
+        setattr(patch.owner, patch.name, patch.before)
 
 
 def resolve(path: str) -> tuple[Any, str]:
@@ -333,13 +336,6 @@ def resolve(path: str) -> tuple[Any, str]:
                 owner = getattr(owner, part)
             return owner, name
     raise AttributeError(f"{path}: no such attribute; expected a path like torch.Tensor.resize_")
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if value is ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
 
 
 # ---- what stands over torch while a guarded() scope is open ----
@@ -390,7 +386,7 @@ class AttributeOverlay:
         now = vars(self.owner).get
         for name, (before, replacement) in self._made.items():
             if now(name) is replacement:
-                # Not by _set(): leaving a scope takes off 175 attributes.
+                # Not by a function of its own: leaving a scope takes off 175 attributes.
                 if before is ABSENT:
                     delattr(self.owner, name)
                 else:

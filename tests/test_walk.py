@@ -19,6 +19,8 @@ AT_MOST = {
 # torch 2.6 has no function in C that says whether saved-tensors hooks are on: each isolated run
 # goes to this one and comes back.
 FALLBACK = "_torch/tensors.py:_saved_tensors_hooks_cannot_be_disabled"
+# Dynamo of torch 2.15 compares the backend of a call with those of its graphs, in a row.
+COMPARED = "verification/backend.py:__eq__"
 
 
 @pytest.mark.parametrize("name", AT_MOST)
@@ -28,6 +30,7 @@ def test_the_walk_of_a_call_is_not_longer_than_it_was(name: str) -> None:
     files, changes = AT_MOST[name]
     detours = walk.entered.count(FALLBACK)
     assert 0 < len(walk.files) <= files + bool(detours), walk.files
+    detours += COMPARED in walk.entered
     assert walk.changes <= changes + 2 * detours, walk.entered
 
 

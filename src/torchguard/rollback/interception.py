@@ -1,4 +1,4 @@
-"""What a guarded() scope puts in front of every function of torch that writes to a tensor.
+"""The guarded() scopes that are open, and what they put in front of functions that write tensors.
 
 A function that is called outside of a scope, or does not write, goes straight through. Nothing
 here is a mode of torch: code that asks ``has_torch_function`` for its way (the fast path of

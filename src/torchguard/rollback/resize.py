@@ -326,9 +326,8 @@ def _begin_set(
     """As :func:`_begin`, for the storage the tensor is to get."""
     _require_tensor(tensor, operation)
     saved = capture(tensor)
-    if (
-        saved.storage is None or len(args) + len(kwargs) <= 1
-    ):  # a whole storage or tensor fits itself
+    # A whole storage or tensor fits itself.
+    if saved.storage is None or len(args) + len(kwargs) <= 1:
         return saved
     given = dict(zip(("source", "storage_offset", "size", "stride"), args, strict=False)) | kwargs
     storage, size, stride = given.get("source"), given.get("size"), given.get("stride")

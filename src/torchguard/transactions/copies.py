@@ -151,8 +151,6 @@ class Containers:
 
 
 _ATOMS = {int, float, bool, str, bytes, type(None), complex}
-
-
 _STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType)
 
 

@@ -358,10 +358,8 @@ class NonfiniteGate:
             optimizer.found_inf = self._found  # type: ignore[attr-defined]
         elif bool(self._found):  # the host read
             # A parameter without a gradient is left alone by every optimizer of PyTorch.
-            self._gradients = [
-                (p, p.grad) for group in optimizer.param_groups for p in group["params"]
-                if p.grad is not None
-            ]  # fmt: skip
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
             for parameter, _ in self._gradients:
                 parameter.grad = None
 

@@ -217,12 +217,7 @@ class Caller:
     # ---- the plan of a shape ----
 
     def _new_plan(
-        self,
-        key: Any,
-        global_state: tuple[Any, ...],
-        owner: tuple[Any, ...],
-        args: Any,
-        kwargs: Any,
+        self, key: Any, state: tuple[Any, ...], owner: tuple[Any, ...], args: Any, kwargs: Any
     ) -> Plan:
         call = Call.of(self.spec, owner, args, kwargs)
         shortest: Sizes = {}
@@ -245,9 +240,7 @@ class Caller:
             for index, (label, leaf) in enumerate(zip(labels, call.leaves, strict=True))
             if index not in padded
         )
-        specialization = Specialization(
-            global_state, call.signature.treedefs, others, bool(global_state[3])
-        )
+        specialization = Specialization(state, call.signature.treedefs, others, bool(state[3]))
         chosen = not self._static and bool(buckets) and not specialization.transformed
         with self.lock:
             plan = Plan(

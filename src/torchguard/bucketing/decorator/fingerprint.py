@@ -344,7 +344,7 @@ class _Walk:
         kind = type(value)
         state = _state_of(value)
         if state is None:
-            raise UnknownValue(f"{where} is a {_name(kind)}")
+            raise UnknownValue(f"{where} is of type {_name(kind)}")
         return f"{self._class(kind)} {self._attributes(kind, state, where)}"
 
     def _attributes(self, kind: type, state: Mapping[str, Any], where: str) -> str:

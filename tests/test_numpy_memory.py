@@ -118,10 +118,23 @@ def test_helpers_need_no_install(name: str) -> None:
     assert HELPERS[name](array).data_ptr() != array.ctypes.data
     with pytest.raises(torchguard.ReadOnlyMemoryError, match=name):
         HELPERS[name](array, readonly="raise")
-    with pytest.warns(UserWarning, match="is a copy"):
+    with pytest.warns(UserWarning, match="is a copy") as caught:
         HELPERS[name](array, readonly="warn")
+    assert [warning.filename for warning in caught] == [__file__]
     with pytest.raises(ValueError, match="readonly is 'no'"):
         HELPERS[name](array, readonly="no")
+
+
+@pytest.mark.parametrize("name", ["asarray", "frombuffer"])
+def test_a_warning_of_a_read_only_buffer_names_the_caller(name: str) -> None:
+    """One warning, torchguard's: torch's own says that the tensor can write to the buffer."""
+    torch.set_warn_always(True)  # torch's own would come once in a process
+    try:
+        with pytest.warns(UserWarning, match="is a copy") as caught:
+            getattr(numpy_memory, name)(bytes(8), dtype=torch.uint8, readonly="warn")
+    finally:
+        torch.set_warn_always(False)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_asarray_that_must_not_copy() -> None:

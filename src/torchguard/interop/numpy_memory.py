@@ -125,7 +125,9 @@ def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Call
         _refuse_or_warn("asarray", "raise" if options.get("copy") is False else readonly)
         if is_array:
             return original(obj.copy(order="K"), **options)
-        return original(obj, **{**options, "copy": True})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not writable: it is copied
+            return original(obj, **{**options, "copy": True})
 
     return asarray
 

@@ -79,7 +79,7 @@ def plain(t: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def index_put(t: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
-    """Write it as somebody who knows the operator does."""
+    """Write it as a user who knows the operator does."""
     return t.index_put((index,), value)
 
 

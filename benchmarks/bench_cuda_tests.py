@@ -67,7 +67,7 @@ def files() -> list[str]:
     ]
 
 
-def told(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
+def results(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
     """Run them in a process of its own; it is ended when time is up."""
     reading, writing = os.pipe()
     line = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider"]
@@ -92,7 +92,7 @@ def run(setting: Setting) -> Results:
     known = setting.stream.known("rows")
     done = {row["test"] for row in known if row["outcome"] == "passed"}
     rows = []
-    for each in told(setting, done):
+    for each in results(setting, done):
         verdict = {"passed": "reached", "skipped": None}.get(each["outcome"], "missed: it fails")
         rows.append(Tested(device=setting.device, verdict=verdict, **each))
         setting.stream.keep("rows", rows[-1])

@@ -58,7 +58,7 @@ SCOPES: dict[str, Scope] = {
 GPU_SCOPES = (NOTHING, CONTROL, "install()", "install(), every guard", "guarded()")
 QUICK_SCOPES = (NOTHING, "install(), every guard", "guarded()")
 
-# Aimed at on a GPU: a ratio, or no difference that could be told from none.
+# Aimed at on a GPU: a ratio, or no difference outside the noise.
 TARGETS = {"install()": 1.001, "install(), every guard": 1.01}
 TARGETS['install("resize", "out", "setitem")'] = TARGETS["install(), every guard"]
 
@@ -377,7 +377,7 @@ def until_time_is_up(setting: Setting) -> list[Paired]:
         mode = "compiled" if is_compiled else "eager"
         return widths.get((workload.what, workload.phase, mode), float("inf"))
 
-    # What nobody has measured comes first, then what is widest.
+    # What was not measured yet comes first, then what is widest.
     todo = sorted((pair for pair in pairs if width(pair) > NARROW), key=width, reverse=True)
     contests: list[Contest] = []
     rows: dict[Contest, list[Paired]] = {}

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_failures.py --json benchmarks/records/<date>-failures-cpu.json
 
-``out`` is an empty tensor in memory that belongs to somebody else (DLPack), so it can't grow, on a
+``out`` is an empty tensor in memory of another library (DLPack), so it can't grow, on a
 CPU and on a GPU alike: each call with a result fails. Then: are shape, stride, offset, storage and
 every byte of it as they were? Asked of plain torch, inside ``guarded()`` and under
 ``install("out")``; and of ``resize_``, ``resize_as_`` and ``set_`` under ``install()``. Nothing is
@@ -92,7 +92,7 @@ def expecttest_stands_in() -> Iterator[None]:
 
 
 def locked(dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Return an empty tensor whose storage has 16 bytes, belongs to somebody else, can't grow."""
+    """Return an empty tensor whose storage has 16 bytes of another library and can't grow."""
     owner = torch.zeros(BYTES, dtype=torch.uint8, device=device)
     return dlpack.from_dlpack(owner).view(dtype)[:0]
 

@@ -176,7 +176,7 @@ def costs(setting: Setting) -> tuple[list[Any], dict[str, float]]:
 
 
 def bound_of(calls: Mapping[str, Mapping[str, int]], cost: Mapping[str, float]) -> float:
-    """Multiply counts by costs; KeyError for a kind whose cost nobody has measured."""
+    """Multiply counts by costs; KeyError for a kind whose cost was not measured."""
     return sum(cost[kind] * sum(functions.values()) for kind, functions in calls.items())
 
 

@@ -198,7 +198,7 @@ def run(setting: Setting) -> Results:
         print(f"{row:32} {setting.device:4} {found['total_s']:8.1f} s in all")
         rows.append(found)
     summary = {"device": setting.device, **judged(rows, stream(quick=setting.quick))}
-    return {"rows": rows, "summary": [{**summary, "verdicts": list(told(summary))}]}
+    return {"rows": rows, "summary": [{**summary, "verdicts": list(sentences(summary))}]}
 
 
 def verdicts(record: dict[str, Any]) -> Iterator[str]:
@@ -207,7 +207,7 @@ def verdicts(record: dict[str, Any]) -> Iterator[str]:
         yield from summary["verdicts"]
 
 
-def told(summary: Mapping[str, Any]) -> Iterator[str]:
+def sentences(summary: Mapping[str, Any]) -> Iterator[str]:
     """Say what was found on one device."""
     for each in summary["phases"]:
         ratio = each["auto_over_best"]

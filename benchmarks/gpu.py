@@ -141,9 +141,9 @@ class Session:
         self.begun = time.monotonic()
         out.mkdir(parents=True, exist_ok=True)
         self.stopped_by: str | None = None
-        """The signal that told the command to stop; looked at often, never raised.
+        """The signal that stopped the command; read often, never raised.
 
-        An exception could come while a process is being started, and nobody would end that one.
+        An exception could come while a process is being started, and nothing would end that one.
         """
         self.scratch = tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True)
 

@@ -208,7 +208,7 @@ def _failures(record: Record, device: str) -> str:
     named = ", ".join(f"`{row['operator']}`" for row in bad)
     parts = [
         (
-            "Each output is an empty tensor in memory that belongs to somebody else, so it can't "
+            "Each output is an empty tensor in memory that belongs to another library, so it can't "
             "grow. Compared are shape, stride, offset, storage and every byte."
         ),
         table(header, counts),

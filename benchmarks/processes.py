@@ -44,9 +44,9 @@ def in_a_process(
             check=False,
         )
         if done.returncode != 0:
-            told = (done.stdout + done.stderr)[-2000:]
+            output = (done.stdout + done.stderr)[-2000:]
             raise RuntimeError(
-                f"{file}.{function}{arguments} ended with {done.returncode}:\n{told}"
+                f"{file}.{function}{arguments} ended with {done.returncode}:\n{output}"
             )
         return json.loads(answer.read_text(encoding="utf-8"))
 

@@ -80,7 +80,7 @@ class Stream:
     head: Mapping[str, Any] = field(default_factory=dict)
     seconds: float | None = None
     stopped: bool = False
-    """Whether it was told that time is up."""
+    """Whether time is up."""
 
     def __post_init__(self) -> None:
         self._begun = time.monotonic()

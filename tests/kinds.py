@@ -323,7 +323,7 @@ def _state(tensor: torch.Tensor) -> State:
         found["shape"], found["stride"] = tensor.shape, tensor.stride()
         found["offset"] = tensor.storage_offset()
         found["conj"], found["neg"] = tensor.is_conj(), tensor.is_neg()
-        # A storage is one Python object for as long as somebody holds it, as this does.
+        # A storage is one Python object for as long as it is referenced, as here.
         storage = tensor.untyped_storage()
         found["storage"], found["nbytes"] = Same(storage), storage.nbytes()
         fake = isinstance(tensor, (Wrapper, FakeTensor))

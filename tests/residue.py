@@ -44,7 +44,7 @@ def _namespaces() -> Snapshot:
 
 
 def _is_packet(id_: int, name: str) -> bool:
-    """Torch enters the operator behind ``torch.ops.aten.add`` when somebody looks it up first."""
+    """Torch enters the operator behind ``torch.ops.aten.add`` when it is first looked up."""
     namespace, _, operator = name.partition("::")
     packet = vars(getattr(torch.ops, namespace)).get(operator)
     return id(getattr(packet, "_op", None)) == id_
@@ -114,7 +114,7 @@ def _is_class(owner: str) -> bool:
 
 
 def _without_ours(names: dict[Any, Any]) -> dict[Any, Any]:
-    """What a class of Dynamo had when it was imported, for all that can be told afterwards."""
+    """What a class of Dynamo had when it was imported, as far as it can be seen afterwards."""
     return {name: value for name, value in names.items() if not _ours(value)}
 
 

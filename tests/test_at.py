@@ -127,7 +127,7 @@ def test_modes_are_those_of_jax(case: tuple[Array, Any], operation: str, mode: A
     ]
     values = np.arange(len(places)) % 3 + 2.0
     if operation == "set":
-        values[:] = 7.0  # which of several values stays is nobody's promise
+        values[:] = 7.0  # which of several values stays is not specified
     expected = array.copy()
     read = [array[p] if ok else np.nan for p, ok in zip(places, inside, strict=True)]
     for place, ok, value in zip(places, inside, values, strict=True):

@@ -265,7 +265,7 @@ def test_every_call_that_enters_a_guard_is_counted_however_it_is_reached() -> No
     assert entered(step) == {"without out=": {"add": 1}}  # held: the guard, installed or not
     cost = {"without out=": 1.0, "with out=": 10.0, "resize_": 100.0, "set_": 1000.0}
     assert bound_of(found, cost) == 1214.0
-    with pytest.raises(KeyError):  # nothing counts as free because nobody measured it
+    with pytest.raises(KeyError):  # what was not measured does not count as free
         bound_of({"another kind": {"add": 1}}, cost)
 
 

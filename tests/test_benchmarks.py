@@ -104,9 +104,9 @@ def test_what_verified_costs_is_told_of_a_stream_of_lengths_once_it_is_measured(
     row = {**record["first_calls"][0], "id": "first-lengths", "checks": 87}
     record["first_calls"] = [row]
     monkeypatch.setattr(publish, "committed", lambda: [record])
-    told = publish.verified_costs({})
+    text = publish.verified_costs({})
     assert (
-        "| a stream of 120 lengths through one graph, its compilation included, 87 checks |" in told
+        "| a stream of 120 lengths through one graph, its compilation included, 87 checks |" in text
     )
 
 
@@ -130,8 +130,8 @@ def test_a_gpus_record_is_told_of_where_there_is_one(monkeypatch: pytest.MonkeyP
             if name == "end_to_end":
                 row["ratio"]["median"] = 1.0004
         records.append(made_up)
-    told = "On an NVIDIA H100 it differs by +0.04 % to +0.04 % with `install()`"
-    assert told in publish.overhead(resize)
+    text = "On an NVIDIA H100 it differs by +0.04 % to +0.04 % with `install()`"
+    assert text in publish.overhead(resize)
     assert "On an NVIDIA H100: [benchmarks]" in publish.summary(resize)
     for page in (publish.summary, publish.every_row):
         assert "not measured on a GPU yet" not in page(resize).lower()

@@ -196,7 +196,7 @@ class TestSave:
             subprocess.run([umount, str(disk)], check=True)
 
     def test_what_a_living_process_writes_stays(self, tmp_path: Path) -> None:
-        """Only what is nobody's any more is removed, and nothing that has another name."""
+        """Only what no process uses any more is removed, and nothing that has another name."""
         path = tmp_path / "model.pt"
         reading, writing = os.pipe()
 

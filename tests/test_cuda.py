@@ -37,7 +37,7 @@ def whole(tensor: torch.Tensor) -> State:
 
 
 def locked(device: str) -> torch.Tensor:
-    """Four numbers in memory that belongs to somebody else, so the storage can't grow."""
+    """Four numbers in memory that belongs to another library, so the storage can't grow."""
     return dlpack.from_dlpack(torch.arange(4.0, device=device))
 
 

@@ -167,7 +167,7 @@ def test_commands(page: Path) -> None:
     "line",
     [
         "make docter",
-        "pip install torchguard",  # somebody else's package
+        "pip install torchguard",  # another project's package
         "python -m torchguard docter",
         "python -m torchguard doctor --colour",
         "python benchmarks/bench_missing.py",

@@ -187,7 +187,7 @@ time.sleep(60)
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for has, too."""
+    """Whether a process has ended; one that was not waited for has, too."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]

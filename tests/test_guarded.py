@@ -133,7 +133,7 @@ class TestAScope:
                             torch.add(torch.ones(2), 1, out=torch.empty(2))
                     if is_on():
                         wrong.append(f"{number}.{turn} outside")
-            except BaseException as error:  # noqa: BLE001  of a thread nobody waits for
+            except BaseException as error:  # noqa: BLE001  of a thread that is not joined
                 wrong.append(repr(error))
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]

@@ -83,7 +83,7 @@ def _record(call: Callable[..., Any], sample: Any, out: Any) -> dict[str, Any]:
         "is out": [one is other for one, other in zip(results, outs, strict=False)],
         "shapes": [(each.shape, each.stride(), each._version) for each in outs],
         "values": list(outs),
-        # Deprecations are told once in a process, so they can't be compared.
+        # Deprecation warnings come once in a process, so they can't be compared.
         "warnings": [
             (each.category, str(each.message)) for each in warned if "resized" in str(each.message)
         ],

@@ -76,7 +76,7 @@ def compare(kind: Kind, way: Way, call: Callable[[Way, torch.Tensor], Any]) -> N
 def fills_memory(size: Any) -> bool:
     """Whether the row pointers of a compressed tensor might get that long; torch writes them all.
 
-    A strided tensor of such a size has memory that nobody touches.
+    A strided tensor of such a size has memory that is never touched.
     """
     flat = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
     return any(type(length) is int and 10 < length < 2**40 for length in flat)

@@ -1,4 +1,4 @@
-"""A fused step that raises: which of its kernels have run is told exactly, or the error says so."""
+"""A fused step that raises: which of its kernels have run is known, or the error says so."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ for number in range(2):
     training.run(number, limited, retry=torchguard.halved())
 result["sizes"] = sizes
 
-# 4. Out of memory on one rank, another error on the other: nobody tries again.
+# 4. Out of memory on one rank, another error on the other: no rank tries again.
 def different(x):
     raise ValueError("a bad batch") if rank == 1 else torch.OutOfMemoryError("out of memory")
 try:

@@ -38,7 +38,7 @@ Fills = dict[int, Any]
 """What padding holds, by index of the leaf."""
 
 _TURNS = 4
-"""How often a leak has to be seen. A right function that jumps looks like one now and then."""
+"""How often a leak has to be seen. A discontinuous function that is right may look like one."""
 
 _ROUNDING = 1 / 16
 """Above this share of what is allowed, a difference may be the beginning of a leak."""
@@ -293,7 +293,7 @@ class _Checker:
         with contextlib.ExitStack() as scope:
             is_new = turn == 0
             if turn > 0:
-                # A right function that jumps, such as argmax, does not do so again: see perturb.py.
+                # A discontinuous function, such as argmax, does not differ again: see perturb.py.
                 call, is_new = _with_perturbed_inputs(case.call, turn)
                 case = replace(case, call=call)
                 held = (p for module in self._modules for p in module.parameters(recurse=False))

@@ -50,6 +50,9 @@ def _is_packet(id_: int, name: str) -> bool:
     return id(getattr(packet, "_op", None)) == id_
 
 
+_ENABLING: list[Any] = []
+
+
 class Residue:
     """Taken before torchguard does anything; :meth:`now` says what has changed since."""
 
@@ -73,13 +76,7 @@ class Residue:
                         found.append(f"{owner}.{name} is new: {value!r}")
                 elif value is not before[name] and owner != BUILTINS:
                     found.append(f"{owner}.{name} was replaced by {value!r}")
-        if modes := torch._C._len_torch_function_stack():
-            found.append(f"{modes} modes are left on the torch function stack")
-        if modes := torch._C._len_torch_dispatch_stack():
-            found.append(f"{modes} modes are left on the torch dispatch stack")
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            found.append("grad mode or inference mode was changed")
-        return found
+        return found + _modes_left()
 
     def clean(self) -> None:
         """Put everything back, so that one test's residue is not every later test's."""
@@ -98,6 +95,8 @@ class Residue:
                     setattr(place, name, value)
         for _ in range(torch._C._len_torch_function_stack()):
             torch._C._pop_torch_function_stack()
+        if not torch._C._is_torch_function_enabled():
+            _ENABLING.append(torch._C._EnableTorchFunction())  # dropped, it disables them again
 
     def _accept_what_importing_dynamo_changed(self, now: Snapshot) -> None:
         """It wraps ``torch.manual_seed``, for one, and tells TorchScript so."""
@@ -107,6 +106,19 @@ class Residue:
             if owner == BUILTINS:
                 accepted = {k: v for k, v in accepted.items() if v == "aten::manual_seed"}
             self._before.setdefault(owner, {}).update(accepted)
+
+
+def _modes_left() -> list[str]:
+    found = []
+    if modes := torch._C._len_torch_function_stack():
+        found.append(f"{modes} modes are left on the torch function stack")
+    if not torch._C._is_torch_function_enabled():
+        found.append("subclasses and modes see no call any more: torch functions are disabled")
+    if modes := torch._C._len_torch_dispatch_stack():
+        found.append(f"{modes} modes are left on the torch dispatch stack")
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        found.append("grad mode or inference mode was changed")
+    return found
 
 
 def _is_class(owner: str) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import random
 import signal
 import time
 import warnings
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -195,6 +198,35 @@ def test_an_undo_that_is_interrupted_every_time_ends_all_the_same() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupts.finish(undo)
+
+
+def _uncovered_jumps(code: CodeType) -> Iterator[str]:
+    """Yield the functions that loop inside of ``with`` where an interrupt would skip ``__exit__``.
+
+    The jump back of a loop checks for signals, and CPython 3.12 and 3.13 leave that of a loop that
+    ends with an ``if`` out of the exception table: https://github.com/python/cpython/issues/130279
+    """
+    instructions = list(dis.get_instructions(code))
+    table = list(dis._parse_exception_table(code))  # type: ignore[attr-defined]
+    covered = {offset for entry in table for offset in range(entry.start, entry.end)}
+    jumps = [each for each in instructions if each.opname == "JUMP_BACKWARD"]
+    for place, handler in enumerate(instructions[2:]):
+        if handler.opname == "WITH_EXCEPT_START":
+            begins = {each.offset for each in instructions[place : place + 3]}
+            entries = [entry for entry in table if entry.target in begins]
+            first, last = min(e.start for e in entries), max(e.end for e in entries)
+            if any(first <= j.argval < j.offset < last for j in jumps if j.offset not in covered):
+                yield f"{code.co_filename}: {code.co_name}"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _uncovered_jumps(constant)
+
+
+@pytest.mark.skipif(not hasattr(dis, "_parse_exception_table"), reason="Python 3.10 has no table")
+def test_no_loop_of_an_undo_can_leave_a_with_statement_without_its_exit() -> None:
+    files = Path(snapshot.__file__).parent.glob("*.py")
+    codes = [compile(path.read_text(encoding="utf-8"), path.name, "exec") for path in files]
+    assert [each for code in codes for each in _uncovered_jumps(code)] == []
 
 
 def test_what_torch_refuses_twice_is_a_warning_and_the_next_step_is_taken() -> None:

@@ -61,9 +61,7 @@ class Rollback:
 
     def __enter__(self) -> None:
         with without_torch_function():
-            found = [each for obj in self._objects for _, each in tensors_in(obj, "", {})]
-            tensors = list({id(each): each for each in found}.values())
-            self._gradients = [(each, each.grad) for each in tensors if each.is_leaf]
+            tensors = self._tensors()
         self.saved.append([capture(t, self._data, autograd=True) for t in tensors])
 
     __exit__ = UndoOnExit()
@@ -102,9 +100,22 @@ class Rollback:
                     versions[id(saved.tensor)] = version_of(saved.tensor)
             saved.restore(versions.get(id(saved.tensor)))
         with without_torch_function():
-            for tensor, gradient in self._gradients:
-                if tensor.is_leaf and tensor.grad is not gradient:
-                    tensor.grad = gradient
+            self._restore_gradients()
+
+    # The two loops below are methods: in a `with` statement of CPython 3.12 and 3.13, an interrupt
+    # after the `if` of a loop skips the statement's exit, and no subclass or mode would see a call
+    # of torch any more. https://github.com/python/cpython/issues/130279
+
+    def _tensors(self) -> list[torch.Tensor]:
+        found = [each for obj in self._objects for _, each in tensors_in(obj, "", {})]
+        tensors = list({id(each): each for each in found}.values())
+        self._gradients = [(each, each.grad) for each in tensors if each.is_leaf]
+        return tensors
+
+    def _restore_gradients(self) -> None:
+        for tensor, gradient in self._gradients:
+            if tensor.is_leaf and tensor.grad is not gradient:
+                tensor.grad = gradient
 
 
 @public

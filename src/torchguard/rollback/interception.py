@@ -156,11 +156,7 @@ def overlays() -> tuple[patch.Overlay, ...]:
     # What install() has put there is no builtin: it would not be known as one that writes.
     with patch.originals_in_place():
         fill_tables()
-        modules = [
-            ModuleOverlay(module, makes, current)
-            for module in (*_NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
-            if (makes := dict(_functions(module)))
-        ]
+        modules = _modules()
         modules.append(ModuleOverlay(torch.jit, {"script": _script_outside}, current))
         classes = [
             AttributeOverlay(torch.Tensor, dict(_methods()), inert=True),
@@ -170,6 +166,14 @@ def overlays() -> tuple[patch.Overlay, ...]:
             ),
         ]
     return (*modules, *classes)
+
+
+def _modules() -> list[patch.Overlay]:
+    return [
+        ModuleOverlay(module, makes, current)
+        for module in (*_NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
+        if (makes := dict(_functions(module)))
+    ]
 
 
 def _methods() -> Iterator[tuple[str, patch.Make]]:

@@ -53,12 +53,16 @@ def _apply_overlays(_: object = None) -> None:
     """Apply the overlays that are missing; called again when Dynamo is imported."""
     with patch.lock, outside():
         if _users:
-            wanted = interception.overlays()
-            if hasattr(sys.modules.get(DYNAMO), "optimize"):  # else it is being imported
-                wanted += _overlays_of_dynamo()
-            new = [each for each in wanted if each not in _applied]
+            new = _missing_overlays()
             patch.overlay(new)
             _applied.extend(new)
+
+
+def _missing_overlays() -> list[patch.Overlay]:
+    wanted = interception.overlays()
+    if hasattr(sys.modules.get(DYNAMO), "optimize"):  # else it is being imported
+        wanted += _overlays_of_dynamo()
+    return [each for each in wanted if each not in _applied]
 
 
 def _end() -> None:

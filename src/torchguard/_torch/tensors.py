@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "storage_key",
     "tensors_loaded_by_copies",
     "version_of",
+    "versions_after",
     "with_lazy_bits",
 ]
 
@@ -34,6 +37,24 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return tensor._version
     except RuntimeError:  # also for one that was made to view an inference tensor: x.data = y
         return None
+
+
+def versions_after(seconds: float, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Sleep, then read ``tensor._version`` of each; no other thread gets the GIL meanwhile.
+
+    Raises:
+        RuntimeError: one is an inference tensor.
+    """
+    import ctypes  # noqa: PLC0415 - nothing else needs it
+
+    # A PyDLL keeps the GIL while it is called: https://docs.python.org/3/library/ctypes.html
+    if sys.platform == "win32":
+        sleep, unit = ctypes.PyDLL("kernel32").Sleep, 1e3
+    else:
+        sleep, unit = ctypes.PyDLL(None).usleep, 1e6
+    # One call of C, that of list(): Python hands the GIL over between two bytecodes.
+    steps = map(sleep, (int(seconds * unit),)), map(operator.attrgetter("_version"), tensors)
+    return list(itertools.chain(*steps))[1:]
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

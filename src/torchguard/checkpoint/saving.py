@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
 
 from torchguard._public import public
-from torchguard._torch import patch, version_of, without_torch_function
+from torchguard._torch import patch, version_of, versions_after, without_torch_function
 from torchguard.checkpoint.whole_file import is_replaceable, is_temporary, replace_file
 from torchguard.errors import SaveError, TornSaveError
 from torchguard.rollback.consistency import tensors_in
@@ -212,7 +214,7 @@ def _write_watched(
         def write_and_compare(temporary: str, versions: _Versions = versions) -> None:
             write(temporary, versions)
             if on_torn != "ignore":
-                versions.compare(path)
+                versions.compare(path, os.path.getsize(temporary))
 
         try:
             replace_file(path, write_and_compare, fsync=fsync)
@@ -223,12 +225,16 @@ def _write_watched(
             return
 
 
+_Watched = tuple[torch.Tensor, int | None, str]
+"""A tensor, its version counter before it was saved, and its name."""
+
+
 class _Versions:
     """The version counters of the tensors that are saved, from before the first is read."""
 
     def __init__(self, obj: Any) -> None:
         # The tensors are held, so that no id is used again.
-        self._before: dict[int, tuple[torch.Tensor, int | None, str]] = {}
+        self._before: dict[int, _Watched] = {}
         self._saved: dict[int, torch.Tensor] = {}
         with without_torch_function():
             for name, tensor in tensors_in(obj, "obj", {}):
@@ -240,16 +246,42 @@ class _Versions:
         name = f"a tensor of shape {tuple(tensor.shape)}"
         self._before.setdefault(id(tensor), (tensor, version_of(tensor), name))
 
-    def compare(self, path: str) -> None:
-        """Raise if one of the tensors has been written to since."""
-        for key in self._saved:
-            tensor, before, name = self._before[key]
-            if version_of(tensor) != before:
+    def compare(self, path: str, size: int) -> None:
+        """Raise if one of the tensors has been written to since, or is being written to.
+
+        Args:
+            path: of the file.
+            size: of the file, in bytes.
+        """
+        saved = [self._before[key] for key in self._saved]
+        self._raise_if_changed(saved, map(version_of, self._saved.values()), path)
+        if _another_thread_runs():
+            # torch increments a version counter when the operation has ended, and runs it without
+            # the GIL. While this thread sleeps with the GIL, those that run end, and none begins.
+            # https://github.com/pytorch/pytorch/blob/main/tools/autograd/gen_inplace_or_view_type.py
+            # An operation takes about as long as its tensor is large.
+            counted = [each for each in saved if each[1] is not None]
+            seconds = min(0.02 + size / 4e9, 0.1)
+            with without_torch_function():
+                now = versions_after(seconds, [tensor for tensor, _, _ in counted])
+            self._raise_if_changed(counted, now, path)
+
+    @staticmethod
+    def _raise_if_changed(saved: list[_Watched], now: Iterable[int | None], path: str) -> None:
+        for (_, before, name), version in zip(saved, now, strict=True):
+            if version != before:
                 raise TornSaveError(
                     f"save: {name} was changed in place while it was being saved, so the file "
                     f"would have held parts of two states; {path} is as it was. Let the thread "
                     "that changes it wait, save a copy, or pass on_torn='retry'"
                 )
+
+
+def _another_thread_runs() -> bool:
+    """Whether a thread of Python may be in an operation: idle ones wait in the standard library."""
+    own, library = threading.get_ident(), os.path.dirname(os.__file__) + os.sep
+    files = [f.f_code.co_filename for i, f in sys._current_frames().items() if i != own]
+    return any(not each.startswith(library) or "-packages" in each for each in files)
 
 
 def _pickle_module_calling(pickle_module: Any, saved: Callable[[torch.Tensor], None]) -> Any:

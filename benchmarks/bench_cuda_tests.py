@@ -59,7 +59,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 def files() -> list[str]:
     """Return the files that have such tests; the others need not be imported."""
     marked = re.compile(r"\bmark\.cuda\b")
-    found = sorted((ROOT / "tests").glob("test_*.py"))
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
     return [
         str(path.relative_to(ROOT))
         for path in found

@@ -9,8 +9,8 @@ today: a deep copy of both state dicts before each step.
 
 The table of faults is counted and not timed. Each operator of a step raises, before and after it
 has run, the same batch is tried again, and every bit is compared with a run that never failed
-(tests/fault_injection.py). ``--faults table`` (the usual) counts AdamW with AMP; ``pairs`` adds
-cases in which each pair of values occurs; ``all`` runs the whole product, which takes an hour.
+(tests/support/fault_injection.py). ``--faults table`` (the usual) counts AdamW with AMP; ``pairs``
+adds cases in which each pair of values occurs; ``all`` runs the whole product, which takes an hour.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ if __package__ in {None, ""}:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
-import fault_injection as faults
-
 import torchguard
 from benchmarks.harness import AddedTarget, Comparison, Side, measure
 from benchmarks.program import Benchmark, Results, Setting
+from support import fault_injection as faults
 
 BLOCKS, CHANNELS = 53, 4  # 53 convolutions, each with a BatchNorm, and one linear layer
 AT_MOST = AddedTarget(microseconds=200)

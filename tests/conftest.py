@@ -14,7 +14,8 @@ import hypothesis
 import pytest
 import torch
 from _pytest._io.saferepr import SafeRepr
-from residue import Residue
+
+from support.residue import Residue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

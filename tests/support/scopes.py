@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kinds import locked
-from ways import outcome_of
 
+from support.kinds import locked
+from support.ways import outcome_of
 from torchguard import guarded
 
 if TYPE_CHECKING:

@@ -1,0 +1,290 @@
+"""sliced_assign and at: dtypes, memory formats, aliases, errors, derivatives, duplicates."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
+
+from support.assigned import INDICES, assignments, base, outcome, plain, same
+from torchguard import at, sliced_assign, sliced_assign_
+from torchguard.assignment.assign import describe_index, is_basic, parts_of
+from torchguard.assignment.at import positions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# --- memory format, aliases, dtypes, devices
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16, torch.complex64])
+def test_the_result_has_the_dtype_of_the_tensor(dtype: torch.dtype) -> None:
+    t = torch.zeros(3, dtype=dtype)
+    assert same(outcome(sliced_assign, t, 1, 1), outcome(plain, t, 1, 1))
+    assert sliced_assign(t, 1, torch.tensor(1.7)).dtype is dtype
+
+
+def test_memory_format_is_that_of_clone() -> None:
+    image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert sliced_assign(image, 0, 1.0).is_contiguous(memory_format=torch.channels_last)
+    assert sliced_assign(torch.zeros(3, 4).t(), 0, 1.0).stride() == (1, 4)
+
+
+def test_a_value_that_overlaps_the_target_is_read_before_it_is_written() -> None:
+    t = torch.arange(5.0)
+    assert sliced_assign(t, slice(1, None), t[:-1]).tolist() == [0, 0, 1, 2, 3]
+    assert t.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_input_is_not_changed_and_shares_nothing() -> None:
+    t = torch.zeros(3)
+    out = sliced_assign(t, slice(0, 0), 1.0)
+    assert out.data_ptr() != t.data_ptr()
+    assert t._version == 0
+
+
+def test_duplicates_store_the_last_value_with_deterministic_algorithms() -> None:
+    index = torch.tensor([0] * 100 + [1])
+    value = torch.arange(101.0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert sliced_assign(torch.zeros(2), index, value).tolist() == [99, 100]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_in_place_every_alias_sees_it_and_a_leaf_refuses() -> None:
+    t = torch.zeros(2, 3)
+    view = t[1]
+    assert sliced_assign_(t, (1, slice(0, 2)), torch.tensor([1.0, 2.0])) is t
+    assert view.tolist() == [1, 2, 0]
+    leaf = torch.zeros(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        sliced_assign_(leaf, 0, 1.0)
+    with torch.no_grad():
+        assert sliced_assign_(leaf, 0, 1.0)[0] == 1
+
+
+def test_meta_tensors_and_devices() -> None:
+    meta = torch.zeros(3, device="meta")
+    assert sliced_assign(meta, slice(0, 1), 1.0).device.type == "meta"
+    assert outcome(sliced_assign, base(), 0, torch.zeros(4, device="meta"))[0] in {
+        outcome(plain, base(), 0, torch.zeros(4, device="meta"))[0]
+    }
+
+
+@pytest.mark.cuda
+def test_indices_on_the_cpu_for_a_tensor_on_a_gpu() -> None:
+    t = torch.zeros(3, 4, device="cuda")
+    for index in (torch.tensor([0, 2]), torch.tensor([True, False, True]), [0, 2], slice(1, 2)):
+        out = sliced_assign(t, index, torch.tensor(1.0))
+        assert torch.equal(out, plain(t, index, torch.tensor(1.0)))
+
+
+# --- errors carry the call
+
+
+def test_the_error_carries_index_and_shapes() -> None:
+    t = torch.zeros(3, 4)
+    with pytest.raises(IndexError) as caught:
+        sliced_assign(t, (slice(None), torch.tensor([0, 9])), torch.ones(2))
+    assert str(caught.value).startswith(
+        "sliced_assign: t is of shape (3, 4), index is (:, <int64 tensor of shape (2,)>), "
+        "value is of shape (2,): "
+    )
+    with pytest.raises(RuntimeError, match=r"t is of shape \(3, 4\), index is 1, value is of"):
+        sliced_assign_(t, 1, torch.ones(5))
+
+
+def test_indices_are_described_briefly() -> None:
+    assert describe_index((0, None, ..., slice(1, None, 2))) == "(0, None, ..., 1::2)"
+    assert describe_index(np.zeros(2, dtype=bool)) == "<bool array of shape (2,)>"
+    assert len(describe_index(list(range(1000)))) <= 200
+
+
+# --- derivatives and transformations
+
+
+FORMULATIONS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "slice": (slice(0, 2), (2, 3)),
+    "integers": (torch.tensor([0, 2]), (2, 3)),
+    "mask": (torch.tensor([True, False, True]), (2, 3)),
+    "mixed": ((slice(None), [0, 2]), (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULATIONS)
+def test_gradcheck_and_gradgradcheck(name: str) -> None:
+    index, shape = FORMULATIONS[name]
+    t = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    value = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def assign(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return sliced_assign(t, index, value).sin()
+
+    assert torch.autograd.gradcheck(assign, (t, value), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(assign, (t, value))
+
+
+def looped(function: Any, in_dims: tuple[int | None, ...], *args: torch.Tensor) -> torch.Tensor:
+    return torch.stack(
+        [
+            function(*[x if d is None else x[k] for x, d in zip(args, in_dims, strict=True)])
+            for k in range(4)
+        ]
+    )
+
+
+UNDER_VMAP: dict[str, Callable[..., torch.Tensor]] = {
+    "integers": sliced_assign,
+    "slice": lambda t, i, v: sliced_assign(t, slice(0, 2), v) + i.sum(),
+    "mixed": lambda t, i, v: sliced_assign(t, (i, slice(0, 2)), v[:, :2]),
+    "add": lambda t, i, v: at(t)[i].add(v),
+    "multiply": lambda t, i, v: at(t)[i].multiply(v),
+    "max": lambda t, i, v: at(t)[i].max(v),
+    "add to a slice": lambda t, i, v: at(t)[0:2].add(v) + i.sum(),
+}
+
+
+DIMS = [dims for dims in itertools.product((0, None), repeat=3) if 0 in dims]
+
+
+@pytest.mark.parametrize("name", UNDER_VMAP)
+def test_vmap_of_any_argument_equals_a_loop(name: str) -> None:
+    torch.manual_seed(0)
+    t, value = torch.randn(4, 3, 3), torch.randn(4, 2, 3)
+    index = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0]])
+    for dims in DIMS:
+        args = [x if d == 0 else x[0] for x, d in zip((t, index, value), dims, strict=True)]
+        found = vmap(UNDER_VMAP[name], in_dims=dims)(*args)
+        assert torch.equal(found, looped(UNDER_VMAP[name], dims, *args)), dims
+
+
+@pytest.mark.parametrize("name", FORMULATIONS)
+def test_functional_gradients_where_only_the_value_is_tracked(name: str) -> None:
+    index, shape = FORMULATIONS[name]
+    t, value = torch.randn(3, 3), torch.randn(shape)
+    found = grad(lambda value: sliced_assign(t, index, value).sin().sum())(value)
+    assert torch.allclose(found, value.cos())
+    tangent = jvp(lambda value: sliced_assign(t, index, value).sum(), (value,), (value,))[1]
+    assert torch.allclose(tangent, value.sum())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        return sliced_assign(t, torch.tensor([0, 2]), self.weight)
+
+
+def test_functional_call_and_per_sample_gradients() -> None:
+    model, batch = Model(), torch.zeros(4, 3, 3)
+
+    def loss(parameters: dict[str, torch.Tensor], t: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = functional_call(model, parameters, (t,))
+        return out.sin().sum()
+
+    parameters = {"weight": torch.full((2, 3), 2.0)}
+    found = vmap(grad(loss), in_dims=(None, 0))(parameters, batch)["weight"]
+    assert torch.allclose(found, parameters["weight"].cos().expand(4, 2, 3))
+
+
+# --- at
+
+
+def test_set_and_get_are_assignment_and_indexing() -> None:
+    t = base(requires_grad=False)
+    assert torch.equal(at(t)[1, 2:].set(9.0), plain(t, (1, slice(2, None)), 9.0))
+    assert torch.equal(at(t)[[0, 2]].get(), t[[0, 2]])
+    assert at(t)[0].get().data_ptr() == t.data_ptr()
+
+
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": torch.add,
+    "multiply": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_each_operation_is_as_reading_and_assigning(index: Any, operation: str) -> None:
+    """None of these indices names an element twice, so the order does not matter."""
+
+    def expected(t: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+        value = torch.as_tensor(value).to(t.dtype)
+        return plain(t, index, OPERATIONS[operation](t[index], value))
+
+    def found(t: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+        out: torch.Tensor = getattr(at(t)[index], operation)(value)
+        return out
+
+    if isinstance(index, torch.Tensor) and index.dim() == 2 and index.dtype is torch.int64:
+        return  # the matrix of integers names row 1 twice
+    for value in (4.25, torch.tensor([[4.25]], requires_grad=True)):
+        left, right = outcome(found, base(), index, value), outcome(expected, base(), index, value)
+        if isinstance(right[0], type):
+            assert left[0] is right[0]
+            continue
+        assert torch.equal(left[0], right[0])
+        for x, y in zip(left[4], right[4], strict=True):
+            # Where nothing is selected, one of them may have no gradient, the other zeros.
+            torch.testing.assert_close(
+                torch.zeros(()) if x is None else x.sum(), torch.zeros(()) if y is None else y.sum()
+            )
+
+
+def test_duplicates_are_applied_every_time_as_in_jax() -> None:
+    t, index = torch.tensor([1.0, 2.0, 3.0]), [0, 0, 2]
+    value = torch.tensor([5.0, -7.0, 0.5])
+    assert at(t)[index].add(value).tolist() == [-1.0, 2.0, 3.5]
+    assert at(t)[index].multiply(value).tolist() == [-35.0, 2.0, 1.5]
+    assert at(t)[index].min(value).tolist() == [-7.0, 2.0, 0.5]
+    assert at(t)[index].max(value).tolist() == [5.0, 2.0, 3.0]
+    assert t.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_at_keeps_memory_format_and_dtype() -> None:
+    t = torch.zeros(3, 4).t()
+    assert at(t)[[0, 2]].add(1.0).stride() == t.stride()
+    assert at(torch.zeros(3, dtype=torch.int64))[[0]].add(1.9).tolist() == [1, 0, 0]
+    with pytest.raises(IndexError, match=r"at\(\)\.add: t is of shape \(4, 3\)"):
+        at(t)[[9]].add(1.0)
+
+
+@settings(max_examples=200)
+@given(assignments())
+def test_positions_say_where_the_selected_elements_stand(
+    case: tuple[torch.Tensor, Any, Any],
+) -> None:
+    t, index, _ = case
+    try:
+        selected = t.detach()[index]
+    except Exception as error:  # noqa: BLE001
+        with pytest.raises(type(error)):
+            positions(t, index)
+        return
+    assert torch.equal(t.detach().reshape(-1)[positions(t, index)], selected)
+    if is_basic(index) and selected.numel() and t.numel():
+        assert selected._base is not None
+
+
+def test_parts_of_an_index() -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    parts = parts_of((0, ..., None, mask, slice(1, 2)), 6)
+    assert parts is not None
+    assert [(part.dim, part.dims) for part in parts] == [(0, 1), (1, 2), (3, 0), (3, 2), (5, 1)]
+    assert parts_of((0, 0), 1) is None
+    assert parts_of([0, 1], 2) is None

@@ -1,0 +1,278 @@
+"""bucketed() called by several threads: Dynamo's recompile limit is never reached."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from support.child_process import run_python
+from torchguard import Buckets, _torch, bucketed
+
+_COUNT = 12  # more than the recompile limit, which is 8
+_SIZES = [4 * (index + 1) for index in range(_COUNT)]
+
+
+# The same without torchguard, one call at a time: torch 2.11 crashes in its guards.
+_PLAIN = """
+import threading, types
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
+
+def call(x):
+    return model(x)
+
+def compiled(size):
+    code = call.__code__.replace(co_name=f"call_{size}")
+    return torch.compile(types.FunctionType(code, globals()), backend="eager", dynamic=False)
+
+functions = {4 * size: compiled(4 * size) for size in range(1, 13)}
+lock = threading.RLock()
+
+def work():
+    for size, function in functions.items():
+        with lock:
+            function(torch.ones(2, size, 4))
+
+for _ in range(3):
+    torch._dynamo.reset()
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_can_compile() -> None:
+    """Skip where plain torch ends the process."""
+    plain = run_python(_PLAIN)
+    if plain.returncode < 0:
+        pytest.skip(f"torch {torch.__version__} crashes when threads compile, without torchguard")
+    assert plain.returncode == 0, plain.stderr
+
+
+class _Limits(logging.Handler):
+    """Keep what Dynamo logs about its limits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "limit" in record.getMessage():
+            self.said.append(record.getMessage())
+
+
+@pytest.fixture
+def limits() -> Iterator[_Limits]:
+    """What Dynamo logs about its limits while the test runs."""
+    torch.compiler.reset()
+    importlib.import_module("torch._dynamo")
+    handler, logger = _Limits(), logging.getLogger("torch._dynamo")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    torch.compiler.reset()
+
+
+class _Count:
+    """A backend that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        return graph.forward
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+class _Broken(nn.Module):
+    """A model whose blocks Dynamo compiles as frames of their own, shared by all buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _sequential()
+
+    def _block(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._block(x) * 2
+
+
+def _in_threads(work: Callable[[int], None], count: int = 8) -> None:
+    failures: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize(("make", "seed"), [(_sequential, 1), (_sequential, 2), (_Broken, 1)])
+def test_the_limit_is_not_reached(
+    make: Callable[[], nn.Module], seed: int, limits: _Limits
+) -> None:
+    """8 threads, 12 buckets: every result is right, and Dynamo says nothing of a limit."""
+    backend = _Count()
+    model = make().eval()
+    wrapped: Any = bucketed(
+        model, dims=({1: "t"},), buckets=Buckets(_SIZES), compile={"backend": backend}
+    )
+    wrong = []
+
+    def work(index: int) -> None:
+        chance = random.Random(100 * seed + index)  # noqa: S311
+        sizes = [size - chance.randint(0, 3) for size in _SIZES]
+        chance.shuffle(sizes)
+        for size in sizes * 2:
+            x = torch.randn(2, size, 4)
+            found = wrapped(x)
+            if not torch.allclose(found, model(x), atol=1e-5):
+                wrong.append(size)
+
+    _in_threads(work)
+    assert limits.said == []
+    assert wrong == []
+    assert len(wrapped.stats().hits) == _COUNT
+
+
+@pytest.mark.parametrize("make", [_sequential, _Broken])
+def test_a_later_call_that_compiles_reaches_no_limit(
+    make: Callable[[], nn.Module], limits: _Limits
+) -> None:
+    """What a bucket's plan does not know, an input that wants a gradient, compiles anew."""
+    backend = _Count()
+    wrapped = bucketed(
+        make(), dims=({1: "t"},), buckets=Buckets(_SIZES), compile={"backend": backend}
+    )
+    for size in _SIZES:
+        wrapped(torch.ones(2, size, 4))
+    before = backend.graphs
+    for size in _SIZES:
+        wrapped(torch.ones(2, size, 4, requires_grad=True))
+    assert limits.said == []
+    after = backend.graphs
+    assert after >= before + _COUNT
+    for size in _SIZES:
+        wrapped(torch.ones(2, size, 4))
+        wrapped(torch.ones(2, size, 4, requires_grad=True))
+    assert backend.graphs == after
+
+
+def test_threads_compile_each_bucket_once(limits: _Limits) -> None:
+    """Each mode of a bucket has a function of its own: Dynamo finds its only entry."""
+    backend = _Count()
+    wrapped = bucketed(
+        _sequential(), dims=({1: "t"},), buckets=Buckets(_SIZES), compile={"backend": backend}
+    )
+
+    def work(index: int) -> None:
+        with torch.set_grad_enabled(index % 2 == 0):
+            for turn in range(100):
+                wrapped(torch.ones(2, _SIZES[(turn + index) % _COUNT], 4))
+
+    _in_threads(work)
+    assert limits.said == []
+    assert backend.graphs == 2 * _COUNT
+
+
+def test_settings_of_dynamo_are_as_before() -> None:
+    """Up to torch 2.11 two threads that run what dynamic=False compiled leave them changed."""
+    wrapped = bucketed(
+        _sequential(),
+        dims=({1: "t"},),
+        buckets=Buckets(_SIZES),
+        overflow="dynamic",
+        compile={"backend": "eager"},
+    )
+    names = ("automatic_dynamic_shapes", "assume_static_by_default")
+    before = [getattr(torch._dynamo.config, name) for name in names]
+    above = torch.ones(2, 1000, 4)
+
+    def work(index: int) -> None:
+        for turn in range(300):
+            wrapped(torch.ones(2, _SIZES[(turn + index) % 2], 4))
+            wrapped(above)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        _in_threads(work, count=4)
+        found = [getattr(torch._dynamo.config, name) for name in names]
+    finally:
+        sys.setswitchinterval(interval)
+        for name, value in zip(names, before, strict=True):
+            setattr(torch._dynamo.config, name, value)
+    assert found == before
+
+
+@pytest.mark.parametrize("make", [_sequential, _Broken])
+def test_only_what_compiles_enters_the_scope(make: Callable[[], nn.Module]) -> None:
+    """compiles_inside() costs a call nothing that finds its variant, behind a graph break too."""
+    torch.compiler.reset()
+    entered = []
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[None]:
+        entered.append(threading.current_thread().name)
+        yield
+
+    model = make()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(x)
+        return out * 2
+
+    compiled = _torch.compiles_inside(torch.compile(call, backend="eager", dynamic=False), scope)
+    for size in (3, 4):
+        x = torch.ones(2, size, 4)
+        before = len(entered)
+        assert torch.allclose(compiled(x), 2 * model(x))
+        assert len(entered) > before
+    before = len(entered)
+    for size in (3, 4):
+        compiled(torch.ones(2, size, 4))
+    with torch.compiler.set_stance("force_eager"):
+        compiled(torch.ones(2, 5, 4))
+    with torch.compiler.set_stance("eager_on_recompile"):
+        compiled(torch.ones(2, 5, 4))
+    assert len(entered) == before
+
+
+def test_what_is_not_compiled_is_given_back() -> None:
+    """compiles_inside() has nothing to do for a plain function."""
+    assert _torch.compiles_inside(len, contextlib.nullcontext) is len
+
+
+def test_traced_knows_what_dynamo_wraps() -> None:
+    """torch.nn's own forward is not traced as a frame; a function of the user is."""
+    assert not _torch.traced(nn.Sequential.forward)
+    assert _torch.traced(_Broken.forward)

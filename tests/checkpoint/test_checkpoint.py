@@ -1,0 +1,457 @@
+"""save(): a file is the old one or the new one, whole, and of one training step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import pickle
+import random
+import shutil
+import stat
+import subprocess
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchguard
+from support.child_process import output_of
+from support.writers import (
+    OLD,
+    file_size_limited,
+    kill_after,
+    left,
+    names,
+    repeat,
+    same,
+    start,
+    status,
+)
+from torchguard.checkpoint.whole_file import remove_abandoned, temporary_name
+
+KILLS = int(os.environ.get("TORCHGUARD_KILLS", "60"))  # 500 for a release
+
+
+NEW = {"weight": torch.arange(300.0) + 1, "step": 2}
+
+
+class TestSave:
+    @pytest.mark.parametrize("zipped", [True, False])
+    @pytest.mark.parametrize(
+        "name", ["model.pt", "noext", "a.tar.pt", "m\N{LATIN SMALL LETTER U WITH DIAERESIS}.pt"]
+    )
+    def test_bytes_equal_torch_save(self, tmp_path: Path, name: str, zipped: bool) -> None:
+        """The file is the one that torch.save writes under that name."""
+        module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        shared = torch.ones(4)
+        obj: dict[str, Any] = {
+            "state": module.state_dict(),
+            "module": module,
+            "views": (shared[1:], shared[:2]),
+            "sparse": torch.eye(3).to_sparse(),
+            "other": OrderedDict(a=1, b=[None, "text"]),
+        }
+        (tmp_path / "plain").mkdir()
+        options: Any = {} if zipped else {"_use_new_zipfile_serialization": False}
+        torch.save(obj, tmp_path / "plain" / name, **options)
+        torchguard.save(obj, tmp_path / name, **options)
+        if zipped:  # the older format holds addresses
+            assert (tmp_path / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+        loaded = torch.load(tmp_path / name, weights_only=False)
+        assert torch.equal(loaded["state"]["0.weight"], obj["state"]["0.weight"])
+        assert not left(tmp_path)
+
+    def test_every_byte_at_which_writing_fails(self, tmp_path: Path) -> None:
+        """The old file stays whole; plain torch.save loses it nearly every time."""
+        path, plain = tmp_path / "model.pt", tmp_path / "plain.pt"
+        torchguard.save(OLD, path)
+        whole, lost = path.read_bytes(), 0
+        for limit in range(len(whole)):
+            with file_size_limited(limit), pytest.raises((RuntimeError, OSError)):
+                torchguard.save(NEW, path, fsync=False)
+            assert path.read_bytes() == whole, limit
+            assert not left(tmp_path), limit
+        for limit in range(0, len(whole), 97):
+            torch.save(OLD, plain)
+            # 2.6 drops an error in the last bytes.
+            with file_size_limited(limit), contextlib.suppress(RuntimeError):
+                torch.save(NEW, plain)
+            try:
+                lost += not same(torch.load(plain), OLD)
+            except Exception:  # noqa: BLE001
+                lost += 1
+        assert lost
+
+    def test_a_large_file_that_does_not_fit(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.pt"
+        torchguard.save(OLD, path)
+        large = {"weight": torch.rand(100_000), "step": 3}
+        for limit in range(0, 400_000, 9_973):
+            with file_size_limited(limit), pytest.raises((RuntimeError, OSError)):
+                torchguard.save(large, path)
+            assert same(torch.load(path), OLD)
+        assert not left(tmp_path)
+
+    def test_the_longest_name_that_a_file_can_have(self, tmp_path: Path) -> None:
+        """255 bytes: the temporary file next to it needs a name, too."""
+        path = tmp_path / f"{'m' * 252}.pt"
+        torchguard.save(OLD, path)
+        assert same(torch.load(path), OLD)
+        assert not left(tmp_path)
+
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_file_then_folder_are_flushed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+    ) -> None:
+        """The contents before the name, so that no power failure shows an empty file."""
+        events: list[str] = []
+        replace = os.replace
+
+        def flushed(descriptor: int) -> None:
+            events.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+
+        def replaced(source: str, target: str) -> None:
+            events.append("name")
+            replace(source, target)
+
+        monkeypatch.setattr(os, "fsync", flushed)
+        monkeypatch.setattr(os, "replace", replaced)
+        torchguard.save(OLD, tmp_path / "model.pt", fsync=fsync)
+        assert events == (["file", "name", "folder"] if fsync else ["name"])
+
+    def test_a_file_that_is_open_elsewhere_is_written_through(self, tmp_path: Path) -> None:
+        """Whoever opened /dev/stdout keeps the file it led to."""
+        with (tmp_path / "output.pt").open("wb") as file:
+            torchguard.save(OLD, f"/proc/self/fd/{file.fileno()}")
+            assert os.fstat(file.fileno()).st_nlink == 1
+        assert same(torch.load(tmp_path / "output.pt"), OLD)
+
+    def test_a_link_that_was_left_goes(self, tmp_path: Path) -> None:
+        link = tmp_path / temporary_name("checkpoint")
+        link.symlink_to("checkpoint.1", target_is_directory=True)
+        (tmp_path / "checkpoint.1").mkdir()
+        assert remove_abandoned(str(tmp_path), "checkpoint") == [link.name]
+        assert names(tmp_path) == ["checkpoint.1"]
+
+    def test_a_container_that_holds_itself(self, tmp_path: Path) -> None:
+        obj: dict[str, Any] = dict(OLD)
+        obj["self"] = [obj]
+        torchguard.save(obj, tmp_path / "model.pt")
+        assert same(torch.load(tmp_path / "model.pt", weights_only=False)["self"][0], OLD)
+
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])
+    def test_any_exception_leaves_the_old_file(self, tmp_path: Path, kind: type) -> None:
+        class Refuses:
+            def __reduce__(self) -> Any:
+                raise kind("no")
+
+        path = tmp_path / "model.pt"
+        torchguard.save(OLD, path)
+        with pytest.raises(kind):
+            torchguard.save({"weight": torch.ones(3), "bad": Refuses()}, path)
+        assert same(torch.load(path), OLD)
+        assert names(tmp_path) == ["model.pt"]
+
+    def test_killed_at_any_moment(self, tmp_path: Path) -> None:
+        """60 processes die while they save; plain torch.save beside them loses both files."""
+        moments = random.Random(1)  # noqa: S311
+        states = [{"weight": torch.full((20_000,), float(i)), "step": i} for i in range(2)]
+
+        def is_one_of(path: Path, states: list[Any]) -> bool:
+            return any(same(torch.load(path), state) for state in states)
+
+        def survives(save: Callable[[Any, Path], None], path: Path) -> bool:
+            save(states[0], path)
+            child = start(repeat, 10**6, lambda turn: save(states[turn % 2], path))
+            kill_after(moments.uniform(0, 0.01), child)
+            return status(start(is_one_of, path, states)) == 0
+
+        path = tmp_path / "model.pt"
+        assert all(survives(torchguard.save, path) for _ in range(KILLS))
+        torchguard.save(OLD, path)
+        assert names(tmp_path) == ["model.pt"], "the last save has removed what they left"
+        assert not all(survives(torch.save, tmp_path / "plain.pt") for _ in range(60))
+
+    def test_a_disk_that_is_full(self, tmp_path: Path) -> None:
+        """A file system of 96 kB with room for the old file and half of the new one."""
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        mount, umount = shutil.which("mount"), shutil.which("umount")
+        options = ["-t", "tmpfs", "-o", "size=96k", "tmpfs", str(disk)]
+        if not mount or not umount or subprocess.run([mount, *options], check=False).returncode:
+            pytest.skip("no tmpfs can be mounted here; the tests above limit the size of a file")
+        try:
+            torchguard.save(OLD, disk / "model.pt")
+            with pytest.raises((RuntimeError, OSError)):
+                torchguard.save({"weight": torch.ones(100_000), "step": 2}, disk / "model.pt")
+            assert same(torch.load(disk / "model.pt"), OLD)
+            assert names(disk) == ["model.pt"]
+        finally:
+            subprocess.run([umount, str(disk)], check=True)
+
+    def test_what_a_living_process_writes_stays(self, tmp_path: Path) -> None:
+        """Only what no process uses any more is removed, and nothing that has another name."""
+        path = tmp_path / "model.pt"
+        reading, writing = os.pipe()
+
+        class Waits:
+            def __reduce__(self) -> Any:
+                os.write(writing, b"x")
+                time.sleep(60)
+                return dict, ()
+
+        child = start(torchguard.save, [torch.ones(3), Waits()], path)
+        os.read(reading, 1)
+        try:
+            (others,) = left(tmp_path)
+            (tmp_path / "model.torchguard-notes").touch()
+            torchguard.save(OLD, path)
+            assert others in left(tmp_path)
+        finally:
+            kill_after(0, child)
+        torchguard.save(OLD, path)
+        assert left(tmp_path) == ["model.torchguard-notes"]
+
+    def test_mode_link_and_umask(self, tmp_path: Path) -> None:
+        real, link = tmp_path / "real.pt", tmp_path / "link.pt"
+        mask = os.umask(0o027)
+        try:
+            torchguard.save(OLD, real)
+            assert stat.S_IMODE(real.stat().st_mode) == 0o640
+        finally:
+            os.umask(mask)
+        for mode in (0o644, 0o600, 0o666):
+            real.chmod(mode)
+            torchguard.save(NEW, real)
+            assert stat.S_IMODE(real.stat().st_mode) == mode
+        link.symlink_to("real.pt")
+        torchguard.save(OLD, link)
+        assert link.is_symlink()
+        assert same(torch.load(real), OLD)
+
+    def test_a_link_to_another_file_system(self, tmp_path: Path) -> None:
+        shared = Path("/dev/shm")  # noqa: S108
+        if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("no second file system here")
+        # /dev is not looked at by the path but by where it leads, so this is a file like others.
+        real = shared / temporary_name("test")
+        link = tmp_path / "model.pt"
+        link.symlink_to(real)
+        try:
+            torchguard.save(OLD, link)
+            with file_size_limited(100), pytest.raises((RuntimeError, OSError)):
+                torchguard.save(NEW, link)
+            assert same(torch.load(real), OLD)
+        finally:
+            real.unlink(missing_ok=True)
+
+    def test_no_path_goes_to_torch(self, tmp_path: Path) -> None:
+        """File objects, pipes and devices are passed on as they are."""
+        buffer = io.BytesIO()
+        torchguard.save(OLD, buffer)
+        buffer.seek(0)
+        assert same(torch.load(buffer), OLD)
+        torchguard.save(OLD, "/dev/null")
+        fifo = tmp_path / "pipe"
+        os.mkfifo(fifo)
+        read: list[bytes] = []
+        reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()))
+        reader.start()
+        with fifo.open("wb") as file:
+            torchguard.save(OLD, file)
+        reader.join()
+        assert same(torch.load(io.BytesIO(read[0])), OLD)
+        assert stat.S_ISFIFO(fifo.stat().st_mode)
+
+    def test_torchs_own_errors(self, tmp_path: Path) -> None:
+        """What torch refuses raises the same, and leaves nothing."""
+        for wrong in (tmp_path / "nowhere" / "x.pt", tmp_path, 3):
+            with pytest.raises(Exception) as plain:  # noqa: PT011
+                torch.save(OLD, wrong)  # type: ignore[arg-type]
+            with pytest.raises(type(plain.value)) as guarded:
+                torchguard.save(OLD, wrong)
+            assert str(guarded.value).split("\n")[0] == str(plain.value).split("\n")[0]
+        assert not left(tmp_path)
+
+    def test_a_folder_that_takes_no_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.pt"
+        torchguard.save(OLD, path)
+        path.chmod(0o666)
+        for folder in (tmp_path, *tmp_path.parents[:-2]):
+            folder.chmod(folder.stat().st_mode | 0o055)
+        tmp_path.chmod(0o555)
+
+        def refused() -> bool:
+            if os.geteuid() == 0:
+                os.seteuid(65534)  # the root user may write everywhere
+            try:
+                torchguard.save(NEW, path)
+            except torchguard.SaveError as error:
+                return str(path) in str(error)
+            return False
+
+        try:
+            assert status(start(refused)) == 0
+        finally:
+            tmp_path.chmod(0o755)
+        assert same(torch.load(path), OLD)
+
+    def test_memory_mapped_from_the_old_file(self, tmp_path: Path) -> None:
+        """Saving a mapped checkpoint over itself reads what was mapped (torchtune 1018)."""
+        path = tmp_path / "model.pt"
+        torchguard.save(OLD, path)
+        mapped = torch.load(path, mmap=True)
+        torchguard.save({"weight": mapped["weight"], "step": 1}, path)
+        assert same(mapped, OLD)
+        assert same(torch.load(path), OLD)
+
+    def test_two_processes_save_to_one_path(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.pt"
+        states = [{"weight": torch.full((5_000,), float(i)), "step": i} for i in range(2)]
+        torchguard.save(states[0], path)
+
+        def write(_: int, state: dict[str, Any]) -> None:
+            torchguard.save(state, path, fsync=False)
+
+        children = [start(repeat, 50, functools.partial(write, state=state)) for state in states]
+        for _ in range(50):
+            loaded = torch.load(path)
+            assert any(same(loaded, state) for state in states)
+        assert [status(child) for child in children] == [0, 0]
+        assert not left(tmp_path)
+
+
+class Steps:
+    """Pickled after the tensors before it; writes to one of them, as another thread would."""
+
+    def __init__(self, tensor: torch.Tensor, times: int = 1) -> None:
+        self.tensor, self.times = tensor, times
+
+    def __reduce__(self) -> Any:
+        if self.times:
+            self.times -= 1
+            self.tensor.add_(1)
+        return dict, ()
+
+
+class TestTorn:
+    def test_a_tensor_that_changes_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.pt"
+        torchguard.save(OLD, path)
+        weight = torch.zeros(3)
+        obj = {"model": [{"weight": weight}], "then": Steps(weight)}
+        with pytest.raises(torchguard.TornSaveError, match=r"obj\['model'\]\[0\]\['weight'\]"):
+            torchguard.save(obj, path)
+        assert same(torch.load(path), OLD)
+        assert not left(tmp_path)
+
+    def test_a_tensor_inside_any_object_is_seen(self, tmp_path: Path) -> None:
+        weight = torch.zeros(3)
+        held = torch.nn.Linear(1, 1)
+        vars(held)["extra"] = [weight]
+        with pytest.raises(torchguard.TornSaveError, match="shape"):
+            torchguard.save([held, Steps(weight)], tmp_path / "model.pt")
+
+    def test_retry_saves_a_state_that_was_one(self, tmp_path: Path) -> None:
+        path, weight = tmp_path / "model.pt", torch.zeros(3)
+        torchguard.save([weight, Steps(weight, times=2)], path, on_torn="retry")
+        loaded = torch.load(path, weights_only=False)
+        assert torch.equal(loaded[0], torch.full((3,), 2.0))
+        with pytest.raises(torchguard.TornSaveError):
+            torchguard.save([weight, Steps(weight, times=100)], path, on_torn="retry")
+
+    def test_ignore(self, tmp_path: Path) -> None:
+        weight = torch.zeros(3)
+        torchguard.save([weight, Steps(weight)], tmp_path / "model.pt", on_torn="ignore")
+
+    def test_a_tensor_that_is_not_saved_may_change(self, tmp_path: Path) -> None:
+        """Also a gradient, which torch does not pickle."""
+        other, parameter = torch.zeros(3), torch.nn.Parameter(torch.ones(3))
+        parameter.grad = torch.zeros(3)
+        torchguard.save([parameter, Steps(other), Steps(parameter.grad)], tmp_path / "model.pt")
+
+    def test_a_thread_that_trains(self, tmp_path: Path) -> None:
+        """Every file that is written holds one state; some saves are refused."""
+        model = torch.nn.ParameterList(torch.zeros(20_000) for _ in range(20))
+        ends = threading.Event()
+
+        def train() -> None:
+            with torch.no_grad():
+                while not ends.is_set():
+                    for parameter in model:
+                        parameter.add_(1)
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        torn = written = 0
+        try:
+            # On a loaded machine one of the two may not come up for a while.
+            while (torn == 0 or written < 5) and torn + written < 2000:
+                try:
+                    torchguard.save(model.state_dict(), tmp_path / "model.pt", fsync=False)
+                except torchguard.TornSaveError:
+                    torn += 1
+                    continue
+                written += 1
+                saved = torch.load(tmp_path / "model.pt").values()
+                values = [each.unique().tolist() for each in saved]
+                assert all(len(each) == 1 for each in values), "an operation was in its middle"
+                steps = [step for (step,) in values]
+                assert steps == sorted(steps, reverse=True)
+                assert steps[0] - steps[-1] <= 1
+        finally:
+            ends.set()
+            trainer.join()
+        assert torn
+        assert written
+
+    def test_threads_that_wait_in_the_standard_library_are_idle(self) -> None:
+        """A save sleeps only where another thread may be in the middle of an operation."""
+        printed = output_of("""
+            import queue, threading, time
+            from torchguard.checkpoint import saving
+
+            event, items = threading.Event(), queue.Queue()
+            for wait in (event.wait, items.get):
+                threading.Thread(target=wait, daemon=True).start()
+            print(saving._another_thread_runs())
+
+            def count():
+                while not event.is_set():
+                    pass
+
+            threading.Thread(target=count).start()
+            end = time.monotonic() + 60
+            while not saving._another_thread_runs() and time.monotonic() < end:
+                pass
+            print(saving._another_thread_runs())
+            event.set()
+            """)
+        assert printed.split() == ["False", "True"]
+
+    def test_another_pickle_module(self, tmp_path: Path) -> None:
+        """The pickler of the module that was given is the one that is used."""
+        seen = []
+
+        class Module:
+            __name__ = "mine"
+            dump, dumps, loads = pickle.dump, pickle.dumps, pickle.loads
+
+            class Pickler(pickle.Pickler):
+                def reducer_override(self, obj: Any) -> Any:
+                    seen.append(type(obj))
+                    return NotImplemented
+
+        torchguard.save([torch.ones(3)], tmp_path / "model.pt", Module)
+        assert torch.Tensor in seen
+
+    def test_wrong_option(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="on_torn is 'never'"):
+            torchguard.save(OLD, tmp_path / "x.pt", on_torn="never")  # type: ignore[arg-type]

@@ -1,0 +1,234 @@
+"""load() and checkpoint_folder(): damage is found, several files are shown in one step."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import random
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchguard
+from support.writers import (
+    OLD,
+    file_size_limited,
+    kill_after,
+    left,
+    names,
+    repeat,
+    same,
+    start,
+    status,
+)
+from torchguard.checkpoint.saving import save_file
+
+
+class TestLoad:
+    @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"map_location": "cpu"}])
+    def test_equals_torch_load(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        path = tmp_path / "model.pt"
+        torch.save(OLD, path)
+        assert same(torchguard.load(path, **options), OLD)
+
+    def test_every_cut(self, tmp_path: Path) -> None:
+        """A file that ends early is refused, and the error names it."""
+        for zipped in (True, False):
+            torch.save(OLD, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+            whole = (tmp_path / "model.pt").read_bytes()
+            cut = tmp_path / "cut.pt"
+            for size in {*range(400), *range(0, len(whole), 97), len(whole) - 1}:
+                cut.write_bytes(whole[:size])
+                with pytest.raises(
+                    torchguard.DamagedFileError, match=r"cut.pt is (not whole|empty)"
+                ):
+                    torchguard.load(cut)
+
+    def test_a_changed_bit_is_found(self, tmp_path: Path) -> None:
+        """torch.load takes it without a word."""
+        path = tmp_path / "model.pt"
+        torch.save(OLD, path)
+        whole = bytearray(path.read_bytes())
+        whole[whole.index(OLD["weight"].numpy().tobytes()) + 101] ^= 4  # type: ignore[attr-defined]
+        path.write_bytes(whole)
+        assert not same(torch.load(path), OLD)
+        with pytest.raises(torchguard.DamagedFileError, match="data/0"):
+            torchguard.load(path)
+        torchguard.load(path, mmap=True)  # asked for in order not to read it all
+        with pytest.raises(torchguard.DamagedFileError, match="data/0"):
+            torchguard.load(path, mmap=True, check=True)
+        torchguard.load(path, check=False)
+
+    def test_every_byte_changed(self, tmp_path: Path) -> None:
+        """In a name, a size, a version, the directory: it is found, or makes no difference."""
+        small = {"weight": torch.arange(4.0), "step": 1}
+        torch.save(small, tmp_path / "model.pt")
+        whole = (tmp_path / "model.pt").read_bytes()
+        changed, found = tmp_path / "changed.pt", 0
+        for place in range(len(whole)):
+            content = bytearray(whole)
+            content[place] ^= 1 << place % 8
+            changed.write_bytes(content)
+            try:
+                loaded = torchguard.load(changed)
+            except torchguard.DamagedFileError:
+                found += 1
+            else:
+                assert same(loaded, small)
+        assert found > len(whole) / 2
+
+    @pytest.mark.parametrize("options", [{}, {"mmap": True}])
+    def test_a_bit_in_the_directory(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        """torch.load reads nothing of what is marked as a folder: uninitialised memory."""
+        path = tmp_path / "model.pt"
+        torch.save(OLD, path)
+        whole = path.read_bytes()
+        with zipfile.ZipFile(path) as archive:
+            records = len(archive.infolist())
+        entry = whole.index(b"PK\x01\x02")
+        for _ in range(records):
+            content = bytearray(whole)
+            content[entry + 38] ^= 0x10  # external attributes
+            path.write_bytes(content)
+            with pytest.raises(torchguard.DamagedFileError, match="is marked as a folder"):
+                torchguard.load(path, **options)
+            entry = whole.find(b"PK\x01\x02", entry + 1)
+
+    def test_a_file_without_checksums(self, tmp_path: Path) -> None:
+        if not hasattr(torch.serialization, "set_crc32_options"):
+            pytest.skip("this torch always computes checksums")
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(OLD, tmp_path / "model.pt")
+        finally:
+            torch.serialization.set_crc32_options(True)
+        assert same(torchguard.load(tmp_path / "model.pt"), OLD)
+
+    def test_errors_that_are_no_damage_are_torchs(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.pt"
+        torch.save(OrderedDict(a=Path("x")), path)
+        with pytest.raises(pickle.UnpicklingError):
+            torchguard.load(path, weights_only=True)
+        with pytest.raises(FileNotFoundError):
+            torchguard.load(tmp_path / "nowhere.pt")
+        torch.save(OrderedDict(a=Path("x")), path, _use_new_zipfile_serialization=False)
+        with pytest.raises(pickle.UnpicklingError):
+            torchguard.load(path, weights_only=True)
+        for name in ("other.npz", "words.txt"):
+            (tmp_path / name).write_bytes(b"not a checkpoint, and no pickle")
+        with zipfile.ZipFile(tmp_path / "other.npz", "w") as archive:
+            archive.writestr("x", "y")
+        for name in ("other.npz", "words.txt"):
+            with pytest.raises(Exception, match=r".") as refused:
+                torchguard.load(tmp_path / name)
+            assert not isinstance(refused.value, torchguard.DamagedFileError)
+
+
+class TestFolder:
+    def test_shows_all_files_at_once_and_keeps_the_newest(self, tmp_path: Path) -> None:
+        path = tmp_path / "checkpoint"
+        for step in range(5):
+            with torchguard.checkpoint_folder(path, keep=3) as new:
+                torch.save(step, new / "a.pt")
+                assert not path.exists() or torch.load(path / "a.pt") == step - 1
+                (new / "sub").mkdir()
+                torch.save(step, new / "sub" / "b.pt")
+            assert torch.load(path / "a.pt") == torch.load(path / "sub" / "b.pt") == step
+        found = names(tmp_path)
+        assert found == ["checkpoint", "checkpoint.3", "checkpoint.4", "checkpoint.5"]
+
+    def test_an_exception_leaves_the_old_one(self, tmp_path: Path) -> None:
+        path = tmp_path / "checkpoint"
+        with torchguard.checkpoint_folder(path) as new:
+            torch.save(1, new / "a.pt")
+        with pytest.raises(KeyboardInterrupt), torchguard.checkpoint_folder(path) as new:
+            torch.save(2, new / "a.pt")
+            raise KeyboardInterrupt
+        assert torch.load(path / "a.pt") == 1
+        assert names(tmp_path) == ["checkpoint", "checkpoint.1"]
+
+    def test_killed_at_any_moment(self, tmp_path: Path) -> None:
+        """Two files never belong to two checkpoints."""
+        path = tmp_path / "checkpoint"
+        moments = random.Random(2)  # noqa: S311
+
+        def write(first: int, turn: int = 0) -> None:
+            step = first + turn
+            with torchguard.checkpoint_folder(path, keep=2, fsync=False) as new:
+                torch.save(step, new / "a.pt")
+                torch.save(step, new / "b.pt")
+
+        write(0)
+        for turn in range(1, 41):
+            child = start(repeat, 1000, functools.partial(write, turn * 1000))
+            kill_after(moments.uniform(0, 0.02), child)
+            assert torch.load(path / "a.pt") == torch.load(path / "b.pt")
+            for each in tmp_path.glob("checkpoint.[0-9]*"):
+                assert torch.load(each / "a.pt") == torch.load(each / "b.pt")
+        if left(tmp_path):
+            with pytest.warns(
+                RuntimeWarning, match=r"a process was stopped.*Whole are: checkpoint"
+            ):
+                write(-1)
+        assert not left(tmp_path)
+
+    def test_two_processes(self, tmp_path: Path) -> None:
+        path = tmp_path / "checkpoint"
+
+        def write(number: int, _: int = 0) -> None:
+            with torchguard.checkpoint_folder(path, keep=1, fsync=False) as new:
+                torch.save(number, new / "a.pt")
+
+        write(0)
+        children = [start(repeat, 40, functools.partial(write, number)) for number in (1, 2)]
+        assert [status(child) for child in children] == [0, 0]
+        assert torch.load(path / "a.pt") in {1, 2}
+        assert len(names(tmp_path)) == 2
+
+    def test_another_process_removes_the_new_folder_before_it_is_locked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A folder without a lock looks abandoned, for the moment between mkdir and flock."""
+        taken: list[Any] = []
+        opened = os.open
+
+        def open_(path: Any, *arguments: Any, **options: Any) -> int:
+            if not taken and Path(path).name.startswith("checkpoint.torchguard-"):
+                taken.append(path)
+                Path(path).rmdir()
+            return opened(path, *arguments, **options)
+
+        monkeypatch.setattr(os, "open", open_)
+        with torchguard.checkpoint_folder(tmp_path / "checkpoint") as new:
+            torch.save(1, new / "a.pt")
+        assert torch.load(tmp_path / "checkpoint" / "a.pt") == 1
+        assert taken
+
+    def test_refuses_what_it_has_not_made(self, tmp_path: Path) -> None:
+        (tmp_path / "mine").mkdir()
+        with pytest.raises(torchguard.SaveError, match="has not made"):
+            with torchguard.checkpoint_folder(tmp_path / "mine"):
+                pass
+        with pytest.raises(ValueError, match="keep is 0"):
+            with torchguard.checkpoint_folder(tmp_path / "new", keep=0):
+                pass
+
+
+class TestSafetensors:
+    def test_whole_or_not_at_all(self, tmp_path: Path) -> None:
+        safetensors = pytest.importorskip("safetensors.torch")
+        path = tmp_path / "model.safetensors"
+        tensors = {"a": torch.arange(1000.0)}
+        save_file(tensors, path, {"format": "pt"})
+        safetensors.save_file(tensors, tmp_path / "plain", {"format": "pt"})
+        assert path.read_bytes() == (tmp_path / "plain").read_bytes()
+        for limit in range(0, 4000, 111):
+            with file_size_limited(limit), pytest.raises(Exception):  # noqa: B017, PT011
+                save_file({"a": torch.zeros(1000)}, path)
+            assert torch.equal(safetensors.load_file(path)["a"], tensors["a"])
+        assert not left(tmp_path)

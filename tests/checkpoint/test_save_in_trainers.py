@@ -1,0 +1,152 @@
+"""install("save"): what other packages write is replaced whole, without a line changed."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchguard
+from support.child_process import output_of
+
+
+@pytest.fixture(autouse=True)
+def compile_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning replaces ``torch.compile`` when it is imported."""
+    monkeypatch.setattr(torch, "compile", torch.compile)
+
+
+def replaced(folder: Path, save: Callable[[], object]) -> dict[str, bool]:
+    """Save twice; for each file, whether the second time it was replaced and not written over."""
+    save()
+    files = {each: each.stat().st_ino for each in sorted(folder.rglob("*")) if each.is_file()}
+    held = [each.open("rb") for each in files]  # so that no number is used again
+    save()
+    for file in held:
+        file.close()
+    return {each.name: each.stat().st_ino != number for each, number in files.items()}
+
+
+@pytest.fixture(params=["plain", "guarded"])
+def guarded(request: pytest.FixtureRequest) -> Any:
+    if request.param == "plain":
+        yield False
+        return
+    with torchguard.install("save"):
+        yield True
+
+
+def test_torch_save(tmp_path: Path, guarded: bool) -> None:
+    path = tmp_path / "model.pt"
+    assert replaced(tmp_path, lambda: torch.save(torch.ones(3), path)) == {"model.pt": guarded}
+    assert torch.load(path).tolist() == [1, 1, 1]
+
+
+def test_safetensors(tmp_path: Path, guarded: bool) -> None:
+    """save_file, save_model, and a save_file that was imported before the guard."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    module = torch.nn.Linear(2, 2)
+
+    def save() -> None:
+        safetensors.save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+        safetensors.save_model(module, str(tmp_path / "b.safetensors"))
+
+    found = replaced(tmp_path, save)
+    if guarded:
+        assert found == {"a.safetensors": True, "b.safetensors": True}
+    assert safetensors.load_file(tmp_path / "a.safetensors")["a"].tolist() == [1, 1, 1]
+
+
+def test_save_file_that_was_imported_before(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    save_file = safetensors.save_file
+    with torchguard.install("save"):
+        found = replaced(tmp_path, lambda: save_file({"a": torch.ones(3)}, tmp_path / "a"))
+    assert found == {"a": True}
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with torchguard.install("save"):
+        found = replaced(tmp_path, lambda: accelerator.save_state(str(tmp_path)))
+    assert {"model.safetensors", "optimizer.bin"} <= found.keys()
+    assert all(found[name] for name in found if not name.endswith(".pkl"))
+
+
+def test_hugging_faces_trainer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 2
+
+    def train() -> None:
+        options = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            save_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        transformers.Trainer(model=model, args=options, train_dataset=rows).train()
+
+    with torchguard.install("save"):
+        found = replaced(tmp_path, train)
+    written = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert {name: found[name] for name in written} == dict.fromkeys(written, True)
+
+
+def test_lightning_on_another_file_system(tmp_path: Path, guarded: bool) -> None:
+    """fsspec writes to the temporary folder and copies onto the target if that is elsewhere."""
+    shared = Path("/dev/shm")  # noqa: S108
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system here")
+    lightning = pytest.importorskip("lightning")
+    pytest.importorskip("fsspec.implementations.local")
+    demos = importlib.import_module("lightning.pytorch.demos.boring_classes")
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = demos.BoringModel()
+    trainer.strategy.connect(module)
+    path, before = tmp_path / "model.ckpt", tempfile.tempdir
+    tempfile.tempdir = str(shared)
+    try:
+        found = replaced(tmp_path, lambda: trainer.save_checkpoint(path))
+    finally:
+        tempfile.tempdir = before
+    assert found == {"model.ckpt": guarded}
+    assert "state_dict" in torch.load(path, weights_only=False)
+    assert [each.name for each in tmp_path.iterdir()] == ["model.ckpt"]
+
+
+def test_a_package_that_is_imported_later() -> None:
+    """In a process of its own: the guard is installed first."""
+    pytest.importorskip("safetensors")
+    program = """
+        import sys, torch, torchguard
+        torchguard.install("save")
+        assert "safetensors.torch" not in sys.modules
+        import safetensors.torch
+        assert "save" in torchguard.installed()
+        save_file = safetensors.torch.save_file
+        print(save_file.__module__, save_file.__code__.co_filename.split("/")[-1])
+        torchguard.uninstall()
+        print(safetensors.torch.save_file.__code__.co_filename.split("/")[-1])
+    """
+    assert output_of(program).split() == ["safetensors.torch", "saving.py", "torch.py"]

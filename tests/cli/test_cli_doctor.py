@@ -1,0 +1,238 @@
+"""``python -m torchguard doctor``: options, exit status, table, lines and progress."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchguard
+from support.planted import distribution, only, planted, row
+from support.terminal import Terminal, on_a_terminal
+from torchguard.__main__ import main
+from torchguard.cli import doctor as doctor_command
+from torchguard.cli.doctor import lines, shown_on, table
+from torchguard.defects.doctor import DoctorProgress, DoctorReport
+
+posix_only = pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+
+
+def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command with its output in pipes."""
+    line = [sys.executable, "-m", "torchguard", "doctor", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=False, **options)
+
+
+class TestTable:
+    @pytest.mark.parametrize("width", [80, 100, 140])
+    def test_width(self, report: DoctorReport, width: int) -> None:
+        """The table keeps to its width and loses no word."""
+        shown = table(report, width=width)
+        assert max(map(len, shown.splitlines())) <= width
+        words = " ".join(shown.split())
+        for found in report.rows:
+            assert f"{found.id} " in words
+        assert "until then: count again" in words
+        assert "with the guard on: still 5" in words
+        assert 'install("resize")' in words
+        assert "crash (SIGSEGV):" in words
+        assert "look before you read" in words  # what the guard leaves open
+
+    @pytest.mark.parametrize("form", [table, lines])
+    def test_counts(self, report: DoctorReport, form: Any) -> None:
+        """What is detected is counted apart from what is closed."""
+        rows = tuple(row(report, name) for name in ("closed", "installed", "detected", "open"))
+        counted = " ".join(form(DoctorReport(rows, report.environment)).split())
+        assert "4 live; 2 of those closed by their guards; 1 detected, not prevented; " in counted
+        assert "1 open in spite of their guards; 0 open, no guard yet" in counted
+        assert "NOT CLOSED: planted-open torch" in counted
+
+    @pytest.mark.parametrize("form", [table, lines])
+    def test_environment(self, report: DoctorReport, form: Any) -> None:
+        """It ends with what the probes ran on."""
+        shown = form(report).splitlines()
+        for fact in ("torch", "Python", "platform", "GPU", "torchguard"):
+            assert any(line.startswith(f"{fact} ") for line in shown), fact
+        assert shown[-1] == "the foreign distribution named torchguard is not installed"
+
+    def test_foreign_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It warns of the distribution that owns the same folder."""
+        distribution(tmp_path, "torchguard", "9.9")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        found = torchguard.doctor([])
+        assert found.environment.foreign == "9.9"
+        assert "WARNING: the distribution torchguard 9.9 is installed" in table(found)
+
+    def test_colors(self, report: DoctorReport) -> None:
+        """It has colors only when asked."""
+        plain, colored = table(report), table(report, color=True)
+        assert "\x1b" not in plain
+        assert "\x1b[32mclosed\x1b[0m" in colored
+
+    def test_lines(self, report: DoctorReport) -> None:
+        """As plain text each defect is one line, with all there is to say."""
+        shown = lines(report).splitlines()
+        assert len(shown) == len(report.rows) + 1 + 2 + 1 + 6
+        (found,) = (line for line in shown if line.startswith("planted-detected: "))
+        assert found == (
+            "planted-detected: crash (SIGSEGV), detected; planted: detected; "
+            "guard: check_consistent(); look before you read"
+        )
+
+
+class TestExitStatus:
+    @pytest.mark.usefixtures("plugin")
+    def test_0(self, tmp_path: Path) -> None:
+        """0 when every live defect that has a guard is closed; plain text needs no rich."""
+        (tmp_path / "rich.py").write_text("raise SystemExit('rich was imported')")
+        path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+        done = command(
+            *only("absent", "segfault", "closed", "installed", "detected"),
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "[5/5] planted-" in done.stderr
+        assert "planted-segfault: crash (SIGSEGV), open, no guard yet" in done.stderr
+        assert "planted-closed" in done.stdout
+        assert "planted-detected: crash (SIGSEGV), detected" in done.stderr
+
+    def test_1(
+        self,
+        report: DoctorReport,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """1 when a guard leaves its defect open."""
+        monkeypatch.setattr(doctor_command, "doctor", lambda *_, **__: report)
+        assert main(["doctor"]) == 1
+        assert "NOT CLOSED: planted-open" in capsys.readouterr().out
+
+    @pytest.mark.usefixtures("plugin")
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--only", "planted-liv"], "did you mean planted-live"),
+            (["--only", ""], "no defect ''"),
+            (
+                ["--only", "resize-locked", "--family", "compile"],
+                "nothing to probe in the family 'compile': resize-locked is of the family 'memory'",
+            ),
+            (["--family", "graphics"], "invalid choice: 'graphics'"),
+            (["--jobs", "0"], "argument --jobs"),
+            (["--timeout", "soon"], "argument --timeout"),
+            (["extra"], "unrecognized arguments: extra"),
+        ],
+    )
+    def test_2(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """2 on bad usage."""
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", *arguments])
+        assert ended.value.code == 2
+        shown = capsys.readouterr()
+        assert message in shown.err
+        assert shown.out == ""
+
+
+@pytest.mark.usefixtures("plugin")
+class TestOutput:
+    def test_json(self) -> None:
+        """--json prints one document and nothing else, whatever a plug-in prints."""
+        done = command("--json", *only("noisy", "open"))
+        found = DoctorReport.from_json(done.stdout)
+        assert [row.id for row in found.rows] == planted("noisy", "open")
+        assert done.returncode == 1
+        assert set(done.stderr.splitlines()) == {"noise"}
+
+    def test_closed_pipe(self) -> None:
+        """It stops quietly where its output is not read to the end."""
+        line = [sys.executable, "-m", "torchguard", "doctor", *only("absent")]
+        with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as doctor:
+            assert doctor.stdout is not None
+            doctor.stdout.close()
+            assert doctor.stderr is not None
+            assert b"Error" not in doctor.stderr.read()
+        assert doctor.returncode == 0
+
+    @posix_only
+    def test_terminal(self) -> None:
+        """On a terminal it is a table with colors."""
+        shown = on_a_terminal("doctor", *only("closed")).partition("memory family")[2]
+        assert "planted-closed" in shown
+        assert "\x1b[32mclosed\x1b[0m" in shown
+
+
+@pytest.mark.parametrize(
+    ("switches", "environment", "colored"),
+    [
+        ([], {}, True),
+        (["--no-color"], {}, False),
+        ([], {"NO_COLOR": "1"}, False),
+        ([], {"NO_COLOR": ""}, True),  # https://no-color.org: "not an empty string"
+        ([], {"TERM": "dumb"}, False),
+    ],
+)
+def test_no_color(
+    report: DoctorReport,
+    monkeypatch: pytest.MonkeyPatch,
+    switches: list[str],
+    environment: dict[str, str],
+    colored: bool,
+) -> None:
+    """--no-color, NO_COLOR and a dumb terminal switch colors off."""
+    monkeypatch.setattr(doctor_command, "doctor", lambda *_, **__: report)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    for name, value in {"NO_COLOR": "", "TERM": "xterm", **environment}.items():
+        monkeypatch.setenv(name, value)
+    main(["doctor", *switches])
+    assert isinstance(sys.stdout, Terminal)
+    assert ("\x1b[32mclosed\x1b[0m" in sys.stdout.getvalue()) is colored
+    assert ("\x1b" in sys.stdout.getvalue()) is colored
+
+
+class TestProgress:
+    def steps(self, report: DoctorReport) -> Iterator[DoctorProgress]:
+        yield DoctorProgress(0, 2, ("planted-live",), None, 121.0)
+        yield DoctorProgress(1, 2, (), row(report, "live"))
+        yield DoctorProgress(2, 2, (), row(report, "segfault"))
+
+    def test_bar(self, report: DoctorReport) -> None:
+        """On a terminal, with rich, it is a bar that is drawn in place."""
+        pytest.importorskip("rich")
+        terminal = Terminal()
+        with shown_on(terminal, color=True) as show:
+            for step in self.steps(report):
+                show(step)
+        shown = terminal.getvalue()
+        assert "2/2" in shown
+        assert "\x1b[" in shown
+        assert "\n[2/2]" not in shown
+
+    @pytest.mark.parametrize(("stream", "rich"), [(Terminal, False), (io.StringIO, True)])
+    def test_lines(
+        self,
+        report: DoctorReport,
+        monkeypatch: pytest.MonkeyPatch,
+        stream: type[io.StringIO],
+        rich: bool,
+    ) -> None:
+        """Without rich, and in a file, it is one line for each defect."""
+        if not rich:
+            monkeypatch.setitem(sys.modules, "rich", None)
+        log = stream()
+        with shown_on(log, color=True) as show:
+            for step in self.steps(report):
+                show(step)
+        assert log.getvalue().splitlines() == [
+            "2 defects to probe, about 2 minutes",
+            "[1/2] planted-live: corrupt, open, no guard yet",
+            "[2/2] planted-segfault: crash (SIGSEGV), open, no guard yet",
+        ]

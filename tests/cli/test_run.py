@@ -1,0 +1,354 @@
+"""``python -m torchguard run``: the same program under ``python`` behaves the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.child_process import END_RANK
+from torchguard.patching.guards import GUARDS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUN = ("-m", "torchguard", "run")
+posix_only = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+
+
+def execute(*arguments: str, folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, *arguments]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, **options)
+
+
+def both(
+    *arguments: str, folder: Path, **options: Any
+) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """Run a program under python and under torchguard."""
+    python = execute(*arguments, folder=folder, **options)
+    return python, execute(*RUN, *arguments, folder=folder, **options)
+
+
+def write(path: Path, program: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(program))
+    return path
+
+
+# What a program can see of how it was started.
+MIRROR = """
+import __main__, os, sys
+print(sys.argv, __name__, __file__, __package__, __doc__, __cached__)
+print(__spec__ and __spec__.name, type(__loader__), __main__.__dict__ is globals())
+print(sorted(globals()), type(__builtins__), __annotations__)
+print(sys.path[0], os.getcwd(), sys.modules["__main__"].__file__)
+"""
+
+# Programs that end in their own way; what they print and their status have to be python's.
+ENDINGS = {
+    "a number": "import sys; sys.exit(3)",
+    "a text": "import sys; sys.exit('all lost')",
+    "nothing": "import sys; sys.exit()",
+    "True": "raise SystemExit(True)",
+    "an error": """
+        def first():
+            second()
+        def second():
+            raise ValueError("two\\nlines")
+        first()
+    """,
+    "an error while another is handled": """
+        try:
+            {}["missing"]
+        except KeyError as error:
+            raise RuntimeError("no such thing") from error
+    """,
+    "a syntax error": "x = (1,\nprint('never')\n1 1",
+    "a tab error": "if 1:\n\tpass\n        pass",
+    "an error in an import": "import broken_module",
+    "an exception hook": """
+        import sys
+        def hook(kind, error, frames):
+            print("hooked", kind.__name__, error, frames.tb_frame.f_code.co_name, frames.tb_next)
+        sys.excepthook = hook
+        raise ValueError("for the hook")
+    """,
+    "an exit handler": """
+        import atexit, pickle
+        class Late: pass
+        atexit.register(lambda: print("late", type(pickle.loads(pickle.dumps(Late()))).__name__))
+        print("early")
+    """,
+    "a thread that goes on": """
+        import threading, time
+        class Later: pass
+        def go_on():
+            time.sleep(0.2)
+            import __main__
+            print("done", __main__.Later.__name__)
+        threading.Thread(target=go_on).start()
+    """,
+    "the process": "import os; print('flushed', flush=True); os._exit(7)",
+    "Ctrl-C": "import atexit; atexit.register(print, 'bye'); raise KeyboardInterrupt",
+    "a warning": "import warnings; warnings.warn('old', DeprecationWarning)",
+}
+
+
+class TestScript:
+    @pytest.mark.parametrize("name", ["mirror.py", "./mirror.py", "sub/../mirror.py", "sub/in.py"])
+    def test_mirror(self, tmp_path: Path, name: str) -> None:
+        """It sees what ``python`` shows it."""
+        write(tmp_path / "mirror.py", MIRROR)
+        write(tmp_path / "sub" / "in.py", MIRROR)
+        python, guarded = both(name, "--guards", "-m", "-h", "a b", "", folder=tmp_path)
+        assert "'--guards', '-m', '-h', 'a b', ''" in python.stdout
+        assert guarded.stdout == python.stdout, guarded.stderr
+
+    @posix_only
+    def test_link(self, tmp_path: Path) -> None:
+        """Behind a link it finds the modules beside the file."""
+        write(tmp_path / "real" / "mirror.py", "import beside\n" + MIRROR)
+        write(tmp_path / "real" / "beside.py", "")
+        (tmp_path / "link.py").symlink_to(tmp_path / "real" / "mirror.py")
+        python, guarded = both("link.py", folder=tmp_path)
+        assert guarded.stdout == python.stdout != "", guarded.stderr
+
+    def test_container(self, tmp_path: Path) -> None:
+        """A folder or an archive with a __main__.py runs."""
+        main = write(tmp_path / "folder" / "__main__.py", MIRROR)
+        with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+            archive.write(main, "__main__.py")
+        for name in ("folder", "archive.zip"):
+            python, guarded = both(name, "x", folder=tmp_path)
+            assert guarded.stdout == python.stdout != "", guarded.stderr
+
+    @pytest.mark.parametrize("ending", ENDINGS)
+    def test_end(self, tmp_path: Path, ending: str) -> None:
+        """It ends as under ``python``."""
+        write(tmp_path / "broken_module.py", "import no_such_module")
+        write(tmp_path / "ends.py", ENDINGS[ending])
+        python, guarded = both("ends.py", folder=tmp_path)
+        assert guarded.returncode == python.returncode
+        assert guarded.stdout == python.stdout
+        assert guarded.stderr == python.stderr
+
+    @posix_only
+    @pytest.mark.usefixtures("interruptible")
+    def test_interrupt(self, tmp_path: Path) -> None:
+        """Interrupted, it dies of the signal."""
+        write(tmp_path / "waits.py", "import time; print('ready', flush=True); time.sleep(60)")
+        line = [sys.executable, *RUN, "waits.py"]
+        with subprocess.Popen(
+            line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as program:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+            program.send_signal(signal.SIGINT)
+            _, errors = program.communicate(timeout=120)
+        assert program.returncode == -signal.SIGINT
+        assert errors.splitlines()[-1] == "KeyboardInterrupt"
+        assert "torchguard" not in errors
+
+    def test_stdin(self, tmp_path: Path) -> None:
+        """It reads its standard input."""
+        write(tmp_path / "shouts.py", "import sys; print(sys.stdin.read().upper(), input)")
+        python, guarded = both("shouts.py", folder=tmp_path, input="hear me\n")
+        assert guarded.stdout == python.stdout
+        assert guarded.stdout.startswith("HEAR ME\n")
+
+    def test_missing(self, tmp_path: Path) -> None:
+        """A file that does not exist ends as under ``python``."""
+        python, guarded = both("missing.py", folder=tmp_path)
+        assert (guarded.returncode, guarded.stderr) == (python.returncode, python.stderr)
+        assert guarded.returncode == 2
+
+
+class TestModule:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        init = "import sys; print('parent', sys.argv)\n"
+        write(tmp_path / "package" / "__init__.py", init)
+        write(tmp_path / "package" / "__main__.py", "from . import beside\n" + MIRROR)
+        write(tmp_path / "package" / "beside.py", MIRROR)
+        write(tmp_path / "package" / "needs.py", "")
+        write(tmp_path / "empty" / "__init__.py", "")
+        write(tmp_path / "fails" / "__init__.py", "import no_such_module")
+        write(tmp_path / "fails" / "inside.py", "")
+        return tmp_path
+
+    @pytest.mark.parametrize("name", ["package", "package.beside"])
+    def test_mirror(self, folder: Path, name: str) -> None:
+        """It sees what ``python`` shows it."""
+        python, guarded = both("-m", name, "-m", "--guards", "x", folder=folder)
+        assert "'-m', '--guards', 'x'" in python.stdout
+        assert guarded.stdout == python.stdout, guarded.stderr
+
+    @pytest.mark.parametrize("name", ["missing", "package.missing", "empty", "missing.inside"])
+    def test_not_runnable(self, folder: Path, name: str) -> None:
+        """A module that can't be run says why, as ``python -m`` does."""
+        python, guarded = both("-m", name, folder=folder)
+        assert (guarded.returncode, guarded.stderr) == (python.returncode, python.stderr)
+        assert guarded.returncode == 1
+
+    def test_broken_package(self, folder: Path) -> None:
+        """A package that fails to import shows where."""
+        python, guarded = both("-m", "fails.inside", folder=folder)
+        assert guarded.returncode == python.returncode == 1
+        assert "fails/__init__.py" in guarded.stderr.replace(os.sep, "/")
+        assert guarded.stderr.splitlines()[-1] == python.stderr.splitlines()[-1]
+        assert "torchguard" not in guarded.stderr
+
+    def test_standard_library(self, folder: Path) -> None:
+        """A module of the standard library reads standard input."""
+        line = ("-m", "json.tool", "--sort-keys")
+        python, guarded = both(*line, folder=folder, input='{"b": 1, "a": 2}')
+        assert guarded.stdout == python.stdout != ""
+
+
+# Says in one word whether the guard works here: a resize_ that fails must leave the shape alone.
+BEHAVIOUR = """
+import multiprocessing, pickle, sys
+from concurrent.futures import ProcessPoolExecutor
+import numpy, torch
+
+def behaviour(_=None):
+    t = torch.from_numpy(numpy.ones(4))
+    try:
+        t.resize_(5, 5)
+    except RuntimeError:
+        pass
+    return "guarded" if tuple(t.shape) == (4,) else "bare"
+
+AT_IMPORT = behaviour()  # in a worker: before it gets its first task
+
+class Mine:
+    where = AT_IMPORT
+
+def worker(_):
+    return [behaviour(), AT_IMPORT, multiprocessing.get_start_method(), Mine]
+
+if __name__ == "__main__":
+    print("main", behaviour())
+    for method in sys.argv[1:]:
+        context = multiprocessing.get_context(method)
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            now, at_import, _, mine = pool.submit(worker, 0).result()
+            assert mine is Mine
+            print(method, now, at_import)
+"""
+
+DATA_LOADER = """
+import torch
+from behaves import behaviour
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, index): return behaviour()
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
+    print(*(item for batch in loader for item in batch))
+"""
+
+
+class TestGuards:
+    def test_off(self, tmp_path: Path) -> None:
+        """Under ``python`` the guards are off, so these tests can fail."""
+        write(tmp_path / "behaves.py", BEHAVIOUR)
+        done = execute("behaves.py", "spawn", folder=tmp_path)
+        assert done.stdout.splitlines() == ["main bare", "spawn bare bare"], done.stderr
+
+    @pytest.mark.parametrize(
+        ("program", "methods"),
+        [
+            (["behaves.py"], multiprocessing.get_all_start_methods()),
+            (["-m", "behaves"], ["spawn"]),
+        ],
+    )
+    def test_workers(self, tmp_path: Path, program: list[str], methods: list[str]) -> None:
+        """The guards are on in the program and in forked and spawned workers."""
+        write(tmp_path / "behaves.py", BEHAVIOUR)
+        done = execute(*RUN, *program, *methods, folder=tmp_path)
+        workers = [f"{method} guarded guarded" for method in methods]
+        assert done.stdout.splitlines() == ["main guarded", *workers], done.stderr
+
+    def test_data_loader(self, tmp_path: Path) -> None:
+        """They are on in spawned workers of a DataLoader."""
+        write(tmp_path / "behaves.py", BEHAVIOUR)
+        write(tmp_path / "loads.py", DATA_LOADER)
+        done = execute(*RUN, "loads.py", folder=tmp_path)
+        assert done.stdout == "guarded guarded\n", done.stderr
+
+    def test_torchrun(self, tmp_path: Path) -> None:
+        """They are on in every rank of torchrun."""
+        write(tmp_path / "behaves.py", BEHAVIOUR)
+        program = f"""
+            import torch.distributed as ranks
+            from behaves import behaviour
+            ranks.init_process_group("gloo")
+            seen = [None, None]
+            ranks.all_gather_object(seen, behaviour())
+            if ranks.get_rank() == 0:
+                print("seen:", *seen)
+            ranks.destroy_process_group()
+            {END_RANK}
+        """
+        write(tmp_path / "trains.py", program)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        bare = execute(*torchrun, "trains.py", folder=tmp_path, env=environment)
+        assert "seen: bare bare" in bare.stdout.splitlines(), bare.stderr  # gloo may talk too
+        done = execute(*torchrun, *RUN, "trains.py", folder=tmp_path, env=environment)
+        assert "seen: guarded guarded" in done.stdout.splitlines(), done.stderr
+
+    @pytest.mark.parametrize(
+        ("switches", "expected"),
+        [
+            ([], {"resize"}),
+            (["--guards", "out"], {"out"}),
+            (["--guards=resize, out"], {"resize", "out"}),
+        ],
+    )
+    def test_names(self, tmp_path: Path, switches: list[str], expected: set[str]) -> None:
+        """They are the default ones, or those asked for."""
+        program = """
+            import torchguard
+            for name in ("resize", "out"):
+                print(name if name in torchguard.installed() else "")
+        """
+        write(tmp_path / "asks.py", program)
+        done = execute(*RUN, *switches, "asks.py", folder=tmp_path)
+        assert set(done.stdout.split()) == expected, done.stderr
+
+
+class TestBadUsage:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--guards", "resize,rezise", "x.py"], r"no guard called 'rezise'"),
+            (["--guards", "", "x.py"], r"no guard called ''"),
+            ([], r"expected a script, or -m and a module"),
+            (["-m"], r"expected a script, or -m and a module"),
+            (["--fast", "x.py"], r"unrecognized arguments: --fast"),
+        ],
+    )
+    def test_message(self, arguments: list[str], message: str, tmp_path: Path) -> None:
+        """It ends with 2 and says what is wrong."""
+        write(tmp_path / "x.py", "print('the program ran')")
+        done = execute(*RUN, *arguments, folder=tmp_path)
+        assert done.returncode == 2
+        assert re.search(message, done.stderr), done.stderr
+        assert done.stdout == ""
+
+    def test_guards(self, tmp_path: Path) -> None:
+        """The error names the guards."""
+        done = execute(*RUN, "--guards", "none", "x.py", folder=tmp_path)
+        assert f"the guards are {', '.join(GUARDS)}" in done.stderr

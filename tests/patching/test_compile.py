@@ -1,0 +1,278 @@
+"""Compiled code has the same graphs and results with install() as without."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from support.compiled import Counting, many, plain, resizes, square, with_out
+from torchguard import install
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Outcome(NamedTuple):
+    """What compiling and running a function twice has come to."""
+
+    graphs: list[list[str]]
+    breaks: dict[str, int]
+    frames: dict[str, int]
+    results: list[Any]
+
+
+def outcome(
+    function: Callable[..., Any],
+    inputs: Callable[[], tuple[Any, ...]],
+    backend: str,
+    **options: Any,
+) -> Outcome:
+    torch._dynamo.reset()
+    counters.clear()
+    counting = Counting(backend)
+    torch.manual_seed(0)
+    compiled = torch.compile(function, backend=counting, **options)
+    results = []
+    for _ in range(2):
+        arguments = inputs()
+        results.append((compiled(*arguments), arguments))
+    breaks = Counter(
+        str(reason).partition("\n")[0] for reason in counters["graph_break"].elements()
+    )
+    return Outcome(counting.graphs, dict(breaks), dict(counters["frames"]), results)
+
+
+def assert_same(guarded: Outcome, bare: Outcome) -> None:
+    assert guarded.graphs == bare.graphs
+    assert sum(guarded.breaks.values()) == sum(bare.breaks.values())
+    assert guarded.breaks == bare.breaks
+    assert guarded.frames == bare.frames
+    torch.testing.assert_close(guarded.results, bare.results, rtol=0, atol=0)
+
+
+# --- the functions
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2), nn.Softmax(1))
+
+
+def into_input(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    torch.sin(x, out=out)
+    return out + 1
+
+
+def out_of_wrong_size(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(0)
+    torch.mul(x, 3, out=out)
+    return out + 1
+
+
+def resizes_an_input(x: torch.Tensor) -> torch.Tensor:
+    x.resize_(3)
+    return x * 2
+
+
+def resizes_as(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y.resize_as_(torch.ones(2, 2))
+    return y * 2
+
+
+def resizes_as_by_function(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    torch.resize_as_(y, torch.ones(2, 2))
+    return y * 2
+
+
+def sets(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y.set_(torch.ones(2, 2))  # type: ignore[call-overload]
+    return y * 2
+
+
+def after_a_break(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    y.resize_(2, 2)
+    torch._dynamo.graph_break()
+    return torch.add(y, 1, out=torch.empty(2, 2)) * 2
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def in_eager(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(0)
+    torch.mul(x, 2, out=out)
+    torch.add(out, 1)
+    torch.norm(out, "fro", 1, False, torch.empty(4))
+    return out.resize_(2, 2).resize_as_(torch.ones(3)).set_(torch.ones(2, 2))  # type: ignore[call-overload, no-any-return]
+
+
+def calls_eager_code(x: torch.Tensor) -> torch.Tensor:
+    return in_eager(x + 1) * 2  # type: ignore[no-any-return]
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def failing_in_eager(x: torch.Tensor) -> torch.Tensor:
+    for fails in (
+        lambda: x.resize_(-1),
+        lambda: x.set_(torch.ones(2).untyped_storage(), -3, (5,)),  # type: ignore[call-overload]
+        lambda: torch.index_select(x, 0, torch.tensor([99]), out=x),
+    ):
+        with contextlib.suppress(RuntimeError, IndexError):
+            fails()
+    return torch.ones(2)
+
+
+def calls_failing_eager_code(x: torch.Tensor) -> torch.Tensor:
+    return failing_in_eager(x + 1) * 2  # type: ignore[no-any-return]
+
+
+def through_the_interpreter(x: torch.Tensor) -> Any:
+    # Dynamo gives up on this frame; what it calls is looked at on its own.
+    made = sorted([3, 1, 2], key=lambda number: int(torch.add(x, number).sum()))
+    y = x + made[0]
+    y.resize_(2, 2)
+    return torch.mul(y, 2)
+
+
+CASES: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Any, ...]]]] = {
+    "model": (model, square),
+    "plain": (lambda: plain, square),
+    "many": (lambda: many, square),
+    "with_out": (lambda: with_out, square),
+    "into_input": (lambda: into_input, lambda: (*square(), torch.empty(4, 4))),
+    "out_of_wrong_size": (lambda: out_of_wrong_size, square),
+    "resizes": (lambda: resizes, square),
+    "resizes_an_input": (lambda: resizes_an_input, square),
+    "resizes_as": (lambda: resizes_as, square),
+    "resizes_as_by_function": (lambda: resizes_as_by_function, square),
+    "sets": (lambda: sets, square),
+    "after_a_break": (lambda: after_a_break, square),
+    "failing_in_eager": (lambda: calls_failing_eager_code, square),
+    "calls_eager_code": (lambda: calls_eager_code, square),
+    "through_the_interpreter": (lambda: through_the_interpreter, square),
+}
+
+
+FOR_INDUCTOR = {"with_out", "calls_eager_code"}  # about 10 s each
+
+
+GRID = [
+    pytest.param(name, backend, marks=[pytest.mark.slow] if backend == "inductor" else [])
+    for backend in ("eager", "aot_eager", "inductor")
+    for name in CASES
+    if backend != "inductor" or name in FOR_INDUCTOR
+]
+
+
+def attempt(name: str, backend: str, **options: Any) -> Outcome | str:
+    """Compile and run; where plain torch refuses the program, the refusal is the outcome."""
+    make, inputs = CASES[name]
+    try:
+        return outcome(make(), inputs, backend, **options)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "backend"), GRID)
+def test_graphs_breaks_and_results_are_the_same(name: str, backend: str) -> None:
+    bare = attempt(name, backend)
+    with install("resize", "out"):
+        guarded = attempt(name, backend)
+    if isinstance(bare, str) or isinstance(guarded, str):
+        assert guarded == bare
+    else:
+        assert bare.graphs
+        assert_same(guarded, bare)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["plain", "many", "with_out", "model"])
+def test_dynamic_shapes_are_the_same(name: str) -> None:
+    bare = attempt(name, "aot_eager", dynamic=True)
+    with install("resize", "out"):
+        guarded = attempt(name, "aot_eager", dynamic=True)
+    assert isinstance(bare, Outcome)
+    assert isinstance(guarded, Outcome)
+    assert_same(guarded, bare)
+
+
+def test_an_output_of_a_size_known_only_at_run_time_is_the_same() -> None:
+    def function(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        length = count.item()
+        torch._check(length >= 0)
+        torch._check(length <= 16)
+        out = torch.empty(length)  # type: ignore[arg-type]
+        torch.add(x[:length], 1, out=out)
+        return out
+
+    def inputs() -> tuple[Any, ...]:
+        return torch.arange(16.0), torch.tensor(5)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        outcomes = []
+        for names in ((), ("resize", "out")):
+            with install(*names) if names else contextlib.nullcontext():
+                try:
+                    outcomes.append(outcome(function, inputs, "aot_eager"))
+                except Exception as error:  # noqa: BLE001  some releases refuse it
+                    outcomes.append(type(error).__name__)  # type: ignore[arg-type]
+    bare, guarded = outcomes
+    if isinstance(bare, str):
+        assert guarded == bare
+    else:
+        assert_same(guarded, bare)
+
+
+def test_a_wrapper_that_dynamo_does_see_is_noticed() -> None:
+    bare = attempt("after_a_break", "eager")
+    resize_ = torch.Tensor.resize_
+
+    def traced(self: torch.Tensor, *size: Any) -> torch.Tensor:
+        self.untyped_storage().nbytes()
+        return resize_(self, *size)
+
+    torch.Tensor.resize_ = traced  # type: ignore[method-assign, assignment]
+    try:
+        patched = attempt("after_a_break", "eager")
+    finally:
+        del torch.Tensor.resize_
+    assert isinstance(bare, Outcome)
+    assert isinstance(patched, Outcome)
+    with pytest.raises(AssertionError):
+        assert_same(patched, bare)
+
+
+KEEPS_ITS_DYNAMIC_SIZES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fft": lambda x: torch.fft.fft(x).real,  # its shape function calls resize_
+    "norm": lambda x: torch.norm(x, dim=1),
+    "gelu": lambda x: torch.nn.functional.gelu(x) + torch.special.erf(x),
+    "out": lambda x: torch.mul(x, 2, out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("guard", ["resize", "out"])
+@pytest.mark.parametrize("name", KEEPS_ITS_DYNAMIC_SIZES)
+def test_dynamic_sizes_stay_dynamic(name: str, guard: str) -> None:
+    def graphs() -> int:
+        torch._dynamo.reset()
+        counting = Counting("eager")
+        compiled = torch.compile(KEEPS_ITS_DYNAMIC_SIZES[name], backend=counting, dynamic=True)
+        for length in (3, 5, 7, 9):
+            compiled(torch.ones(4, length))
+        return len(counting.graphs)
+
+    bare = graphs()
+    with install(guard):  # type: ignore[arg-type]
+        assert graphs() == bare

@@ -1,0 +1,433 @@
+"""install() and uninstall(): what they do and undo, all or nothing, guards not needed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import torchguard
+from support.install import locked, resize_is_safe, same, snapshot
+from torchguard import get_original as torch_has
+from torchguard import install, installed, uninstall
+from torchguard.patching.guards import GUARDS, Guard
+from torchguard.patching.install import Installation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+RESIZE = (
+    "torch.Tensor.resize_",
+    "torch.Tensor.resize_as_",
+    "torch.Tensor.set_",
+    "torch.resize_as_",
+)
+
+
+def out_is_safe() -> bool:
+    out = locked()
+    with pytest.raises(RuntimeError):
+        torch.add(torch.ones(5), 1, out=out)
+    safe = tuple(out.shape) == (0,)
+    torch.Tensor.set_(out, torch.empty(0))  # type: ignore[call-overload]
+    return safe
+
+
+# --- installing and undoing
+
+
+def test_install_guards_resize_and_nothing_else_by_default() -> None:
+    assert not resize_is_safe()
+    with install() as installation:
+        assert installation.names == ("resize",)
+        assert resize_is_safe()
+        assert not out_is_safe()
+    assert not resize_is_safe()
+
+
+def test_uninstall_restores_every_attribute_or_its_absence() -> None:
+    before = snapshot()
+    assert "resize_" not in vars(torch.Tensor)
+    install("resize", "out")
+    assert "resize_" in vars(torch.Tensor)
+    assert not same(before, snapshot())
+    uninstall()
+    assert same(before, snapshot())
+    assert "resize_" not in vars(torch.Tensor)
+    assert torch.Tensor.resize_ is torch._C.TensorBase.resize_
+
+
+def test_installing_the_same_guard_twice_leaves_one_layer() -> None:
+    first = install("resize")
+    layer = torch.Tensor.resize_
+    second = install("resize", "resize")
+    assert second.names == ("resize",)
+    assert torch.Tensor.resize_ is layer
+    first.uninstall()
+    assert torch.Tensor.resize_ is layer
+    second.uninstall()
+    assert "resize_" not in vars(torch.Tensor)
+
+
+def test_different_names_add_up() -> None:
+    with install("resize"):
+        layer = torch.Tensor.resize_
+        with install("out"):
+            assert torchguard.installed() == ("resize", "out")
+            assert torch.Tensor.resize_ is layer
+            assert resize_is_safe()
+            assert out_is_safe()
+        assert torchguard.installed() == ("resize",)
+        assert not out_is_safe()
+    assert torchguard.installed() == ()
+
+
+def test_nested_with_statements_count() -> None:
+    with install("resize"):
+        with install("resize", "out"):
+            with install("resize"):
+                pass
+            assert resize_is_safe()
+        assert resize_is_safe()
+        assert not out_is_safe()
+    assert not resize_is_safe()
+
+
+def test_installations_may_end_in_any_order() -> None:
+    first, second, third = install("resize"), install("out", "resize"), install("out")
+    first.uninstall()
+    assert torchguard.installed() == ("out", "resize") or torchguard.installed() == (
+        "resize",
+        "out",
+    )
+    second.uninstall()
+    assert torchguard.installed() == ("out",)
+    third.uninstall()
+    assert torchguard.installed() == ()
+
+
+def test_a_with_statement_that_raises_uninstalls_and_lets_the_error_through() -> None:
+    with pytest.raises(ZeroDivisionError), install("resize"):
+        raise ZeroDivisionError
+    assert not installed()
+
+
+def test_uninstall_by_name_undoes_every_layer_of_that_guard_only() -> None:
+    install("resize")
+    install("resize", "out")
+    uninstall("resize")
+    assert torchguard.installed() == ("out",)
+    uninstall("out", "resize")
+    assert torchguard.installed() == ()
+
+
+def test_uninstall_with_nothing_installed_does_nothing() -> None:
+    before = snapshot()
+    uninstall()
+    uninstall("out")
+    assert same(before, snapshot())
+
+
+def test_an_installation_says_what_it_did_and_uninstalls_once() -> None:
+    outer = install("resize")
+    inner = install("resize", "out")
+    assert repr(inner) == "Installation(names=('resize', 'out'), skipped={})"
+    inner.uninstall()
+    inner.uninstall()
+    assert "resize" in installed()
+    outer.uninstall()
+    assert not installed()
+
+
+def test_an_installation_that_was_undone_by_name_does_not_undo_a_later_one() -> None:
+    mine = install("resize")
+    uninstall()
+    another = install("resize")
+    mine.uninstall()
+    assert "resize" in installed()
+    another.uninstall()
+
+
+def test_installed_looks_at_the_live_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not installed()
+    assert "resize" not in installed()
+    with install("resize"):
+        assert installed()
+        assert "resize" in installed()
+        assert "out" not in installed()
+        monkeypatch.setattr(torch.Tensor, "set_", torch_has("torch.Tensor.set_"))
+        assert "resize" not in installed()
+        assert not installed()
+        assert torchguard.installed() == ()
+        monkeypatch.undo()
+        assert torchguard.installed() == ("resize",)
+
+
+def test_original_is_torchs_own_function_patched_or_not() -> None:
+    bare = {path: torch_has(path) for path in (*RESIZE, "torch.add", "torch.nn.functional.gelu")}
+    with install("resize", "out"):
+        for path, function in bare.items():
+            assert torch_has(path) is function
+        assert torch.add is not bare["torch.add"]
+    assert torch_has("torch.Tensor.resize_") is torch._C.TensorBase.resize_
+
+
+@pytest.mark.parametrize("path", ["torch.Tensor.no_such_method", "torch.no_such_module.add"])
+def test_original_of_what_does_not_exist_raises(path: str) -> None:
+    with pytest.raises(AttributeError):
+        torch_has(path)
+
+
+@pytest.mark.parametrize("path", ["Tensor.resize_", "numpy.add", "torch", ""])
+def test_original_of_what_is_not_torchs_says_what_a_path_looks_like(path: str) -> None:
+    with pytest.raises(ValueError, match=r"path is .*expected one like 'torch\.Tensor\.resize_'"):
+        torch_has(path)
+
+
+# --- unknown names
+
+
+@pytest.mark.parametrize("function", [install, uninstall])
+def test_an_unknown_name_is_refused_with_the_list_and_the_nearest(
+    function: Callable[..., Any],
+) -> None:
+    before = snapshot()
+    with pytest.raises(
+        ValueError,
+        match=rf"^{function.__name__}: there is no guard named 'resise'; did you mean 'resize'\? "
+        r"guards are: .*\bout, .*resize",
+    ):
+        function("resise")
+    with pytest.raises(ValueError, match=r"named 'zzz'; guards are: ") as refusal:
+        function("zzz")
+    assert "did you mean" not in str(refusal.value)
+    assert same(before, snapshot())
+
+
+def test_one_unknown_name_among_good_ones_installs_nothing() -> None:
+    with pytest.raises(ValueError, match="named 'resise'"):
+        install("resize", "resise")  # type: ignore[arg-type]
+    assert not installed()
+
+
+def test_a_list_of_names_is_refused_with_a_word_on_how_to_give_them() -> None:
+    with pytest.raises((TypeError, ValueError), match=r"guards are|install"):
+        install(["resize", "out"])  # type: ignore[arg-type]
+    assert not installed()
+
+
+# --- all or nothing
+
+
+def _broken(_: Callable[..., Any]) -> Callable[..., Any]:
+    raise ZeroDivisionError("this guard is broken")
+
+
+def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    def passing_on(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return passing_on
+
+
+BROKEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "a replacement raises midway": lambda: {"torch.relu": _passing_on, "torch.chunk": _broken},
+    "the list of replacements raises": lambda: _broken(len),  # type: ignore[dict-item, return-value]
+    "a path does not exist": lambda: {"torch.relu": _passing_on, "torch.no_such": _passing_on},
+    "a path can't be set": lambda: {
+        "torch.relu": _passing_on,
+        "torch._C.TensorBase.resize_": _passing_on,
+    },
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_guard_that_fails_midway_undoes_everything(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot()
+    scripted = dict(torch.jit._builtins._get_builtin_table())
+    monkeypatch.setitem(GUARDS, "broken", Guard("broken", BROKEN[how], lambda: None))
+    with pytest.raises((ZeroDivisionError, AttributeError, TypeError)):
+        install("resize", "out", "broken")  # type: ignore[arg-type]
+    assert same(before, snapshot())
+    assert torchguard.installed() == ()
+    now = torch.jit._builtins._get_builtin_table()
+    assert [name for key, name in now.items() if key not in scripted] == []
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_guard_that_fails_midway_leaves_what_was_installed_before(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(GUARDS, "broken", Guard("broken", BROKEN[how], lambda: None))
+    with install("resize"):
+        layer = torch.Tensor.resize_
+        before = snapshot()
+        with pytest.raises((ZeroDivisionError, AttributeError, TypeError)):
+            install("broken", "out", "resize")  # type: ignore[arg-type]
+        assert same(before, snapshot())
+        assert torchguard.installed() == ("resize",)
+        assert torch.Tensor.resize_ is layer
+    assert "resize_" not in vars(torch.Tensor)
+
+
+def test_two_guards_on_one_path_leave_one_layer_and_the_last_takes_it_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(
+        GUARDS, "second", Guard("second", lambda: {"torch.relu": _passing_on}, lambda: None)
+    )
+    monkeypatch.setitem(
+        GUARDS, "third", Guard("third", lambda: {"torch.relu": _passing_on}, lambda: None)
+    )
+    bare = torch.relu
+    first, second = install("second"), install("third")  # type: ignore[arg-type]
+    layer = torch.relu
+    assert layer is not bare
+    first.uninstall()
+    assert torch.relu is layer
+    second.uninstall()
+    assert torch.relu is bare
+    install("second", "third")  # type: ignore[arg-type]
+    uninstall("second", "third")  # type: ignore[arg-type]
+    assert torch.relu is bare
+
+
+# --- only if needed
+
+
+def fixed_resize(
+    self: torch.Tensor, *size: Any, memory_format: torch.memory_format = torch.contiguous_format
+) -> torch.Tensor:
+    """A resize_ that checks first: what torch may do one day."""
+    bare = torch._C.TensorBase.resize_
+    sizes = tuple(size[0]) if size and not isinstance(size[0], int) else size
+    if min(sizes, default=0) < 0 or (
+        torch.Size(sizes).numel() > self.numel() and not self.untyped_storage().resizable()
+    ):
+        raise RuntimeError("refused")
+    return bare(self, *size, memory_format=memory_format)
+
+
+def test_a_guard_that_this_torch_does_not_need_is_skipped_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "resize_", fixed_resize)
+    monkeypatch.setattr(torch.UntypedStorage, "resizable", lambda _: False)
+    installation = install("resize")
+    assert installation.names == ()
+    assert list(installation.skipped) == ["resize"]
+    assert "leaves the tensor as it was on this torch" in installation.skipped["resize"]
+    assert not installed()
+    assert torch.Tensor.resize_ is fixed_resize
+    installation.uninstall()
+
+
+def test_a_resize_that_is_fixed_for_all_but_shared_memory_is_still_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "resize_", fixed_resize)
+    with install("resize") as installation:
+        assert installation.skipped == {}
+
+
+def test_a_skipped_guard_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "resize_", fixed_resize)
+    monkeypatch.setattr(torch.UntypedStorage, "resizable", lambda _: False)
+    with install("resize", only_if_needed=False) as installation:
+        assert installation.skipped == {}
+        assert "resize" in installed()
+    assert torch.Tensor.resize_ is fixed_resize
+
+
+def test_the_out_guard_is_skipped_where_a_failing_out_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bare = torch.add
+
+    def fixed_add(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = bare(*args, **kwargs)
+        if out is None:
+            return result
+        if not out.untyped_storage().resizable():
+            raise RuntimeError("refused")
+        return out.resize_(result.shape).copy_(result)
+
+    monkeypatch.setattr(torch, "add", fixed_add)
+    with install("resize", "out") as installation:
+        assert installation.names == ("resize",)
+        assert list(installation.skipped) == ["out"]
+        assert torch.add is fixed_add
+
+
+@pytest.mark.parametrize("setting", ["device", "dtype", "inference", "no_grad", "deterministic"])
+def test_no_setting_of_torch_makes_a_needed_guard_look_unneeded(setting: str) -> None:
+    settings = {
+        "device": lambda: torch.device("meta"),
+        "dtype": _default_dtype,
+        "inference": torch.inference_mode,
+        "no_grad": torch.no_grad,
+        "deterministic": _deterministic,
+    }
+    with settings[setting](), install("resize", "out") as installation:  # type: ignore[attr-defined]
+        assert installation.skipped == {}
+
+
+class _default_dtype:  # noqa: N801
+    def __enter__(self) -> None:
+        torch.set_default_dtype(torch.float16)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(torch.float32)
+
+
+class _deterministic:  # noqa: N801
+    def __enter__(self) -> None:
+        torch.use_deterministic_algorithms(mode=True)
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(mode=False)
+
+
+# --- threads
+
+
+def test_threads_that_install_and_uninstall_at_random_end_clean() -> None:
+    before = snapshot()
+    errors: list[BaseException] = []
+    start = threading.Barrier(6)
+
+    def at_random(seed: int) -> None:
+        chooser = random.Random(seed)  # noqa: S311
+        held: list[Installation] = []
+        start.wait()
+        try:
+            for _ in range(40):
+                if held and chooser.random() < 0.5:
+                    held.pop(chooser.randrange(len(held))).uninstall()
+                else:
+                    held.append(install(chooser.choice(["resize", "resize", "out"])))
+                tensor = torch.ones(4)
+                assert tensor.resize_(2).shape == (2,)
+                assert torch.add(tensor, 1, out=torch.empty(2)).tolist() == [2, 2]
+                if any("resize" in each.names for each in held):
+                    assert "resize" in installed()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+        finally:
+            for each in held:
+                each.uninstall()
+
+    threads = [threading.Thread(target=at_random, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert torchguard.installed() == ()
+    assert same(before, snapshot())

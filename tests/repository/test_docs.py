@@ -1,0 +1,308 @@
+"""What README.md and the pages say: their code runs, their figures and links are right."""
+
+from __future__ import annotations
+
+import builtins
+import doctest
+import importlib
+import pkgutil
+import re
+import shlex
+import subprocess
+import symtable
+import sys
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote
+
+import pytest
+import torch
+
+import torchguard
+from support.document import blocks, faults
+from torchguard.__main__ import main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+REPOSITORY = re.findall(
+    r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+)[0]
+FILES = f"{REPOSITORY}/blob/main/"
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_code(page: Path) -> None:
+    """The code on a page runs and prints what its comments say."""
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "document.py"), str(page)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("```python\nprint(1)  # -> 2\n```", "printed\n1\nand not\n2"),
+        ("```python\nprint(1)\n```", "printed\n1\nand not\n"),
+        ("```python\n\n1 / 0\n```", "page.md, line 2"),
+        ("```python dies\npass\n```", "did not die, exit status 0"),
+        ("```python script\nraise SystemExit(3)\n```", "ended with 3"),
+        ("```python console\n```", "this one says 'console'"),
+    ],
+)
+def test_code_faults(code: str, fault: str, tmp_path: Path) -> None:
+    """Code that does something else is found."""
+    page = tmp_path / "page.md"
+    page.write_text(code, encoding="utf-8")
+    found = faults(page)
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+def test_first_snippet() -> None:
+    """The first snippet of the README has ten lines or fewer."""
+    first = next(blocks((ROOT / "README.md").read_text(encoding="utf-8")))
+    assert first.code.count("\n") <= 10
+
+
+def test_code_width() -> None:
+    """No line of code in the README is wider than a desktop shows."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for block in blocks(page) for line in block.code.splitlines()]
+    assert [line for line in lines if len(line) > 90] == []
+
+
+def _names_from_elsewhere(code: str) -> set[str]:
+    """The global names that a program uses and neither binds itself nor has from Python."""
+    used, bound = set(), set(dir(builtins))
+    unread = [symtable.symtable(code, "block", "exec")]
+    while unread:
+        table = unread.pop()
+        unread += table.get_children()
+        for symbol in table.get_symbols():
+            at_module_level = table.get_type() == "module"
+            if symbol.is_assigned() or symbol.is_imported():
+                bound |= {symbol.get_name()} if at_module_level else set()
+            elif at_module_level or symbol.is_global():
+                used.add(symbol.get_name())
+    return used - bound
+
+
+def _continues(code: str) -> bool:
+    return code.startswith("# continues the ")
+
+
+def test_continued_blocks() -> None:
+    """A block of the README that uses names of another says so."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = [block.code for block in blocks(page) if block.language == "python"]
+    assert [each for each in code if bool(_names_from_elsewhere(each)) != _continues(each)] == []
+    assert sum(map(_continues, code)) == len(code) - 1
+
+
+def test_names_from_elsewhere() -> None:
+    """Names that a block does not bind itself are found."""
+    code = "import a\ndef f(x):\n    b = x\n    return a, b, c, len(d)\nf(e)\n"
+    assert _names_from_elsewhere(code) == {"c", "d", "e"}
+
+
+# What comes after the name of a command that a page shows, and whether it exists.
+
+
+def _is_target(arguments: list[str]) -> bool:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return all(re.search(rf"^{re.escape(name)}:", makefile, re.MULTILINE) for name in arguments)
+
+
+def _is_install(arguments: list[str]) -> bool:
+    return arguments == ["install", "-e", "."]
+
+
+def _is_python(arguments: list[str]) -> bool:
+    if arguments[:2] == ["-m", "torchguard"]:
+        command = arguments[2]
+        options = [name for name in arguments[3:] if name.startswith("--")]
+        if command == "run":  # what follows the script belongs to the script
+            position = next(i for i, name in enumerate(arguments) if name.endswith(".py"))
+            options = [name for name in arguments[3:position] if name.startswith("--")]
+        return _offers(command, options)
+    if arguments[0] != "-m":
+        return (ROOT / arguments[0]).is_file()
+    module = ROOT / arguments[1].replace(".", "/")
+    return module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+
+
+def _offers(command: str, options: list[str]) -> bool:
+    done = subprocess.run(
+        [sys.executable, "-m", "torchguard", command, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode == 0 and all(option in done.stdout for option in options)
+
+
+COMMANDS = {"make": _is_target, "pip": _is_install, "python": _is_python}
+
+
+def _exists(line: str) -> bool:
+    program, *arguments = shlex.split(line, comments=True)
+    return program in COMMANDS and COMMANDS[program](arguments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands(page: Path) -> None:
+    """Every command on a page exists."""
+    lines = [
+        line
+        for block in blocks(page.read_text(encoding="utf-8"))
+        if block.language in {"bash", "sh", "console"}
+        for line in block.code.splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+    assert [line for line in lines if not _exists(line)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make docter",
+        "pip install torchguard",  # another project's package
+        "python -m torchguard docter",
+        "python -m torchguard doctor --colour",
+        "python benchmarks/bench_missing.py",
+        "python -m benchmarks.missing",
+        "python -m tests",
+        "curl https://example.org",
+    ],
+)
+def test_command_faults(line: str) -> None:
+    """A command that does not exist is found."""
+    assert not _exists(line)
+
+
+def test_foreign_package() -> None:
+    """No page says to install the other package of that name."""
+    pattern = re.compile(r"install\s+(-\S+\s+)*torchguard(?![-\w])")
+    assert pattern.search("pip install -U torchguard")
+    assert not pattern.search("pip install torchguard-runtime")
+    assert [
+        name
+        for name, page in zip(NAMES, PAGES, strict=True)
+        if pattern.search(page.read_text(encoding="utf-8"))
+    ] == []
+
+
+def _broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        inside = target.startswith(FILES)
+        if target.startswith("https://") and not inside:
+            continue
+        path, _, anchor = target.removeprefix(FILES).partition("#")
+        folder = ROOT if inside else page.parent
+        file = folder / unquote(path) if path else page
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            broken.append(target)
+    return broken
+
+
+def _anchors(page: Path) -> set[str]:
+    """Headings, as GitHub turns them into anchors."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links(page: Path) -> None:
+    """Every link leads to a file and a heading."""
+    assert _broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_link_faults() -> None:
+    """A broken link is found."""
+    text = "[a](docs/none.md) ![b](none.png) [c](docs/why.md#none) [d](docs/why.md) [e](#limits)"
+    text += f" [f]({FILES}docs/none.md) [g]({FILES}docs/why.md#none) [h]({FILES}docs/why.md)"
+    broken = ["docs/none.md", "none.png", "docs/why.md#none"]
+    broken += [f"{FILES}docs/none.md", f"{FILES}docs/why.md#none"]
+    assert _broken_links(ROOT / "README.md", text) == broken
+
+
+def test_absolute_links() -> None:
+    """On a package index, and in what a workflow shows, a relative link leads nowhere."""
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
+        targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text(encoding="utf-8"))
+        assert [target for target in targets if not target.startswith("https://")] == []
+
+
+def test_repository() -> None:
+    """Every page and file has the repository's address of pyproject.toml."""
+    folders = ("src", "docs", "tests", "benchmarks", ".github")
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    files += [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    other = []
+    for path in files:
+        if path.suffix in {".md", ".py", ".yml", ".toml"}:
+            text = path.read_text(encoding="utf-8")
+            found = re.findall(r"https://github\.com/[\w-]*/torchguard(?![\w-])", text)
+            other += [(path.name, address) for address in found if address != REPOSITORY]
+    assert other == []
+
+
+def _modules() -> list[ModuleType]:
+    found = pkgutil.walk_packages(torchguard.__path__, "torchguard.")
+    # Not the integrations: they import what they are for, and Lightning replaces torch.compile.
+    return [
+        importlib.import_module(each.name)
+        for each in found
+        if each.name != "torchguard.__main__" and "integrations." not in each.name
+    ]
+
+
+def test_docstrings() -> None:
+    """The examples in docstrings do what they say."""
+    results = {module.__name__: doctest.testmod(module) for module in _modules()}
+    # doctest takes an object whose __module__ is another one for imported, so not the public ones.
+    for name in torchguard.__all__:
+        found = getattr(torchguard, name)
+        names = {"torch": torch, "torchguard": torchguard}
+        tests = doctest.DocTestFinder().find(found, name, module=False, globs=names)
+        runner = doctest.DocTestRunner()
+        for test in tests:
+            runner.run(test)
+        results[name] = runner.summarize(verbose=False)
+    assert [name for name, result in results.items() if result.failed] == []
+    # Some that have examples today: were they not found, this test would pass for no reason.
+    for name in ("guarded", "rollback_on_error", "checkpoint_folder", "torchguard._pytree"):
+        assert results[name].attempted, name
+
+
+def test_public_names() -> None:
+    """Every public name is on a page besides the reference."""
+    pages = [page for page in PAGES if page.name != "reference.md"]  # which has all of them
+    page = "".join(each.read_text(encoding="utf-8") for each in pages)
+    functions = [name for name in torchguard.__all__ if not name.startswith("_")]
+    assert [name for name in functions if not re.search(rf"\b{name}\b", page)] == []
+
+
+def test_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """--help lists the commands that the README names."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = set(re.findall(r"python -m torchguard (\w+)", readme))
+    assert commands == {"doctor", "run"}
+    assert all(command in shown for command in commands)
+
+
+def test_reference() -> None:
+    """The reference has every public name, and no other."""
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
+    # A function that has the name of its module is found by the module's name and its own.
+    names = [path.rpartition(".")[2] for path in listed]
+    assert sorted(names) == sorted(name for name in torchguard.__all__ if name != "__version__")

@@ -1,0 +1,482 @@
+"""``python -m benchmarks gpu``: whatever ends it, what was found until then is there."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from support.child_process import output_of
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+pytestmark = pytest.mark.usefixtures("benchmarks_can_be_imported")
+
+
+HEAD: dict[str, Any] = {
+    "benchmark": "bench_padding",
+    "device": "cuda",
+    "quick": False,
+    "revision": "abc",
+    "date": "2026-11-22T10:00:00+00:00",
+    "versions": {"torch": "2.11.0"},
+    "hardware": {"gpu": "a GPU", "driver": "1"},
+}
+
+
+# --- results as they come
+
+
+def test_a_killed_run_keeps_what_it_has_found(tmp_path: Path) -> None:
+    from benchmarks.stream import Stream, append, lines_of, records_of  # noqa: PLC0415
+
+    path = tmp_path / "results.jsonl"
+    killed = Stream(path, HEAD)
+    killed.keep("rows", {"id": "a", "device": "cuda", "value": 1})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"run": "torn in the mid')  # the process died here
+    [record] = records_of(path)
+    assert record["ended"] == "killed"
+    assert [row["id"] for row in record["rows"]] == ["a"]
+    append(path, {"piece": {"name": "padding"}})  # begins a line of its own
+    assert lines_of(path)[-1] == {"piece": {"name": "padding"}}
+
+
+def test_a_second_run_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
+    from benchmarks.stream import Stream, records_of  # noqa: PLC0415
+
+    path = tmp_path / "results.jsonl"
+    first = Stream(path, HEAD, seconds=0.001)
+    first.keep("rows", {"id": "a", "device": "cuda", "value": 1})
+    first.keep("rows", {"id": "a", "device": "cuda", "value": 2})  # more rounds
+    time.sleep(0.01)
+    assert first.time_is_up()
+    first.end({"rows": [{"id": "b", "device": "cuda", "value": 3}], "fact": 7})
+    [record] = records_of(path)
+    assert (record["ended"], record["fact"]) == ("stopped", 7)
+    second = Stream(path, HEAD)
+    assert [row["value"] for row in second.known("rows")] == [1, 2, 3]
+    assert not second.time_is_up()
+    second.keep("rows", {"id": "c", "device": "cuda", "value": 4})
+    second.end({})
+    [record] = records_of(path)
+    assert {row["id"]: row["value"] for row in record["rows"]} == {"a": 2, "b": 3, "c": 4}
+    assert record["ended"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"revision": "another"},
+        {"hardware": {"gpu": "another", "driver": "1"}},
+        {"hardware": {"gpu": "a GPU", "driver": "2"}},
+        {"versions": {"torch": "2.12.0"}},
+        {"quick": True},
+    ],
+)
+def test_what_was_measured_elsewhere_is_measured_again(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    from benchmarks.stream import Stream, records_of  # noqa: PLC0415
+
+    path = tmp_path / "results.jsonl"
+    Stream(path, HEAD).keep("rows", {"id": "a", "device": "cuda"})
+    assert Stream(path, {**HEAD, **change}).known("rows") == []
+    assert len(records_of(path)) == 2
+
+
+def test_a_benchmark_streams_and_skips_what_is_there(tmp_path: Path) -> None:
+    from benchmarks.bench_padding import BENCHMARK  # noqa: PLC0415
+    from benchmarks.stream import records_of  # noqa: PLC0415
+
+    path = tmp_path / "results.jsonl"
+    line = ["--quick", "--device", "cpu", "--lines", str(path)]
+    assert BENCHMARK.main([*line, "--seconds", "0.000001"]) == 0
+    [record] = records_of(path)
+    assert record["ended"] == "stopped"
+    assert record.get("rows", []) == []
+    assert BENCHMARK.main(line) == 0
+    [record] = records_of(path)
+    assert record["ended"] == "finished"
+    assert record["command"] == "python benchmarks/bench_padding.py --quick --device cpu"
+    size = path.stat().st_size
+    assert BENCHMARK.main(line) == 0
+    assert path.stat().st_size - size < 2500  # a head and an end, no row
+    [again] = records_of(path)
+    assert again["rows"] == record["rows"]
+
+
+# --- the list, and its minutes
+
+
+def test_every_part_of_the_list_can_be_chosen_and_left_out() -> None:
+    from benchmarks.gpu import PARTS, PIECES, pieces_of  # noqa: PLC0415
+
+    assert {piece.part for piece in PIECES} == set(PARTS)
+    assert [piece.part for piece in PIECES] == sorted(piece.part for piece in PIECES)
+    assert pieces_of(None, None) == list(PIECES)
+    assert {piece.part for piece in pieces_of("b, d", None)} == {"b", "d"}
+    assert [piece.name for piece in pieces_of("c,end_to_end", "resize")] == [
+        "kernels", "padding", "assign", "verified", "end_to_end",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"'speed' is neither a part \(a, b, c, d, e, f\)"):
+        pieces_of("speed", None)
+
+
+def test_each_piece_is_a_benchmark_and_its_options_are_known() -> None:
+    from benchmarks.catalog import BENCHMARKS  # noqa: PLC0415
+    from benchmarks.gpu import PIECES  # noqa: PLC0415
+    from benchmarks.program import _parser  # noqa: PLC0415
+
+    for piece in PIECES:
+        benchmark = BENCHMARKS[piece.name]
+        assert "cuda" in benchmark.devices
+        for quick in (False, True):
+            file, *options = piece.command("cuda", quick=quick)
+            assert (ROOT / file).exists()
+            assert _parser(benchmark).parse_args(options).device == "cuda"
+
+
+def test_the_minutes_are_shared_out_and_what_is_left_over_goes_on() -> None:
+    from benchmarks.gpu import PIECES, limit_of  # noqa: PLC0415
+
+    left, given = 534.0, []
+    for number, piece in enumerate(PIECES):
+        given.append(limit_of(piece, PIECES[number:], left))
+        left -= given[-1]
+    assert left == pytest.approx(0)
+    assert min(given) >= 12  # an import of torch and torchguard, and something to measure
+    assert limit_of(PIECES[1], PIECES[1:], 534.0) > given[1]
+    assert limit_of(PIECES[-1], PIECES[-1:], 100.0) == 100.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A piece that runs a program of the test."""
+
+    program: str
+    part: str = "c"
+    name: str = "padding"
+    share: float = 1
+
+    def command(self, device: str, *, quick: bool) -> list[str]:
+        return ["-c", self.program]
+
+
+def session(tmp_path: Path, seconds: float) -> Any:
+    from benchmarks.gpu import CLOSING, Session  # noqa: PLC0415
+
+    return Session(tmp_path, seconds + CLOSING, device="cpu", quick=False)
+
+
+CHILD = """
+import subprocess, sys, time, pathlib
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path({path!r}).write_text(str(child.pid))
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that was not waited for has, too."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+        except OSError:
+            return True
+        if state.split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_piece_that_goes_on_too_long_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
+    from benchmarks.stream import lines_of  # noqa: PLC0415
+
+    running, pid = session(tmp_path, 60), tmp_path / "pid"
+    begun = time.monotonic()
+    ended = running.run(Planned(CHILD.format(path=str(pid))), 2.0)
+    running.close()
+    assert time.monotonic() - begun < 8
+    assert ended == "killed: time was up"
+    assert is_gone(int(pid.read_text()))
+    [line] = lines_of(running.results)
+    assert line["piece"]["ended"] == "killed: time was up"
+    assert "c begun" in running.log_file.read_text(encoding="utf-8")
+
+
+def test_a_piece_that_fails_does_not_end_the_list(tmp_path: Path) -> None:
+    from benchmarks.gpu import work_through  # noqa: PLC0415
+
+    running = session(tmp_path, 60)
+    pieces: Any = [Planned("raise SystemExit(5)"), Planned("print('after it')", name="kernels")]
+    summary = work_through(running, pieces, go_on=False)
+    running.close()
+    assert summary == [
+        "c padding: failed with 5",
+        "c kernels: stopped by itself: its time was up",  # it wrote no end
+    ]
+    assert "after it" in running.log_file.read_text(encoding="utf-8")
+
+
+def test_a_piece_that_dies_of_a_signal_is_begun_again(tmp_path: Path) -> None:
+    from benchmarks.gpu import CRASHES, work_through  # noqa: PLC0415
+
+    running, marks = session(tmp_path, 60), tmp_path / "marks"
+    program = f"import os; open({str(marks)!r}, 'a').write('x'); os.kill(os.getpid(), 11)"
+    pieces: Any = [Planned(program)]
+    assert work_through(running, pieces, go_on=False) == ["c padding: failed with -11"]
+    running.close()
+    assert marks.read_text() == "x" * CRASHES
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_says_so_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.__main__ import main  # noqa: PLC0415
+
+    assert main(["gpu", "--skip", "a", "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("== ") == 1
+    assert "torch.cuda.is_available() is False here" in printed
+    assert "no part can run without a CUDA GPU; --rehearse is for a CPU" in printed
+
+
+def test_what_no_time_is_left_for_is_said(tmp_path: Path) -> None:
+    from benchmarks.gpu import PIECES, work_through  # noqa: PLC0415
+
+    running = session(tmp_path, 0.5)
+    summary = work_through(running, PIECES, go_on=False)
+    running.close()
+    assert summary == [f"{piece.part} {piece.name}: no time was left" for piece in PIECES]
+
+
+def test_a_command_that_is_told_to_stop_ends_what_it_runs(tmp_path: Path) -> None:
+    line = ["-m", "benchmarks", "gpu", "--rehearse", "--only", "resize", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        [sys.executable, *line], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        for printed in running.stdout:
+            if "would run on a GPU" in printed:
+                break
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        for _ in range(100):
+            started = children.read_text(encoding="utf-8").split()
+            if started:
+                break
+            time.sleep(0.05)
+        running.send_signal(signal.SIGTERM)
+        rest = running.stdout.read()
+        running.wait(20)
+    assert "stopped by SIGTERM" in rest
+    assert started
+    assert all(is_gone(int(pid)) for pid in started)
+
+
+def test_the_command_imports_no_torch_and_gives_its_children_the_checkout() -> None:
+    program = f"""
+        import os, sys
+        sys.path.insert(0, {str(ROOT)!r})
+        import benchmarks.__main__, benchmarks.gpu, pathlib, tempfile
+        assert "torch" not in sys.modules and "torchguard" not in sys.modules
+        with tempfile.TemporaryDirectory() as folder:
+            session = benchmarks.gpu.Session(
+                pathlib.Path(folder), 60, device="cpu", quick=True, revision="abc"
+            )
+            child = session.environment()
+            session.close()
+        print(child["PYTHONPATH"].split(os.pathsep)[0], child["BENCHMARKS_REVISION"])
+    """
+    assert output_of(program) == f"{ROOT / 'src'} abc\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "one of the arguments --out --continue is required"),
+        (["--out", "{empty}", "--minutes", "0"], "--minutes 0: expected more than 0"),
+        (["--out", "{empty}", "--only", "z"], "'z' is neither a part"),
+        (["--continue", "{empty}"], "there is no results.jsonl to go on with"),
+        (["--out", "{full}"], "results.jsonl is there already; --continue"),
+    ],
+)
+def test_bad_usage_ends_with_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.__main__ import main  # noqa: PLC0415
+
+    folders = {"empty": tmp_path / "empty", "full": tmp_path / "full"}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["full"] / "results.jsonl").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["gpu", *(each.format_map(folders) for each in arguments)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_finished_piece_is_left_out_when_the_command_goes_on(tmp_path: Path) -> None:
+    from benchmarks.gpu import PIECES, finished  # noqa: PLC0415
+    from benchmarks.stream import Stream  # noqa: PLC0415
+
+    path = tmp_path / "results.jsonl"
+    [padding] = [piece for piece in PIECES if piece.name == "padding"]
+    [kernels] = [piece for piece in PIECES if piece.name == "kernels"]
+    assert not finished(path, padding)
+    Stream(path, HEAD).end({})
+    assert finished(path, padding)
+    assert not finished(path, kernels)
+    Stream(path, HEAD)  # begun again, and killed
+    assert not finished(path, padding)
+
+
+# --- what only a GPU has, checked against torch's signatures
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """torch.cuda as it would be called: a wrong argument raises as it would there."""
+    names = (
+        "Event", "synchronize", "reset_peak_memory_stats", "memory_allocated",
+        "max_memory_allocated", "set_per_process_memory_fraction", "get_device_properties", "init",
+    )  # fmt: skip
+    mocked = {name: mock.create_autospec(getattr(torch.cuda, name)) for name in names}
+    mocked["Event"].return_value.elapsed_time.return_value = 2.0
+    mocked["memory_allocated"].return_value = 100
+    mocked["max_memory_allocated"].return_value = 164
+    mocked["get_device_properties"].return_value = mock.Mock(total_memory=1000)
+    for name, function in mocked.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return mocked
+
+
+def test_a_call_is_timed_between_two_events_and_on_the_host(gpu: dict[str, Any]) -> None:
+    from benchmarks.clocks import on_both_clocks, peak_bytes  # noqa: PLC0415
+
+    host, device = on_both_clocks(lambda: time.sleep(0.02))
+    assert 0.02 <= host < 1
+    assert device == 0.002
+    assert gpu["Event"].call_args_list == [mock.call(enable_timing=True)] * 2
+    assert gpu["synchronize"].call_count == 2
+    assert peak_bytes(lambda: None) == 64
+
+
+def test_rows_of_a_gpu_have_the_hosts_time_beside_that_of_events(gpu: dict[str, Any]) -> None:
+    from argparse import Namespace  # noqa: PLC0415
+
+    from benchmarks.harness import Comparison, Side, measure  # noqa: PLC0415
+    from benchmarks.layouts import LAYOUTS  # noqa: PLC0415
+    from benchmarks.program import Setting  # noqa: PLC0415
+    from benchmarks.stream import text  # noqa: PLC0415
+
+    x = torch.ones(3)
+    setting = Setting("cuda", quick=True, rounds=3, options=Namespace())
+    comparison = Comparison("add", "an addition", Side("x + 1", {"x": x}), Side("x + 2", {"x": x}))
+    [row] = measure([comparison], setting, block_seconds=1e-3)
+    assert row.host is not None
+    assert row.host["baseline_ns"].median > 0
+    assert row.baseline_ns.median == pytest.approx(row.guarded_ns.median)  # both 2 ms a block
+    page = LAYOUTS["padding"](json.loads(text({"rows": [row]})), "cuda")
+    assert "more on the host" in page
+    assert "between CUDA events" in page
+
+
+def test_memory_of_a_gpu_is_limited_by_a_share_of_the_card(gpu: dict[str, Any]) -> None:
+    from benchmarks.bench_out_of_memory import limit  # noqa: PLC0415
+
+    limit("cuda", 250)
+    gpu["set_per_process_memory_fraction"].assert_called_once_with(0.25)
+
+
+def test_the_driver_is_asked_for_its_version_and_clocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.clocks import gpu_facts  # noqa: PLC0415
+    from benchmarks.wording import described  # noqa: PLC0415
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_facts() == {}
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho '580.1, 1980 MHz, 2619 MHz, 1980 MHz, 31, 70.1 W, Enabled, 0 %'"
+    )
+    tool.chmod(0o755)
+    facts = gpu_facts()
+    assert facts["driver_version"] == "580.1"
+    record = {
+        "date": "2026-11-22", "command": "c", "revision": "r", "threads": 1,
+        "load_average_at_start": 0.1, "gpu_at_start": facts,
+        "versions": {"torch": "2.11.0", "python": "3.12", "cuda": "13.0"},
+        "hardware": {"cpu": "CPU", "cores": 16, "gpu": "NVIDIA H100", "driver": "580.1"},
+    }  # fmt: skip
+    assert (
+        "NVIDIA H100 (CUDA 13.0, driver 580.1, SMs at 1980 MHz, memory at 2619 MHz)"
+        in described(record)
+    )
+
+
+def test_a_copy_that_is_no_repository_is_told_its_revision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from benchmarks.machine import context  # noqa: PLC0415
+
+    monkeypatch.setenv("BENCHMARKS_REVISION", "abc1234")
+    assert context("bench_padding", [])["revision"] == "abc1234"
+
+
+# --- what a GPU machine may lack
+
+
+def test_the_operators_database_is_read_without_expecttest() -> None:
+    program = f"""
+        import importlib.util, sys
+        sys.path.insert(0, {str(ROOT)!r})
+        found = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: (
+            None if name == "expecttest" else found(name, *rest)
+        )
+        from benchmarks.bench_failures import cases, outcome
+        seen = []
+        for case in cases("cpu"):
+            seen.append(outcome(case, "cpu"))
+            if len(seen) == 5:
+                break
+        assert {{each.verdict for each in seen}} == {{"holds"}}, seen
+        assert "expecttest" not in sys.modules
+        print(len(seen))
+    """
+    assert output_of(program) == "5\n"
+
+
+def test_a_failure_that_no_guard_undoes_is_found() -> None:
+    from benchmarks.bench_failures import Case, outcome  # noqa: PLC0415
+
+    def spoils(out: torch.Tensor) -> None:
+        torch._C.TensorBase.resize_(out, 9)  # behind every guard's back
+
+    kept = outcome(Case("kept", (torch.float32,), lambda _: 1 / 0, False), "cpu")
+    assert (kept.torch, kept.guarded, kept.verdict) == ("as it was", "as it was", "holds")
+    found = outcome(Case("spoils", (torch.float32,), spoils, True, ("resize",)), "cpu")
+    assert found.torch == "corrupt after RuntimeError"
+    assert found.installed == "corrupt after RuntimeError"
+    assert found.verdict == "does not hold"
+
+
+def test_the_doctor_asks_for_defects_that_there_are() -> None:
+    from benchmarks.bench_doctor import ON_A_GPU, QUICK  # noqa: PLC0415
+
+    from torchguard.defects.catalog import built_in  # noqa: PLC0415
+
+    assert {*ON_A_GPU, *QUICK} <= {row.id for row in built_in()}

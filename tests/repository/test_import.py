@@ -1,0 +1,133 @@
+"""Importing torchguard changes nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from support.child_process import output_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Prints, as JSON, what importing a module (the first argument) changes.
+OBSERVER = """
+import importlib, json, sys, types, warnings
+import numpy, torch, wrapt  # what torchguard needs; torch alone imports no wrapt
+import typing_extensions
+
+ASIDE = (
+    "torch._dynamo", "torch._inductor", "rich", "matplotlib", "pandas", "scipy", "transformers",
+    "lightning", "accelerate",
+    "torchguard.verification.check",  # and what it imports: needed when a graph is compiled
+)
+
+def attributes():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "numpy") and isinstance(module, types.ModuleType):
+            for key, value in list(vars(module).items()):
+                found[name, key] = value
+    classes = [torch.Tensor, torch._C.TensorBase, torch.nn.Module, torch.nn.Parameter]
+    classes += [torch.UntypedStorage, torch.TypedStorage, torch.optim.Optimizer]
+    for owner in classes:
+        for key, value in list(vars(owner).items()):
+            found[owner.__qualname__, key] = value
+    return found
+
+def settings():
+    return {
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic warns only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill uninitialized memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "warn always": torch.is_warn_always_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "sharing strategy": torch.multiprocessing.get_sharing_strategy(),
+        "random state": torch.get_rng_state().sum().item(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "print options": repr(vars(torch._tensor_str.PRINT_OPTS)),
+        "warning filters": len(warnings.filters),
+        # wrapt's finder waits for Dynamo: allow_in_graph(sliced_assign) is called then.
+        "import hooks": [
+            name for name in map(lambda finder: type(finder).__name__, sys.meta_path)
+            if name != "ImportHookFinder"
+        ],
+        "excepthook": sys.excepthook is sys.__excepthook__,
+    }
+
+settings()  # what torch imports lazily for these is there from now on
+before, set_before, loaded = attributes(), settings(), set(sys.modules)
+importlib.import_module(sys.argv[1])
+after, set_after = attributes(), settings()
+
+changed = [".".join(key) for key in before if key not in after or after[key] is not before[key]]
+# A submodule that is imported for the first time becomes an attribute of its package.
+appeared = [
+    ".".join(key)
+    for key, value in after.items()
+    if key not in before and key[0] in loaded | {"Tensor", "TensorBase", "Module", "Parameter"}
+    and not isinstance(value, types.ModuleType)
+]
+print(json.dumps({
+    "changed": sorted(changed),
+    "appeared": sorted(appeared),
+    "settings": sorted(key for key in set_before if set_before[key] != set_after[key]),
+    "imported": sorted(name for name in ASIDE if name in sys.modules and name not in loaded),
+    "seen": len(before),
+}))
+"""
+
+# One change of every kind that the observer has to notice.
+CULPRIT = """
+import sys, torch
+def resize_(self, *size): return self
+torch.Tensor.resize_ = resize_
+torch.Tensor.size_of = resize_
+torch.add = resize_
+torch.nn.functional.gelu = resize_
+torch.linalg.new_name = resize_
+torch.set_default_dtype(torch.float64)
+torch.set_grad_enabled(False)
+torch.use_deterministic_algorithms(True)
+sys.modules["rich"] = sys
+"""
+
+EVERYTHING = """
+import importlib, pkgutil, torchguard
+for module in pkgutil.walk_packages(torchguard.__path__, "torchguard."):
+    # An integration imports the library it is for.
+    if not module.name.endswith("__main__") and "integrations." not in module.name:
+        importlib.import_module(module.name)
+"""
+
+
+def test_importing_torchguard_changes_no_attribute_and_no_setting_of_torch() -> None:
+    found = json.loads(output_of(OBSERVER, "torchguard"))
+    assert found.pop("seen") > 10_000
+    assert found == {"changed": [], "appeared": [], "settings": [], "imported": []}
+
+
+def test_importing_every_module_of_torchguard_changes_nothing_either(tmp_path: Path) -> None:
+    (tmp_path / "everything.py").write_text(EVERYTHING)
+    found = json.loads(output_of(OBSERVER, "everything", folder=tmp_path))
+    del found["seen"]
+    assert found.pop("imported") == ["torchguard.verification.check"]
+    assert found == {"changed": [], "appeared": [], "settings": []}
+
+
+def test_a_module_that_patches_torch_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "culprit.py").write_text(CULPRIT)
+    found = json.loads(output_of(OBSERVER, "culprit", folder=tmp_path))
+    # The default dtype brings torch.Storage with it, and other names of torch's own.
+    assert set(found["changed"]) >= {"torch.add", "torch.nn.functional.gelu", "torch.Storage"}
+    assert found["appeared"] == ["Tensor.resize_", "Tensor.size_of", "torch.linalg.new_name"]
+    assert set(found["settings"]) >= {"default dtype", "deterministic", "grad mode"}
+    assert "rich" in found["imported"]

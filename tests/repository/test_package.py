@@ -1,0 +1,171 @@
+"""What people install: wheel and source distribution hold everything, and work without ``src/``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import torchguard
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("torchguard", "pytest_torchguard")
+NEVER = ("torch._dynamo", "torch._inductor", "matplotlib", "rich", "transformers", "pytest")
+
+
+def build(source: Path, target: Path, *kinds: str) -> dict[str, Path]:
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    line = [sys.executable, "-m", "build", "--no-isolation", *kinds, "-o", str(target), str(source)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path.suffix: path for path in target.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build both from the checkout."""
+    return build(ROOT, tmp_path_factory.mktemp("dist"), "--sdist", "--wheel")
+
+
+@pytest.fixture(scope="module")
+def installed(dist: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel into a folder of its own, with nothing that it depends on."""
+    folder = tmp_path_factory.mktemp("installed")
+    options = ("--no-deps", "--no-index", "--quiet", "--target", str(folder))
+    line = [sys.executable, "-m", "pip", "install", *options, str(dist[".whl"])]
+    subprocess.run(line, capture_output=True, check=True)
+    return folder
+
+
+def modules_in(names: list[str]) -> set[str]:
+    return {name for name in names if name.startswith(tuple(f"{each}/" for each in PACKAGES))}
+
+
+def test_wheel(dist: dict[str, Path]) -> None:
+    """The wheel holds every file of the packages."""
+    with zipfile.ZipFile(dist[".whl"]) as wheel:
+        held = modules_in(wheel.namelist())
+    there = {
+        str(path.relative_to(ROOT / "src"))
+        for package in PACKAGES
+        for path in (ROOT / "src" / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert held == there
+    assert "torchguard/py.typed" in held
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as opened:
+        if hasattr(tarfile, "data_filter"):
+            opened.extractall(folder, filter="data")
+        else:  # an old patch release of Python 3.10
+            opened.extractall(folder)  # noqa: S202  our own
+
+
+def test_source_distribution(dist: dict[str, Path], tmp_path: Path) -> None:
+    """The source distribution builds the same wheel."""
+    unpack(dist[".gz"], tmp_path)
+    [source] = tmp_path.iterdir()
+    assert (source / "tests" / "repository" / "test_package.py").exists()
+    for name in ("mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md"):
+        assert (source / name).exists(), name
+    again = build(source, tmp_path / "again", "--wheel")
+    digests = [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in (dist[".whl"], again[".whl"])
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_reproducible(dist: dict[str, Path], tmp_path: Path) -> None:
+    """Both are the same bytes each time they are built."""
+    # Another folder, files that were written at another time.
+    source = tmp_path / "checkout"
+    beside = shutil.ignore_patterns(
+        *(".git", ".venv", ".nox", ".*cache", ".hypothesis"),
+        *("__pycache__", "dist", "site", "build"),
+    )
+    shutil.copytree(ROOT, source, ignore=beside, copy_function=shutil.copyfile)
+    again = build(source, tmp_path / "again", "--sdist", "--wheel")
+    for kind, path in dist.items():
+        assert path.read_bytes() == again[kind].read_bytes(), path.name
+
+
+def test_changelog() -> None:
+    """The changelog has a section for this version."""
+    version = torchguard.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## [{version}]" in changes
+
+
+def run_installed(installed: Path, *arguments: str, folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    line = [sys.executable, *arguments]
+    done = subprocess.run(
+        line, capture_output=True, text=True, check=False, cwd=folder, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_installed(installed: Path, tmp_path: Path) -> None:
+    """The installed package works without the checkout."""
+    program = f"""
+import numpy as np, torch, torchguard
+assert torchguard.__file__.startswith({str(installed)!r}), torchguard.__file__
+torchguard.install("resize", "out")
+tensor = torch.from_numpy(np.zeros(4))
+try:
+    tensor.resize_(5, 5)
+except RuntimeError:
+    print(tuple(tensor.shape))
+"""
+    assert run_installed(installed, "-c", program, folder=tmp_path) == "(4,)\n"
+    shown = run_installed(installed, "-m", "torchguard", "--version", folder=tmp_path)
+    # The version is written in one place; the installed metadata has it from there.
+    [metadata] = installed.glob("torchguard_runtime-*.dist-info")
+    assert shown == f"torchguard {metadata.name.split('-')[1].removesuffix('.dist')}\n"
+    memory = run_installed(
+        installed, "-m", "torchguard", "doctor", "--only", "resize-locked", folder=tmp_path
+    )
+    assert "closed" in memory
+
+
+@pytest.mark.slow
+def test_tests_of_the_wheel(dist: dict[str, Path], installed: Path, tmp_path: Path) -> None:
+    """Tests pass against the wheel with the sources deleted."""
+    unpack(dist[".gz"], tmp_path)
+    [source] = [path for path in tmp_path.iterdir() if path.is_dir()]
+    shutil.rmtree(source / "src")
+    files = ["tests/rollback/test_consistency.py", "tests/bucketing/test_padding.py"]
+    options = ("-p", "no:cacheprovider", "-q", "-m", "not slow")
+    shown = run_installed(installed, "-m", "pytest", *options, *files, folder=source)
+    assert " passed" in shown
+
+
+def test_pytest_plugin(installed: Path, tmp_path: Path) -> None:
+    """pytest finds the plug-in of the installed package."""
+    (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
+    shown = run_installed(
+        installed, "-m", "pytest", "--torchguard", "-p", "no:cacheprovider", folder=tmp_path
+    )
+    assert "torchguard: installed resize" in shown
+    assert "1 passed" in shown
+
+
+def test_import(tmp_path: Path) -> None:
+    """Importing it loads nothing heavy but torch."""
+    program = f"""
+import sys, torch
+before = set(sys.modules)
+import torchguard
+print(*sorted(set({NEVER}) & (set(sys.modules) - before)))
+"""
+    assert run_installed(ROOT / "src", "-c", program, folder=tmp_path) == "\n"

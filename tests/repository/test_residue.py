@@ -1,0 +1,60 @@
+"""The fixture that looks for what torchguard leaves behind can find something."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import torchguard
+from conftest import residue
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_a_clean_process_has_no_residue() -> None:
+    assert residue() == []
+
+
+def test_an_installed_guard_is_residue() -> None:
+    with torchguard.install("resize", "out"):
+        found = "\n".join(residue())
+    assert "torch.Tensor.resize_ is new" in found
+    assert "torch.add was replaced" in found
+    assert "torch.linalg.inv was replaced" in found
+    assert "still installed: ('resize', 'out')" in found
+    assert "TorchScript builtins" in found
+    assert residue() == []
+
+
+def test_a_foreign_attribute_of_tensor_is_residue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "resize_", torch.Tensor.resize_)
+    assert [line.split(" is")[0] for line in residue()] == ["torch.Tensor.resize_"]
+    monkeypatch.undo()
+
+
+def test_a_removed_attribute_is_residue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.linalg, "inv")
+    assert residue() == ["torch.linalg.inv is gone"]
+    monkeypatch.undo()
+
+
+def test_a_mode_left_on_the_stack_is_residue() -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, *_: Any) -> Any:
+            raise NotImplementedError
+
+    with Mode():
+        found = residue()
+    assert found == ["1 modes are left on the torch function stack"]
+
+
+def test_the_hook_into_dynamo_is_residue() -> None:
+    import torch._dynamo.eval_frame  # noqa: F401, PLC0415
+
+    assert residue() == []
+    with torchguard.guarded():
+        found = "\n".join(residue())
+    assert "torch._dynamo.eval_frame._maybe_set_eval_frame was replaced" in found

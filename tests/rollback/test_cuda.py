@@ -1,0 +1,390 @@
+"""The guards on a GPU. Every test runs on the CPU too, where it can, so that it is known to work.
+
+What fails must fail on the host: a bad index in a CUDA kernel ends the context, and nothing can be
+undone then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import dlpack
+
+import torchguard
+from support.gpu import each_device, little_memory, out_of_memory
+from support.kinds import state
+from support.ways import Way, differences, each_way, outcome_of
+from torchguard import Buckets, bucketed, guarded, is_consistent, rollback_on_error, verified
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.kinds import State
+
+
+def whole(tensor: torch.Tensor) -> State:
+    """All that a tensor is, with what its storage holds: from a GPU too."""
+    held = None
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+        held = bytes(tensor.untyped_storage().cpu().tolist())
+    return {**state(tensor), "held": held}
+
+
+def locked(device: str) -> torch.Tensor:
+    """Four numbers in memory that belongs to another library, so the storage can't grow."""
+    return dlpack.from_dlpack(torch.arange(4.0, device=device))
+
+
+# --- resize, set, out=
+
+
+FAILING: dict[str, Callable[[Way, torch.Tensor], Any]] = {
+    "resize_": lambda way, t: way.resize_(t, 5, 5),
+    "resize_, negative": lambda way, t: way.resize_(t, -1),
+    "resize_, overflow": lambda way, t: way.resize_(t, 2**31, 2**31, 2**31),
+    "resize_as_": lambda way, t: way.resize_as_(t, torch.empty(5, 5, device=t.device)),
+    "set_": lambda way, t: way.set_(t, locked(t.device.type).untyped_storage(), 0, (9,), (1,)),
+}
+
+
+@each_device
+@each_way
+@pytest.mark.parametrize("call", FAILING.values(), ids=FAILING)
+def test_a_resize_that_fails_changes_nothing(
+    call: Callable[[Way, torch.Tensor], Any], way: Way, device: str
+) -> None:
+    tensor = locked(device)
+    view = tensor[1:3]
+    before = whole(tensor), whole(view)
+    with way.scope():
+        outcome = outcome_of(lambda: call(way, tensor))
+    assert isinstance(outcome.error, RuntimeError)
+    assert differences(before[0], whole(tensor)) == {}
+    assert differences(before[1], whole(view)) == {}
+
+
+OUT_OF_MEMORY: dict[str, Callable[[Way, torch.Tensor, int], Any]] = {
+    "resize_": lambda way, t, n: way.resize_(t, n),
+    "resize_as_": lambda way, t, n: way.resize_as_(t, torch.empty(1, device=t.device).expand(n)),
+    "set_": lambda way, t, n: way.set_(t, t.untyped_storage(), 0, (n,), (1,)),
+}
+
+
+@each_device
+@each_way
+@pytest.mark.parametrize("call", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_memory_that_really_runs_out_changes_nothing(
+    call: Callable[[Way, torch.Tensor, int], Any], way: Way, device: str
+) -> None:
+    tensor = torch.arange(6.0, device=device)
+    before = whole(tensor)
+    with little_memory(device) as too_many, way.scope():
+        outcome = outcome_of(lambda: call(way, tensor, too_many))
+        assert isinstance(outcome.error, out_of_memory(device))
+        assert differences(before, whole(tensor)) == {}
+        way.resize_(tensor, 3)  # what fits, goes on working
+    assert tensor.tolist() == [0, 1, 2]
+
+
+@each_device
+@pytest.mark.parametrize(
+    "scope", [guarded, lambda: torchguard.install("out")], ids=["scope", "install"]
+)
+def test_an_output_that_finds_no_memory_is_as_it_was(scope: Any, device: str) -> None:
+    out = torch.arange(6.0, device=device)
+    before = whole(out)
+    column = torch.ones(1, device=device)
+    with little_memory(device) as too_many, scope():
+        calls: dict[str, Callable[[], Any]] = {
+            "add": lambda: torch.add(column.expand(too_many), 1, out=out),
+            "mul": lambda: torch.mul(column.expand(too_many), column, out=out),
+            "full": lambda: torch.full((too_many,), 2.0, out=out),
+            "cat": lambda: torch.cat([column.expand(too_many), column], out=out),
+        }
+        for name, call in calls.items():
+            with pytest.raises(out_of_memory(device)):
+                call()
+            changed = differences(before, whole(out))
+            changed.pop("version", None)  # it moves on where elements may have been written
+            assert changed == {}, name
+        torch.add(out, 1, out=out)
+    assert out.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@each_device
+def test_a_retry_after_running_out_of_memory_finds_the_tensor_it_had(device: str) -> None:
+    """The loop that people write: catch, free, try again with less."""
+    cache = torch.arange(6.0, device=device)
+    tried = []
+    with little_memory(device) as too_many, torchguard.install():
+        elements = too_many
+        while True:
+            try:
+                cache.resize_(elements)
+                break
+            except out_of_memory(device):
+                tried.append(elements)
+                assert is_consistent(cache)
+                assert cache.tolist() == [0, 1, 2, 3, 4, 5]
+                elements //= 8 if device == "cuda" else 2**20
+    assert tried
+    assert cache.numel() == elements
+    assert cache[:6].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@each_device
+def test_what_is_spoiled_is_found_and_repaired(device: str) -> None:
+    tensor = torch.arange(6.0, device=device)
+    tensor.untyped_storage().resize_(8)
+    assert not is_consistent(tensor)
+    with pytest.raises(torchguard.InconsistentTensorError, match="weights"):
+        torchguard.check_consistent({"weights": tensor})
+    assert torchguard.repair_(tensor).tolist() == [0, 1]
+
+
+# --- scopes
+
+
+@each_device
+def test_an_operation_that_fails_leaves_elements_and_version(device: str) -> None:
+    a = torch.arange(6.0, device=device)
+    before = whole(a)
+    calls: dict[str, Callable[[], Any]] = {
+        "copy_": lambda: a.copy_(torch.ones(4, device=device)),
+        "add_": lambda: a.add_(torch.ones(2, 6, device=device)),
+        "addmm_": lambda: a.view(2, 3).addmm_(torch.ones(2, 4), torch.ones(5, 3)),
+        "index_copy_": lambda: a.index_copy_(0, torch.tensor([0, 1], device=device), a[:3]),
+        "index_fill_": lambda: a.index_fill_(0, torch.tensor([0.5], device=device), 1.0),
+    }
+    for name, call in calls.items():
+        with guarded(data=True), pytest.raises((RuntimeError, IndexError)):
+            call()
+        assert differences(before, whole(a)) == {}, name
+
+
+@each_device
+def test_a_block_that_runs_out_of_memory_is_rolled_back(device: str) -> None:
+    a, b = torch.arange(6.0, device=device), torch.zeros(2, device=device)
+    before = whole(a), whole(b)
+    with little_memory(device) as too_many, pytest.raises(out_of_memory(device)):
+        with rollback_on_error(a, b, data=True):
+            a.mul_(2)
+            b.add_(1)
+            torch.empty(too_many, device=device)
+    for saved, tensor in zip(before, (a, b), strict=True):
+        changed = differences(saved, whole(tensor))
+        changed.pop("version", None)
+        assert changed == {}
+
+
+@pytest.mark.cuda
+def test_what_is_rolled_back_on_a_stream_is_right_on_that_stream() -> None:
+    x = torch.arange(1_000_000, device="cuda", dtype=torch.float32)
+    expected = x.clone()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)  # the copy is taken while the stream is still busy
+        with contextlib.suppress(ValueError), rollback_on_error(x, data=True):
+            x.mul_(3)
+            raise ValueError
+    side.synchronize()
+    assert torch.equal(x, expected)
+
+
+@each_device
+def test_guards_of_a_scope_launch_nothing_of_their_own(device: str) -> None:
+    a, b = torch.ones(64, device=device), torch.ones(64, device=device)
+
+    def launched(scope: Any) -> list[str]:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with scope():
+            for _ in range(2):
+                a.add_(b)
+            with torch.profiler.profile(activities=activities) as profiled:
+                a.add_(b)
+                torch.add(a, b, out=b)
+                a.copy_(b)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+        on_gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        return sorted(
+            event.name
+            for event in profiled.events()
+            if event.name.startswith("aten::") or event.device_type == on_gpu
+        )
+
+    plain = launched(contextlib.nullcontext)
+    assert launched(guarded) == plain
+    assert launched(lambda: torchguard.install("resize", "out")) == plain
+
+
+# --- training goes on
+
+
+class Failing:
+    """A small training run; some steps fail for lack of memory, and are taken again."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.device = device
+
+    def step(self, number: int, *, fail_after: Callable[[], Any] | None = None) -> None:
+        """Train on the batch of that number (8, 16)."""
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).to(self.device)
+        self.optimizer.zero_grad()
+        self.model(x).square().mean().backward()
+        self.optimizer.step()
+        if fail_after is not None:
+            fail_after()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that a step writes, in an order that stays."""
+        kept: list[torch.Tensor] = [*self.model.parameters()]
+        for parameter in self.model.parameters():
+            entries = self.optimizer.state.get(parameter, {})
+            kept += [entry for entry in entries.values() if isinstance(entry, torch.Tensor)]
+        return kept
+
+
+@each_device
+def test_training_that_runs_out_of_memory_ends_with_the_weights_of_one_that_does_not(
+    device: str,
+) -> None:
+    undisturbed, disturbed = Failing(device), Failing(device)
+    failures = 0
+    for number in range(24):
+        undisturbed.step(number)
+        if number and number % 5 == 0:
+            with little_memory(device) as too_many:
+
+                def asks(too_many: int = too_many) -> torch.Tensor:
+                    return torch.empty(too_many, device=device)
+
+                try:
+                    with rollback_on_error(*disturbed.tensors(), data=True):
+                        disturbed.step(number, fail_after=asks)
+                except out_of_memory(device):
+                    failures += 1
+        disturbed.step(number)
+    assert failures == 4
+    pairs = list(zip(undisturbed.tensors(), disturbed.tensors(), strict=True))
+    assert len(pairs) == 16
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+# --- compiled code
+
+
+def model(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) * 2 + 1
+
+
+@pytest.mark.cuda
+def test_a_cuda_graph_is_recorded_per_bucket_and_not_per_size() -> None:
+    from torchguard.defects.catalog import find  # noqa: PLC0415
+
+    defect = find("cudagraph-shapes")
+    if defect.probe() is None:
+        pytest.skip("this torch records one CUDA graph for all sizes")
+    torch.compiler.reset()
+    assert defect.guarded_probe is not None
+    assert defect.guarded_probe() is None
+
+
+@pytest.mark.slow
+@each_device
+def test_outputs_of_a_bucketed_cuda_graph_stay_when_it_is_replayed(device: str) -> None:
+    call = bucketed(
+        model,
+        dims={"x": {0: "t"}},
+        buckets=Buckets([8, 16]),
+        compile={"mode": "reduce-overhead"} if device == "cuda" else {"backend": "aot_eager"},
+    )
+    inputs = [torch.randn(length, 4, device=device) for length in (5, 7, 8, 11, 16, 5, 3)]
+    outputs = [call(x) for x in (*inputs, *inputs)]
+    for x, found in zip((*inputs, *inputs), outputs, strict=True):
+        assert torch.equal(found, model(x))
+    assert call.stats().graphs == 2
+
+
+@pytest.mark.slow
+@each_device
+def test_a_bucketed_model_trains_as_without_padding(device: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)).to(device)
+    padded = copy.deepcopy(plain)
+    mode = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "aot_eager"}
+    call = bucketed(padded, dims={"input": {0: "t"}}, buckets=Buckets([8, 16]), compile=mode)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (plain, padded)]
+    for number in range(8):
+        x = torch.randn(3 + 2 * (number % 6), 4, device=device)
+        for step, optimizer in zip((plain, call), optimizers, strict=True):
+            optimizer.zero_grad()
+            step(x).square().sum().backward()
+            optimizer.step()
+    # A sum over another number of rows is made in another order.
+    for one, other in zip(plain.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+def bounds(mask: torch.Tensor) -> torch.Tensor:
+    """``cu_seqlens`` (B + 1) of a mask (B, T): https://github.com/pytorch/pytorch/issues/189895."""
+    ends = mask.sum(dim=-1, dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
+    return nn.functional.pad(ends, (1, 0))
+
+
+@pytest.mark.slow
+@each_device
+@pytest.mark.parametrize("function", [bounds, lambda mask: mask.float().softmax(-1)])
+def test_verified_keeps_what_eager_gives(function: Any, device: str) -> None:
+    mask = torch.ones(1, 16384, dtype=torch.bool, device=device)
+    options: Any = {} if device == "cuda" else {"backend": "aot_eager"}
+    checked = verified(**options)(function)
+    for _ in range(3):
+        torch.testing.assert_close(checked(mask), function(mask))
+    assert all(graph.status != "unverified" for graph in checked.stats().graphs)
+
+
+@each_device
+def test_verified_random_numbers_are_drawn_as_without_it(device: str) -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5) + torch.rand_like(x)
+
+    x = torch.ones(64, device=device)
+    torch.manual_seed(3)
+    plain = [torch.compile(noisy, backend="aot_eager")(x) for _ in range(3)]
+    torch.compiler.reset()
+    torch.manual_seed(3)
+    checked = verified(backend="aot_eager")(noisy)
+    for expected in plain:
+        assert torch.equal(checked(x), expected)
+
+
+# --- indexed assignment
+
+
+@each_device
+def test_indexed_assignment_has_the_gradient_of_the_two_statements(device: str) -> None:
+    rows = torch.tensor([0, 2], device=device)
+    for index in (slice(1, 3), rows, torch.tensor([True, False, True, False], device=device)):
+        t = torch.randn(4, 3, device=device, requires_grad=True)
+        value = torch.randn(3, device=device, requires_grad=True)
+        plain = t.clone()
+        plain[index] = value
+        expected = torch.autograd.grad(plain.square().sum(), (t, value))
+        ours = torchguard.at(t)[index].set(value)
+        assert torch.equal(ours, plain)
+        found = torch.autograd.grad(ours.square().sum(), (t, value))
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(other, one)

@@ -1,0 +1,145 @@
+"""DTensors of two ranks: sharded by FSDP2, and by tensor parallelism, under every guard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.child_process import run_ranks
+
+pytestmark = pytest.mark.slow
+
+# Arguments: rank, port. Prints one line of JSON.
+WORKER = """
+import contextlib, datetime, json, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module,
+)
+from torchguard import (
+    check_consistent, guarded, install, is_consistent, rollback_on_error, safe_resize_,
+)
+from torch.distributed.fsdp import fully_shard
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
+dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
+mesh = init_device_mesh("cpu", (2,))
+SCOPES = {
+    "torch": contextlib.nullcontext,
+    "guarded": guarded,
+    "guarded(data=True)": lambda: guarded(data=True),
+    "install": install,
+    "install out": lambda: install("resize", "out", only_if_needed=False),
+}
+
+def model_of(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    if kind == "FSDP2":
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+def trained(kind, scope):
+    model = model_of(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank if kind == "FSDP2" else 0)
+    with scope():
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(2, 8, generator=generator)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        check_consistent(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return [parameter.to_local().tolist() for parameter in model.parameters()]
+
+result = {"trained": {}}
+for kind in ("FSDP2", "tensor parallel"):
+    try:
+        trained(kind, contextlib.nullcontext)
+    except AttributeError as error:  # FSDP2 of torch 2.6 asks a CPU for a stream
+        result["trained"][kind] = str(error)
+        continue
+    found = {name: trained(kind, scope) for name, scope in SCOPES.items()}
+    result["trained"][kind] = [name for name in found if found[name] != found["torch"]]
+
+def sharded():
+    return distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+
+def outcome(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "passed"
+
+result["outcomes"] = {}
+for name, scope in SCOPES.items():
+    tensor, other, wrong = sharded(), sharded(), torch.ones(5, 5)
+    calls = {
+        "add_": lambda: tensor.add_(1),
+        "copy_": lambda: tensor.copy_(other),
+        "foreach": lambda: torch._foreach_mul_([tensor], 2),
+        "out=": lambda: torch.add(other, 1, out=tensor),
+        "resize_": lambda: tensor.resize_(4, 2),
+        "a plain tensor": lambda: tensor.add_(wrong),
+        "a wrong shape": lambda: tensor.copy_(distribute_tensor(wrong, mesh, [Shard(0)])),
+    }
+    with scope():
+        result["outcomes"][name] = {which: outcome(call) for which, call in calls.items()}
+    result["outcomes"][name]["consistent"] = is_consistent(tensor)
+
+# A failure in the middle: one rank's part is written, in Python, when the other raises.
+tensor = sharded()
+local = tensor.to_local()
+before, version = local.clone(), tensor._version
+with contextlib.suppress(ValueError), rollback_on_error(tensor, data=True):
+    local.fill_(7)
+    raise ValueError
+result["rolled back"] = torch.equal(local, before)
+result["safe_resize_"] = outcome(lambda: safe_resize_(tensor, 3, 3))
+result["resized"] = [list(tensor.shape), is_consistent(tensor)]
+print(json.dumps(result), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(WORKER, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("kind", ["FSDP2", "tensor parallel"])
+def test_three_steps_of_adamw_end_bit_for_bit_as_on_torch(
+    kind: str, results: list[dict[str, Any]]
+) -> None:
+    for result in results:
+        different = result["trained"][kind]
+        if isinstance(different, str):
+            pytest.skip(f"not on torch itself either: {different}")
+        assert different == []
+
+
+def test_operations_pass_or_fail_as_on_torch(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        outcomes = result["outcomes"]
+        assert list(outcomes["torch"].values()).count("passed") >= 4
+        for name, found in outcomes.items():
+            assert found == outcomes["torch"], name
+            assert found["consistent"], name
+
+
+def test_helpers_know_them(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["safe_resize_"] == result["outcomes"]["torch"]["resize_"]
+        assert result["resized"] == [[4, 2], True]
+        assert result["rolled back"]

@@ -1,0 +1,398 @@
+"""Compiled functions and guarded(): the same graphs, graph breaks and results as without it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from support.kinds import locked
+from support.ways import outcome_of
+from torchguard import guarded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
+
+
+class Counting:
+    """A backend that runs graphs as they are, and counts them and their calls."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.graphs, self.runs
+
+
+def stack() -> int:
+    return torch._C._len_torch_function_stack()
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x.mul(2).add(1).relu()
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y.add_(1)
+    y[0] = 5
+    return torch.mul(y, 2, out=torch.empty_like(y))
+
+
+def resizes(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(2)
+    y.resize_(3).copy_(x)
+    return y + 1
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    return y * 2
+
+
+def twice_broken(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    print(end="")  # noqa: T201
+    y = y * 2
+    torch._dynamo.graph_break()
+    return y.sum()
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def eager_part(x: torch.Tensor) -> torch.Tensor:
+    return x.mul(3)
+
+
+def disabled_inside(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = eager_part(x + 1) + 1
+    return result
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.sum() > 0 else x - 1
+
+
+def makes_tensors(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.ones(3, device="cpu") + torch.arange(3)
+
+
+inner = torch.compile(plain, backend="eager")
+
+
+def nested(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = inner(x + 1) + 1
+    return result
+
+
+FUNCTIONS = {
+    function.__name__: function
+    for function in (
+        plain,
+        in_place,
+        resizes,
+        broken,
+        twice_broken,
+        disabled_inside,
+        branches,
+        makes_tensors,
+        nested,
+    )
+}
+SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "torch": nullcontext,
+    "guarded": guarded,
+    "guarded(data=True)": lambda: guarded(data=True),
+}
+X = torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+class TestTheSameGraphsAndResults:
+    def run(
+        self,
+        name: str,
+        scopes: tuple[str, ...],
+        decorate: Callable[[Any, Any], Any] | None = None,
+    ) -> list[Any]:
+        torch._dynamo.reset()
+        backend = Counting()
+        compiled = (
+            torch.compile(FUNCTIONS[name], backend=backend)
+            if decorate is None
+            else decorate(FUNCTIONS[name], backend)
+        )
+        found: list[Any] = []
+        for scope in scopes:
+            with SCOPES[scope]():
+                modes = stack()
+                found.append((compiled(X).tolist(), backend.counts))
+                assert stack() == modes
+        found.append((compiled(torch.ones(3, dtype=torch.float64)).tolist(), backend.counts))
+        return found
+
+    @pytest.mark.parametrize(
+        "scopes",
+        [
+            ("guarded", "guarded"),
+            ("guarded(data=True)", "guarded"),
+            ("torch", "guarded", "torch"),
+            ("guarded", "torch", "guarded"),
+            ("guarded", "guarded(data=True)", "torch"),
+        ],
+        ids=", ".join,
+    )
+    def test_when_called_inside(self, name: str, scopes: tuple[str, ...]) -> None:
+        assert self.run(name, scopes) == self.run(name, ("torch",) * len(scopes))
+
+    def test_when_decorated_outside(self, name: str) -> None:
+        def decorate(function: Any, backend: Any) -> Any:
+            return guarded()(torch.compile(function, backend=backend))
+
+        assert self.run(name, ("torch",) * 2, decorate) == self.run(name, ("torch",) * 2)
+
+    def test_when_decorated_inside(self, name: str) -> None:
+        def decorate(function: Any, backend: Any) -> Any:
+            return torch.compile(guarded()(function), backend=backend)
+
+        assert self.run(name, ("torch", "guarded"), decorate) == self.run(name, ("torch",) * 2)
+
+    def test_when_it_enters_a_scope_itself(self, name: str) -> None:
+        def entering(x: torch.Tensor) -> torch.Tensor:
+            with guarded():
+                return FUNCTIONS[name](x)
+
+        def entering_nothing(x: torch.Tensor) -> torch.Tensor:
+            with nullcontext():
+                return FUNCTIONS[name](x)
+
+        def decorate(function: Any, backend: Any) -> Any:
+            return torch.compile(entering, backend=backend)
+
+        def bare(function: Any, backend: Any) -> Any:
+            return torch.compile(entering_nothing, backend=backend)
+
+        assert self.run(name, ("torch",) * 2, decorate) == self.run(name, ("torch",) * 2, bare)
+
+    def test_explained(self, name: str) -> None:
+        counts = []
+        for scope in SCOPES.values():
+            torch._dynamo.reset()
+            with scope():
+                explained = torch._dynamo.explain(FUNCTIONS[name])(X)
+            counts.append((explained.graph_count, explained.graph_break_count))
+        assert counts[0] == counts[1] == counts[2]
+
+
+@pytest.mark.parametrize(
+    "decorate", [lambda function: function, guarded()], ids=["torch", "guarded"]
+)
+def test_many_decorated_functions_do_not_share_one_recompile_limit(decorate: Any) -> None:
+    backend = Counting()
+    for number in range(12):
+        function = eval(f"lambda x: x.mul({number}).add(1)")  # noqa: S307  each has code of its own
+        compiled = torch.compile(decorate(function), backend=backend)
+        assert compiled(X).tolist() == [number * x + 1 for x in X.tolist()]  # type: ignore[no-untyped-call]
+    assert backend.graphs == 12
+
+
+def test_these_tests_can_fail() -> None:
+    """A mode that stays on the stack costs a graph."""
+    from torch.overrides import TorchFunctionMode  # noqa: PLC0415
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    backend = Counting()
+    compiled = torch.compile(plain, backend=backend)
+    compiled(X)
+    with Mode():
+        compiled(X)
+    assert backend.graphs > 1
+
+
+class TestAScopeAroundCompiledCode:
+    def test_is_whole_after_an_exception_in_compiled_code(self) -> None:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            torch._dynamo.graph_break()
+            raise ValueError(y.shape)
+
+        compiled = torch.compile(function, backend="eager")
+        with guarded():
+            for _ in range(2):
+                with pytest.raises(ValueError, match="3"):
+                    compiled(X)
+                assert stack() == 0
+            tensor = locked([1.0])
+            assert outcome_of(lambda: tensor.resize_(9)).error is not None
+            assert tensor.shape == (1,)
+
+    def test_is_whole_after_a_backend_that_fails(self) -> None:
+        def backend(_: Any, __: Any) -> Any:
+            raise ZeroDivisionError
+
+        compiled = torch.compile(plain, backend=backend)
+        with guarded():
+            assert outcome_of(lambda: compiled(X)).error is not None
+            assert stack() == 0
+            tensor = locked([1.0])
+            assert outcome_of(lambda: tensor.resize_(9)).error is not None
+            assert tensor.shape == (1,)
+
+    def test_is_of_its_own_thread(self) -> None:
+        wrong: list[Any] = []
+        compiled = torch.compile(broken, backend="eager")
+
+        def work(number: int) -> None:
+            with guarded() if number % 2 else nullcontext():
+                for _ in range(20):
+                    compiled(X)
+                    tensor = locked([1.0])
+                    outcome_of(lambda: tensor.resize_(9))  # noqa: B023
+                    if stack() or (tensor.shape == (1,)) != bool(number % 2):
+                        wrong.append((number, stack(), tensor.shape))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+    def test_keeps_a_device_context_around_compiled_code(self) -> None:
+        compiled = torch.compile(lambda x: x + 1, backend="eager")
+        with torch.device("meta"), guarded():
+            assert compiled(X).tolist() == [2, 3, 4]
+            assert torch.empty(2).device.type == "meta"
+
+    @pytest.mark.usefixtures("default_device")
+    def test_keeps_a_default_device_set_in_compiled_code(self) -> None:
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def set_it() -> None:
+            torch.set_default_device("meta")
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            set_it()
+            return x + 1
+
+        devices = []
+        for scope in (nullcontext, guarded):
+            torch._dynamo.reset()
+            with scope():
+                torch.compile(function, backend="eager")(X)
+                devices.append(torch.empty(1).device.type)
+            torch.set_default_device(None)
+        assert devices == ["meta", "meta"]
+
+
+class TestEagerPartsOfCompiledCode:
+    def shape_after_failure(self) -> tuple[int, ...]:
+        tensor = locked([1.0])
+        outcome_of(lambda: tensor.resize_(9))
+        return tuple(tensor.shape)
+
+    @pytest.mark.parametrize("outer", [nullcontext, guarded])
+    def test_with_a_scope_of_their_own_are_guarded(self, outer: Any) -> None:
+        found: list[Any] = []
+
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def eager() -> None:
+            with guarded():
+                found.append(self.shape_after_failure())
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            eager()
+            return x + 1
+
+        with outer():
+            torch.compile(function, backend="eager")(X)
+            assert stack() == 0
+            assert (self.shape_after_failure() == (1,)) is (outer is guarded)
+        assert found == [(1,)]
+
+
+STANCES = ("default", "force_eager", "eager_on_recompile", "fail_on_recompile")
+
+
+@pytest.mark.parametrize("stance", STANCES)
+def test_a_stance_of_the_compiler_means_the_same_inside(stance: Any) -> None:
+    if not hasattr(torch.compiler, "set_stance"):
+        pytest.skip("this torch has no stances")
+    found = []
+    for scope in (nullcontext, guarded):
+        torch._dynamo.reset()
+        backend = Counting()
+        compiled = torch.compile(plain, backend=backend)
+        compiled(X)
+        with torch.compiler.set_stance(stance), scope():
+            outcome = outcome_of(lambda: compiled(X))  # noqa: B023
+            found.append((type(outcome.error), backend.counts))
+    assert found[1] == found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_compiled_gives_the_same_gradients(backend: str) -> None:
+    found = []
+    for scope in (nullcontext, guarded, lambda: guarded(data=True)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        compiled = torch.compile(module, backend=backend)
+        with scope():
+            for _ in range(2):
+                optimizer.zero_grad()
+                compiled(X).sum().backward()
+                optimizer.step()
+        found.append([parameter.detach().clone() for parameter in module.parameters()])
+    for others in found[1:]:
+        for expected, value in zip(found[0], others, strict=True):
+            assert torch.equal(expected, value)
+
+
+@pytest.mark.slow
+def test_export_gives_the_same_graph_inside() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return plain(x)
+
+    graphs = []
+    for scope in SCOPES.values():
+        with scope():
+            exported = torch.export.export(Module(), (X,))
+        graphs.append([str(node.target) for node in exported.graph.nodes])
+    assert graphs[0] == graphs[1] == graphs[2]
+
+
+def test_tracing_and_scripting_give_the_same_inside() -> None:
+    codes = []
+    for scope in SCOPES.values():
+        with scope():
+            traced = torch.jit.trace(in_place, (X,))
+            assert traced(X).tolist() == in_place(X).tolist()
+            # The names of its variables are those of whatever Python frame made them.
+            codes.append([node.kind() for node in traced.graph.nodes()])
+            assert torch.fx.symbolic_trace(plain)(X).tolist() == plain(X).tolist()
+    assert codes[0] == codes[1] == codes[2]

@@ -1,0 +1,502 @@
+"""rollback_on_error: after a block that fails, tensors are as they were before it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from support import kinds
+from support.kinds import Kind, Wrapper, locked, named, plain, state
+from support.modes import DispatchMode
+from support.ways import differences, ends_the_process, outcome_of
+from torchguard import _torch, guarded, is_consistent, rollback_on_error
+from torchguard.rollback import snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.kinds import State
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+DATA = pytest.mark.parametrize("data", [False, True])
+
+
+class Planned(Exception):  # noqa: N818  raised by the tests, to be rolled back from
+    """What the block raises."""
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "shrinks": lambda t: t.resize_(0),
+    "grows": lambda t: t.resize_(50),
+    "another storage": lambda t: t.set_(torch.zeros(2, dtype=t.dtype)),  # type: ignore[call-overload]
+    "nothing left": lambda t: t.set_(),  # type: ignore[call-overload]
+    "other data": lambda t: setattr(t, "data", torch.zeros(7, dtype=t.dtype)),
+    "squeezed": lambda t: t.unsqueeze_(0).squeeze_(),
+    "a failed resize": lambda t: t.resize_(-3),
+}
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "zeroed": lambda t: t.zero_(),
+    "added to": lambda t: t.add_(1),
+    "one element": lambda t: t.view(-1).__setitem__(0, 0),
+    "zeroed, then resized": lambda t: t.zero_().resize_(1),
+}
+
+
+def _before(tensor: torch.Tensor) -> State:
+    if tensor.layout in {torch.sparse_coo, torch.sparse_csr}:
+        return {"elements": tensor.to_dense().tolist()}
+    if tensor.is_nested:
+        return {"elements": [part.tolist() for part in tensor.unbind()]}
+    found = state(tensor)
+    if tensor.requires_grad and not tensor.is_leaf:
+        # Other tests look whether it leads to the right gradient.
+        found.pop("grad_fn")
+    return found
+
+
+def _changed_after(kind: Kind, change: Callable[[torch.Tensor], Any], *, data: bool) -> State:
+    """Roll one change back, and say what it left."""
+    tensor = kind.make()
+    before = _before(tensor)
+    with kind.scope(), pytest.raises(Planned), rollback_on_error(tensor, data=data):
+        outcome_of(lambda: change(tensor))
+        raise Planned
+    return differences(before, _before(tensor))
+
+
+def _survives(kind: Kind, change: Callable[[torch.Tensor], Any], *, data: bool) -> bool:
+    # What a wrapper holds may be without memory if it is not put back rightly.
+    is_wrapper = kind.name == "wrapper"
+    return not is_wrapper or not ends_the_process(lambda: _changed_after(kind, change, data=data))
+
+
+@DATA
+@pytest.mark.parametrize("kind", **named(kinds.ALL))
+def test_brings_the_metadata_of_every_kind_back(kind: Kind, data: bool) -> None:
+    wrong = []
+    for name, change in CHANGES.items():
+        if (kind.kills and name == "grows") or (kind.name == "wrapper" and name == "other data"):
+            continue
+        assert _survives(kind, change, data=data), f"{name} ends the process"
+        changed = _changed_after(kind, change, data=data)
+        if not data:
+            changed.pop("version", None)  # what succeeded inside has moved it on
+            changed.pop("bytes", None)
+        if changed and kind.has_metadata:
+            wrong.append(f"{name}: {changed}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", **named(kinds.ALL))
+def test_brings_the_data_of_every_kind_back(kind: Kind) -> None:
+    wrong = []
+    for name, change in WRITES.items():
+        if name == "one element" and "channels_last" in kind.name:
+            continue
+        assert _survives(kind, change, data=True), f"{name} ends the process"
+        changed = _changed_after(kind, change, data=True)
+        if not kind.has_metadata:
+            changed.pop("version", None)
+        if changed:
+            wrong.append(f"{name}: {changed}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("change", [*CHANGES.values()][:5], ids=[*CHANGES][:5])
+def test_nothing_comes_back_without_it(change: Callable[[torch.Tensor], Any]) -> None:
+    tensor = plain()
+    before = state(tensor)
+    change(tensor)
+    assert differences(before, state(tensor)) != {}
+
+
+@DATA
+def test_a_block_that_succeeds_keeps_what_it_did(data: bool) -> None:
+    tensor = plain()
+    with rollback_on_error(tensor, data=data):
+        tensor.zero_().resize_(2)
+    assert tensor.tolist() == [0, 0]
+
+
+@DATA
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_whatever_is_raised_is_let_through(data: bool, error: type[BaseException]) -> None:
+    raised = error()
+    tensor = plain()
+    with pytest.raises(error) as caught, rollback_on_error(tensor, data=data):
+        tensor.resize_(100)
+        raise raised
+    assert caught.value is raised
+    assert tensor.shape == (2, 3)
+
+
+@DATA
+def test_several_tensors_come_back_together(data: bool) -> None:
+    base = torch.arange(12.0)
+    tensors = [base, base[2:8], base.view(3, 4), locked([1.0, 2.0]), torch.nn.Parameter(plain())]
+    before = [state(tensor) for tensor in tensors]
+    with pytest.raises(Planned), rollback_on_error(*tensors, data=data):
+        with torch.no_grad():
+            tensors[4].add_(1)
+        tensors[0].resize_(3)
+        tensors[1].set_(torch.zeros(3))  # type: ignore[call-overload]
+        tensors[3].zero_()
+        raise Planned
+    for old, tensor in zip(before, tensors, strict=True):
+        changed = differences(old, state(tensor))
+        if not data:
+            changed.pop("version", None)
+            changed.pop("bytes", None)
+        assert changed == {}
+
+
+def test_the_version_goes_on_counting_without_a_copy() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    saved = torch.arange(3.0)
+    loss = (weight * saved).sum()
+    with pytest.raises(Planned), rollback_on_error(saved):
+        saved.zero_()
+        raise Planned
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_backward_gives_the_right_gradient_with_a_copy() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    saved = torch.arange(3.0)
+    loss = (weight * saved).sum()
+    with pytest.raises(Planned), rollback_on_error(saved, data=True):
+        saved.zero_().resize_(70)
+        raise Planned
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0, 1, 2]
+
+
+def test_requires_grad_comes_back() -> None:
+    for before in (False, True):
+        tensor = plain().requires_grad_(before)
+        with pytest.raises(Planned), rollback_on_error(tensor):
+            tensor.requires_grad_(not before)
+            raise Planned
+        assert tensor.requires_grad is before
+
+
+def test_a_tensor_that_joined_a_graph_inside_has_left_it() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    tensor = torch.ones(3)
+    with pytest.raises(Planned), rollback_on_error(tensor, data=True):
+        tensor.mul_(weight)
+        raise Planned
+    assert not tensor.requires_grad
+    assert tensor.is_leaf
+    assert tensor.tolist() == [1, 1, 1]
+
+
+def test_a_tensor_in_a_graph_still_leads_to_its_leaves() -> None:
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    tensor = weight * 3
+    with pytest.raises(Planned), rollback_on_error(tensor, data=True):
+        tensor.mul_(weight).add_(1)
+        raise Planned
+    assert tensor.tolist() == [3, 6]
+    tensor.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3]
+
+
+@DATA
+def test_a_parameter_made_half_inside_is_what_it_was(data: bool) -> None:
+    """``module.half()`` gives each parameter other data of another dtype."""
+    module = torch.nn.Linear(2, 3)
+    before = [state(parameter) for parameter in module.parameters()]
+    with pytest.raises(Planned), rollback_on_error(*module.parameters(), data=data):
+        module.half()
+        raise Planned
+    for old, parameter in zip(before, module.parameters(), strict=True):
+        changed = differences(old, state(parameter))
+        changed.pop("version", None)
+        assert changed == {}
+
+
+@DATA
+def test_data_moved_to_another_device_inside_is_back_or_refused_by_torch(data: bool) -> None:
+    tensor = plain()
+    before = state(tensor)
+    other = torch.empty(4, device="meta")
+    with pytest.raises((Planned, RuntimeError)), rollback_on_error(tensor, data=data):
+        tensor.data = other
+        raise Planned
+    changed = differences(before, state(tensor))
+    changed.pop("version", None)
+    assert changed == {}
+
+
+@DATA
+def test_a_storage_emptied_inside_is_consistent_again(data: bool) -> None:
+    tensor = plain()
+
+    def work() -> None:
+        with pytest.raises(Planned), rollback_on_error(tensor, data=data):
+            tensor.untyped_storage().resize_(0)
+            raise Planned
+
+    assert not ends_the_process(work)
+    work()
+    assert is_consistent(tensor)
+    assert tensor.shape == (2, 3)
+    if data:
+        assert tensor.tolist() == plain().tolist()
+
+
+def test_a_second_failure_does_not_hide_the_other_tensors() -> None:
+    first, last = plain(), plain()
+    middle = plain()
+
+    class Hostile(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise ZeroDivisionError
+
+    hostile = middle.as_subclass(Hostile)
+    with pytest.raises(Planned), rollback_on_error(first, hostile, last, data=True):
+        first.zero_()
+        last.zero_()
+        raise Planned
+    assert first.tolist() == last.tolist() == plain().tolist()
+
+
+@DATA
+def test_may_be_nested_and_used_again(data: bool) -> None:
+    tensor = plain()
+    scope = rollback_on_error(tensor, data=data)
+    for _ in range(2):
+        with pytest.raises(Planned), scope:
+            tensor.resize_(20)
+            with pytest.raises(Planned), scope:
+                tensor.resize_(30)
+                raise Planned
+            assert tensor.shape == (20,)
+            raise Planned
+        assert tensor.shape == (2, 3)
+
+
+def test_decorates_nothing_but_says_what_is_wrong_with_its_arguments() -> None:
+    with pytest.raises(TypeError, match=r"objects\[1\] is of type int, expected a tensor, a"):
+        rollback_on_error(plain(), 3)
+
+
+def test_modules_optimizers_and_containers() -> None:
+    """Parameters, buffers, gradients and moments are as they were; None stays None."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    module[0].bias.grad = None
+    table = [torch.zeros(2)]
+
+    def state() -> list[object]:
+        tensors = [*module.state_dict().values(), *table]
+        tensors += [value for each in optimizer.state.values() for value in each.values()]
+        gradients = [each.grad for each in module.parameters()]
+        return [
+            *(each.tolist() for each in tensors),
+            *(g if g is None else g.tolist() for g in gradients),
+        ]
+
+    before, gradient = state(), module[0].weight.grad
+    with pytest.raises(Planned), rollback_on_error(module, optimizer, {"t": table}, data=True):
+        module(torch.randn(4, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        table[0].add_(1)
+        assert state() != before
+        raise Planned
+    assert state() == before
+    assert module[0].weight.grad is gradient
+
+
+def test_no_tensors_are_no_error() -> None:
+    with pytest.raises(Planned), rollback_on_error():
+        raise Planned
+
+
+@DATA
+@pytest.mark.parametrize("fails", [False, True])
+def test_modes_and_subclasses_see_nothing_of_it(data: bool, fails: bool) -> None:
+    tensor, watched = plain(), plain().as_subclass(kinds.Watching)
+    kinds.CALLS.clear()
+    with DispatchMode() as mode, pytest.raises(Planned) if fails else warnings.catch_warnings():
+        with rollback_on_error(tensor, watched, data=data):
+            if fails:
+                raise Planned
+    assert mode.seen == []
+    assert kinds.CALLS == []
+
+
+def test_a_wrapper_has_its_inner_data_back() -> None:
+    wrapper = Wrapper(plain())
+    with pytest.raises(Planned), rollback_on_error(wrapper, data=True):
+        wrapper.zero_()
+        raise Planned
+    assert wrapper.wrapped.tolist() == plain().tolist()
+
+
+@DATA
+def test_is_nothing_to_a_compiled_function(data: bool) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with rollback_on_error(x, data=data):
+            return x.add(1).mul(2)
+
+    torch._dynamo.reset()
+    assert torch.compile(function, backend=backend, fullgraph=True)(torch.ones(2)).tolist() == [
+        4,
+        4,
+    ]
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+# --- layouts without metadata of their own
+
+
+def _csr_that_cant_grow() -> torch.Tensor:
+    pointers = torch.from_numpy(np.array([0, 1, 2]))
+    return torch.sparse_csr_tensor(pointers, torch.tensor([0, 1]), torch.ones(2), (2, 2))
+
+
+LARGER = torch.sparse_csr_tensor(torch.zeros(10, dtype=torch.int64), [], torch.empty(0), (9, 9))
+
+
+@DATA
+@pytest.mark.parametrize("name", ["resize_as_sparse_", "resize_as_"])
+def test_a_failed_resize_leaves_the_row_pointers_of_csr(name: str, data: bool) -> None:
+    bare, tensor = _csr_that_cant_grow(), _csr_that_cant_grow()
+    assert outcome_of(lambda: getattr(bare, name)(LARGER)).error is not None
+    pointers = bare.crow_indices()
+    assert pointers.numel() * pointers.itemsize > pointers.untyped_storage().nbytes()
+    before = state(tensor)
+    with guarded(data=data):
+        assert outcome_of(lambda: getattr(tensor, name)(LARGER)).error is not None
+    assert differences(before, state(tensor)) == {}
+
+
+FAILING: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]] = {
+    "sparse COO": (
+        lambda: torch.eye(3).to_sparse(),
+        lambda t: t.mul_(torch.ones(4, 4).to_sparse()),
+    ),
+    "sparse CSR": (
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda t: t.copy_(torch.ones(3, 3).to_sparse_csr()),
+    ),
+    "mkldnn": (
+        lambda: torch.ones(3, 3).to_mkldnn(),
+        lambda t: t.add_(torch.ones(5, 5).to_mkldnn()),
+    ),
+    "meta": (
+        lambda: torch.ones(3, device="meta"),
+        lambda t: t.add_(torch.ones(5, device="meta")),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_the_version_comes_back_with_the_data_of_every_layout(kind: str) -> None:
+    make, fail = FAILING[kind]
+    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch is built without mkldnn")
+    tensor = make()
+    version = tensor._version
+    with guarded(data=True):
+        assert outcome_of(lambda: fail(tensor)).error is not None
+    assert tensor._version == version
+    with pytest.raises(Planned), rollback_on_error(tensor, data=True):
+        tensor.zero_()
+        raise Planned
+    assert tensor._version == version
+
+
+def _float_zero_points() -> torch.Tensor:
+    scales, zeros = torch.tensor([0.5, 1.0]), torch.tensor([0.0, 1.0])
+    return torch.quantize_per_channel(plain(), scales, zeros, 0, torch.quint8)
+
+
+def test_a_tensor_that_torch_cant_clone_keeps_its_operations_and_its_data() -> None:
+    with pytest.raises(RuntimeError, match="clone"):
+        _float_zero_points().clone()
+    for name in ("detach_", "squeeze_", "share_memory_", "requires_grad_"):
+        with guarded(data=True):
+            arguments = (False,) if name == "requires_grad_" else ()
+            assert outcome_of(lambda: getattr(_float_zero_points(), name)(*arguments)).error is None  # noqa: B023
+    tensor = _float_zero_points()
+    before = bytes(tensor.untyped_storage().tolist())
+    with pytest.raises(Planned), rollback_on_error(tensor, data=True):
+        tensor.untyped_storage().copy_(torch.full((6,), 7, dtype=torch.uint8).untyped_storage())
+        raise Planned
+    assert bytes(tensor.untyped_storage().tolist()) == before
+
+
+# --- callbacks
+
+
+def test_a_callback_in_c_that_fails_midway_has_begun() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    numbers = torch.tensor([1.0, 2.0, 3.0])
+    loss = (weight * numbers).sum()
+    with guarded(), pytest.raises(TypeError):
+        numbers.apply_({1.0: 9.0}.get)
+    assert numbers.tolist() != [1, 2, 3]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["apply_", "map_"])
+def test_what_is_no_callback_has_not_begun(name: str) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    numbers = torch.tensor([1.0, 2.0, 3.0])
+    loss = (weight * numbers).sum()
+    arguments = (3,) if name == "apply_" else (torch.ones(3), 3)
+    with guarded(), pytest.raises(TypeError):
+        getattr(numbers, name)(*arguments)
+    loss.backward()
+
+
+def test_a_callback_in_c_with_data_leaves_the_numbers() -> None:
+    numbers = torch.tensor([1.0, 2.0, 3.0])
+    with guarded(data=True), pytest.raises(TypeError):
+        numbers.apply_({1.0: 9.0}.get)
+    assert numbers.tolist() == [1, 2, 3]
+
+
+def test_an_undo_that_is_interrupted_keeps_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter stays where the block's writes have moved it, not where the undo did."""
+    interrupts = [KeyboardInterrupt]
+
+    def set_version(tensor: torch.Tensor, version: int) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        _torch.set_version(tensor, version)
+
+    monkeypatch.setattr(snapshot, "set_version", set_version)
+    tensor = plain()
+    written = 0
+    with pytest.raises(KeyboardInterrupt), rollback_on_error(tensor):
+        tensor.add_(1)
+        tensor.unsqueeze_(0)
+        written = tensor._version
+        raise Planned
+    assert not interrupts
+    assert tensor.shape == plain().shape
+    assert tensor._version == written

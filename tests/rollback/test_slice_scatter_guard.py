@@ -1,0 +1,209 @@
+"""The scatter family in compiled code under the guard: the gradient of eager."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from support.child_process import output_of
+from torchguard import guarded, install, installed
+from torchguard.assignment import dynamo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
+
+
+def by_function(x: torch.Tensor) -> list[torch.Tensor]:
+    row = x.new_ones(3)
+    return [
+        torch.slice_scatter(x, row[None], 0, 1, 2),
+        torch.slice_scatter(x, src=row[:, None].expand(3, 2), dim=-1, start=0, end=3, step=2),
+        torch.slice_scatter(x, torch.ones(3, 3), 1),
+        torch.select_scatter(x, row, 1, -1),
+        torch.diagonal_scatter(x, row[:2], offset=1),
+    ]
+
+
+def by_method(x: torch.Tensor) -> list[torch.Tensor]:
+    row = x.new_ones(3)
+    return [
+        x.slice_scatter(row[None], start=-1),
+        x.select_scatter(row, dim=0, index=1),
+        x.diagonal_scatter(row, dim1=1, dim2=0),
+    ]
+
+
+def by_operator(x: torch.Tensor) -> list[torch.Tensor]:
+    row = x.new_ones(3)
+    return [
+        torch.ops.aten.slice_scatter(x, row[None], 0, 2, 9223372036854775807),
+        torch.ops.aten.slice_scatter.default(x, row[None], 0, 0, 1),
+        torch.ops.aten.select_scatter.default(x, row, 0, 0),
+    ]
+
+
+def in_a_checkpoint(x: torch.Tensor) -> list[torch.Tensor]:
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return torch.slice_scatter(x, x.new_ones(1, 3), 0, 0, 1)
+
+    return [checkpoint(part, x, use_reentrant=False)]
+
+
+def under_vmap(x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.func.vmap(lambda row: torch.slice_scatter(row, row.new_ones(1), 0, 0, 1))(x)]
+
+
+CASES = {
+    case.__name__: case
+    for case in (by_function, by_method, by_operator, in_a_checkpoint, under_vmap)
+}
+
+
+def total(case: Callable[..., list[torch.Tensor]]) -> Callable[[torch.Tensor], Any]:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        results = case(x)
+        loss = x.new_zeros(())
+        for k, each in enumerate(results):
+            loss = loss + each.sum() * (k + 1)
+        return loss, results
+
+    return function
+
+
+def outcome(function: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+    x = torch.arange(9.0).view(3, 3).requires_grad_()
+    loss, results = function(x)
+    return [loss, *results, *torch.autograd.grad(loss, x)]
+
+
+CURES: dict[str, Callable[[], Any]] = {
+    "install": lambda: install("slice_scatter", only_if_needed=False),
+    "guarded": guarded,
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("cure", CURES)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_is_as_eager(name: str, cure: str, backend: str) -> None:
+    function = total(CASES[name])
+    with CURES[cure]():
+        found = outcome(torch.compile(function, backend=backend, fullgraph=True))
+    torch.testing.assert_close(found, outcome(function))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_with_dynamic_bounds(dynamic: bool) -> None:
+    def function(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.slice_scatter(x, rows, 0, x.shape[0] - rows.shape[0]).sum()
+
+    with CURES["install"]():
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for size in (1, 2):
+            x, rows = torch.zeros(3 + size, 2, requires_grad=True), torch.ones(size, 2)
+            (found,) = torch.autograd.grad(compiled(x, rows), x)
+            (expected,) = torch.autograd.grad(function(x, rows), x)
+            assert torch.equal(found, expected)
+
+
+class Graphs:
+    def __init__(self) -> None:
+        self.targets: list[str] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        for module in graph.modules():
+            if isinstance(module, torch.fx.GraphModule):
+                self.targets += [str(node.target) for node in module.graph.nodes]
+        return graph.forward
+
+
+def targets(name: str) -> str:
+    graphs = Graphs()
+    torch.compile(total(CASES[name]), backend=graphs, fullgraph=True)(torch.ones(3, 3))
+    return " ".join(graphs.targets)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "under_vmap"])
+def test_no_node_of_the_family_is_left_in_the_graph(name: str) -> None:
+    assert "_scatter" in targets(name)
+    torch._dynamo.reset()
+    with CURES["install"]():
+        assert "_scatter" not in targets(name)
+
+
+def test_inside_vmap_the_graph_stays_as_it_is() -> None:
+    with CURES["install"]():
+        assert "slice_scatter" in targets("under_vmap")
+
+
+def test_it_is_skipped_with_a_reason_where_torch_is_right() -> None:
+    torch.compile(lambda x: x, backend="eager")(torch.ones(1))  # imports Dynamo
+    with install("slice_scatter") as installation:
+        reason = dynamo.slice_scatter_not_needed()
+        assert installation.skipped == ({} if reason is None else {"slice_scatter": reason})
+        assert installed() == (("slice_scatter",) if reason is None else ())
+        if reason is not None:  # and then the graph is the one that it was
+            assert "slice_scatter" in targets("by_function")
+
+
+def test_an_exported_program_keeps_its_operators() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.slice_scatter(x, x.new_ones(1, 3), 0, 0, 1)
+
+    with CURES["install"]():
+        program = torch.export.export(Model(), (torch.zeros(3, 3),), strict=True)
+    called = [str(node.target) for node in program.graph.nodes]
+    assert "aten.slice_scatter.default" in called
+
+
+ORDER = """
+import sys, torch, torchguard
+def loss(x):
+    return torch.slice_scatter(x, x.new_ones(1, 3), 0, 0, 1).sum()
+def is_rewritten():
+    seen = []
+    def backend(graph, _):
+        seen.append("slice_scatter" not in graph.code)
+        return graph.forward
+    torch.compiler.reset()
+    torch.compile(loss, backend=backend)(torch.ones(3, 3))
+    return seen
+installation = torchguard.install("slice_scatter", only_if_needed=False)
+assert "torch._dynamo" not in sys.modules
+print(torchguard.installed(), is_rewritten())
+installation.uninstall()
+print(torchguard.installed(), is_rewritten())
+"""
+
+
+def test_it_waits_for_dynamo() -> None:
+    assert output_of(ORDER).splitlines() == ["('slice_scatter',) [True]", "() [False]"]
+
+
+@pytest.mark.slow
+def test_under_inductor_the_guard_is_what_makes_the_gradient_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def every(x: torch.Tensor) -> list[torch.Tensor]:
+        return by_function(x) + by_method(x)
+
+    function = total(every)
+    expected = outcome(function)
+    bare = outcome(torch.compile(function, fullgraph=True))
+    torch._dynamo.reset()
+    with install("slice_scatter"):
+        found = outcome(torch.compile(function, fullgraph=True))
+    torch.testing.assert_close(found, expected)
+    is_wrong = not torch.allclose(bare[-1], expected[-1])
+    # Never called unneeded where it is needed; the other way round it may be, as on 2.9, where
+    # the strides are wrong and inductor gets these gradients right all the same.
+    assert not is_wrong or dynamo.slice_scatter_not_needed() is None

@@ -1,0 +1,155 @@
+"""Cases of torch's own OpInfo database: operators with ``out=``, and their in-place variants."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+
+from support.kinds import empty_locked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NAMESPACES: tuple[Any, ...] = (
+    *(torch, torch.linalg, torch.special, torch.fft, torch.nn.functional),
+    *(torch.sparse, torch.Tensor),
+)
+
+
+class OutCase(NamedTuple):
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtypes: tuple[torch.dtype, ...]
+    """Of the results; more than one where the operator has several outputs."""
+
+    def outs(self) -> tuple[torch.Tensor, ...]:
+        return tuple(empty_locked(dtype) for dtype in self.dtypes)
+
+    def call(
+        self, outs: tuple[torch.Tensor, ...], function: Callable[..., Any] | None = None
+    ) -> Any:
+        out = outs[0] if len(outs) == 1 else outs
+        return (function or by_name(self.function))(*self.args, **self.kwargs, out=out)
+
+
+class InPlaceCase(NamedTuple):
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _samples(op: Any) -> Iterator[Any]:
+    supported = op.supported_dtypes("cpu")
+    preferred = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64)
+    dtypes = [dtype for dtype in preferred if dtype in supported] or list(supported)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dtype in dtypes[:2]:
+            try:
+                yield from op.sample_inputs("cpu", dtype, requires_grad=False)
+            except Exception:  # noqa: BLE001, S112  a sample that this build of torch can't make
+                continue
+
+
+def _full_name(op: Any) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
+
+
+@functools.cache
+def out_cases() -> tuple[OutCase, ...]:
+    """One call for each operator with ``out=`` whose result has elements."""
+    found = []
+    torch.manual_seed(0)
+    for op in op_db:
+        if op.supports_out:
+            case = next(_out_cases_of(op), None)
+            if case is not None:
+                found.append(case)
+    return tuple(found)
+
+
+def _out_cases_of(op: Any) -> Iterator[OutCase]:
+    for sample in _samples(op):
+        args = (sample.input, *sample.args)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = op.op(*args, **sample.kwargs)
+        except Exception:  # noqa: BLE001, S112
+            continue
+        results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        if all(isinstance(each, torch.Tensor) and each.numel() for each in results):
+            dtypes = tuple(each.dtype for each in results)
+            yield OutCase(_full_name(op), op.op, args, sample.kwargs, dtypes)
+
+
+@functools.cache
+def places() -> dict[int, tuple[Any, str]]:
+    """Where each function is reachable; taken while nothing is installed."""
+    return {
+        id(function): (namespace, name)
+        for namespace in reversed(NAMESPACES)
+        for name in dir(namespace)
+        if callable(function := getattr(namespace, name))
+    }
+
+
+def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Look a function up now, as programs do; OpInfo has looked it up long before any scope."""
+    namespace, name = places().get(id(function), (None, ""))
+    return function if namespace is None else getattr(namespace, name)
+
+
+def _spoil(value: Any, how: str) -> Any:
+    """An argument as wrong as it can be."""
+    if isinstance(value, torch.Tensor) and value.numel() and value.layout is torch.strided:
+        integers = not value.is_floating_point() and not value.is_complex()
+        if how == "index" and integers and value.dtype is not torch.bool:
+            spoiled = value.clone()
+            spoiled.view(-1)[-1] = 10**6 if value.dtype in {torch.int64, torch.int32} else 120
+            return spoiled
+        if how == "shape":
+            return torch.zeros((17, *value.shape, 19), dtype=value.dtype)
+        if how == "dtype":
+            return value.to(torch.complex128)
+        if how == "device":
+            return value.to("meta")
+    if isinstance(value, tuple) and any(isinstance(each, torch.Tensor) for each in value):
+        return (*value[:-1], _spoil(value[-1], how))
+    if how == "scalar" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return -(10**9)  # a large positive one keeps polygamma_ busy for minutes
+    if how == "type" and not isinstance(value, torch.Tensor):
+        return "wrong"
+    return value
+
+
+@functools.cache
+def in_place_cases() -> tuple[InPlaceCase, ...]:
+    """Calls of in-place variants with an argument each that is made to fail."""
+    found = []
+    torch.manual_seed(0)
+    for op in op_db:
+        function = op.get_inplace()
+        if function is None:
+            continue
+        samples = [sample for _, sample in zip(range(3), _samples(op), strict=False)]
+        for number, sample in enumerate(samples):
+            if not isinstance(sample.input, torch.Tensor):
+                continue
+            for how in ("index", "shape", "dtype", "device", "scalar", "type"):
+                for place in range(len(sample.args)):
+                    args = list(sample.args)
+                    args[place] = _spoil(args[place], how)
+                    if args[place] is not sample.args[place]:
+                        name = f"{_full_name(op)}[{number}] argument {place}: {how}"
+                        found.append(
+                            InPlaceCase(name, function, (sample.input, *args), dict(sample.kwargs))
+                        )
+    return tuple(found)

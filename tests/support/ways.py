@@ -1,0 +1,96 @@
+"""The ways to resize: torch's own, and each that torchguard offers, under one interface."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+import torchguard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from support.kinds import State
+
+
+class Way(NamedTuple):
+    name: str
+    scope: Callable[[], AbstractContextManager[Any]]
+    resize_: Callable[..., torch.Tensor]
+    resize_as_: Callable[..., torch.Tensor]
+    set_: Callable[..., torch.Tensor]
+
+
+def _resize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor.resize_(*args, **kwargs)
+
+
+def _resize_as(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor.resize_as_(*args, **kwargs)
+
+
+def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor.set_(*args, **kwargs)
+
+
+def _on_torch_resize_as(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.resize_as_(tensor, *args, **kwargs)
+
+
+BARE = Way("bare", nullcontext, _resize, _resize_as, _set)
+HELPERS = Way(
+    "helpers",
+    nullcontext,
+    torchguard.safe_resize_,
+    torchguard.safe_resize_as_,
+    torchguard.safe_set_,
+)
+INSTALLED = Way("install", torchguard.install, _resize, _resize_as, _set)
+ON_TORCH = Way("install, torch.resize_as_", torchguard.install, _resize, _on_torch_resize_as, _set)
+GUARDED = Way("guarded", torchguard.guarded, _resize, _resize_as, _set)
+BOTH = Way("helpers under install", torchguard.install, *HELPERS[2:])
+WAYS = (HELPERS, INSTALLED, ON_TORCH, GUARDED, BOTH)
+
+each_way = pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
+
+
+class Outcome(NamedTuple):
+    error: BaseException | None
+    result: Any
+
+
+def ends_the_process(call: Callable[[], Any]) -> bool:
+    """Whether a call kills the process it runs in; tried in a copy of this one."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        faulthandler.disable()
+        # The threads of the OpenMP pool do not exist in a fork; waiting for them never ends.
+        torch.set_num_threads(1)
+        outcome_of(call)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def outcome_of(call: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(None, call())
+    except BaseException as error:  # noqa: BLE001  KeyboardInterrupt is one of those tried
+        return Outcome(error, None)
+
+
+def differences(before: State, after: State) -> dict[str, tuple[Any, Any]]:
+    """What differs between two states, readable in a failing test."""
+    return {
+        name: (before.get(name), after.get(name))
+        for name in {*before, *after}
+        if before.get(name) != after.get(name)
+    }

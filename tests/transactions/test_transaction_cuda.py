@@ -1,0 +1,111 @@
+"""transaction() on a GPU. What can be tried on the CPU runs there too: it is known to work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchguard
+from support.fault_injection import Case, bits, count, nothing, transaction
+from support.gpu import MIB, each_device, little_memory, out_of_memory
+
+# B batch, F features
+B, F = 8, 4
+
+
+@each_device
+@pytest.mark.parametrize("feature", ["plain", "dropout"])
+@pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
+def test_a_step_whose_operator_fails_is_as_if_it_had_not_begun(
+    implementation: str, feature: str, device: str
+) -> None:
+    case = Case("AdamW", implementation, amp=True, feature=feature, device=device)
+    every = 4 if device == "cuda" else 29
+    bare = count(case, nothing, every=every)
+    assert bare.wrong + bare.stuck > 0
+    found = count(case, transaction, every=every, restores=True)
+    assert found.points > 0
+    assert (found.wrong, found.stuck, found.not_restored) == (0, 0, 0), found.examples
+
+
+@each_device
+def test_a_batch_that_finds_no_memory_is_run_in_parts(device: str) -> None:
+    torch.manual_seed(0)
+    whole, in_parts = (nn.Linear(F, 1).double().to(device) for _ in range(2))
+    in_parts.load_state_dict(whole.state_dict())
+    x_bf, y_b = torch.randn(B, F).double().to(device), torch.randn(B).double().to(device)
+    nn.functional.mse_loss(whole(x_bf).squeeze(1), y_b).backward()
+
+    optimizer = torch.optim.AdamW(in_parts.parameters(), fused=True)
+    step = torchguard.transaction(in_parts, optimizer)
+    gradients: list[Any] = []
+    errors: list[type[BaseException]] = []
+
+    def before_step() -> None:
+        gradients.extend(p.grad.clone() for p in in_parts.parameters() if p.grad is not None)
+
+    with little_memory(device) as too_many:
+
+        def loss_of(part: Any) -> torch.Tensor:
+            x, y = part
+            loss = nn.functional.mse_loss(in_parts(x).squeeze(1), y)
+            try:  # activations: on the GPU 8 samples need more than is left, and 4 do not
+                if device == "cuda":
+                    torch.empty(len(x) * 12 * MIB, dtype=torch.uint8, device=device)
+                elif len(x) > B // 2:
+                    torch.empty(too_many)
+            except out_of_memory(device) as error:
+                errors.append(type(error))
+                raise
+            return loss
+
+        step.run(loss_of, (x_bf, y_b), retry=torchguard.halved(), before_step=before_step)
+    assert len(errors) == 1
+    assert step.stats().commits == 1
+    for gradient, parameter in zip(gradients, whole.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+@each_device
+def test_random_numbers_of_the_device_are_drawn_again(device: str) -> None:
+    model = nn.Linear(F, 1).to(device)
+    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
+    torch.rand(1, device=device)
+    drawn: list[torch.Tensor] = []
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), step:
+            drawn.append(torch.rand(3, device=device))
+            raise ZeroDivisionError
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scale", [1.0, float("nan")])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_a_fused_step_is_skipped_without_waiting_for_the_gpu(name: str, scale: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(F, F), nn.BatchNorm1d(F), nn.Linear(F, 1)).cuda()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True)
+    step = torchguard.transaction(model, optimizer, skip_nonfinite=True)
+    x_bf = torch.randn(B, F, device="cuda")
+
+    def train(scale: float) -> None:
+        with step:
+            (model(x_bf).square().mean() * scale).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(1.0)
+    before = bits([model.state_dict(), optimizer.state_dict()["state"]])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = bits([model.state_dict(), optimizer.state_dict()["state"]])
+    assert (after == before) == (scale != 1.0)
+    assert step.stats().skipped == (scale != 1.0)

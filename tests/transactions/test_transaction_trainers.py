@@ -1,0 +1,158 @@
+"""transaction() in the loops of trainers, as docs/transaction.md shows them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchguard
+from support.child_process import output_of
+from support.fault_injection import bits
+
+
+class FailOnce:
+    """A loss that raises in the first call, after BatchNorm has counted the batch."""
+
+    def __init__(self, model: nn.Module, at: int = 0) -> None:
+        self.model, self.at, self.calls = model, at, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(x).square().mean()
+        self.calls += 1
+        if self.calls == self.at + 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return bits([dict(model.state_dict()), optimizer.state_dict()["state"]])
+
+
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    ends = []
+    for fails in (False, True):
+        net = network()
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        model, wrapped = accelerator.prepare(net, optimizer)
+        step = torchguard.transaction(accelerator.unwrap_model(model), wrapped.optimizer)
+        loss_of = FailOnce(model, 0 if fails else -1)
+        for _ in range(2 if fails else 1):
+            try:
+                with step:
+                    accelerator.backward(loss_of(torch.ones(4, 3)))
+                    wrapped.step()
+                    wrapped.zero_grad()
+            except torch.OutOfMemoryError:
+                assert fails
+        ends.append(everything(net, wrapped.optimizer))
+    assert ends[0] == ends[1]
+
+
+# In a process of its own: Lightning replaces torch.compile when it is imported.
+LIGHTNING = """
+import pathlib, sys, torch, torchguard
+import lightning.pytorch as lightning
+here = sys.argv[1]
+sys.path[:0] = [here, str(pathlib.Path(here).parent)]
+from test_transaction_trainers import FailOnce, everything, network
+
+class Module(lightning.LightningModule):
+    def __init__(self, fails):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = network()
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), fused=True)
+        self.step = torchguard.transaction(self.net, self.optimizer)
+        self.loss_of = FailOnce(self.net, 0 if fails else -1)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+    def training_step(self, batch, batch_idx):
+        while True:
+            try:
+                with self.step:
+                    self.manual_backward(self.loss_of(batch))
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+            except torch.OutOfMemoryError:
+                continue
+            return
+
+ends = []
+for fails in (False, True):
+    module = Module(fails)
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[2],
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4))
+    ends.append((everything(module.net, module.optimizer), module.step.stats().commits))
+print(ends[0] == ends[1], ends[1][1])
+"""
+
+
+def test_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics")  # comes with Lightning, and replaces nothing of torch
+    printed = output_of(LIGHTNING, str(Path(__file__).parent), str(tmp_path))
+    assert printed.splitlines()[-1] == "True 2"
+
+
+def test_hugging_face(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    net = network()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+            self.loss_of = FailOnce(net, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.loss_of(x)}
+
+    model = Model()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    step = torchguard.transaction(model, optimizer, scheduler=scheduler)
+    ends = []
+
+    class Transaction(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(everything(net, optimizer))
+            step.__enter__()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            step.__exit__(None, None, None)
+
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            tmp_path, max_steps=3, use_cpu=True, report_to=[], per_device_train_batch_size=2,
+            save_strategy="no", disable_tqdm=True,
+        ),
+        train_dataset=[{"x": torch.ones(3)} for _ in range(8)],
+        optimizers=(optimizer, scheduler),
+        callbacks=[Transaction()],
+    )  # fmt: skip
+    with pytest.raises(torch.OutOfMemoryError):
+        try:
+            trainer.train()
+        except BaseException:
+            step.__exit__(*sys.exc_info())
+            raise
+    assert len(ends) == 2
+    assert ends[0] != ends[1] == everything(net, optimizer)
+    assert step.stats().rollbacks == {"OutOfMemoryError": 1}

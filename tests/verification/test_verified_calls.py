@@ -1,0 +1,452 @@
+"""Which calls of a compiled graph are checked: new sizes, and calls from many threads."""
+
+from __future__ import annotations
+
+import importlib
+import textwrap
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from support.child_process import JOIN_RANKS, output_of, run_ranks
+from support.miscompiling import spoiling
+from torchguard import MiscompilationWarning, verified_backend
+from torchguard.verification.backend import Options, Sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("fresh_reports")
+
+
+# --- sizes
+
+
+def from_size(size: int) -> Any:
+    """Make a backend that is wrong for inputs of so many elements and more."""
+
+    def spoil(outputs: list[Any], given: list[Any]) -> Any:
+        large = max(value.numel() for value in given if isinstance(value, torch.Tensor)) >= size
+        return [outputs[0] + 1, *outputs[1:]] if large else outputs
+
+    return spoiling(spoil)
+
+
+@pytest.mark.parametrize("wrong_from", [8, 9, 100, 130, 2000])
+def test_sizes_that_are_new_to_a_graph_are_checked_again(wrong_from: int) -> None:
+    """Right for small sizes, wrong from one on: that call is right, with one warning."""
+    backend = verified_backend(from_size(wrong_from))
+    compiled = torch.compile(lambda x: (x * 2,), backend=backend)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (4, 5, 3, *range(wrong_from - 2, wrong_from + 3), 4, 3000):
+            assert compiled(torch.ones(size))[0].tolist() == [2] * size
+    assert [warning.category for warning in caught] == [MiscompilationWarning]
+    _, dynamic = backend.stats().graphs
+    assert (dynamic.status, dynamic.runs) == ("mismatched", "aot_eager")
+
+
+def test_an_integer_of_the_program_and_inner_dims_are_sizes_too() -> None:
+    def spoil(outputs: list[Any], given: list[Any]) -> Any:
+        seven = any(type(value) is int and value == 7 for value in given)
+        return [outputs[0] + 1] if seven else outputs
+
+    backend = verified_backend(spoiling(spoil))
+    compiled = torch.compile(lambda x, n: (x * n,), backend=backend)
+    for shape, n in (((2, 3), 4), ((2, 5), 6), ((2, 6), 5)):
+        compiled(torch.ones(shape), n)
+    with pytest.warns(MiscompilationWarning):
+        assert compiled(torch.ones(2, 6), 7)[0].tolist() == [[7] * 6] * 2
+    assert compiled(torch.ones(2, 7), 6)[0].tolist() == [[6] * 7] * 2
+
+
+def test_most_of_many_sizes_are_trusted_and_a_later_call_looks_up_its_sizes() -> None:
+    backend = verified_backend("aot_eager")
+    compiled = torch.compile(lambda x: x.sin(), backend=backend)
+    for size in range(2, 1000):
+        compiled(torch.ones(size))
+    _, dynamic = backend.stats().graphs
+    assert 64 < dynamic.checks < 120
+    before = dynamic.checks
+    for size in (3, 64, 500, 999):
+        compiled(torch.ones(size))
+    assert dynamic.checks == before
+
+
+def test_sizes_that_compiled_code_can_tell_apart_are_all_checked() -> None:
+    for each in (0, 64):
+        sizes = Sizes(Options())
+        sizes.EACH = each
+        for number in range(16, 2048, 16):  # multiples of 16 only, however many
+            if sizes.lacking(number, writes=False):
+                sizes.checked(number)
+        assert not sizes.lacking(1024 + 16, writes=False)
+        assert sizes.lacking(1024 + 16, writes=True)
+        assert sizes.lacking(1024 + 17, writes=False)  # a tail
+        assert sizes.lacking(4096, writes=False)  # beyond the range
+        assert sizes.lacking(7, writes=False)  # less than a vector
+        assert sizes.lacking((1024, 2), writes=False)
+
+
+def test_a_graph_that_writes_its_inputs_is_not_trusted_with_more_sizes_than_were_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then inductor keeps the writes out of the graph; here a stand-in says that it does."""
+    fallback = importlib.import_module("torchguard.verification.fallback")
+    monkeypatch.setattr(fallback, "_AOT_EAGER", fallback._AOT_EAGER._replace(name=fallback.OUTSIDE))
+    monkeypatch.setattr(Sizes, "EACH_WRITING", 10)
+    for writes in (False, True):
+        torch._dynamo.reset()
+        backend = verified_backend(spoiling(lambda outputs, _: outputs))
+        compiled = torch.compile(lambda x: (x.add_(1) if writes else x + 1) * 2, backend=backend)  # noqa: B023
+        for size in (*range(2, 20), 5):
+            assert compiled(torch.ones(size)).tolist() == [4] * size
+        _, dynamic = backend.stats().graphs
+        assert dynamic.status == "verified"
+        assert (dynamic.runs == fallback.OUTSIDE) is writes
+
+
+def test_other_sizes_are_checked_again_after_a_fallback_was_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was right for a size that another function was checked with need not be right now."""
+
+    def wrong_at(number: int) -> Any:
+        def spoil(outputs: list[Any], given: list[Any]) -> Any:
+            return [outputs[0] + 1] if given[-1].numel() == number else outputs
+
+        return spoil
+
+    first, second = spoiling(wrong_at(9)), spoiling(wrong_at(5))
+    fallback = importlib.import_module("torchguard.verification.fallback")
+    fallbacks = (
+        fallback.Fallback("first", first),
+        fallback.Fallback("second", second),
+        fallback.EAGER,
+    )
+    backend = verified_backend(first)
+    monkeypatch.setattr(backend, "fallbacks", lambda: fallbacks)
+    compiled = torch.compile(lambda x: (x * 2,), backend=backend)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (4, 5, 6, 9, 5, 9, 6):
+            assert compiled(torch.ones(size))[0].tolist() == [2] * size
+    assert len(caught) == 2
+    assert [graph.runs for graph in backend.stats().graphs] == ["first", "eager"]
+
+
+SHIFT = """
+    import sys, warnings
+    import torch
+    from torchguard import verified
+
+    def shift(q):
+        q[1:] = q[:-1].clone()
+        return q * 2
+
+    checked = verified()(shift)
+    warnings.simplefilter("ignore")
+    for n in map(int, sys.argv[1:]):
+        queue, same = (torch.arange(3.0 * n).view(n, 3) for _ in "ab")
+        right = torch.equal(checked(queue), shift(same)) and torch.equal(queue, same)
+        print("right" if right else "wrong", n)
+    print([graph.runs for graph in checked.stats().graphs])
+"""
+
+
+@pytest.mark.slow
+def test_a_shift_of_rows_that_is_right_for_small_sizes_alone_is_right_for_all() -> None:
+    """https://github.com/pytorch/pytorch/issues/197829"""
+    *lines, runs = output_of(SHIFT, "6", "4", "9", "300", "6", "33").splitlines()
+    assert lines == ["right 6", "right 4", "right 9", "right 300", "right 6", "right 33"]
+    assert "eager" not in runs
+
+
+def test_two_ranks_with_other_sizes_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    ranks = run_ranks(
+        JOIN_RANKS
+        + textwrap.dedent("""
+        import warnings
+        from torchguard import verified_backend
+
+        warnings.simplefilter("ignore")
+
+        def wrong_from_9(graph, inputs):
+            def run(*inputs):
+                (x,) = graph(*inputs)
+                return (x + 1,) if x.numel() >= 9 else (x,)
+            return run
+
+        backend = verified_backend(wrong_from_9, group=dist.group.WORLD)
+        compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=True)
+        sizes = [(5, 6, 7, 8, 5), (5, 5, 12, 5, 5)][rank]
+        right = all(compiled(torch.ones(n))[0].tolist() == [2] * n for n in sizes)
+        runs = [graph.runs for graph in backend.stats().graphs]
+        print(json.dumps({"right": right, "runs": runs}))
+        """),
+        tmp_path,
+    )
+    assert ranks == [
+        {"right": True, "runs": ["wrong_from_9"]},
+        {"right": True, "runs": ["aot_eager"]},
+    ]
+
+
+def _off_by_one(outputs: list[Any], _: list[Any]) -> Any:
+    return [outputs[0] + 1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_known_to_be_wrong_does_not_stay_when_the_next_fallback_fails(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_(*_: Any) -> Any:
+        def run(*_: Any) -> Any:
+            raise torch.OutOfMemoryError
+
+        return run
+
+    fallback = importlib.import_module("torchguard.verification.fallback")
+    monkeypatch.setattr(fallback, "_AOT_EAGER", fallback.Fallback("fails", compile_))
+    backend = verified_backend(spoiling(_off_by_one))
+    compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=dynamic)
+    with pytest.warns(MiscompilationWarning, match="eager runs instead"):
+        assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
+    assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_check_that_is_interrupted_is_done_again(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupts = [KeyboardInterrupt]
+
+    def compile_(graph: Any, _: list[Any]) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return graph.forward
+
+    fallback = importlib.import_module("torchguard.verification.fallback")
+    monkeypatch.setattr(fallback, "_AOT_EAGER", fallback.Fallback("second", compile_))
+    backend = verified_backend(spoiling(_off_by_one))
+    compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=dynamic)
+    with pytest.raises(KeyboardInterrupt):
+        compiled(torch.ones(3))
+    with pytest.warns(MiscompilationWarning):
+        assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
+    assert backend.stats().graphs[0].runs == "second"
+
+
+# --- threads
+
+
+def test_a_call_during_a_check_runs_eagerly_and_does_not_wait() -> None:
+    checking, go_on = threading.Event(), threading.Event()
+
+    def slow(outputs: list[Any], _: list[Any]) -> Any:
+        checking.set()
+        assert go_on.wait(60)
+        return [outputs[0] + 1]
+
+    backend = verified_backend(spoiling(slow))
+    compiled = torch.compile(lambda x: (x * 2,), backend=backend)
+    seen: list[Any] = []
+
+    def call() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seen.append(compiled(torch.ones(3))[0].tolist())
+
+    first = threading.Thread(target=call)
+    first.start()
+    assert checking.wait(60)
+    assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
+    assert seen == []
+    go_on.set()
+    first.join(60)
+    assert seen == [[2, 2, 2]]
+    assert [graph.runs for graph in backend.stats().graphs] == ["aot_eager"]
+
+
+def test_the_handler_of_a_warning_may_call_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(
+        lambda x: (x * 2,), backend=verified_backend(spoiling(lambda out, _: [out[0] + 1]))
+    )
+    seen: list[Any] = []
+
+    def show(_: object, category: type[Warning], *__: Any, **___: Any) -> None:
+        if category is not MiscompilationWarning:
+            return  # Python 3.12 warns of a fork beside threads, for one
+        thread = threading.Thread(target=lambda: seen.append(compiled(torch.ones(3))[0].tolist()))
+        thread.start()
+        thread.join(60)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
+    assert seen == [[2, 2, 2]]
+
+
+def test_tensors_that_the_graph_owns_are_not_seen_while_a_check_swaps_them() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    checking, go_on = threading.Event(), threading.Event()
+
+    def slow(outputs: list[Any], _: list[Any]) -> Any:
+        checking.set()
+        go_on.wait(1)
+        return outputs
+
+    graph = torch.fx.Graph()
+    owned = graph.get_attr("weight")
+    graph.output((graph.call_method("add_", (owned, graph.placeholder("x"))),))
+    module = torch.fx.GraphModule({"weight": weight}, graph)
+    checked = verified_backend(spoiling(slow))(module, [torch.ones(1)])
+
+    def call() -> None:
+        with torch.no_grad():
+            checked(torch.ones(1))
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    threads[0].start()
+    assert checking.wait(60)
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    assert weight.tolist() == [2]
+
+
+THREADS = """
+    import collections, sys, threading, warnings
+    import torch
+    from torchguard import verified
+
+    def planted(graph, inputs):
+        def run(*inputs):
+            outputs = graph(*inputs)
+            return (outputs[0] + 1, *outputs[1:])
+        return run
+
+    warnings.simplefilter("ignore")
+    backend = "inductor" if sys.argv[1] == "inductor" else planted
+    seen = collections.Counter()
+    for turn in range(int(sys.argv[2])):
+        torch._dynamo.reset()
+        scope = {}
+        # Long enough for another thread to call while this is compiled once more.
+        lines = ["def f(q):", "    q[1:] = q[:-1].clone()", "    r = q * 2"]
+        lines += [*(f"    r = r + {i + turn}" for i in range(100)), "    return r"]
+        exec("\\n".join(lines), scope)
+        function, checked = scope["f"], verified(backend=backend)(scope["f"])
+        start = threading.Barrier(8)
+
+        def work(number):
+            start.wait()
+            for rows in (20, 20, 20, 7, 9, 9, 30, 31, 32, 20, 20, 20):
+                queue, same = (torch.arange(3.0 * rows).view(rows, 3) + number for _ in "ab")
+                want = function(same)
+                try:
+                    got = checked(queue)
+                except Exception as error:
+                    seen[f"{type(error).__name__}: {error}"] += 1
+                    continue
+                right = torch.equal(want, got) and torch.equal(same, queue)
+                seen["right" if right else "wrong"] += 1
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    print(dict(seen))
+"""
+
+tells_threads_apart = pytest.mark.skipif(
+    not hasattr(torch.compiler, "_compile_session_context")
+    and not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_tls"),
+    reason="plain torch.compile raises too while another thread compiles",
+)
+
+
+@tells_threads_apart
+def test_eight_threads_that_begin_together_get_right_results_and_no_exception() -> None:
+    assert output_of(THREADS, "planted", "2") == "{'right': 192}\n"
+
+
+@tells_threads_apart
+@pytest.mark.slow
+def test_eight_threads_that_begin_together_with_inductor() -> None:
+    assert output_of(THREADS, "inductor", "1") == "{'right': 96}\n"
+
+
+# --- ids that all differ in the first call
+
+
+class _Overwriting(torch.autograd.Function):
+    """Look rows up; the gradient of an id that occurs twice is that of its last occurrence."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight, ids)
+        return weight[ids]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        weight, ids = ctx.saved_tensors
+        return torch.zeros_like(weight).index_put((ids,), gradient), None
+
+
+def _overwriting(_: Any, examples: list[Any]) -> Callable[..., Any]:
+    """Compile ``weight[ids]``, wrongly, as torch 2.6 does for one thread on a CPU.
+
+    https://github.com/pytorch/pytorch/issues/147848
+    """
+    place = [example.is_floating_point() for example in examples].index(True)
+    lookup: Any = _Overwriting.apply
+    return lambda *inputs: [lookup(inputs[place], inputs[1 - place])]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_gradient_that_is_wrong_for_an_id_that_occurs_twice_is_found_before_one_does(
+    dtype: torch.dtype,
+) -> None:
+    def rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return weight[ids]
+
+    compiled = torch.compile(rows, backend=verified_backend(_overwriting))
+    weight = torch.randn(5, 2, requires_grad=True)
+    with pytest.warns(MiscompilationWarning, match="gradient of input"):
+        compiled(weight, torch.tensor([2, 0, 4], dtype=dtype))
+    for ids in ([2, 0, 4], [3, 3, 1]):
+        found = compiled(weight, torch.tensor(ids, dtype=dtype)).sum()
+        expected = weight[torch.tensor(ids)].sum()
+        for got, wanted in zip(
+            *(torch.autograd.grad(e, weight) for e in (found, expected)), strict=True
+        ):
+            assert torch.equal(got, wanted)
+
+
+def test_a_write_at_an_index_that_never_occurs_twice_raises_no_false_alarm() -> None:
+    """Which of two values stays is undefined, and a backend may choose the other."""
+
+    def permuted(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x).index_put((order,), x)
+
+    def last_first(graph: Any, _: list[Any]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            return graph.forward(*(value.flip(0) for value in inputs))
+
+        return run
+
+    backend = verified_backend(last_first)
+    compiled = torch.compile(permuted, backend=backend)
+    x = torch.randn(3, 2, requires_grad=True)
+    order = torch.tensor([2, 0, 1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(compiled(x, order), permuted(x, order))
+    assert [graph.status for graph in backend.stats().graphs] == ["verified"]

@@ -34,7 +34,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_code(page: Path) -> None:
     """The code on a page runs and prints what its comments say."""
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / "document.py"), str(page)]
+    program = ROOT / "tests" / "support" / "document.py"
+    command = [sys.executable, "-W", "ignore", str(program), str(page)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

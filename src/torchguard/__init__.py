@@ -31,7 +31,7 @@ _PUBLIC = {
     "bucketing.sampler": ("BucketBatchSampler",),
     "checkpoint.loading": ("load", "load_state_dict"),
     "checkpoint.saving": ("save",),
-    "checkpoint.whole_file": ("checkpoint_folder",),
+    "checkpoint.folder": ("checkpoint_folder",),
     "defects.doctor": ("DoctorReport", "doctor"),
     "errors": (
         "DamagedFileError",

@@ -12,9 +12,9 @@ from torchguard.bucketing.packed import packed
 from torchguard.bucketing.padding import Padded, PaddedPair, pad_to_bucket, unpad
 from torchguard.bucketing.pairs import PairBuckets
 from torchguard.bucketing.sampler import BucketBatchSampler
+from torchguard.checkpoint.folder import checkpoint_folder
 from torchguard.checkpoint.loading import load, load_state_dict
 from torchguard.checkpoint.saving import save
-from torchguard.checkpoint.whole_file import checkpoint_folder
 from torchguard.defects.doctor import DoctorReport, doctor
 from torchguard.errors import (
     DamagedFileError,

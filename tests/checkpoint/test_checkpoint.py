@@ -34,7 +34,7 @@ from support.writers import (
     start,
     status,
 )
-from torchguard.checkpoint.whole_file import remove_abandoned, temporary_name
+from torchguard._files import temporary_name
 
 KILLS = int(os.environ.get("TORCHGUARD_KILLS", "60"))  # 500 for a release
 
@@ -132,13 +132,6 @@ class TestSave:
             torchguard.save(OLD, f"/proc/self/fd/{file.fileno()}")
             assert os.fstat(file.fileno()).st_nlink == 1
         assert same(torch.load(tmp_path / "output.pt"), OLD)
-
-    def test_a_link_that_was_left_goes(self, tmp_path: Path) -> None:
-        link = tmp_path / temporary_name("checkpoint")
-        link.symlink_to("checkpoint.1", target_is_directory=True)
-        (tmp_path / "checkpoint.1").mkdir()
-        assert remove_abandoned(str(tmp_path), "checkpoint") == [link.name]
-        assert names(tmp_path) == ["checkpoint.1"]
 
     def test_a_container_that_holds_itself(self, tmp_path: Path) -> None:
         obj: dict[str, Any] = dict(OLD)

@@ -198,7 +198,7 @@ class TestFolder:
         opened = os.open
 
         def open_(path: Any, *arguments: Any, **options: Any) -> int:
-            if not taken and Path(path).name.startswith("checkpoint.torchguard-"):
+            if not taken and Path(path).name.startswith(".torchguard-"):
                 taken.append(path)
                 Path(path).rmdir()
             return opened(path, *arguments, **options)

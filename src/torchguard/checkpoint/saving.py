@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from torchguard._files import is_replaceable, is_temporary, replace_file
 from torchguard._public import public
 from torchguard._torch import patch, version_of, versions_after, without_torch_function
-from torchguard.checkpoint.whole_file import is_replaceable, is_temporary, replace_file
 from torchguard.errors import SaveError, TornSaveError
 from torchguard.rollback.consistency import is_container, tensors_in
 

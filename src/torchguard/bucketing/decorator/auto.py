@@ -7,10 +7,8 @@ plan is as trusted as code, because torch unpickles it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -18,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from torchguard._files import replace_file
 from torchguard.bucketing.buckets import Buckets, buckets_by_axes, total_cost
 from torchguard.bucketing.histogram import observe
 from torchguard.bucketing.pairs import PairBuckets, fit_pairs, holding, in_order
@@ -282,16 +281,7 @@ def write_plan(
     }
     # Before the file is opened: what JSON can't hold leaves the old plan as it is.
     text = json.dumps(document, indent=1) + "\n"
-    target = Path(os.path.realpath(path))  # a link goes on pointing to the file
-    # A name that no other process or rank has.
-    unfinished = target.with_name(f"{target.name}.{secrets.token_hex(6)}.part")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+    replace_file(os.fspath(path), lambda new: Path(new).write_text(text, encoding="utf-8"))
 
 
 def read_plan(path: str | os.PathLike[str]) -> PlanFile:

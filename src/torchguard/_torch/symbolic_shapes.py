@@ -63,12 +63,13 @@ class SymbolicSizes:
         self._mode.__enter__()
         # torch logs pages about an operation that fails on tensors without data; who runs a
         # function here expects that it may.
-        self._level = _LOGGER.level
-        _LOGGER.setLevel(logging.CRITICAL + 1)
+        this_thread = threading.get_ident()
+        self._filter = lambda record: record.thread != this_thread
+        _LOGGER.addFilter(self._filter)
         return self
 
     def __exit__(self, *failure: object) -> None:
-        _LOGGER.setLevel(self._level)
+        _LOGGER.removeFilter(self._filter)
         self._mode.__exit__(*failure)
 
     def empty(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torchguard._torch.optimizers import call_unseen, close_checkpoints
 from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import ReplayMismatchError, UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
-from torchguard.rollback.interrupts import DeferredSignals, finish
+from torchguard.rollback.interrupts import DeferredSignals, failures_in, finish
 from torchguard.transactions.hooks import opened, step_is_compiled, watch
 from torchguard.transactions.optimizer_step import (
     AtCommit,
@@ -336,8 +335,7 @@ class Transaction:
         if block.changed is None:
             with contextlib.suppress(Exception):  # a number for stats() is not worth an undo
                 block.changed = block.snapshot.changed()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)  # what retry_or_warn() says of a failure
+        with failures_in(problems):
             for step in reversed(block.stepped):
                 _attempt(step.undo, problems)
             if block.foreign is not None:

@@ -23,7 +23,7 @@ from torchguard.equivalence.outcome import Outcome
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import Options
 from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
-from torchguard.verification.graph import quiet
+from torchguard.verification.graph import unlogged
 from torchguard.verification.report import GraphRecord, first_of, message_of
 from torchguard.verification.reproduce import reproducer_of
 from torchguard.verification.rounding import exact, not_by_rounding, right_in_double
@@ -285,7 +285,7 @@ class GraphCheck:
         first, record, wrong = self.fallbacks[0], self.record, self.runs
         action = self.options.on_mismatch
         if action == "fallback":
-            with quiet():
+            with unlogged():
                 self._fall_back(eager, inputs, self._position + 1)
         record.status = "mismatched"
         record.runs = self.fallbacks[self._position].name

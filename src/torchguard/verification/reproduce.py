@@ -17,7 +17,7 @@ from torch import fx
 
 from torchguard._torch import tracing_again
 from torchguard.verification.fallback import Fallback, TracedGraph
-from torchguard.verification.graph import numbers_in, quiet
+from torchguard.verification.graph import numbers_in, unlogged
 from torchguard.verification.minify import Case, minified
 from torchguard.verification.report import GraphRecord
 
@@ -120,7 +120,7 @@ def reproducer_of(
         return "none: the graph holds tensors of its own, such as an optimizer's parameters"
     if record.checks and numbers_in(traced.graph, inputs):
         return "none: a script does not show what needs a float that changes between calls"
-    with quiet():
+    with unlogged():
         case = Case(traced.graph, wrong, list(inputs))
         small, ended_early = _smaller(traced, case, backend, compile_seconds)
         try:

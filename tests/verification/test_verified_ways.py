@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import pickle
 from pathlib import Path
@@ -24,8 +23,6 @@ from torchguard import (
     verified_backend,
 )
 from torchguard._torch import compiled_call, settings_of_compiled
-
-reproduce = importlib.import_module("torchguard.verification.reproduce")
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,16 +163,12 @@ def by_install(function: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
-def test_the_everyday_lines_are_wrong_bare_and_right_each_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One way minifies the graphs for its scripts; the others would minify the same ones."""
+def test_the_everyday_lines_are_wrong_bare_and_right_each_way() -> None:
     assert wrong_everyday_lines(bare) != []
     for way in (by_decorator, around_compiled, by_backend, by_install):
         before = len(verification_report().graphs)
         assert wrong_everyday_lines(way) == [], way.__name__
         assert len(verification_report().graphs) == before + len(EVERYDAY), way.__name__
-        monkeypatch.setattr(reproduce, "MOST_SECONDS_TO_MINIFY", 0.0)
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ for name, flags in IMPLEMENTATIONS.items():
         found = "none"
         try:
             second_step(training, fault)
-        except (InjectedError, torchguard.PeerFailedError) as error:
+        except (InjectedError, torchguard.errors.PeerFailedError) as error:
             found = type(error).__name__
         where = f"{{name}}, point {{point}} of rank {{failing}}: {{found}}"
         committed = training.step.committed

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from support.miscompiling import inputs, one_value, spoiling, workload
-from torchguard import MiscompilationError, MiscompilationWarning, verified, verified_backend
+from torchguard import MiscompilationWarning, verified, verified_backend
+from torchguard.errors import MiscompilationError
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.minify import Case, minified
 

@@ -9,7 +9,7 @@ Training step
     :func:`transaction` undoes a step that failed. :func:`save`, :func:`load`,
     :func:`load_state_dict` and :func:`checkpoint_folder` keep files whole.
     :func:`safe_checkpoint` recomputes activations as they were computed first.
-    :func:`load_sharded`, :func:`verify_checkpoint` and :func:`replicas_agree` are for several ranks.
+    Several ranks: :func:`load_sharded`, :func:`verify_checkpoint`, :func:`replicas_agree`.
     :func:`checked` raises where an index, a label or a divisor is out of range.
 
 Sizes

@@ -41,6 +41,8 @@ def test_a_function_stays_a_function_and_has_stats() -> None:
     assert double(torch.ones(2)).tolist() == [2, 2]
     assert stats(double).verified == 1
 
+
+def test_a_module_stays_what_it_was() -> None:
     original = nn.Linear(3, 2)
     keys = list(original.state_dict())
     module: nn.Module = verified(backend="aot_eager")(original)

@@ -16,11 +16,10 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from torchguard.patching.guards import GUARDS, GuardName
-from torchguard.patching.install import install
-
 if TYPE_CHECKING:
     import argparse
+
+    from torchguard.patching.guards import GuardName
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--guards",
         metavar="NAMES",
-        help=f"guards to install, separated by commas, of: {', '.join(GUARDS)} "
+        help="guards to install, separated by commas, as the doctor names them "
         "(default: what install() installs)",
     )
     # Everything after the program's name is the program's, whatever it looks like.
@@ -67,6 +66,9 @@ def _main(options: argparse.Namespace) -> int:
 def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
     if options.guards is None:
         return ()
+
+    from torchguard.patching.guards import GUARDS  # noqa: PLC0415 - imports torch, in seconds
+
     guards = tuple(name.strip() for name in options.guards.split(","))
     unknown = [name for name in guards if name not in GUARDS]
     if unknown:
@@ -237,6 +239,8 @@ def install_everywhere(guards: tuple[GuardName, ...]) -> None:
     that was done before it ran. What multiprocessing sends it first is a dictionary; an entry
     of that which installs when it is unpickled comes before the program's own imports.
     """
+    from torchguard.patching.install import install  # noqa: PLC0415 - imports torch, in seconds
+
     install(*guards)
     original = spawn.get_preparation_data
 

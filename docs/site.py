@@ -9,6 +9,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+import torchguard
 from torchguard.cli.doctor import guards_as_code
 from torchguard.defects.catalog import Defect, built_in
 
@@ -26,6 +27,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """
     link = {"icon": "fontawesome/brands/github", "link": _repository(), "name": "Repository"}
     config.extra["social"] = [link]
+    # What writes the reference finds what dir() lists, which leaves out what functions return.
+    vars(torchguard)["__dir__"] = lambda: [*torchguard._HOME, "errors"]  # type: ignore[attr-defined]
     return config
 
 

@@ -321,3 +321,11 @@ def test_reference() -> None:
     assert {*torchguard.__all__} - names == {"__version__"}
     assert names - {*torchguard.__all__} <= returned | errors
     assert {name.rpartition(".")[2] for name in errors} <= {n.rpartition(".")[2] for n in names}
+
+
+def test_site_fetches_nothing() -> None:
+    """With ``repo_url`` the theme asks api.github.com, with ``font`` Google, for every reader."""
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "\n  font: false" in settings
+    assert "repo_url:" not in settings
+    assert "config.repo_url" not in (ROOT / "docs" / "site.py").read_text(encoding="utf-8")

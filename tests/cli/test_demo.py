@@ -51,7 +51,7 @@ def test_it_says_what_was_lost_and_draws_the_losses(shown: tuple[str, Path]) -> 
 def test_without_matplotlib_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "pip install matplotlib" in demo._drawn({}, str(tmp_path / "losses.png"))
 
 

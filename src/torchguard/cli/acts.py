@@ -23,7 +23,7 @@ import torch
 import torchguard
 
 STEPS, FIRST, EVERY = 60, 5, 12
-"""Of the training: how many, the first that runs out of memory, and every which one after it."""
+"""The steps of the training: how many, the first without memory, how many to the next such."""
 
 _Found = tuple[bool, str, list[float]]
 

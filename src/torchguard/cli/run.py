@@ -95,7 +95,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     else:
         program = _container(path, importer)
         _set_first_path(path)
-    _run(program)
+    _execute(program)
 
 
 def run_module(name: str, arguments: list[str]) -> None:
@@ -103,7 +103,7 @@ def run_module(name: str, arguments: list[str]) -> None:
     sys.argv = ["-m", *arguments]  # what packages imported on the way see, as under `python -m`
     program = _module(name)
     sys.argv[0] = program.file
-    _run(program)
+    _execute(program)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _of_spec(spec: importlib.machinery.ModuleSpec, code: types.CodeType) -> _Pro
     return _Program(code, spec.origin or "", spec.loader, spec, spec.cached)
 
 
-def _run(program: _Program) -> None:
+def _execute(program: _Program) -> None:
     """Make the program ``__main__`` and run it."""
     module = types.ModuleType("__main__")
     module.__dict__.update(

@@ -273,7 +273,7 @@ backend = verified_backend()
 # ---- which calls of a graph with dynamic shapes are checked ----
 
 
-class Sizes:
+class SizesChecked:
     """The sizes with which a graph with dynamic shapes was checked.
 
     A combination of sizes holds one number for each symbol of the graph: dims, strides, and
@@ -378,7 +378,7 @@ class _Calls:
 
     def _restart(self) -> None:
         """Forget all sizes: what runs now was checked with none of them."""
-        self._checked = Sizes(self.check.options)
+        self._checked = SizesChecked(self.check.options)
         # None: whatever the sizes are, nothing is left to check.
         known: set[Hashable] | None = set()
         sizes_of = self.sizes_of_call

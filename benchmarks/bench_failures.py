@@ -32,6 +32,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 import torchguard
 from benchmarks.harness import Scope
 from benchmarks.program import Benchmark, Results, Setting
+from torchguard.rollback.consistency import is_consistent
 
 NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
 PREFERRED = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64)
@@ -208,7 +209,7 @@ def tried(case: Case, scope: Scope, device: str) -> str:
             return "did not fail"
     if device == "cuda":
         torch.cuda.synchronize()
-    if [state(out) for out in outs] == before and all(map(torchguard.is_consistent, outs)):
+    if [state(out) for out in outs] == before and all(map(is_consistent, outs)):
         return "as it was"
     return f"corrupt after {kind}"
 

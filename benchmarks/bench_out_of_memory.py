@@ -31,6 +31,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 import torchguard
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
+from torchguard.rollback.consistency import is_consistent
 
 MIB = 2**20
 BEGIN = MIB // 4  # elements of the cache: 1 MiB
@@ -140,7 +141,7 @@ def ended(way: str, device: str, allowed: int) -> dict[str, Any]:
         if grows_again:
             with contextlib.suppress(RuntimeError):
                 resize(cache, BEGIN)
-            grows_again = cache.numel() == BEGIN and torchguard.is_consistent(cache)
+            grows_again = cache.numel() == BEGIN and is_consistent(cache)
         for _ in range(STEPS_AFTER):
             training.step()
     if device == "cuda":
@@ -174,7 +175,7 @@ def _until_it_fails(
             failed, error = time.perf_counter() - start, type(caught).__name__
             break
         elements = asked
-    consistent = torchguard.is_consistent(cache)
+    consistent = is_consistent(cache)
     expected = torch.arange(BEGIN, dtype=torch.float32, device=cache.device)
     return {
         "error": error,
@@ -185,7 +186,7 @@ def _until_it_fails(
         "same_shape": tuple(cache.shape) == (elements,),
         "same_memory": cache.untyped_storage().data_ptr() == before,
         "same_elements": bool(torch.equal(cache[:BEGIN], expected)) if consistent else None,
-        "view_consistent": torchguard.is_consistent(view),
+        "view_consistent": is_consistent(view),
         "failed_us": round(1e6 * failed, 1),
     }
 

@@ -40,6 +40,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 import torchguard
 from benchmarks.attributes import attributes_of_torch
 from torchguard import Buckets
+from torchguard.rollback.consistency import is_consistent
 
 BUCKETS = Buckets([8, 16, 32])
 FEATURES = 16
@@ -132,7 +133,7 @@ def resize_shared(training: Training, random: random.Random) -> None:
     """Grow a tensor in shared memory; plain torch ends the process."""
     tensor = torch.zeros(random.randint(1, 9)).share_memory_()
     training.kept.append(tensor)
-    with failing(torchguard.NonResizableStorageError):
+    with failing(torchguard.errors.NonResizableStorageError):
         tensor.resize_(10_000)
 
 
@@ -214,7 +215,7 @@ def inconsistent() -> list[torch.Tensor]:
     """Return every inconsistent tensor of the process."""
     objects = gc.get_objects()
     tensors = [each for each in objects if issubclass(type(each), torch.Tensor)]
-    return [each for each in tensors if not torchguard.is_consistent(each)]
+    return [each for each in tensors if not is_consistent(each)]
 
 
 def resident() -> int:
@@ -272,7 +273,7 @@ def at_random(seed: int, rounds: int, wrong: list[str]) -> None:
                 else:
                     with torchguard.install(*way.split(" and ")):  # type: ignore[arg-type]
                         tensor.resize_(5, 5)
-            if not torchguard.is_consistent(tensor):
+            if not is_consistent(tensor):
                 wrong.append(f"{way} left {tuple(tensor.shape)}")
     except BaseException as error:  # noqa: BLE001  reported by the main thread
         wrong.append(f"thread {seed}: {error!r}")
@@ -298,7 +299,7 @@ def storm(threads: int, rounds: int) -> list[str]:
     tensor = torch.from_numpy(np.zeros(4))
     with failing(RuntimeError):
         tensor.resize_(5, 5)
-    if torchguard.is_consistent(tensor):
+    if is_consistent(tensor):
         wrong.append("a resize is still guarded")
     torchguard.repair_(tensor)
     return wrong

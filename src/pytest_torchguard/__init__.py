@@ -86,7 +86,7 @@ def _broken() -> list[Tensor]:
     """Find the inconsistent tensors of the process."""
     import torch  # noqa: PLC0415
 
-    from torchguard import is_consistent  # noqa: PLC0415
+    from torchguard.rollback.consistency import is_consistent  # noqa: PLC0415
 
     return [
         each

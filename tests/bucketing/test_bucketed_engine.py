@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from support.child_process import output_of
-from torchguard import Buckets, PaddingLeakError, RecompileError, bucketed, no_recompile
+from torchguard import Buckets, PaddingLeakError, bucketed, no_recompile
+from torchguard.errors import RecompileError
 
 break_even = importlib.import_module("torchguard.bucketing.decorator.break_even")
 engine = importlib.import_module("torchguard.bucketing.decorator.engine")

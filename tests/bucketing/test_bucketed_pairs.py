@@ -19,13 +19,13 @@ from torchguard import (
     PaddedPair,
     PaddingLeakError,
     PairBuckets,
-    RecompileError,
     bucketed,
     no_recompile,
     pad_to_bucket,
     unpad,
 )
 from torchguard.bucketing.decorator.auto import PairLadder
+from torchguard.errors import RecompileError
 
 PAIRS = PairBuckets([(8, 16), (4, 32), (2, 64)])
 SHAPES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=5)

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard import Buckets, RecompileError, WarmupReport, bucketed, no_recompile
+from torchguard import Buckets, WarmupReport, bucketed, no_recompile
+from torchguard.errors import RecompileError
 
 EAGER: Any = {"compile": {"backend": "eager"}}
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.fit import plan, plans
+from torchguard.bucketing.fit import best_ladder, best_ladders
 from torchguard.bucketing.histogram import Observed, batch_maxima, observe, with_prior
 from torchguard.bucketing.pairs import PairBuckets
 
@@ -141,7 +141,7 @@ def test_a_declared_maximum_is_the_largest_bucket_exactly() -> None:
 
 @given(observations)
 def test_each_further_bucket_saves_less_than_the_last(seen: dict[int, int]) -> None:
-    costs = [each.cost for each in plans(observe(seen, "test"), 24, top=max(seen))]
+    costs = [each.cost for each in best_ladders(observe(seen, "test"), 24, top=max(seen))]
     saved = [a - b for a, b in itertools.pairwise(costs)]
     assert all(a >= b > 0 for a, b in itertools.pairwise(saved))
     assert costs[-1] == sum(size * times for size, times in seen.items())
@@ -175,7 +175,7 @@ def test_the_hull_is_right_where_it_is_large(shape: str) -> None:
         lines = best[:-1, None] + sizes * (below[1:] - below[:-1, None])
         lines[np.tril_indices(1500, -1)] = np.inf
         best = np.concatenate(([0.0], lines.min(axis=0)))
-    found = plan(Observed(sizes, weights), 8, top=1500)
+    found = best_ladder(Observed(sizes, weights), 8, top=1500)
     assert found.cost == pytest.approx(best[-1], rel=1e-12)
 
 

@@ -19,7 +19,8 @@ import torchguard
 from support.gpu import each_device, little_memory, out_of_memory
 from support.kinds import state
 from support.ways import Way, differences, each_way, outcome_of
-from torchguard import Buckets, bucketed, guarded, is_consistent, rollback_on_error, verified
+from torchguard import Buckets, bucketed, guarded, rollback_on_error, verified
+from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,8 @@ from support.ways import (
     ends_the_process,
     outcome_of,
 )
-from torchguard import NonResizableStorageError, safe_resize_
+from torchguard import safe_resize_
+from torchguard.errors import NonResizableStorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -336,7 +337,7 @@ class TestSharedMemory:
                         tensor = torch.ones(4).share_memory_()
                         try:
                             eval(prefix + line)
-                        except torchguard.NonResizableStorageError as error:
+                        except torchguard.errors.NonResizableStorageError as error:
                             intact = tensor.tolist() == [1, 1, 1, 1] and len(tensor) == 4
                             name = line.partition("(")[0]
                             ours = str(error).startswith(f"safe_{{name}}: ")

@@ -13,8 +13,9 @@ from support import kinds
 from support.kinds import Kind, Wrapper, locked, named, plain, state
 from support.modes import DispatchMode
 from support.ways import differences, ends_the_process, outcome_of
-from torchguard import _torch, guarded, is_consistent, rollback_on_error
+from torchguard import _torch, guarded, rollback_on_error
 from torchguard.rollback import snapshot
+from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import operator
 import subprocess
@@ -36,10 +35,6 @@ SEEDS = (2, 9, 11, 124, 132)
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("TORCHGUARD_REPRODUCERS", str(tmp_path / "reproducers"))
-    # Making reproducers smaller has tests of its own, and takes its time.
-    monkeypatch.setattr(
-        importlib.import_module("torchguard.verification.reproduce"), "SECONDS_TO_MINIFY", 0.0
-    )
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ import torch
 from support.child_process import JOIN_RANKS, output_of, run_ranks
 from support.miscompiling import spoiling
 from torchguard import MiscompilationWarning, verified_backend
-from torchguard.verification.backend import Options, Sizes
+from torchguard.verification.backend import Options, SizesChecked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +79,7 @@ def test_most_of_many_sizes_are_trusted_and_a_later_call_looks_up_its_sizes() ->
 
 def test_sizes_that_compiled_code_can_tell_apart_are_all_checked() -> None:
     for each in (0, 64):
-        sizes = Sizes(Options())
+        sizes = SizesChecked(Options())
         sizes.EACH = each
         for number in range(16, 2048, 16):  # multiples of 16 only, however many
             if sizes.lacking(number, writes=False):
@@ -98,7 +98,7 @@ def test_a_graph_that_writes_its_inputs_is_not_trusted_with_more_sizes_than_were
     """Then inductor keeps the writes out of the graph; here a stand-in says that it does."""
     fallback = importlib.import_module("torchguard.verification.fallback")
     monkeypatch.setattr(fallback, "_AOT_EAGER", fallback._AOT_EAGER._replace(name=fallback.OUTSIDE))
-    monkeypatch.setattr(Sizes, "EACH_WRITING", 10)
+    monkeypatch.setattr(SizesChecked, "EACH_WRITING", 10)
     for writes in (False, True):
         torch._dynamo.reset()
         backend = verified_backend(spoiling(lambda outputs, _: outputs))

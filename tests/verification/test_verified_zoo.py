@@ -79,7 +79,7 @@ def test_what_is_checked_is_eagers_result_bit_for_bit(architecture: Architecture
             bare.compile(backend="aot_eager")
             want = run(architecture, bare, train=train)
         assert_same(found, want, bits=True)
-    graphs = compiled.stats().graphs  # type: ignore[operator]
+    graphs = compiled.stats().graphs
     assert graphs
     assert {(graph.status, graph.runs, graph.reason) for graph in graphs} == {
         ("verified", "aot_eager", "")
@@ -95,7 +95,7 @@ def test_inductor_raises_no_false_alarm(name: str) -> None:
     compiled = verified()(copy.deepcopy(plain))
     found, want = (run(architecture, model, train=False, **options) for model in (compiled, plain))
     assert_same(found, want, bits=False)
-    graphs = compiled.stats().graphs  # type: ignore[operator]
+    graphs = compiled.stats().graphs
     assert {(graph.status, graph.runs) for graph in graphs} == {("verified", "inductor")}
 
 
@@ -109,6 +109,6 @@ def test_the_first_cache_of_a_decoder_has_eagers_strides(name: str) -> None:
         run(architecture, model, train=False, use_cache=True) for model in (compiled, plain)
     )
     assert_same(found, want, bits=False)
-    graphs = compiled.stats().graphs  # type: ignore[operator]
+    graphs = compiled.stats().graphs
     assert {graph.status for graph in graphs} == {"verified"}
     assert any("they get eager's" in graph.reason for graph in graphs)

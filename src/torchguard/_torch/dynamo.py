@@ -60,7 +60,7 @@ TENSOR_VARIABLE = "torch._dynamo.variables.tensor.TensorVariable"
 
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/output_graph.py
 CALL_USER_COMPILER = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
-"""It hands Dynamo's graph to the backend."""
+"""The method that hands Dynamo's graph to the backend."""
 
 
 _registered: set[tuple[str, Callable[[ModuleType], None]]] = set()

@@ -272,7 +272,7 @@ class Part(NamedTuple):
 
     item: Any
     place: int
-    """Where it stands in the tuple."""
+    """The item's position in the tuple."""
 
     dim: int
     """The first dimension it takes."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchguard.bucketing.fit import Cost, costs_of, plans
+from torchguard.bucketing.fit import Cost, best_ladders, costs_of
 from torchguard.bucketing.histogram import Observed
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def _draw_curve(
     axes: Axes, buckets: Sequence[int], observed: Observed, cost: Cost, waste: float
 ) -> None:
     useful = float(costs_of(observed.sizes, cost, "Buckets.plot") @ observed.weights)
-    best = plans(observed, _COUNTS, cost=cost, top=int(observed.sizes[-1]))
-    values = [100 * (plan.cost / useful - 1) for plan in best]
+    best = best_ladders(observed, _COUNTS, cost=cost, top=int(observed.sizes[-1]))
+    values = [100 * (each.cost / useful - 1) for each in best]
     axes.plot(range(1, len(values) + 1), values, color=_BLUE, marker=".", label="optimal")
     axes.plot(
         [len(buckets)],

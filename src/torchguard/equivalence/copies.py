@@ -44,7 +44,7 @@ class Copies:
     """What to call the graph with."""
 
     sources: list[Any]
-    """For every value where its gradient arrives, or None: taken before the run writes to it."""
+    """Where each value's gradient arrives: a tensor, taken before the run writes to it, or None."""
 
 
 def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:

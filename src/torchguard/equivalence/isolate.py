@@ -67,7 +67,7 @@ class ThreadModes(NamedTuple):
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    """Of each device, whether it is on and to which dtype it casts."""
+    """For each device, whether autocast is on and to which dtype it casts."""
 
     caches: bool
     nesting: int
@@ -203,7 +203,7 @@ _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 def _restore_in_order(changed: dict[int, Any], before: dict[int, Any]) -> None:
-    """Likewise, where the order counts: hooks run in that in which they were registered."""
+    """Put a table back in its order: hooks run in the order in which they were registered."""
     removed = before.keys() - changed.keys()
     _restore(changed, before)
     if removed:
@@ -239,7 +239,7 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 Observers = Mapping[str, Callable[[str, Any, Any], None]]
-"""By the name of an operator, in place or not, what is called with its arguments before it runs."""
+"""What is called with an operator's arguments before it runs, by its name, in place or not."""
 
 
 class UndoMutations(TorchDispatchMode):

@@ -63,7 +63,7 @@ class Guard:
     """Whether it has to wait until something imports Dynamo; it is tried again then."""
 
     in_modules: Mapping[str, Mapping[str, patch.Make]] = field(default_factory=dict)
-    """By module that may be imported later, paths to patch as soon as it is."""
+    """Paths to patch as soon as a module is imported, by that module's name."""
 
     changed: Callable[[], None] = lambda: None
     """Called after the guard's paths were patched or put back."""

@@ -292,7 +292,7 @@ def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback
 
 
 class _Elements(NamedTuple):
-    """As :class:`Operation`, for a call that changes no shape: nothing is read before it."""
+    """A call that writes and changes no shape: unlike :class:`Operation`, it reads nothing."""
 
     writes: Writes
     args: tuple[Any, ...]

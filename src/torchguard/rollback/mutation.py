@@ -16,7 +16,7 @@ class Argument(NamedTuple):
     """An argument that a function writes to."""
 
     position: int
-    """Where it stands, or -1 if it is given by name only."""
+    """The argument's position, or -1 if it is given by name only."""
 
     name: str
     is_list: bool | None = None

@@ -256,10 +256,10 @@ def guarded(function: Any = None, /, *, data: bool = False) -> Any:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.frame: FrameType | None = None
-        """Where the compiled code began in which this thread is."""
+        """The frame at which the compiled code began that this thread is in."""
 
         self.scope: Scope | None = None
-        """The innermost scope there."""
+        """The innermost scope at that frame."""
 
 
 _thread = _Thread()

@@ -59,9 +59,6 @@ class GraphCheck:
     draws_like_eager: bool
     """Whether what the backend made draws the random numbers that eager draws."""
 
-    compile_seconds: float
-    """How long the backend took."""
-
     conclusive: bool = True
     """Whether the last check could tell: eager did not raise."""
 
@@ -292,10 +289,7 @@ class GraphCheck:
         record.differences = tuple(map(str, found))
         reproducer = record.reproducer
         if reproducer is None:
-            seconds = self.compile_seconds
-            reproducer = reproducer_of(
-                self.traced, wrong, inputs, first, record=record, compile_seconds=seconds
-            )
+            reproducer = reproducer_of(self.traced, wrong, inputs, first, record)
         text = message_of(record, first, found, action, reproducer)
         self._settled |= action != "fallback"
         if action != "raise":

@@ -31,7 +31,7 @@ from torchguard.verification.fallback import Compiler
 from torchguard.verification.graph import copy_graph, unlogged
 
 _RUNS = 16
-"""With how many different perturbations of its inputs eager runs at most."""
+"""How many runs eager makes at most, each with its inputs perturbed otherwise."""
 
 _MULTIPLE = 2.0
 """How many times further than eager from itself the compiled result may be from eager."""
@@ -107,7 +107,7 @@ def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
 
 @dataclass
 class _Places:
-    """Where a tensor of the compiled graph is not what eager has."""
+    """The elements of a tensor at which the compiled graph and eager differ."""
 
     part: Part
     key: Any

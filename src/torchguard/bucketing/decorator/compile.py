@@ -292,7 +292,7 @@ def no_recompile(function: Any = None, /) -> Any:
         >>> with no_recompile():  # doctest: +ELLIPSIS
         ...     double(torch.ones(3))
         Traceback (most recent call last):
-        torchguard.RecompileError: no_recompile: <lambda> was about to compile with x ...
+        torchguard.errors.RecompileError: no_recompile: <lambda> was about to compile with x ...
     """
     if function is not None and not callable(function):
         raise TypeError(

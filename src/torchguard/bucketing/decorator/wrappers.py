@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec, Self
@@ -252,7 +252,18 @@ def _lookup(module: str, name: str) -> Any:
 # ---- a module ----
 
 
-class BucketedModule(_Methods):
+# What a bucketed module adds to its own class; to type checkers a module with these methods, whose
+# other attributes are of types that nobody can name here.
+if TYPE_CHECKING:
+
+    class _Mixin(torch.nn.Module):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _Mixin = object
+
+
+class BucketedModule(_Methods, _Mixin):
     """What a bucketed module adds to its own class.
 
     It shares the ``__dict__`` of the module it was made from, so parameters, buffers, hooks,

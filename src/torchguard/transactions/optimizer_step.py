@@ -81,10 +81,10 @@ class OptimizerStep:
         """Of parameters and state: with them the step can be undone even after it went through."""
         self._own: OptimizerSnapshot | None = None
         """Of an optimizer that is not torch's: its step may change its attributes and groups."""
+        if not is_of_torch(optimizer):
+            self._own = OptimizerSnapshot(optimizer)
         if copies:
             self._state = state_of(optimizer)
-            if not is_of_torch(optimizer):
-                self._own = OptimizerSnapshot(optimizer)
             written = [each for group in optimizer.param_groups for each in group["params"]]
             self.copies = Copies([*written, *state_tensors(optimizer)])
         self._fused = FusedStep(optimizer, self.prepare) if in_one_call else None
@@ -362,7 +362,8 @@ class NonfiniteGate:
         """Where it is not finite, the steps of this block are skipped, whatever the gradients."""
         self._found: Tensor | None = None
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._optimizer: OptimizerSnapshot | None = None
+        self.called_without_gradients = False
+        """Whether the host has read that the step is skipped, and it is called all the same."""
         self._totals: dict[torch.device, Tensor] = {}
 
     @property
@@ -384,9 +385,7 @@ class NonfiniteGate:
             self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
             for parameter, _ in self._gradients:
                 parameter.grad = None
-            # The step is called all the same, without gradients, and one that is not torch's may
-            # count it: in group["step"], or in an attribute.
-            self._optimizer = None if is_of_torch(optimizer) else OptimizerSnapshot(optimizer)
+            self.called_without_gradients = True
 
     def after(self, optimizer: Optimizer, restore_where: Callable[[Tensor], None]) -> None:
         """Call ``restore_where(skipped)``, to put buffers back where it is True, and count."""
@@ -413,9 +412,7 @@ class NonfiniteGate:
 
     def _end(self, optimizer: Optimizer) -> None:
         self.restore_gradients()
-        if self._optimizer is not None:
-            self._optimizer.restore()
-            self._optimizer = None
+        self.called_without_gradients = False
         if self._found is not None and vars(optimizer).get("found_inf") is self._found:
             del optimizer.found_inf  # type: ignore[attr-defined]
         self._found = None

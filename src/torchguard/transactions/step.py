@@ -28,6 +28,7 @@ from torchguard.transactions.optimizer_step import (
     Undo,
     finish_step,
     is_gated_on_device,
+    is_of_torch,
     steps_in_one_call,
 )
 from torchguard.transactions.ranks import Ranks
@@ -320,6 +321,8 @@ class Transaction:
 
     def _has_stepped(self, block: _Block, pending: OptimizerStep) -> None:
         if self.gate is not None:
+            if self.gate.called_without_gradients and not is_of_torch(pending.optimizer):
+                finish(pending.undo)  # one that is not torch's may count the step
             began = block.snapshot.buffers
             if self._accumulation is not None and block.snapshot.has_gradients:
                 began = self._accumulation

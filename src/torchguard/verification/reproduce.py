@@ -164,15 +164,24 @@ def _write(case: Case, arguments: str, record: GraphRecord) -> str:
         text = _script(case, _inputs_that_show(case), arguments)
         path = _folder() / f"{record.function if record.function.isidentifier() else 'graph'}.py"
         number = 1
-        while path.exists():
+        while not _write_new(path, text):
             number += 1
             path = path.with_name(f"{path.stem.rpartition('-')[0] or path.stem}-{number}.py")
-        path.write_text(text, encoding="utf-8")
     except _NoScriptError:
         raise
     except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
         raise _NoScriptError(f"writing it raised {type(error).__name__}: {error}") from None
     return str(path)
+
+
+def _write_new(path: Path, text: str) -> bool:
+    """Write a file that is not there; False if there is one, perhaps of another process."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from torchguard.errors import SaveError
 
@@ -86,8 +87,9 @@ def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = Tru
     _open.add(temporary)
     try:
         write(temporary)
-        # Opened again: the writer may have put another file there.
+        # Opened and locked again: the writer may have put another file there.
         with opened(temporary, os.O_RDWR) as descriptor:
+            try_lock(descriptor)
             if old is not None:
                 _set_owner_and_mode(descriptor, old)
             if fsync:
@@ -104,6 +106,18 @@ def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = Tru
         sync(folder)
 
 
+def write_text(path: str | os.PathLike[str], text: str, *, fsync: bool = True) -> None:
+    """Put a text in the place of a file in one step; a pipe or a device is written to."""
+
+    def write(new: str) -> None:
+        Path(new).write_text(text, encoding="utf-8")
+
+    if is_replaceable(os.fspath(path)):
+        replace_file(os.fspath(path), write, fsync=fsync)
+    else:
+        write(os.fspath(path))
+
+
 def remove_abandoned(folder: str, stem: str) -> None:
     """Remove the temporary files of ``stem`` whose process is dead.
 
@@ -111,14 +125,14 @@ def remove_abandoned(folder: str, stem: str) -> None:
     process: that holds across containers with process numbers of their own as well. What merely
     has such a name, a folder or a link, stays.
     """
-    if fcntl is None:
-        return
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
-        if is_temporary_name(name, stem) and stat.S_ISREG(os.lstat(path).st_mode):
+        if is_temporary_name(name, stem):
             # Alive, of another user, or gone meanwhile.
-            with contextlib.suppress(OSError), locked_file(path):
-                os.unlink(path)
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG(os.lstat(path).st_mode):
+                    with locked_file(path):
+                        os.unlink(path)
 
 
 @contextlib.contextmanager
@@ -129,6 +143,8 @@ def locked_file(path: str) -> Iterator[None]:
         BlockingIOError: its writer is alive.
         OSError: it can't be opened, or the file system has no locks.
     """
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "no locks of this kind", path)
     with opened(path, os.O_RDONLY) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

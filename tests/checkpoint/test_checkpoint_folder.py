@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +55,21 @@ def test_folders_of_earlier_versions_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == ["run", "run.3", "run.4", "run.6", "run.7"]
 
 
+def test_copies_and_folders_that_were_renamed_stay(tmp_path: Path) -> None:
+    """Their mark has another name than they have: somebody wants to keep them."""
+    for step in range(2):
+        save(tmp_path / "run", step)
+    shutil.copytree(tmp_path / "run.2", tmp_path / "run.1000")
+    (tmp_path / "run.2").rename(tmp_path / "run.999")
+    (tmp_path / "run").unlink()
+    for step in range(3):
+        save(tmp_path / "run", step)
+    assert names(tmp_path) == sorted(["run", "run.3", "run.999", "run.1000"])
+    shutil.copytree(tmp_path, tmp_path / "elsewhere", symlinks=True)
+    save(tmp_path / "elsewhere" / "run", 9)
+    assert names(tmp_path / "elsewhere") == sorted(["run", "run.4", "run.999", "run.1000"])
+
+
 def link_to(target: str) -> Callable[[Path], None]:
     return lambda path: path.symlink_to(target)
 
@@ -77,6 +94,24 @@ def test_what_is_somebody_elses_is_refused(
     with pytest.raises(torchguard.SaveError, match=says):
         save(tmp_path / "run", 0)
     assert names(tmp_path) == before
+
+
+def test_another_process_shows_a_newer_one_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes the folder that the link led to a moment ago."""
+    path, readlink = tmp_path / "run", os.readlink
+    save(path, 0)
+
+    def then_another_saves(link: Path) -> str:
+        leads = readlink(link)
+        monkeypatch.setattr(os, "readlink", readlink)
+        save(path, 1)
+        return leads
+
+    monkeypatch.setattr(os, "readlink", then_another_saves)
+    save(path, 2)
+    assert names(tmp_path) == ["run", "run.3"]
 
 
 def test_what_appears_meanwhile_is_refused(tmp_path: Path) -> None:

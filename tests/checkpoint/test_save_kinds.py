@@ -204,4 +204,4 @@ def test_of_many_containers_few_are_looked_at(tmp_path: Path) -> None:
         torchguard.save(obj, tmp_path / "model.pt", fsync=False)
     finally:
         sys.setprofile(None)
-    assert calls < 100_000
+    assert calls < 200_000, "to look at all of them would be five calls for each list"

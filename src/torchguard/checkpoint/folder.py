@@ -23,6 +23,7 @@ from torchguard._files import (
     sync,
     temporary_name,
     try_lock,
+    write_text,
 )
 from torchguard._public import public
 from torchguard.errors import SaveError
@@ -45,8 +46,9 @@ def checkpoint_folder(
     a folder half written. When the block raises, the new folder is removed and ``path`` leads
     where it led.
 
-    Each folder has a file ``.torchguard-checkpoint.json`` inside. A folder without it is never
-    removed and does not count for ``keep``, whatever its name. If a process was killed in the
+    Each folder has a file ``.torchguard-checkpoint.json`` inside, with its own name. A folder
+    without it is never removed and does not count for ``keep``, whatever its name, and neither is
+    a copy or a folder that was renamed. If a process was killed in the
     middle, the next call removes what it left, and warns with what is whole.
 
     Args:
@@ -98,7 +100,10 @@ def refuse_foreign(link: Path) -> None:
             "its link or nothing; move it away or choose another path"
         )
     leads = os.readlink(link)
-    if re.fullmatch(_numbered(link), leads) is None or not is_marked(link):
+    if re.fullmatch(_numbered(link), leads) is None or not is_ours(link.with_name(leads)):
+        if os.readlink(link) != leads:  # another process has shown a newer one meanwhile
+            refuse_foreign(link)
+            return
         raise SaveError(
             f"checkpoint_folder: {link} is a link to {leads}, which checkpoint_folder has not made "
             f"(it has no file {MARK}); remove the link, which leaves {leads} as it is, or choose "
@@ -120,15 +125,26 @@ def new_folder(link: Path) -> tuple[Path, int]:
         except FileNotFoundError:
             continue
         if try_lock(lock) and folder.exists():
-            text = json.dumps({"made by": "torchguard", "for": link.name})
-            (folder / MARK).write_text(text + "\n", encoding="utf-8")
+            (folder / MARK).write_text(_mark(link, folder), encoding="utf-8")
             return folder, lock
         os.close(lock)
 
 
-def is_marked(folder: Path) -> bool:
-    """Whether :func:`checkpoint_folder` has made a folder."""
-    return (folder / MARK).is_file()
+def is_ours(folder: Path) -> bool:
+    """Whether :func:`checkpoint_folder` has given a folder its name: a copy's name is another."""
+    return not folder.is_symlink() and _marked(folder).get("folder") == folder.name
+
+
+def _mark(link: Path, folder: Path) -> str:
+    return json.dumps({"made by": "torchguard", "for": link.name, "folder": folder.name}) + "\n"
+
+
+def _marked(folder: Path) -> dict[str, str]:
+    """Return what the mark says; nothing where there is none, or half of one."""
+    try:
+        return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def commit(new: Path, link: Path, *, keep: int, fsync: bool) -> Path:
@@ -145,6 +161,7 @@ def commit(new: Path, link: Path, *, keep: int, fsync: bool) -> Path:
         while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
             number += 1
         final = link.with_name(f"{link.name}.{number}")
+        write_text(new / MARK, _mark(link, final), fsync=fsync)
         new.rename(final)
         if fsync:
             sync(str(link.parent))
@@ -167,11 +184,7 @@ def _numbered(link: Path) -> str:
 def _numbers(link: Path) -> list[int]:
     """Return the numbers of the marked folders, which are whole, the oldest first."""
     found = (re.fullmatch(_numbered(link), name) for name in os.listdir(link.parent))
-    return sorted(
-        int(match[1])
-        for match in found
-        if match and not (link.parent / match[0]).is_symlink() and is_marked(link.parent / match[0])
-    )
+    return sorted(int(match[1]) for match in found if match and is_ours(link.parent / match[0]))
 
 
 def _point_link_at(link: Path, final: Path) -> None:
@@ -225,22 +238,22 @@ def remove_abandoned_folders(link: Path) -> list[str]:
                         removed.append(name)
                 continue
             with locked_file(str(path)):
-                if is_marked(path):
-                    if _written_for(path) not in {link.name, None}:
-                        continue
+                written_for = _marked(path).get("for")
+                if written_for == link.name:
                     _remove_marked(path)
+                elif written_for is None:
+                    _remove_unmarked(path)
                 else:
-                    path.rmdir()  # which leaves alone what is not empty
+                    continue
                 removed.append(name)
     return removed
 
 
-def _written_for(folder: Path) -> str | None:
-    """Return the name of the link that a folder was made for, None if the mark is half written."""
-    try:
-        return str(json.loads((folder / MARK).read_text(encoding="utf-8"))["for"])
-    except (ValueError, KeyError):
-        return None
+def _remove_unmarked(folder: Path) -> None:
+    """Remove a folder that has nothing in it but half of a mark; raise OSError otherwise."""
+    if os.listdir(folder) == [MARK] and not (folder / MARK).stat().st_size:
+        (folder / MARK).unlink()
+    folder.rmdir()
 
 
 def _sync_all(folder: Path) -> None:

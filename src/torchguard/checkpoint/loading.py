@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchguard._public import public
 from torchguard._torch import patch, tensors_loaded_by_copies
+from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
 from torchguard.errors import DamagedFileError
 from torchguard.rollback.block import rollback_on_error
 
@@ -29,6 +30,7 @@ _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse
 # https://github.com/pytorch/pytorch/blob/main/torch/serialization.py
 _OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the second byte is the protocol
 _PICKLES = 5
+_OLDER_TEXT, _SHOWN = f"L{0x1950A86A20F9469CFC6C}", 80  # pickle_protocol=0 is text; characters
 _MARKED_AS_FOLDER = 0x10
 _CHUNK = 1 << 20
 
@@ -75,9 +77,9 @@ def guard_load(original: Callable[..., Any], check: bool | None = None) -> Calla
             if _ZIP_BEGINS.startswith(first_bytes):
                 _check_zip(path, size, checksums=checksums)
             return original(f, *args, **options)
+        except DamagedFileError:
+            raise
         except Exception as error:
-            if isinstance(error, DamagedFileError):
-                raise
             damage = _damage_of(path, size, error, is_zip=first_bytes == _ZIP_BEGINS)
             if damage is not None:
                 raise damage from error
@@ -90,6 +92,8 @@ def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> Damag
     """Say what is wrong with a file that could not be read; None if it may be whole."""
     import zipfile  # noqa: PLC0415  with the first load
 
+    if (instead := _text_instead(path)) is not None:
+        return instead
     if is_zip:
         if any(text in str(error) for text in _UNREADABLE):
             return DamagedFileError(f"{path} is damaged: its directory is not what was written")
@@ -98,6 +102,23 @@ def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> Damag
     elif zipfile.is_zipfile(path):  # looks for the directory, which is at the end
         return DamagedFileError(f"{path} is damaged: its first bytes are not what was written")
     return None
+
+
+def _text_instead(path: str) -> DamagedFileError | None:
+    """Say what a file that is text begins with: it came in the place of a checkpoint."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_SHOWN).strip()
+    except UnicodeDecodeError:
+        return None
+    if text.startswith(_OLDER_TEXT) or not "".join(text.split()).isprintable():
+        return None
+    what = "text, and no checkpoint"
+    if text.startswith("version https://git-lfs"):
+        what = "a git-lfs pointer; fetch the file it stands for with: git lfs pull"
+    elif text.startswith("<"):
+        what = "a web page; the download needs a login, or another address"
+    return DamagedFileError(f"{path} is {what}. It begins with {text!r}")
 
 
 def _ends_early(path: str) -> bool:
@@ -128,11 +149,10 @@ def _check_zip(path: str, size: int, *, checksums: bool) -> None:
 
     try:
         with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-            # torch writes zeros after torch.serialization.set_crc32_options(False).
-            checksums = checksums and any(record.CRC for record in records)
-            for record in records:
-                _check_record(archive, record, path, checksums=checksums)
+            for record in archive.infolist():
+                # torch writes zeros after torch.serialization.set_crc32_options(False), and for
+                # what was left out under torch.serialization.skip_data(), to be filled later.
+                _check_record(archive, record, path, checksums=checksums and record.CRC != 0)
     except zipfile.BadZipFile as error:  # the directory is at the end of the file
         raise _cut_off(path, size) from error
     except (NotImplementedError, UnicodeDecodeError) as error:  # versions and names are in it
@@ -188,7 +208,8 @@ def load_state_dict(
     Equals ``target.load_state_dict(state, strict=strict, assign=assign)`` on success (without
     ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
     exception is torch's own, with everything that does not match in one message, and every
-    parameter, buffer, moment and group is as it was. Names and shapes are compared before the
+    parameter, buffer, moment and group is as it was. Tied parameters stay one parameter, with
+    ``assign=True`` too. Names and shapes are compared before the
     first write; a load that Ctrl-C interrupts after that is finished first. Where a module has
     hooks or a loader of its own that might raise later, a copy of its tensors is kept while it
     loads, and put back.
@@ -201,6 +222,7 @@ def load_state_dict(
 
     Raises:
         TypeError: ``target`` is none of these.
+        RuntimeError: torch's own, or a tied parameter has two values in ``state``.
         ValueError: an optimizer's state has tensors of another shape than its parameters. torch
             accepts them, and a fused ``step()`` then writes past their end.
     """
@@ -253,11 +275,16 @@ def _load_module(
     if not isinstance(state, Mapping):
         return call()  # which says so
     tensors = None if assign else tensors_loaded_by_copies(module)
+    ties = ties_of(named_tensors(module) if tensors is None else tensors)
+    if not assign:
+        require_one_value(module, ties, state)
     matching = [(tensor, state[name]) for name, tensor in tensors or () if name in state]
     fitting = [(t, v) for t, v in matching if isinstance(v, torch.Tensor) and t.shape == v.shape]
     if tensors is None or not all(_copy_succeeds(*pair) for pair in fitting):
         with _put_back(module, state):
-            return call()
+            result = call()
+            tie_again(module, ties, state)
+            return result
     if len(fitting) != len(tensors) or (strict and len(state) != len(tensors)):
         # torch says what names and shapes do not match before anything is written. What it
         # accepts, such as a checkpoint of an older version, it will accept again.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from torchguard._files import write_text
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.fit import best_ladders, costs_of
 from torchguard.bucketing.histogram import (
@@ -22,6 +23,7 @@ from torchguard.bucketing.histogram import (
 )
 from torchguard.bucketing.steps import epoch_of
 from torchguard.cli import interrupted, positive_int
+from torchguard.errors import SaveError
 
 _COUNTS = 32
 
@@ -73,7 +75,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _main(options: argparse.Namespace) -> int:
     try:
         _print_buckets(options)
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, SaveError) as error:
         options.parser.error(str(error))  # exits with 2
     except KeyboardInterrupt:
         return interrupted("plan")
@@ -126,7 +128,7 @@ def _print_buckets(options: argparse.Namespace) -> None:
         if options.json == Path("-"):
             sys.stdout.write(document)
         else:
-            options.json.write_text(document, encoding="utf-8")
+            write_text(options.json, document)
     if options.plot is not None:
         buckets.plot(_histogram(observed), options.plot, cost=options.cost)
 

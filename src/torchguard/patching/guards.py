@@ -36,6 +36,7 @@ from torchguard.checkpoint.saving import (
     guard_save_file,
     guard_serialize_file,
 )
+from torchguard.checkpoint.ties import guard_to_empty
 from torchguard.interop import numpy_memory
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
@@ -192,6 +193,7 @@ def _save_not_needed() -> str | None:
 _LOAD = {
     "torch.load": guard_load,
     "torch.nn.Module.load_state_dict": guard_module_load,
+    "torch.nn.Module.to_empty": guard_to_empty,
     "torch.optim.Optimizer.load_state_dict": guard_optimizer_load,
 }
 

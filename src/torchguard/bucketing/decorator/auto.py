@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from torchguard._files import replace_file
+from torchguard._files import write_text
 from torchguard.bucketing.buckets import Buckets, buckets_by_axes, total_cost
 from torchguard.bucketing.histogram import observe
 from torchguard.bucketing.pairs import PairBuckets, fit_pairs, holding, in_order
@@ -281,7 +281,7 @@ def write_plan(
     }
     # Before the file is opened: what JSON can't hold leaves the old plan as it is.
     text = json.dumps(document, indent=1) + "\n"
-    replace_file(os.fspath(path), lambda new: Path(new).write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def read_plan(path: str | os.PathLike[str]) -> PlanFile:

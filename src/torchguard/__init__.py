@@ -61,6 +61,7 @@ _PUBLIC = {
     ),
     "rollback.block": ("rollback_on_error",),
     "rollback.consistency": ("check_consistent", "is_consistent", "repair_"),
+    "rollback.recompute": ("safe_checkpoint",),
     "rollback.resize": ("safe_resize_", "safe_resize_as_", "safe_set_"),
     "rollback.scope": ("guarded",),
     "transactions.retry": ("halved",),

@@ -19,8 +19,8 @@ GENERATOR = f"{_MODULE}._checkpoint_without_reentrant_generator" + "_impl" * _ha
 REENTRANT = f"{_MODULE}.CheckpointFunction.forward"
 
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
-IMPORTED_BY = {} if _has_impl else {_COMPOSABLE: GENERATOR.replace(_MODULE, _COMPOSABLE)}
-"""By module that has taken the generator into its own names, the path there."""
+IMPORTED_BY = {_COMPOSABLE: GENERATOR.replace(_MODULE, _COMPOSABLE)}
+"""By module that takes the generator into its own names, the path there."""
 
 
 def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], bool]:

@@ -41,7 +41,7 @@ def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
     Falls back to leaving it on, where torch keeps its notes of a block under another name.
     """
     frame = getattr(generator, "gi_frame", None)
-    notes = None if frame is None else frame.f_locals.get("new_frame")
+    notes: Any = None if frame is None else frame.f_locals.get("new_frame")
     if hasattr(notes, "early_stop"):
         notes.early_stop = False
 

@@ -13,7 +13,8 @@ import pickle
 import random
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from torchguard._public import public
 from torchguard._pytree import names_in, reachable
-from torchguard._torch import base_of, is_recorded, is_view, patch
+from torchguard._torch import base_of, has_own_dispatch, is_recorded, is_view, patch
 from torchguard._torch.checkpointing import (
     GENERATOR,
     IMPORTED_BY,
@@ -34,6 +35,7 @@ from torchguard._torch.checkpointing import (
     given_to,
     run_to_the_end,
 )
+from torchguard._torch.modes import call_with_grad
 from torchguard._torch.optimizers import call_unseen, members_of, versions_of
 from torchguard.equivalence.isolate import all_generators
 
@@ -71,7 +73,7 @@ class Block:
         found = [entries for module in self._modules for entries in _state_of(module)]
         states = [{k: v for k, v in entries.items() if _is_state(v)} for entries in found]
         copied = {id(v): v for state in states for v in state.values() if _is_copied(v)}
-        copies = call_unseen(_copies_of, copied.values())
+        copies = _copies_of(copied.values())
         self._copies = dict(zip(copied, copies, strict=True))
         for state in states:
             state.update((k, self._copies[id(v)]) for k, v in state.items() if id(v) in copied)
@@ -81,8 +83,7 @@ class Block:
         if self._keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
             generators += all_generators()[1:]
-            held = (value for module in self._modules for value in vars(module).values())
-            owned = {id(v): v for v in (*self._reached, *held) if isinstance(v, _GENERATORS)}
+            owned = {id(v): v for v in self._held() if isinstance(v, _GENERATORS)}
             generators += map(_of_generator, owned.values())
         self._random = [(get, set_, get()) for get, set_ in generators]
 
@@ -92,12 +93,14 @@ class Block:
         The operator saves its noise before it has drawn it, and the early stop comes in between:
         https://github.com/pytorch/pytorch/issues/193671
         """
-        if (
-            any(map(_names_rrelu, self._reached))
-            or any(_class_calls_rrelu(type(module)) for module in self._modules)  # type: ignore[arg-type]
-            or any(_names_rrelu(v) for m in self._modules for v in vars(m).values() if callable(v))
-        ):
+        kinds: set[Any] = {type(module) for module in self._modules}
+        if any(map(_names_rrelu, self._held())) or any(map(_class_calls_rrelu, kinds)):
             run_to_the_end(generator)
+
+    def _held(self) -> list[Any]:
+        """Return the objects that the function reaches, and those that are attributes."""
+        held = (value for module in self._modules for value in vars(module).values())
+        return self._reached + [v for v in held if type(v) not in _KINDS and type(v) not in _OTHERS]
 
     def end(self) -> None:
         """Note what the first run has left; generators that it has not drawn from are let go."""
@@ -135,7 +138,7 @@ class Block:
     def _go_back(self) -> None:
         copies = self._copies.values()
         # Written in place of what is copied: another backward may come.
-        again = dict(zip(map(id, copies), call_unseen(_copies_of, copies), strict=True))
+        again = dict(zip(map(id, copies), _copies_of(copies), strict=True))
         for entries, names, state in self._entries:
             _put_back(entries, names, {k: again.get(id(v), v) for k, v in state.items()})
         for _, set_, first in self._random:
@@ -210,13 +213,16 @@ def _state_of(module: nn.Module) -> tuple[_Entries, ...]:
 
 
 _KINDS = {bool, int, float, complex, str, bytes, type(None), tuple, torch.Size}
+_OTHERS = {dict, OrderedDict, set, list, nn.Parameter}
 
 
 def _is_state(value: Any) -> bool:
+    kind = type(value)
+    if kind in _KINDS or kind in _OTHERS:
+        return kind in _KINDS
     # torch.func.functional_call puts tensors in the place of parameters.
-    return type(value) in _KINDS or (
+    return (
         isinstance(value, Tensor)
-        and not isinstance(value, nn.Parameter)
         and not nn.parameter.is_lazy(value)
         and not _is_of_parameter(value)
     )
@@ -233,7 +239,14 @@ def _is_copied(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.requires_grad
 
 
-def _copies_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _copies_of(tensors: Collection[Tensor]) -> list[Tensor]:
+    # Selective checkpointing has a mode that knows no operators but the block's. What runs
+    # operators of its own (a fake tensor, a DTensor) can't do without.
+    call = functools.partial(call_with_grad, False)
+    return (call if any(map(has_own_dispatch, tensors)) else call_unseen)(_clones, tensors)  # type: ignore[no-any-return]
+
+
+def _clones(tensors: Collection[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
@@ -287,7 +300,7 @@ def _names_rrelu(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _class_calls_rrelu(kind: type) -> bool:
+def _class_calls_rrelu(kind: Any) -> bool:
     # With what its functions call of those beside them.
     functions = [v for k in kind.__mro__ for v in vars(k).values() if isinstance(v, FunctionType)]
     return any(map(_names_rrelu, reachable(None, functions)))
@@ -348,23 +361,14 @@ IN_MODULES = {module: {path: guard_generator} for module, path in IMPORTED_BY.it
 
 
 def not_needed() -> str | None:
-    """Count in a checkpointed block."""
-
-    class Count(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(1, device="cpu"))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x.sin()
-
-    block = Count()
+    """Let a checkpointed block count a batch."""
+    block = nn.BatchNorm1d(1, device="cpu")
     with torch.enable_grad():
-        x = torch.zeros(1, device="cpu", requires_grad=True)
-        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
-    if block.calls.item() == 1:
-        return "the second run of a checkpointed block counts no batch twice on this torch"
+        x = torch.zeros(2, 1, device="cpu", requires_grad=True)
+        y: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        y.sum().backward()
+    if block.num_batches_tracked == 1:
+        return "a checkpointed block counts a batch once on this torch"
     return None
 
 

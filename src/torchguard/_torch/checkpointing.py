@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Generator
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchguard._pytree import names_in, reachable
 
 _MODULE = "torch.utils.checkpoint"
 _has_impl = hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")
@@ -33,6 +37,46 @@ def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any]
         args, kwargs = given
         return [*args, *kwargs.values()], options.get("preserve_rng_state", True)
     return [*given, *options.values()], bool(given[0] if given else True)
+
+
+def called_by(function: Any) -> Any:
+    """Return the module that a function is the call of, or the function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    names = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")
+    if isinstance(function, MethodType) and function.__name__ in names:
+        return function.__self__
+    return function
+
+
+def segment_of(function: Any) -> list[Any] | None:
+    """Return those functions of ``checkpoint_sequential`` that this one of its own runs."""
+    name = "checkpoint_sequential.<locals>.run_function.<locals>.forward"
+    if getattr(function, "__qualname__", None) != name:
+        return None
+    values = (cell.cell_contents for cell in function.__closure__)
+    cells = dict(zip(function.__code__.co_freevars, values, strict=True))
+    return list(cells["functions"])[cells["start"] : cells["end"] + 1]
+
+
+# The operator saves its noise before it has drawn it, and the early stop comes in between:
+# https://github.com/pytorch/pytorch/issues/193671
+_RRELU = {"rrelu", "rrelu_", "RReLU", "rrelu_with_noise", "rrelu_with_noise_"}
+
+
+def names_rrelu(value: Any) -> bool:
+    """Whether a value is one of the functions above, or a function that calls one."""
+    if not isinstance(value, FunctionType):
+        return getattr(value, "__name__", None) in _RRELU
+    return not _RRELU.isdisjoint(names_in(value.__code__))
+
+
+@functools.lru_cache(maxsize=4096)
+def calls_rrelu(kind: Any) -> bool:
+    """Whether a method of a class does."""
+    # With what its functions call of those beside them.
+    functions = [v for k in kind.__mro__ for v in vars(k).values() if isinstance(v, FunctionType)]
+    return any(map(names_rrelu, reachable(None, functions)))
 
 
 def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -24,16 +23,20 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from torchguard._public import public
-from torchguard._pytree import names_in, reachable
+from torchguard._pytree import reachable
 from torchguard._torch import base_of, has_own_dispatch, is_recorded, is_view, patch
 from torchguard._torch.checkpointing import (
     GENERATOR,
     IMPORTED_BY,
     REENTRANT,
     RefuseToUse,
+    called_by,
+    calls_rrelu,
     generator_of_caller,
     given_to,
+    names_rrelu,
     run_to_the_end,
+    segment_of,
 )
 from torchguard._torch.modes import call_with_grad
 from torchguard._torch.optimizers import call_unseen, members_of, versions_of
@@ -49,7 +52,7 @@ class Block:
         self.function = function
         # Positional tensors are inputs: torch saves them, and looks at their versions itself.
         given = [each for each in given if not isinstance(each, Tensor)]
-        self._reached = reachable(_segment(function) or function, given)
+        self._reached = reachable(segment_of(function) or function, given)
         modules = [each for each in self._reached if isinstance(each, nn.Module)]
         self._modules = list(dict.fromkeys(each for top in modules for each in _inside(top)))
         self._keeps_random = keeps_random
@@ -88,13 +91,9 @@ class Block:
         self._random = [(get, set_, get()) for get, set_ in generators]
 
     def let_end(self, generator: Generator[Any, Any, Any] | None) -> None:
-        """Let torch run the block to its end the second time, if it calls rrelu.
-
-        The operator saves its noise before it has drawn it, and the early stop comes in between:
-        https://github.com/pytorch/pytorch/issues/193671
-        """
+        """Let torch run the block to its end the second time, if it calls rrelu."""
         kinds: set[Any] = {type(module) for module in self._modules}
-        if any(map(_names_rrelu, self._held())) or any(map(_class_calls_rrelu, kinds)):
+        if any(map(names_rrelu, self._held())) or any(map(calls_rrelu, kinds)):
             run_to_the_end(generator)
 
     def _held(self) -> list[Any]:
@@ -116,7 +115,7 @@ class Block:
     def run_again(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function as if nothing had happened since its first run began."""
         written = self._written_since()
-        if written and isinstance(_called(self.function), nn.Module):
+        if written and isinstance(called_by(self.function), nn.Module):
             self._refuse(next(iter(written.values())))
         with _lock_of(self._modules):
             before = [(entries, dict(entries)) for entries, *_ in self._entries]
@@ -155,7 +154,7 @@ class Block:
         expected = next(
             v for t, v in zip(self._watched, self._versions, strict=True) if t is tensor
         )
-        function = _called(self.function)
+        function = called_by(self.function)
         block = getattr(function, "__qualname__", type(function).__name__)
         tops = (each for each in self._reached if isinstance(each, nn.Module))
         names = (
@@ -175,26 +174,6 @@ class Block:
 
 
 # ---- what a block reaches ----
-
-
-def _called(function: Any) -> Any:
-    """Return the module that a function is the call of, or the function."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    names = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")
-    if isinstance(function, MethodType) and function.__name__ in names:
-        return function.__self__
-    return function
-
-
-def _segment(function: Any) -> list[Any] | None:
-    """Return those functions of ``checkpoint_sequential`` that this one of its own runs."""
-    name = "checkpoint_sequential.<locals>.run_function.<locals>.forward"
-    if getattr(function, "__qualname__", None) != name:
-        return None
-    values = (cell.cell_contents for cell in function.__closure__)
-    cells = dict(zip(function.__code__.co_freevars, values, strict=True))
-    return list(cells["functions"])[cells["start"] : cells["end"] + 1]
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:
@@ -288,22 +267,6 @@ def _same(now: Any, before: Any) -> bool:
     if isinstance(now, Tensor):
         return torch.equal(now, before)
     return pickle.dumps(now) == pickle.dumps(before)
-
-
-_RRELU = {"rrelu", "rrelu_", "RReLU", "rrelu_with_noise", "rrelu_with_noise_"}
-
-
-def _names_rrelu(value: Any) -> bool:
-    if not isinstance(value, FunctionType):
-        return getattr(value, "__name__", None) in _RRELU
-    return not _RRELU.isdisjoint(names_in(value.__code__))
-
-
-@functools.lru_cache(maxsize=4096)
-def _class_calls_rrelu(kind: Any) -> bool:
-    # With what its functions call of those beside them.
-    functions = [v for k in kind.__mro__ for v in vars(k).values() if isinstance(v, FunctionType)]
-    return any(map(_names_rrelu, reachable(None, functions)))
 
 
 # ---- guards ----

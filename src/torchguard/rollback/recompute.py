@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torchguard._public import public
 from torchguard._pytree import reachable
-from torchguard._torch import base_of, has_own_dispatch, is_recorded, is_view, patch
+from torchguard._torch import base_of, has_own_dispatch, is_recorded, is_view, patch, version_of
 from torchguard._torch.checkpointing import (
     GENERATOR,
     IMPORTED_BY,
@@ -167,7 +167,7 @@ class Block:
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: [{tensor.type()} {list(tensor.shape)}], "
             f"{next(names, 'a tensor that the function captured')}, is at version "
-            f"{tensor._version}; expected version {expected} instead. The checkpointed block "
+            f"{version_of(tensor)}; expected version {expected} instead. The checkpointed block "
             f"{block} runs a second time in backward, and needs what its first run has read: "
             "write after backward()"
         )

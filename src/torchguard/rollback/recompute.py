@@ -9,7 +9,6 @@ again what the second run has written.
 from __future__ import annotations
 
 import functools
-import pickle
 import random
 import threading
 import weakref
@@ -55,6 +54,10 @@ class Block:
         self._reached = reachable(segment_of(function) or function, given)
         modules = [each for each in self._reached if isinstance(each, nn.Module)]
         self._modules = list(dict.fromkeys(each for top in modules for each in _inside(top)))
+        # With attributes that are neither state nor containers: generators, functions.
+        held = (value for module in self._modules for value in vars(module).values())
+        others = (v for v in held if type(v) not in _KINDS and type(v) not in _OTHERS)
+        self._objects = [*self._reached, *others]
         self._keeps_random = keeps_random
         self._has_begun = False
         self._watched: list[Tensor] = []
@@ -86,20 +89,15 @@ class Block:
         if self._keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
             generators += all_generators()[1:]
-            owned = {id(v): v for v in self._held() if isinstance(v, _GENERATORS)}
+            owned = {id(v): v for v in self._objects if isinstance(v, _GENERATORS)}
             generators += map(_of_generator, owned.values())
         self._random = [(get, set_, get()) for get, set_ in generators]
 
     def let_end(self, generator: Generator[Any, Any, Any] | None) -> None:
         """Let torch run the block to its end the second time, if it calls rrelu."""
         kinds: set[Any] = {type(module) for module in self._modules}
-        if any(map(names_rrelu, self._held())) or any(map(calls_rrelu, kinds)):
+        if any(map(names_rrelu, self._objects)) or any(map(calls_rrelu, kinds)):
             run_to_the_end(generator)
-
-    def _held(self) -> list[Any]:
-        """Return the objects that the function reaches, and those that are attributes."""
-        held = (value for module in self._modules for value in vars(module).values())
-        return self._reached + [v for v in held if type(v) not in _KINDS and type(v) not in _OTHERS]
 
     def end(self) -> None:
         """Note what the first run has left; generators that it has not drawn from are let go."""
@@ -260,13 +258,17 @@ def _of_generator(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], An
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return lambda: bits.state, functools.partial(setattr, bits, "state")
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.get_state, legacy=False), generator.set_state
     return generator.get_state, generator.set_state
 
 
 def _same(now: Any, before: Any) -> bool:
-    if isinstance(now, Tensor):
-        return torch.equal(now, before)
-    return pickle.dumps(now) == pickle.dumps(before)
+    if isinstance(now, dict):  # numpy's
+        return all(_same(value, before[name]) for name, value in now.items())
+    if isinstance(now, np.ndarray):
+        return np.array_equal(now, before)
+    return torch.equal(now, before) if isinstance(now, Tensor) else bool(now == before)
 
 
 # ---- guards ----

@@ -59,8 +59,7 @@ def recompute_buffers() -> str | None:
 
 
 @gradient_defect(
-    "a checkpointed block that reads what it writes, or whose parameters are written before "
-    "backward, has wrong gradients",
+    "a checkpointed block reads what it or other code has written: wrong gradients",
     guards=("recompute",),
     advice=_ADVICE.format("running statistics that forward reads"),
 )
@@ -98,8 +97,7 @@ def recompute_reads() -> str | None:
 
 
 @gradient_defect(
-    "a checkpointed block that draws from a generator of its own, or from Python's or numpy's "
-    "random numbers, has wrong gradients",
+    "a checkpointed block draws from Python, numpy or its own generator: wrong gradients",
     guards=("recompute",),
     advice=_ADVICE.format("random numbers that are not of torch's default generator"),
 )

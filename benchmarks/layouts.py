@@ -509,6 +509,16 @@ def _transaction(record: Record, device: str) -> str:
     )
 
 
+def _recompute(record: Record, device: str) -> str:
+    """Lay out the times, and what is held between forward and backward."""
+    held = [
+        (row["what"], str(row["held"]), str(row["buffers"]))
+        for row in of_device(record, "memory", device)
+    ]
+    header = ("net", "bytes that the guard holds", "bytes of buffers")
+    return f"{_comparisons(record, device)}\n\n{table(header, held)}"
+
+
 LAYOUTS: dict[str, Layout] = {
     "end_to_end": _end_to_end,
     "host": _host,
@@ -524,6 +534,7 @@ LAYOUTS: dict[str, Layout] = {
     "assign": _assign,
     "verified": _first_calls,
     "transaction": _transaction,
+    "recompute": _recompute,
     "checkpoint": _comparisons,
     "import": _imports,
     "walk": _walks,

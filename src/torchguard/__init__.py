@@ -70,6 +70,7 @@ _PUBLIC = {
     "patching.install": ("get_original", "install", "installed", "uninstall"),
     "rollback.block": ("rollback_on_error",),
     "rollback.consistency": ("check_consistent", "repair_"),
+    "rollback.recompute": ("safe_checkpoint",),
     "rollback.resize": ("safe_resize_", "safe_resize_as_", "safe_set_"),
     "rollback.scope": ("guarded",),
     "transactions.api": ("transaction",),

@@ -35,6 +35,7 @@ from torchguard.patching.install import Installation as Installation
 from torchguard.patching.install import get_original, install, installed, uninstall
 from torchguard.rollback.block import rollback_on_error
 from torchguard.rollback.consistency import check_consistent, repair_
+from torchguard.rollback.recompute import safe_checkpoint
 from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.rollback.scope import guarded
 from torchguard.transactions.api import transaction
@@ -77,6 +78,7 @@ __all__ = [
     "pad_to_bucket",
     "repair_",
     "rollback_on_error",
+    "safe_checkpoint",
     "safe_resize_",
     "safe_resize_as_",
     "safe_set_",

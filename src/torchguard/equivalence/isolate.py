@@ -111,12 +111,12 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
     Scopes that follow each other draw the same numbers. Yields a function that returns whether
     torch has drawn any.
     """
-    generators = rng_generators()
+    generators = all_generators()
     states = [get_state() for get_state, _ in generators]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one
+    of_torch = len(generators) - 2
 
     def has_drawn() -> bool:
-        pairs = zip(states, generators, strict=True)
+        pairs = zip(states[:of_torch], generators, strict=False)
         return any(not torch.equal(state, get_state()) for state, (get_state, _) in pairs)
 
     try:
@@ -124,11 +124,16 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
     finally:
         for state, (_, set_state) in zip(states, generators, strict=True):
             set_state(state)
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
 
 
-_Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]
+_Generator = tuple[Callable[[], Any], Callable[[Any], None]]
+"""Reads where a generator stands, and sets it back there."""
+
+
+def all_generators() -> list[_Generator]:
+    """Return those of torch, the CPU's first, and then the global ones of Python and numpy."""
+    numpy = functools.partial(np.random.get_state, legacy=False), np.random.set_state
+    return [*rng_generators(), (random.getstate, random.setstate), numpy]
 
 
 def rng_generators() -> list[_Generator]:

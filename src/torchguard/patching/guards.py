@@ -38,13 +38,23 @@ from torchguard.checkpoint.saving import (
 )
 from torchguard.checkpoint.ties import guard_to_empty
 from torchguard.interop import numpy_memory
+from torchguard.rollback import recompute
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
 from torchguard.transactions import hooks as optimizer_guard
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
-    "load", "numpy", "optimizer", "out", "resize", "save", "setitem", "slice_scatter", "verified"
+    "load",
+    "numpy",
+    "optimizer",
+    "out",
+    "recompute",
+    "resize",
+    "save",
+    "setitem",
+    "slice_scatter",
+    "verified",
 ]
 """The names that ``install()`` takes: the keys of :data:`GUARDS`, for type checkers."""
 
@@ -245,6 +255,12 @@ GUARDS: dict[str, Guard] = {
             optimizer_guard.replacements,
             optimizer_guard.not_needed,
             changed=optimizer_guard.changed,
+        ),
+        Guard(
+            "recompute",
+            recompute.replacements,
+            recompute.not_needed,
+            in_modules=recompute.IN_MODULES,
         ),
     )
 }

@@ -63,6 +63,7 @@ def mutation() -> None:
     assert_type(torchguard.safe_set_(t, torch.zeros(6), 0, (2, 3), (3, 1)), torch.Tensor)
     assert_type(torchguard.safe_set_(t), torch.Tensor)
     torchguard.safe_set_(t, torch.zeros(6).untyped_storage())
+    torchguard.safe_checkpoint(torch.sin, t, use_reentrant=True, preserve_rng_state=False)
     with torchguard.rollback_on_error(t, torch.zeros(2), data=True):
         t.resize_(3)
     with torchguard.guarded():

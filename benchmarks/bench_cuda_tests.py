@@ -23,6 +23,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 
 from benchmarks.machine import ROOT
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.tables import Row, Table
 
 _TOLD = "TORCHGUARD_TESTS_TOLD_TO"  # a file descriptor that the plug-in below writes to
 _GRACE = 2.0  # seconds that pytest gets to end by itself
@@ -100,6 +101,17 @@ def run(setting: Setting) -> Results:
     return {"rows": rows}
 
 
+def _listed(record: Row, _: str) -> list[Row]:
+    """Return how many passed, and each test that did not."""
+    rows = record["rows"]
+    passed = sum(row["outcome"] == "passed" for row in rows)
+    others = [row | {"last": (row["why"].splitlines() or [""])[-1]} for row in rows]
+    return [
+        {"test": f"{passed} of {len(rows)}", "outcome": "passed"},
+        *(row for row in others if row["outcome"] != "passed"),
+    ]
+
+
 BENCHMARK = Benchmark(
     "cuda_tests",
     "Do the tests that need a GPU pass on one?",
@@ -109,6 +121,7 @@ BENCHMARK = Benchmark(
     devices=("cuda",),
     rehearsed_on=("cpu",),
     rounds_of="not used: each test runs once",
+    tables=(Table({"test": "`{test}`", "": "{outcome}", "why": "{last}"}, rows=_listed),),
 )
 main = BENCHMARK.main
 

@@ -36,7 +36,6 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 # Before anything here imports torchguard.
 RESIDUE = Residue()
 
-from support.benchmarks import benchmarks_can_be_imported  # noqa: E402, F401 - a fixture
 from support.bucketed import backend  # noqa: E402, F401 - a fixture
 from support.dynamo import fresh_dynamo, fresh_reports  # noqa: E402, F401 - fixtures
 from support.planted import planted_folder, plugin, report  # noqa: E402, F401 - fixtures

@@ -78,7 +78,7 @@ class TestBreakEven:
         """For any costs, if a static graph is at most twice as fast as a symbolic one."""
         costs, compiling, weights, seed, calls = stream
         function = Function(dict(enumerate(costs)), compiling)
-        numbers = random.Random(seed)
+        numbers = random.Random(seed)  # noqa: S311
         order = numbers.choices(range(len(costs)), weights[: len(costs)], k=calls)
         dearest = max(max(each.values()) for each in costs)
         one_compile = max(compiling.values())

@@ -89,7 +89,7 @@ class TestVerification:
 
     def test_random_numbers_of_python_and_numpy_are_held_fixed_too(self) -> None:
         def scaled(x: torch.Tensor) -> torch.Tensor:
-            return x * random.random() * float(np.random.rand())  # noqa: NPY002
+            return x * random.random() * float(np.random.rand())  # noqa: S311, NPY002
 
         wrapped = bucketed(scaled, dims={"x": {0: "t"}}, buckets=LADDER)
         before = random.getstate(), np.random.get_state(legacy=True)  # noqa: NPY002

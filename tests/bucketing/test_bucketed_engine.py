@@ -52,7 +52,7 @@ def wrong_in_four_threads(wrapped: Any, calls: int) -> list[torch.Tensor]:
     wrong = []
 
     def work(seed: int) -> None:
-        numbers = random.Random(seed)
+        numbers = random.Random(seed)  # noqa: S311
         for _ in range(calls):
             x = torch.ones(numbers.randint(1, 16))
             if not torch.equal(wrapped(x), 2 * x) or vars(x):
@@ -399,7 +399,7 @@ class TestAuto:
             return x * 2
 
         wrapped = bucketed(function, **by_name(engine="auto", backend=backend))
-        numbers = random.Random(0)
+        numbers = random.Random(0)  # noqa: S311
         for count in range(120):
             x = torch.randn(numbers.randint(2, 16))
             assert torch.equal(wrapped(x), x * 2)
@@ -490,7 +490,7 @@ class TestAuto:
             model, **by_name("aot_eager", engine="auto", dims={"input": {0: "t"}})
         )
         plain = copy.deepcopy(model)
-        numbers = random.Random(1)
+        numbers = random.Random(1)  # noqa: S311
         for _ in range(150):
             x = torch.randn(numbers.randint(1, 16), 3)
             wrapped(x).square().sum().backward()

@@ -149,7 +149,7 @@ def test_the_limit_is_not_reached(
     wrong = []
 
     def work(index: int) -> None:
-        chance = random.Random(100 * seed + index)
+        chance = random.Random(100 * seed + index)  # noqa: S311
         sizes = [size - chance.randint(0, 3) for size in _SIZES]
         chance.shuffle(sizes)
         for size in sizes * 2:

@@ -161,7 +161,7 @@ class TestSave:
 
     def test_killed_at_any_moment(self, tmp_path: Path) -> None:
         """60 processes die while they save; plain torch.save beside them loses both files."""
-        moments = random.Random(1)
+        moments = random.Random(1)  # noqa: S311
         states = [{"weight": torch.full((20_000,), float(i)), "step": i} for i in range(2)]
 
         def is_one_of(path: Path, states: list[Any]) -> bool:

@@ -155,7 +155,7 @@ class TestFolder:
     def test_killed_at_any_moment(self, tmp_path: Path) -> None:
         """Two files never belong to two checkpoints."""
         path = tmp_path / "checkpoint"
-        moments = random.Random(2)
+        moments = random.Random(2)  # noqa: S311
 
         def write(first: int, turn: int = 0) -> None:
             step = first + turn

@@ -50,7 +50,7 @@ def draw() -> list[float]:
     """Draw from each of the global generators."""
     return [
         torch.rand(()).item(),
-        random.random(),
+        random.random(),  # noqa: S311
         float(np.random.rand()),  # noqa: NPY002
     ]
 
@@ -72,7 +72,7 @@ def test_random_states_of_torch_python_and_numpy_are_restored() -> None:
 
 def test_a_run_that_draws_nothing_says_so() -> None:
     """Only torch's numbers count: eager and compiled code draw those."""
-    assert not run(lambda x: [x * random.random()], [torch.ones(2)]).random
+    assert not run(lambda x: [x * random.random()], [torch.ones(2)]).random  # noqa: S311
 
 
 def test_autocast_neither_keeps_casts_nor_takes_kept_ones() -> None:

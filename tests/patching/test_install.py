@@ -403,7 +403,7 @@ def test_threads_that_install_and_uninstall_at_random_end_clean() -> None:
     start = threading.Barrier(6)
 
     def at_random(seed: int) -> None:
-        chooser = random.Random(seed)
+        chooser = random.Random(seed)  # noqa: S311
         held: list[Installation] = []
         start.wait()
         try:

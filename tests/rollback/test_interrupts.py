@@ -101,7 +101,7 @@ def _spoiled(way: Way, error: type[BaseException], calls: int = CALLS) -> tuple[
             raise error
 
     interrupted, spoiled = 0, []
-    chance = random.Random(0)
+    chance = random.Random(0)  # noqa: S311
     before = signal.signal(signal.SIGALRM, handler)
     try:
         with way.scope():

@@ -208,7 +208,7 @@ class Training:
     def backward(self, number: int) -> None:
         x_bchw, y_b = self.batches[number]
         if self.case.feature == "dropout":  # data augmentation draws from all three
-            x_bchw = x_bchw * random.random() + float(np.random.rand())  # noqa: NPY002
+            x_bchw = x_bchw * random.random() + float(np.random.rand())  # noqa: NPY002, S311
         with torch.autocast(self.case.device, torch.bfloat16, enabled=self.case.amp):
             loss = nn.functional.cross_entropy(self.model(x_bchw), y_b)
         self.scaler.scale(loss).backward()

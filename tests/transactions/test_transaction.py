@@ -103,7 +103,7 @@ CHANGES: dict[str, Callable[[Training], Any]] = {
     "a tensor": lambda t: t.counter.add_(1),
     "a generator": lambda t: torch.rand(1, generator=t.generator),
     "torch draws": lambda t: torch.rand(1),
-    "Python draws": lambda t: random.random(),
+    "Python draws": lambda t: random.random(),  # noqa: S311
     "numpy draws": lambda t: np.random.rand(),  # noqa: NPY002
     "numpy draws a normal number": lambda t: np.random.randn(),  # noqa: NPY002
 }

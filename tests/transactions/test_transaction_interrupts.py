@@ -39,7 +39,7 @@ def test_a_step_that_is_interrupted_is_undone_or_counts(case: Case) -> None:
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     plain = reference(case)
     span = 1.2 * sorted(whole_block(Training(case)) for _ in range(9))[4]
-    chance = random.Random(0)
+    chance = random.Random(0)  # noqa: S311
     interrupted = undone = 0
     wrong: list[str] = []
     try:

@@ -197,7 +197,7 @@ def test_the_command_of_the_day_says_what_it_would_run_and_runs_it(
     lines = lines_of(out / "results.jsonl")
     assert tuple(line["piece"]["name"] for line in lines if "piece" in line) == names
     # The tests that need a GPU were found, and each says why it was skipped.
-    tests = [line["rows"] for line in lines if "test" in line.get("rows", {})]
+    tests = [line["row"] for line in lines if "test" in line.get("row", {})]
     assert len(tests) >= 60
     if not torch.cuda.is_available():
         assert {row["outcome"] for row in tests} == {"skipped"}

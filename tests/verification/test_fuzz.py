@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import operator
-import subprocess
-import sys
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
+from support.child_process import output_of
 from torchguard.__main__ import main
 from torchguard.equivalence.compare import COMPILING, judge
 from torchguard.equivalence.copies import run_on_copies as run
@@ -51,12 +50,7 @@ def test_a_seed_is_the_same_program_everywhere() -> None:
         "from torchguard.verification.fuzz import program; "
         "print([program(s).source for s in range(20)])"
     )
-    printed = [
-        subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
-        for _ in range(2)
-    ]
-    assert printed[0].stdout == printed[1].stdout
-    assert printed[0].stdout.strip() == str([program(seed).source for seed in range(20)])
+    assert output_of(line).strip() == str([program(seed).source for seed in range(20)])
 
 
 def test_programs_are_of_every_kind() -> None:

@@ -46,7 +46,8 @@ def examine(session: nox.Session, name: str) -> None:
         doctor = ("python", "-m", "torchguard", "doctor", "--json")
         session.run(*doctor, stdout=report, success_codes=[0, 1])
     described = session.run("git", "describe", "--always", "--dirty", external=True, silent=True)
-    junit = (
+    named = f"junit_suite_name={str(described).strip()}"
+    junit = (f"--junitxml={RESULTS / f'{name}.xml'}", "-o", named)
         f"--junitxml={RESULTS / f'{name}.xml'}",
         "-o",
         f"junit_suite_name={str(described).strip()}",

@@ -57,6 +57,14 @@ def pytest_runtest_logreport(report: Any) -> None:
         os.write(int(os.environ[_TOLD]), (json.dumps(line) + "\n").encode())
 
 
+def pytest_collectreport(report: Any) -> None:
+    """Tell of a file that can't be imported: its tests would be missing without a word."""
+    if _TOLD in os.environ and report.failed:
+        line = {"test": report.nodeid, "outcome": "error", "seconds": 0.0}
+        line["why"] = report.longreprtext[-2000:]
+        os.write(int(os.environ[_TOLD]), (json.dumps(line) + "\n").encode())
+
+
 def files() -> list[str]:
     """Return the files that have such tests; the others need not be imported."""
     marked = re.compile(r"\bmark\.cuda\b")
@@ -72,7 +80,15 @@ def results(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
     """Run them in a process of its own; it is ended when time is up."""
     reading, writing = os.pipe()
     line = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider"]
-    line += ["-p", "no:xdist", "-p", "benchmarks.bench_cuda_tests", "--tb=short", *files()]
+    line += [
+        "-p",
+        "no:xdist",
+        "-p",
+        "benchmarks.bench_cuda_tests",
+        "--tb=short",
+        "--continue-on-collection-errors",
+        *files(),
+    ]
     line += [f"--deselect={test}" for test in sorted(done)]
     with subprocess.Popen(  # noqa: S603 - our own tests
         line, cwd=ROOT, env={**os.environ, _TOLD: str(writing)}, pass_fds=(writing,)

@@ -128,8 +128,10 @@ def hook(training: Training, choose: random.Random) -> None:
         raise InjectedError
 
     module = choose.choice([training.embed, training.head])
-    register = choose.choice([module.register_forward_hook, module.register_full_backward_hook])
-    handle = register(raises)
+    if choose.random() < 0.5:
+        handle = module.register_forward_hook(raises)
+    else:
+        handle = module.register_full_backward_hook(raises)
     with pytest.raises(InjectedError):
         training.model(torch.randn(2, 8, FEATURES, requires_grad=True)).sum().backward()
     handle.remove()

@@ -199,12 +199,6 @@ BENCHMARK = Benchmark(
     tables=(
         Table(),
         Table(
-            {
-                "optimizer": "{what}",
-                "held": "{held}",
-                "buffers": "{buffers}",
-                "deep copy of state dicts": "{deepcopy}",
-            },
             lead="Bytes of tensors that a block holds on the device when its optimizer has "
             "stepped. On a CPU random states are 5056 of them; the rest is buffers, and without a "
             "fused optimizer parameters and state.",

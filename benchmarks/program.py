@@ -78,8 +78,8 @@ class Benchmark:
     afterwards: Callable[[dict[str, Any]], Iterator[str]] = lambda _: iter(())
     """Says, line by line, what the whole record shows; it may add to the record."""
 
-    tables: tuple[Table, ...] = (Table(),)
-    """How the page shows its records."""
+    tables: tuple[Table, ...] = ()
+    """How the page shows its records; empty: each list in a record as it is."""
 
     @property
     def file(self) -> str:

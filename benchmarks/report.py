@@ -138,7 +138,10 @@ def _source(record: Record) -> str:
 
 
 def _tables(tables: tuple[Table, ...], record: Record, device: str) -> str:
-    found = [table.of(record, device) for table in tables]
+    parts = [
+        part for part, value in record.items() if isinstance(value, list) and part != "targets"
+    ]
+    found = [table.of(record, device) for table in tables or [Table(rows=part) for part in parts]]
     return "\n\n".join(each for each in found if each)
 
 
@@ -188,12 +191,12 @@ def _step_calls(record: Record) -> str:
         rows = [row for row in record["rows"] if row["scope"] == scope]
         worst[scope] = max(row["count"] for row in rows), max(row["percent"] for row in rows)
     (calls, percent), (all_calls, all_percent) = worst.values()
-    default = f"at most {calls} times, {percent:.2g} % of the host's time" if calls else "never"
+    called = f"is called at most {calls} times, {percent:.2g} % of the host's time"
     return (
         "In steps of three models (training and inference, eager and compiled) what `install()` "
-        f"patches is called {default}; what all guards together patch is called at most "
-        f"{all_calls} times, which takes at most {all_percent:.2g} % of the host's time "
-        f"([counted]({_address()}/blob/main/docs/benchmarks.md#host))."
+        f"patches {called if calls else 'is never called'}; what all guards together patch is "
+        f"called at most {all_calls} times, which takes at most {all_percent:.2g} % of the host's "
+        f"time ([counted]({_address()}/blob/main/docs/benchmarks.md#host))."
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import torchguard
+from torchguard.rollback.consistency import is_consistent
 
 BUCKETS = torchguard.Buckets([8, 16, 32])
 FEATURES = 16
@@ -170,7 +171,7 @@ def train(steps: int, failures: tuple[Failure, ...]) -> tuple[Training, int]:
 
 def inconsistent(training: Training) -> list[torch.Size]:
     tensors = [*training.kept, *training.tensors()]
-    return [each.shape for each in tensors if not torchguard.is_consistent(each)]
+    return [each.shape for each in tensors if not is_consistent(each)]
 
 
 @pytest.mark.slow
@@ -243,5 +244,5 @@ def test_threads_that_install_uninstall_and_enter_scopes_leave_torch_as_it_was()
     tensor = torch.from_numpy(np.zeros(4))
     with pytest.raises(RuntimeError):
         tensor.resize_(5, 5)
-    assert not torchguard.is_consistent(tensor)
+    assert not is_consistent(tensor)
     torchguard.repair_(tensor)

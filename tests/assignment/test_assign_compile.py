@@ -65,20 +65,41 @@ def assigning(assign: Any, index: Any) -> Callable[..., Known]:
     return function
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", COMPILED)
-def test_every_index_in_one_graph(name: str, dynamic: bool) -> None:
-    if "range" in name and dynamic:
-        return  # Dynamo itself can't hand a range of symbolic numbers to anything
-    index = COMPILED[name]
+@pytest.mark.parametrize("wants_t", [False, True], ids=["value", "tensor"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_every_index_in_one_graph(dynamic: bool, wants_t: bool) -> None:
+    """One of the two requires grad."""
+    # Dynamo itself can't hand a range of symbolic numbers to anything. And what nothing is written
+    # to: eager says that it requires grad, and nothing depends on it.
+    chosen = {
+        name: index
+        for name, index in COMPILED.items()
+        if not (dynamic and "range" in name) and (wants_t or base()[index].numel())
+    }
+
+    def by(assign: Any) -> Callable[..., tuple[list[torch.Tensor], list[bool]]]:
+        def function(t: torch.Tensor, value: torch.Tensor) -> Any:
+            outs = [assign(t, index, value) for index in chosen.values()]
+            return outs, [out.requires_grad for out in outs]
+
+        return function
+
+    ends = []
     compiled = torch.compile(
-        assigning(sliced_assign, index), backend="aot_eager", fullgraph=True, dynamic=dynamic
+        by(sliced_assign), backend="aot_eager", fullgraph=True, dynamic=dynamic
     )
-    for wants_t, wants_value in ((False, True), (True, False)):
-        t, value = base(wants_t), torch.tensor(5.0, requires_grad=wants_value)
-        if base()[index].numel() == 0 and not wants_t:
-            continue  # what nothing is written to: eager says True, and nothing depends on it
-        same(outcome(compiled, t, value), outcome(assigning(plain, index), t, value))
+    for function in (compiled, by(plain)):
+        t, value = base(wants_t), torch.tensor(5.0, requires_grad=not wants_t)
+        outs, known = function(t, value)
+        # Each with a weight of its own: a wrong gradient of one of them shows in the sum.
+        weighted = [(k + 1) * out.sin().sum() for k, out in enumerate(outs)]
+        [gradient] = torch.autograd.grad(sum(weighted, torch.zeros(())), t if wants_t else value)
+        ends.append((outs, known, [out.requires_grad for out in outs], gradient))
+    found, expected = ends
+    assert found[1:3] == expected[1:3]
+    for name, one, other in zip(chosen, found[0], expected[0], strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+    torch.testing.assert_close(found[3], expected[3])
 
 
 ROWS: dict[str, tuple[Any, tuple[int, ...]]] = {

@@ -57,8 +57,6 @@ class Asking(torch.autograd.Function):
 
 ROWS, COLS = torch.triu_indices(3, 3, 1)  # the index of 3 x 3 matrices' upper triangles
 
-Result = tuple[torch.Tensor, ...]
-
 
 def skew_symmetric(v: torch.Tensor) -> tuple[Any, ...]:
     m = torch.zeros(2, 3, 3)

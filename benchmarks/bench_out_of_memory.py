@@ -31,6 +31,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 import torchguard
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.tables import Table
 from torchguard.rollback.consistency import is_consistent
 
 MIB = 2**20
@@ -231,6 +232,21 @@ BENCHMARK = Benchmark(
     rounds=1,
     quick_rounds=1,
     rounds_of="not used: each way runs once",
+    tables=(
+        Table(
+            {
+                "resized by": "{way}",
+                "allowed": "{allowed_bytes:bytes}",
+                "fails with": "{error} at {asked_bytes:bytes}",
+                "says and has": "{says_bytes:bytes} of {holds_bytes:bytes}",
+                "same memory": "{same_memory:yes}",
+                "same elements": "{same_elements:yes}",
+                "can be resized after": "{grows_again:yes}",
+                "training equals a run without": "{training_equal:yes}",
+                "then": "{verdict}",
+            }
+        ),
+    ),
 )
 main = BENCHMARK.main
 

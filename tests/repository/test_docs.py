@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import torchguard
+from support.child_process import run_file
 from support.document import blocks, faults
 from torchguard.__main__ import main
 
@@ -32,11 +33,10 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_code(page: Path) -> None:
+def test_code(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code on a page runs and prints what its comments say."""
-    program = ROOT / "tests" / "support" / "document.py"
-    command = [sys.executable, "-W", "ignore", str(program), str(page)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    monkeypatch.chdir(ROOT)
+    done = run_file(ROOT / "tests" / "support" / "document.py", str(page))
     assert done.returncode == 0, done.stderr
 
 

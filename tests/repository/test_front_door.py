@@ -90,7 +90,7 @@ def test_importing_torchguard_imports_neither_torch_nor_a_room() -> None:
         "import sys, torchguard; print(sorted(name for name in sys.modules "
         "if name.partition('.')[0] in ('torch', 'numpy', 'torchguard')))"
     )
-    assert output_of(program) == "['torchguard', 'torchguard._public']\n"
+    assert output_of(program, fresh=True) == "['torchguard', 'torchguard._public']\n"
 
 
 def test_a_name_that_is_not_there_raises_attribute_error() -> None:

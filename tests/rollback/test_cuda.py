@@ -389,3 +389,12 @@ def test_indexed_assignment_has_the_gradient_of_the_two_statements(device: str) 
         found = torch.autograd.grad(ours.square().sum(), (t, value))
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one)
+
+
+@pytest.mark.cuda
+def test_indices_on_the_cpu_for_a_tensor_on_a_gpu() -> None:
+    t = torch.zeros(3, 4, device="cuda")
+    for index in (torch.tensor([0, 2]), torch.tensor([True, False, True]), [0, 2], slice(1, 2)):
+        expected = t.clone()
+        expected[index] = 1.0
+        assert torch.equal(torchguard.sliced_assign(t, index, torch.tensor(1.0)), expected)

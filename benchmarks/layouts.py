@@ -301,23 +301,6 @@ def _buckets(record: Record, device: str) -> str:
     return f"{table(header, rows)}\n\n{calls}"
 
 
-def _stream(record: Record, device: str) -> str:
-    """Lay out what each row took in all, and late in each phase."""
-    [summary] = of_device(record, "summary", device)
-    phases = summary["phases"]
-    rows = [
-        (
-            row["row"],
-            f"{row['total_s']:.1f} s",
-            *(f"{each['milliseconds'][row['row']]:.2f} ms" for each in phases),
-        )
-        for row in of_device(record, "rows", device)
-    ]
-    header = ("", "the whole stream, from cold", *(f"late in {each['phase']}" for each in phases))
-    found = "\n".join(f"- {line}" for line in summary["verdicts"])
-    return f"{table(header, rows)}\n\n{found}"
-
-
 def _fit(record: Record, _: str) -> str:
     rules = list(record["summary"]["mean_waste_percent"])
     rows = [
@@ -452,26 +435,6 @@ def _walks(record: Record, device: str) -> str:
     return f"Exact counts, from a profile of the call.\n\n{table(header, rows)}"
 
 
-def _cold_start(record: Record, device: str) -> str:
-    rows = [
-        (
-            row["what"],
-            "{median:.1f} s [{q1:.1f}, {q3:.1f}]".format_map(row["seconds"]),
-            str(row["checks"]),
-            str(row["derivations"]),
-            str(row["graphs_compiled"]),
-            str(row["cpp_compilations"]),
-            "" if row["target"] is None else f"{row['target']}: {row['verdict']}",
-        )
-        for row in of_device(record, "rows", device)
-    ]
-    header = (
-        "start", "seconds [quartiles]", "runs for checks", "derivations", "graphs compiled",
-        "runs of the C++ compiler", "target",
-    )  # fmt: skip
-    return f"Medians of {record['rows'][0]['n']} processes each.\n\n{table(header, rows)}"
-
-
 def _transaction(record: Record, device: str) -> str:
     """Lay out the times, and how the fault points ended, a line for each way and case."""
     totals = [
@@ -516,8 +479,6 @@ LAYOUTS: dict[str, Layout] = {
     "resize": _comparisons,
     "out_of_memory": _out_of_memory,
     "buckets": _buckets,
-    "stream": _stream,
-    "cold_start": _cold_start,
     "padding": _comparisons,
     "fit": _fit,
     "sampler": _sampler,

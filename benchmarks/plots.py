@@ -219,38 +219,6 @@ def _buckets(record: Record, device: str, to: Path) -> None:
     _save(figure, record, to)
 
 
-def _stream(record: Record, device: str, to: Path) -> None:
-    """Draw the seconds so far against the calls, and twice the best row in hindsight."""
-    plt = _pyplot()
-    rows = of_device(record, "rows", device)
-    [summary] = of_device(record, "summary", device)
-    figure, axes = plt.subplots(figsize=(9, 5.2), layout="constrained")
-    totals = {row["row"]: list(accumulate(row["seconds"])) for row in rows}
-    for number, (name, total) in enumerate(totals.items()):
-        auto = name == "bucketed auto"
-        axes.plot(
-            range(1, len(total) + 1), total, label=name, lw=2.4 if auto else 1.2,
-            color=RED if auto else OTHERS[number % len(OTHERS)], ls="-" if auto else "--",
-        )  # fmt: skip
-    others = [total for name, total in totals.items() if name != "bucketed auto"]
-    bound = [2 * min(each) for each in zip(*others, strict=True)]
-    axes.fill_between(
-        range(1, len(bound) + 1), bound, color="0.9", zorder=0,
-        label="at most twice the best in hindsight",
-    )  # fmt: skip
-    for each in summary["phases"]:
-        axes.axvline(each["start"], color="0.6", lw=0.8)
-        axes.text(each["start"], axes.get_ylim()[1], f" {each['phase']}", va="top", fontsize=9)
-    axes.set(xlabel="calls", ylabel="seconds since the start", ylim=0, xlim=0)
-    _bare(axes, keep=("bottom", "left"))
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    axes.set_title(
-        f"A stream of sizes from cold, less is better: {_machine(record, device)}",
-        fontsize=10, loc="left",
-    )  # fmt: skip
-    _save(figure, record, to)
-
-
 def _fit(record: Record, device: str, to: Path) -> None:
     """Draw the waste of every rule on every kind of lengths, at 8 buckets and linear cost."""
     plt = _pyplot()
@@ -381,7 +349,6 @@ PLOTS: dict[str, Draw] = {
     "resize": _per_call,
     "out_of_memory": _out_of_memory,
     "buckets": _buckets,
-    "stream": _stream,
     "padding": _per_call,
     "fit": _fit,
     "sampler": _sampler,

@@ -107,10 +107,6 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
             padding grows (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
         compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well. False
             says that it runs uncompiled on purpose, also where ``torch.compile`` is around it.
-        engine: what runs a bucket. ``"static"``: a graph of its size. ``"ranges"``: one graph for
-            all sizes of the ladder, as symbols with bounds; nothing is padded or checked, and a
-            function that does not allow it falls back, as ``stats()`` says. ``"auto"``: eager until
-            a graph would have paid for itself, then the faster of the two.
         plan: a file that ``save_plan`` wrote, or ``python -m torchguard plan --json``, in
             place of ``buckets``. What the former kept of its process (the check of the padding,
             sizes of outputs, compiled code) is not done again while the function is the

@@ -14,7 +14,6 @@ import torch
 from torchguard import _torch
 from torchguard._pytree import all_reachable_modules, flatten, reachable_modules, unflatten
 from torchguard._torch import uncompiled, warn_user
-from torchguard.bucketing.decorator.break_even import Choice
 from torchguard.bucketing.decorator.compile import (
     COMPILE_LOCK,
     RECOMPILE_LIMIT,
@@ -24,7 +23,6 @@ from torchguard.bucketing.decorator.compile import (
     failed_guards,
     recompile_reason,
 )
-from torchguard.bucketing.decorator.engine import Engine
 from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
 from torchguard.bucketing.decorator.leak_check import check_padding
 from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
@@ -71,14 +69,12 @@ class Caller:
         self.counts: dict[tuple[int, ...], BucketCount] = {}
         self.proofs = ProofCache(cache.function, spec, name, compiles=cache.static is not None)
         self.output_shapes = OutputShapes(cache.function, spec, name, self.proofs)
-        self.engine = Engine(spec, cache)
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._plans: dict[Any, Plan] = {}
         self._global_state: Callable[[], tuple[Any, ...]] | None = None
         self._warned = self._warned_of_compiling_around = False
         self._always = spec.options["check_padding"] == "always"
         self._shared = spec.options["group"] is not None
-        self._static = spec.options["engine"] == "static"
         self._fitting = any(ladder.automatic for ladder in spec.ladders.values())
 
     def seen(self, axes: Iterable[str]) -> Counter[tuple[int, ...]]:
@@ -104,7 +100,7 @@ class Caller:
         try:
             if not plan.ready or self._always:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                return self._run_carefully(plan, call)
+                return self._run_first(plan, call)
             if nested or plan.extras:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
                 return self._run(plan, plan.variant.run, call)
@@ -160,11 +156,7 @@ class Caller:
     def _run(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
         extras = fresh_extras(self.spec, call, plan) if plan.extras else None
         args, kwargs = call.bind(extras, plan.pad(call.leaves))
-        if not plan.marks or plan.ready:
-            return self._finish(plan, run(*args, **kwargs), call)
-        with _torch.marked_dynamic(plan.marked(call.leaves, extras)):
-            output = run(*args, **kwargs)
-        return self._finish(plan, output, call)
+        return self._finish(plan, run(*args, **kwargs), call)
 
     def _finish(self, plan: Plan, output: Any, *given: Any) -> Any:
         """Slice the output and count the call, given as a :class:`Call` or what makes one."""
@@ -241,7 +233,6 @@ class Caller:
             if index not in padded
         )
         specialization = Specialization(state, call.signature.treedefs, others, bool(state[3]))
-        chosen = not self._static and bool(buckets) and not specialization.transformed
         with self.lock:
             plan = Plan(
                 signature=call.signature,
@@ -259,11 +250,7 @@ class Caller:
                 shortest=shortest,
             )
             # torch.compile imports Dynamo, which takes seconds: not before something compiles.
-            if not chosen:
-                plan.variant = self.cache.variant_for(plan.shapes or None, specialization)
-        if chosen:
-            plan = self.engine.begin(plan, call)
-        with self.lock:
+            plan.variant = self.cache.variant_for(plan.shapes or None, specialization)
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
             self._plans[key] = plan
@@ -295,21 +282,8 @@ class Caller:
 
     # ---- the first call of a shape ----
 
-    def _run_carefully(self, plan: Plan, call: Call) -> Any:
-        if plan.choice is None:
-            return self._run_first(plan, call)
-        return self.engine.run(plan, call, self._run_first, self._forget)
-
-    def _forget(self, choice: Choice) -> None:
-        """Forget the plans of a bucket that something else runs from now on."""
-        with self.lock:
-            for key in [key for key, plan in self._plans.items() if plan.choice is choice]:
-                del self._plans[key]
-
     def _run_first(self, plan: Plan, call: Call) -> Any:
-        """Check the padding, compile and run, unless an engine has come to a plan that is ready."""
-        if plan.ready and not self._always:
-            return self._run(plan, plan.variant.run, call)
+        """Check the padding, compile and run."""
         try:
             self._check(plan, call)
             run = plan.variant.run
@@ -417,7 +391,6 @@ class Caller:
             ValueError: they are above the largest bucket.
         """
         plan, call = self.plan_for(owner, args, kwargs)
-        plan = self.engine.padded(plan, call)
         if not plan.buckets:
             raise ValueError(
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"

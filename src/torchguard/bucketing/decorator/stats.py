@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -11,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,6 @@ class BucketedStats:
     """Inputs whose padding is read, and 0 in it was shown to be neutral, though not declared."""
     compiled: bool = True
     """Whether anything compiles: ``compile=`` was given, or what ``torch.compile`` made."""
-    engines: dict[tuple[int, ...], str] = field(default_factory=dict)
-    """By bucket what runs it and why, with ``engine="ranges"`` or ``"auto"``."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -75,7 +72,6 @@ class BucketedStats:
             "hits": {"x".join(map(str, sizes)): count for sizes, count in self.hits.items()},
             "axes": list(self.axes),
             "relies_on_fill_0": list(self.relies_on_fill_0),
-            "engines": {"x".join(map(str, sizes)): text for sizes, text in self.engines.items()},
         }
 
     def __str__(self) -> str:
@@ -92,10 +88,6 @@ class BucketedStats:
             lines.append(f"{' x '.join(map(str, sizes)):>{width}} {count:>10,}")
         if self.overflowed:
             lines.append(f"{'above':>{width}} {self.overflowed:>10,}")
-        lines += [
-            f"{' x '.join(map(str, sizes)):>{width}} runs {text}"
-            for sizes, text in self.engines.items()
-        ]
         if self.relies_on_fill_0:
             lines.append(f"relies on fill 0 in the padding of {', '.join(self.relies_on_fill_0)}")
         return "\n".join(lines)
@@ -122,7 +114,6 @@ def stats_of(caller: Caller) -> BucketedStats:
         axes=tuple(caller.spec.ladders),
         relies_on_fill_0=caller.proofs.relies_on_zero,
         compiled=caller.cache.static is not None,
-        engines=caller.engine.describe(),
     )
 
 
@@ -367,8 +358,8 @@ def _warm_up_one(
     """Compile what runs inputs of these sizes, backward included, and time a call.
 
     Returns:
-        The seconds, the better of two; None where nothing is compiled, or where the engine times
-        what it has to choose from by itself; the error where it does not fit into memory.
+        The seconds, the better of two; None where nothing is compiled; the error where it does not
+        fit into memory.
     """
     side = caller.spec.options["side"]
     try:
@@ -377,9 +368,6 @@ def _warm_up_one(
         )
         args, kwargs = sized.bind()
         plan, sized = caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
-        if plan.choice is not None:
-            caller.engine.warm(plan, sized, functools.partial(_timed, caller))
-            return None
         if not plan.variant.compiles:
             return None
         if plan.specialization not in plan.variant.warmed_for:
@@ -430,8 +418,7 @@ def _run(caller: Caller, plan: Plan, call: Call) -> None:
     args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
     run = variant.run if warm else caller.compiled(plan)
     for turn in range(_CUDA_GRAPH_TURNS if variant.cuda_graphs and not warm else 1):
-        with _torch.marked_dynamic(plan.marked(call.leaves, plan.extras)):
-            output = (run if turn == 0 else variant.run)(*args, **kwargs)
+        output = (run if turn == 0 else variant.run)(*args, **kwargs)
         begun = time.perf_counter()
         # The backward is compiled when it runs for the first time, under the same recompile limit.
         with alone():
@@ -442,7 +429,7 @@ def _run(caller: Caller, plan: Plan, call: Call) -> None:
 
 
 def _sizes_to_compile(spec: Spec) -> list[Sizes]:
-    """Return the sizes of each combination of buckets; where nothing is padded, one within each.
+    """Return the sizes of each combination of buckets.
 
     Raises:
         ValueError: an automatic ladder has no bucket yet.
@@ -462,17 +449,6 @@ def _sizes_to_compile(spec: Spec) -> list[Sizes]:
     ]
     # The largest first: what runs out of memory does so at once.
     combinations.sort(key=lambda buckets: math.prod(buckets.values()), reverse=True)
-    if spec.options["engine"] == "static":
-        return combinations
-    # What is timed should have as much padding as a call has on average.
-    for sizes in combinations:
-        # One after the other: with both sizes of a pair shorter it may have another bucket.
-        for axis, size in sizes.items():
-            sizes[axis] = (spec.ladders[axis].least(axis, sizes) + size) // 2
-    if spec.options["engine"] == "ranges":
-        # torch.compile makes a size of 1 a constant, so it has a graph of its own.
-        last = combinations[-1]
-        combinations += [{**last, axis: 1} for axis in spec.ladders if last[axis] > 1]
     return combinations
 
 

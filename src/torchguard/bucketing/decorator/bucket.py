@@ -21,7 +21,6 @@ from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
 from torchguard.equivalence.outcome import Given
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.break_even import How
     from torchguard.bucketing.decorator.spec import Sizes, Spec
 
 PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
@@ -165,11 +164,6 @@ class Input:
             buckets[named[dim]] if dim in named else size for dim, size in enumerate(self.shape)
         )
 
-    def symbolic(self, names: Iterable[str]) -> tuple[int | str, ...]:
-        """Return its shape with names in place of these axes' sizes."""
-        named = {dim: axis for dim, axis in self.axes if axis in names}
-        return tuple(named.get(dim, size) for dim, size in enumerate(self.shape))
-
 
 class Specialization(NamedTuple):
     """What a compiled graph is specialised on besides the sizes that are padded."""
@@ -211,16 +205,6 @@ class Pad(NamedTuple):
     carefully: Callable[..., torch.Tensor]
 
 
-class Mark(NamedTuple):
-    """A size that is a symbol in a compiled graph."""
-
-    where: int | str
-    """The index of a leaf, or an argument that is made where the caller leaves it out."""
-    dim: int
-    smallest: int
-    largest: int | None
-
-
 def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
     """Return how to pad these dims of an input: (dim, size) each."""
     shape, fill = each.shape, each.fill
@@ -258,7 +242,7 @@ class Plan:
     inputs: tuple[Input, ...]
     sizes: Sizes
     buckets: Sizes
-    """Empty where nothing is padded: a size above the largest bucket, or another engine."""
+    """Empty where nothing is padded: a size above the largest bucket."""
     side: Side
     variant: Any
     """The function that runs, as :class:`torchguard.bucketing.decorator.compile.Variant`."""
@@ -280,12 +264,6 @@ class Plan:
     """The smallest sizes that any rank of a group has."""
     real: int = 1
     padded: int = 1
-    how: How = "static"
-    choice: Any = None
-    """Of its bucket, where something else than a static graph may run it."""
-    turns: dict[str, Plan] = field(default_factory=dict)
-    """The same call in other ways, as long as it is not decided which is taken."""
-    marks: tuple[Mark, ...] = ()
     _has_padded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -305,16 +283,6 @@ class Plan:
             # The product stands for the work of a call: with a batch and a length it counts tokens.
             self.real *= size
             self.padded *= self.buckets.get(axis, size)
-
-    def marked(
-        self, leaves: list[Any], extras: Mapping[str, Any] | None
-    ) -> list[tuple[torch.Tensor, int, int, int | None]]:
-        """Return the tensors of :attr:`marks`, for ``marked_dynamic``."""
-        found = []
-        for where, *mark in self.marks:
-            tensor = leaves[where] if isinstance(where, int) else (extras or {})[where]
-            found.append((tensor, *mark))
-        return found
 
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""

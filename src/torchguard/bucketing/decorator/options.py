@@ -50,7 +50,6 @@ Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
 
 Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
 CheckPadding: TypeAlias = Literal["first", "always", "never"]
-EngineName: TypeAlias = Literal["static", "ranges", "auto"]
 
 
 class Options(TypedDict, total=False):
@@ -64,7 +63,6 @@ class Options(TypedDict, total=False):
     overflow: Overflow
     check_padding: CheckPadding
     compile: bool | Mapping[str, Any] | None
-    engine: EngineName
     plan: str | os.PathLike[str] | None
     group: Any
 
@@ -81,7 +79,6 @@ DEFAULTS: Any = {
     "side": "right",
     "overflow": "error",
     "check_padding": "first",
-    "engine": "static",
 }
 
 
@@ -110,16 +107,10 @@ def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
         ("side", get_args(Side)),
         ("overflow", get_args(Overflow)),
         ("check_padding", get_args(CheckPadding)),
-        ("engine", get_args(EngineName)),
     ):
         if checked[name] not in allowed:
             listed = ", ".join(map(repr, allowed))
             raise ValueError(f"bucketed: {name} is {checked[name]!r}, expected one of {listed}")
-    if checked["engine"] != "static" and checked["group"] is not None:
-        raise ValueError(
-            f"bucketed: engine={checked['engine']!r} with group=: without padding ranks have other "
-            "sizes, and each would decide for itself what to compile; use engine='static'"
-        )
     if checked["fill"] is not None and not isinstance(checked["fill"], Mapping):
         raise TypeError(
             f"bucketed: fill is {checked['fill']!r}, expected {{argument: value}}, such as "

@@ -55,12 +55,6 @@ class _Ladder(Generic[_Kind]):
         """Return each bucket as a size per axis, cheapest first."""
         return [each if isinstance(each, tuple) else (each,) for each in self.buckets or ()]
 
-    def largest(self, axis: str) -> int | None:
-        """Return the largest size that it will ever have a bucket for; None if it may grow."""
-        index = self.axes.index(axis)
-        sizes = [each[index] for each in self.shapes()]
-        return None if self._growing else max(sizes, default=None)
-
     def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
         """Return the cheapest bucket for the sizes of its axes, None if none may be added."""
         with self._lock:

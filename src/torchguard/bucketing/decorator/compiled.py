@@ -39,21 +39,8 @@ class Compilers(NamedTuple):
 
     static: Compiler | None = None
     """For static sizes."""
-    ranges: Compiler | None = None
-    """For sizes that are marked, each with its bounds."""
     dynamic: Compiler | None = None
     """For the sizes above the largest bucket."""
-
-
-class RangesKey(NamedTuple):
-    """What one graph with symbolic sizes is compiled for."""
-
-    shapes: tuple[tuple[str, tuple[int | str, ...]], ...]
-    """Label and shape of each input, with the name of an axis for a size that is a symbol."""
-    global_state: tuple[Any, ...]
-    """As in ``Specialization``."""
-    bounds: tuple[tuple[str, int, int | None], ...]
-    """(axis, smallest, largest) of each symbol, None where the ladder may grow."""
 
 
 RECOMPILE_LIMIT = 8
@@ -112,7 +99,6 @@ class CompileCache:
         self.static = compilers.static
         self.variants: dict[Any, Variant] = {}
         self.eager = Variant(function)
-        self._ranges = compilers.ranges
         self._above = Variant(function)
         if compilers.dynamic is not None:
             above = compilers.dynamic(_separated(function, "beyond_buckets"))
@@ -128,27 +114,20 @@ class CompileCache:
             # Dynamo compiles anew for each of these anyway. With a function of its own a call
             # finds one entry in Dynamo's cache: in a list of several, threads walk past theirs.
             key = (shapes, specialization.global_state)
-        return self.variant(key)
-
-    def variant(self, key: Any) -> Variant:
-        """Return what runs for a key of the cache; it is made where there is none yet."""
         found = self.variants.get(key)
         if found is None:
             found = self.variants[key] = self._new(key)
         return found
 
     def _new(self, key: Any) -> Variant:
-        ranges = isinstance(key, RangesKey)
-        compiler = self._ranges if ranges else self.static
-        if compiler is None or key == "transformed":
+        if self.static is None or key == "transformed":
             return Variant(self.function)
         if key is None:
             return self._above
         # Dynamo keeps the sizes it has seen under this name, in a file too.
         sizes = "_".join("x".join(map(str, shape)) for _, shape in key[0])
-        bounds = "".join(f"_{low}_to_{high}" for _, low, high in key.bounds) if ranges else ""
-        copied = _separated(self.function, f"bucket_{sizes}{bounds}")
-        compiled = _torch.compiles_inside(compiler(copied), alone)
+        copied = _separated(self.function, f"bucket_{sizes}")
+        compiled = _torch.compiles_inside(self.static(copied), alone)
         return Variant(
             compiled,
             copied.__code__,
@@ -194,7 +173,7 @@ def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[
             "symbolic: compile it without, or pass the function itself and compile={...}"
         )
     # Without dynamic=False a second size above the buckets makes it symbolic.
-    return original, Compilers(settings, settings, settings)
+    return original, Compilers(settings, settings)
 
 
 def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
@@ -213,9 +192,7 @@ def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
         # torch.compile is looked up when a bucket compiles: install("verified") replaces it.
         return lambda function: torch.compile(function, dynamic=dynamic, **arguments)
 
-    # Marks make sizes symbols with any dynamic=. None does so behind a graph break too, where
-    # nothing is marked: with False each size would be compiled there.
-    return Compilers(compiler(dynamic=False), compiler(dynamic=None), compiler(dynamic=True))
+    return Compilers(compiler(dynamic=False), compiler(dynamic=True))
 
 
 def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:

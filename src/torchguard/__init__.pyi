@@ -5,8 +5,9 @@ from torchguard.assignment.at import at
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
-from torchguard.bucketing.decorator.compile import no_recompile
-from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats, WarmupReport
+from torchguard.bucketing.decorator.no_recompile import no_recompile
+from torchguard.bucketing.decorator.stats import BucketedStats
+from torchguard.bucketing.decorator.warmup import WarmupReport
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.packed import packed
 from torchguard.bucketing.padding import Padded, PaddedPair, pad_to_bucket, unpad
@@ -56,7 +57,6 @@ from torchguard.verification.report import GraphRecord, VerificationReport, veri
 __all__ = [
     "BucketBatchSampler",
     "BucketCollator",
-    "BucketedReport",
     "BucketedStats",
     "Buckets",
     "DamagedFileError",

@@ -40,7 +40,6 @@ __all__ = [
     "tracing_again",
     "tracing_context",
     "tracing_unseen",
-    "uncompiled",
     "warn_at_compiled_call",
     "warn_user",
 ]
@@ -82,16 +81,6 @@ def dynamo_is_imported() -> bool:
     if "torch._dynamo" in sys.modules:
         importlib.import_module("torch._dynamo")
     return hasattr(sys.modules.get("torch._dynamo"), "optimize")
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled functions inside eagerly; the stance is that of the whole process."""
-    if not dynamo_is_imported():
-        yield  # nothing is compiled yet, and set_stance() would import Dynamo: seconds
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def rebuild_dynamo_tables() -> None:

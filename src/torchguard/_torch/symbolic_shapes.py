@@ -107,47 +107,6 @@ class ShapeFormula:
     paths: list[tuple[Any, ...]]
     """Of each leaf."""
 
-    @classmethod
-    def from_json(cls, document: Any, names: Iterable[str]) -> ShapeFormula:
-        """Read what :meth:`as_json` has returned, maybe in another process.
-
-        Raises:
-            ValueError: it is no formula, or this torch has no such function of sizes.
-        """
-        if "error" in document:
-            raise ValueError(document["error"])
-        sympy: Any = importlib.import_module("sympy")
-        symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
-        sizes = [
-            tuple(_from_json(size, symbols) for size in each)
-            if type(each) is list
-            else each and _from_json(each["is"], symbols)
-            for each in document["sizes"]
-        ]
-        conditions = tuple(_from_json(each, symbols) for each in document["conditions"])
-        paths = [tuple(path) for path in document["paths"]]
-        return cls(symbols, tuple(sizes), conditions, paths)
-
-    def as_json(self) -> dict[str, Any] | None:
-        """Return it as lists, numbers and names, which JSON can hold; None if that can't be."""
-        # Nor can a key that is neither a text nor a number.
-        if any(type(key) not in (str, int) for path in self.paths for key in path):
-            return None
-        names = {symbol: name for name, symbol in self.symbols.items()}
-        try:
-            sizes = [
-                [_to_json(size, names) for size in each]
-                if isinstance(each, tuple)
-                else each
-                if each is None
-                else {"is": _to_json(each, names)}
-                for each in self.sizes
-            ]
-            conditions = [_to_json(each, names) for each in self.conditions]
-        except ValueError:
-            return None
-        return {"paths": self.paths, "sizes": sizes, "conditions": conditions}
-
     def at(
         self, *sizes: Mapping[str, int], unconditionally: bool = False
     ) -> list[list[Any]] | None:
@@ -176,17 +135,6 @@ class ShapeFormula:
         return found
 
 
-def _from_json(document: Any, symbols: Mapping[str, Any]) -> Any:
-    if type(document) is int or type(document) is bool:
-        return _sympified(document)
-    if isinstance(document, str) and document in symbols:
-        return symbols[document]
-    if isinstance(document, list) and document and isinstance(document[0], str):
-        inner = [_from_json(each, symbols) for each in document[1:]]
-        return _function_of_sizes(document[0])(*inner)
-    raise ValueError(f"{document!r} is no expression of sizes")
-
-
 def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
     """Put sizes in; None if something else is in the expression too."""
     if isinstance(expression, int):
@@ -195,36 +143,6 @@ def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
     if result.free_symbols:
         return None
     return bool(result) if result.is_Boolean else int(result)
-
-
-def _to_json(expression: Any, names: dict[Any, str]) -> Any:
-    if isinstance(expression, int):
-        return expression
-    if expression in names:
-        return names[expression]
-    if getattr(expression, "is_Integer", False):
-        return int(expression)
-    if getattr(expression, "is_Rational", False):
-        return ["Rational", int(expression.p), int(expression.q)]
-    if expression == _sympified(True) or expression == _sympified(False):
-        return bool(expression)
-    kind = type(expression).__name__
-    if not expression.args or _function_of_sizes(kind) is not type(expression):
-        raise ValueError(f"{expression} has no form in JSON")
-    return [kind, *(_to_json(each, names) for each in expression.args)]
-
-
-def _sympified(value: int | bool) -> Any:
-    return importlib.import_module("sympy").sympify(value)
-
-
-def _function_of_sizes(name: str) -> Any:
-    """Return the class of sympy's, or of torch's own, that makes expressions."""
-    for home in ("torch.utils._sympy.functions", "sympy"):
-        found = getattr(importlib.import_module(home), name, None)
-        if isinstance(found, type) and issubclass(found, importlib.import_module("sympy").Basic):
-            return found
-    raise ValueError(f"there is no {name!r} of sizes")
 
 
 def shape_guards(context: Any) -> int | None:

@@ -12,7 +12,7 @@ from typing_extensions import ParamSpec, Unpack
 
 from torchguard import _torch
 from torchguard._public import public
-from torchguard.bucketing.decorator.spec import (
+from torchguard.bucketing.decorator.options import (
     DEFAULTS,
     MaskingOptions,
     Options,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         def __call__(self, function: Any, /) -> Any: ...
 
 
-# The options are listed once, in spec.Options. Type checkers read them through Unpack, people in
+# The options are listed once, in options.Options. Type checkers read them through Unpack, people in
 # the docstring, and inspect.signature() in the signature below.
 @overload
 def bucketed(  # type: ignore[overload-overlap]  # a module is callable, and the first that fits
@@ -103,20 +103,18 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
             with symbolic sizes.
         check_padding: ``"first"``: once per bucket (and with gradients on and off, in training and
             not) the function runs four times without compiling: on the real inputs, padded, and
-            padded with two other values; more often where the answers differ, and again where
-            padding grows (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
+            padded with two other values; once on other data, and again where padding grows
+            (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
         compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well. False
             says that it runs uncompiled on purpose, also where ``torch.compile`` is around it.
-        plan: a file that ``save_plan`` wrote, or ``python -m torchguard plan --json``, in
-            place of ``buckets``. What the former kept of its process (the check of the padding,
-            sizes of outputs, compiled code) is not done again while the function is the
-            same. As trusted as code.
+        plan: a file of buckets in place of ``buckets``, which ``save_plan`` wrote, or
+            ``python -m torchguard plan --json``.
         group: a group of ``torch.distributed``, or True for all ranks: every rank takes the
             bucket of the longest. Each rank has to make the same calls.
 
     Returns:
-        A callable, or a module, with ``stats()``, ``report()``, ``warmup(*example)``,
-        ``verify(*inputs)`` and ``save_plan(path)``.
+        A callable, or a module, with ``stats()``, ``warmup(*example)``, ``verify(*inputs)`` and
+        ``save_plan(path)``.
 
     Raises:
         TypeError, ValueError: the options don't fit the function or each other; when called:

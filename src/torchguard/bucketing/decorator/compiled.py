@@ -1,4 +1,4 @@
-"""One compiled callable per combination of static sizes, and a scope in which none may compile.
+"""What runs a bucket: a compiled copy of the function, with a code object of its own.
 
 Dynamo keeps what it knows about a function with its code object: the compiled variants, of
 which it makes 8 and then runs eager, and the sizes seen, which it makes symbolic when they
@@ -11,23 +11,15 @@ https://github.com/pytorch/pytorch/issues/190631
 from __future__ import annotations
 
 import contextlib
-import inspect
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchguard import _torch
-from torchguard._public import public
-from torchguard.errors import RecompileError
-
-if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.plan import Plan, Specialization
+from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Graph, Plan, Specialization
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -46,10 +38,6 @@ class Compilers(NamedTuple):
 RECOMPILE_LIMIT = 8
 """As often as torch compiles a function anew before it gives up and runs it uncompiled."""
 
-COMPILE_LOCK = threading.RLock()
-"""Held while a graph is compiled for the first time, and during a check: both change settings of
-the whole process for a moment."""
-
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
@@ -63,72 +51,37 @@ def alone() -> Iterator[None]:
         yield
 
 
-@dataclass
-class Variant:
-    """What runs for one combination of static sizes."""
-
-    run: Callable[..., Any]
-    code: CodeType | None = None
-    compiles: bool = False
-    """Whether there is a compiler at all."""
-    cuda_graphs: bool = False
-    compiled_for: set[Specialization] = field(default_factory=set)
-    """What it has run for: for anything else it is compiled anew."""
-    warmed_for: set[Specialization] = field(default_factory=set)
-    """What its backward has run for too."""
-    seconds: float = 0.0
-    """Of the first call in each, and of warming up."""
-    first_graphs: int = 0
-    first_entries: int = 0
-
-    @property
-    def graphs(self) -> int:
-        """How many graphs were compiled for it."""
-        if self.code is None:
-            return self.first_graphs
-        # Dynamo's own count: guards that fail later compile anew without asking us.
-        later = _torch.compiled_variants(self.code) - self.first_entries
-        return self.first_graphs + max(later, 0)
-
-
-class CompileCache:
-    """One variant for each combination of padded shapes and of what Dynamo guards on."""
+class Compiled:
+    """Makes what runs a bucket: the function itself, or a compiled copy of it."""
 
     def __init__(self, function: Callable[..., Any], compilers: Compilers) -> None:
         self.function = function
         self.static = compilers.static
-        self.variants: dict[Any, Variant] = {}
-        self.eager = Variant(function)
-        self._above = Variant(function)
+        self._above = Graph(function)
         if compilers.dynamic is not None:
             above = compilers.dynamic(_separated(function, "beyond_buckets"))
-            self._above = Variant(_torch.keep_settings(above), compiles=True)
+            self._above = Graph(_torch.keep_settings(above), compiles=True)
 
-    def variant_for(self, shapes: Shapes | None, specialization: Specialization) -> Variant:
-        """Return what runs inputs of these padded shapes; None for sizes above the buckets."""
-        key: Any = None
-        if specialization.transformed:
+    def graph_for(self, plan: Plan) -> Graph:
+        """Return what runs a call; it is made where its bucket has none like it yet."""
+        if plan.specialization.transformed:
             # torch.compile runs what is inside a transform of torch.func uncompiled.
-            key = "transformed"
-        elif shapes is not None:
-            # Dynamo compiles anew for each of these anyway. With a function of its own a call
-            # finds one entry in Dynamo's cache: in a list of several, threads walk past theirs.
-            key = (shapes, specialization.global_state)
-        found = self.variants.get(key)
+            return plan.bucket.graphs.setdefault("transformed", Graph(self.function))
+        if not plan.buckets:
+            return plan.bucket.graphs.setdefault(None, self._above)
+        key = (plan.shapes, plan.specialization.global_state)
+        found = plan.bucket.graphs.get(key)
         if found is None:
-            found = self.variants[key] = self._new(key)
+            found = plan.bucket.graphs[key] = self._new(plan.shapes)
         return found
 
-    def _new(self, key: Any) -> Variant:
-        if self.static is None or key == "transformed":
-            return Variant(self.function)
-        if key is None:
-            return self._above
+    def _new(self, shapes: Shapes) -> Graph:
+        assert self.static is not None
         # Dynamo keeps the sizes it has seen under this name, in a file too.
-        sizes = "_".join("x".join(map(str, shape)) for _, shape in key[0])
+        sizes = "_".join("x".join(map(str, shape)) for _, shape in shapes)
         copied = _separated(self.function, f"bucket_{sizes}")
         compiled = _torch.compiles_inside(self.static(copied), alone)
-        return Variant(
+        return Graph(
             compiled,
             copied.__code__,
             compiles=True,
@@ -136,17 +89,26 @@ class CompileCache:
         )
 
 
+def graphs_of(graph: Graph) -> int:
+    """Count the graphs that were compiled for it."""
+    if graph.code is None:
+        return graph.first_graphs
+    # Dynamo's own count: guards that fail later compile anew without asking us.
+    later = _torch.compiled_variants(graph.code) - graph.first_entries
+    return graph.first_graphs + max(later, 0)
+
+
 @contextlib.contextmanager
-def compiling(variant: Variant, specialization: Specialization) -> Iterator[None]:
-    """Note the seconds and graphs that the first call of a variant takes."""
+def compiling(graph: Graph, specialization: Specialization) -> Iterator[None]:
+    """Note the seconds and graphs that the first call of a graph takes."""
     with alone():
         graphs, begun = _torch.graphs_compiled(), time.perf_counter()
         yield
-        variant.seconds += time.perf_counter() - begun
-        variant.first_graphs += max(_torch.graphs_compiled() - graphs, 0)
-        if variant.code is not None:
-            variant.first_entries = _torch.compiled_variants(variant.code)
-        variant.compiled_for.add(specialization)
+        graph.seconds += time.perf_counter() - begun
+        graph.first_graphs += max(_torch.graphs_compiled() - graphs, 0)
+        if graph.code is not None:
+            graph.first_entries = _torch.compiled_variants(graph.code)
+        graph.compiled_for.add(specialization)
 
 
 def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Compilers]:
@@ -180,7 +142,7 @@ def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
     if options is not True and not isinstance(options, Mapping):
         raise TypeError(
             f"bucketed: compile is {options!r}, expected True or a dict of torch.compile's "
-            "arguments"
+            f"arguments: compile={_intended(options)!r}"
         )
     arguments = {} if options is True else dict(options)
     if arguments.pop("dynamic", None):
@@ -193,6 +155,12 @@ def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
         return lambda function: torch.compile(function, dynamic=dynamic, **arguments)
 
     return Compilers(compiler(dynamic=False), compiler(dynamic=True))
+
+
+def _intended(given: Any) -> dict[str, Any]:
+    """Return the dict for what was given in its place: the name of a mode or of a backend."""
+    modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+    return {"mode" if given in modes else "backend": given or "inductor"}
 
 
 def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:
@@ -227,170 +195,3 @@ def _trampoline(function: Callable[..., Any]) -> FunctionType:
             return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-# ---- no_recompile ----
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-_QUOTED = 3
-_MODES = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
-
-_scopes = threading.local()
-
-
-@overload
-def no_recompile(function: _Function, /) -> _Function: ...
-@overload
-def no_recompile(function: None = None, /) -> contextlib.AbstractContextManager[None]: ...
-@public
-def no_recompile(function: Any = None, /) -> Any:
-    """Raise where anything would be compiled, for a loop that has to run at full speed.
-
-    Equals ``with torch.compiler.set_stance("fail_on_recompile"):``, and the error names the
-    arguments and quotes what changed. That setting is the whole process's, so it holds for
-    other threads too. Something that is bucketed raises :class:`RecompileError` where it is
-    called; for any other compiled function torch raises a ``RuntimeError`` there, which leaves
-    this scope as a ``RecompileError``, so inside of it ``except RuntimeError`` catches both.
-
-    Also a decorator, ``@no_recompile`` or ``@no_recompile()``: each call is such a scope.
-
-    Args:
-        function: what to decorate; left out, a scope is returned.
-
-    Raises:
-        TypeError: ``function`` can't be called.
-        RecompileError: something in the scope was about to compile, for the first time or again.
-
-    Example:
-        >>> import torch
-        >>> from torchguard import no_recompile
-        >>> double = torch.compile(lambda x: 2 * x, backend="eager")
-        >>> with no_recompile():  # doctest: +ELLIPSIS
-        ...     double(torch.ones(3))
-        Traceback (most recent call last):
-        torchguard.RecompileError: no_recompile: <lambda> was about to compile with x ...
-    """
-    if function is not None and not callable(function):
-        raise TypeError(
-            f"no_recompile: function is {type(function).__name__}, expected a function: write "
-            "@no_recompile, or `with no_recompile():` around the calls"
-        )
-    return _scope() if function is None else _scope()(function)
-
-
-@contextlib.contextmanager
-def _scope() -> Iterator[None]:
-    before = getattr(_scopes, "count", 0)
-    _scopes.count = before + 1
-    try:
-        # Compiled frames ask for the stance; a backward, compiled when it first runs, does not.
-        # https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
-        with torch.compiler.set_stance("fail_on_recompile"), _torch.before_backward(_refuse):
-            yield
-    except RuntimeError as error:
-        if isinstance(error, RecompileError) or "fail_on_recompile" not in str(error):
-            raise
-        raise RecompileError(_describe(error)) from error
-    except AssertionError as error:  # what some releases make of an error of _refuse
-        if isinstance(error.__context__, RecompileError):
-            raise error.__context__ from None
-        raise
-    finally:
-        _scopes.count = before
-
-
-def compiling_is_refused() -> bool:
-    """Whether this thread is in such a scope."""
-    return getattr(_scopes, "count", 0) > 0
-
-
-def failed_guards(error: RuntimeError) -> str | None:
-    """Return the guards of Dynamo that failed, empty where it does not say; None if none did."""
-    text = str(error)
-    if "fail_on_recompile" not in text:
-        return None
-    _, found, rest = text.partition("guard failure(s):")
-    # Behind a guard comes the line of source that asked for it, and a stack of such lines.
-    rest = rest.partition("User stack trace:")[0]
-    lines = [line.partition("  #")[0].strip().lstrip("- ") for line in rest.splitlines() if found]
-    # "0/3: tensor 'x' dtype mismatch": the number of the compiled variant says nothing here.
-    lines = [line.partition(": ")[2] or line for line in lines if line]
-    return "; ".join(dict.fromkeys(lines[:_QUOTED]))
-
-
-def recompile_reason(plan: Plan, cache: CompileCache) -> str:
-    """Return what a call has that no variant of the cache was compiled for."""
-    # Whoever imports no_recompile alone need not wait for what pads.
-    from torchguard.bucketing.decorator.plan import sizes_of  # noqa: PLC0415
-
-    inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
-    state = plan.specialization.global_state
-    compiled = [key for key, each in cache.variants.items() if each.compiled_for and key]
-    others = [(dict(shapes), then) for shapes, then, *_ in compiled]
-    # The nearest reason is given: a bucket, then the global state, then other dims.
-    same_bucket = [
-        (known, then)
-        for known, then in others
-        if known.keys() == inputs.keys()
-        and all(
-            known[e.label][dim] == inputs[e.label][dim] for e in plan.inputs for dim, _ in e.axes
-        )
-    ]
-    if not same_bucket:
-        return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
-    then = next((then for known, then in same_bucket if known == inputs), None)
-    if then is not None:
-        index = next(i for i, (a, b) in enumerate(zip(state, then, strict=True)) if a != b)
-        what = _MODES[index] if index < len(_MODES) else "the training mode of a module"
-        return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"
-    known, _ = same_bucket[0]
-    changed = [
-        f"{label} is {shape} after padding, compiled was {known[label]}"
-        for label, shape in inputs.items()
-        if shape != known[label]
-    ]
-    return f"{', '.join(changed)} ({sizes_of(plan)})"
-
-
-def _refuse(graph: str) -> None:
-    raise RecompileError(
-        f"no_recompile: the backward of compiled graph {graph} was about to compile: run it once "
-        "before, as warmup() does"
-    )
-
-
-def _describe(error: RuntimeError) -> str:
-    """Return what was about to compile: the frame that called it knows the function and its input.
-
-    Dynamo's own object for the frame to compile, also in the traceback, is not to be touched:
-    it reads memory that is gone by now.
-    """
-    found = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        # What torch.compile has returned: _fn in 2.6, compile_wrapper in later releases.
-        # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
-        if frame.f_code.co_name in {"compile_wrapper", "_fn"}:
-            values = frame.f_locals
-            if callable(values.get("fn")) and "args" in values:
-                found = (values["fn"], values["args"], values.get("kwargs", {}))
-    if found is None:
-        return f"no_recompile: something was about to compile: {error}"
-    function, args, kwargs = found
-    try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        given = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
-    shapes = ", ".join(
-        f"{name} of shape {tuple(value.shape)} and {value.dtype}"
-        for name, value in given.items()
-        if isinstance(value, torch.Tensor)
-    )
-    name = getattr(function, "__qualname__", type(function).__name__)
-    because = failed_guards(error)
-    return (
-        f"no_recompile: {name} was about to compile with "
-        f"{shapes or 'no tensor among its arguments'}"
-        + (f", because {because}" if because else "")
-        + ": call it with these before"
-    )

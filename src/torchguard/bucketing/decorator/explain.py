@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchguard._pytree import all_reachable_modules
-from torchguard._torch import SymbolicSizes, uncompiled
-from torchguard.bucketing.decorator.compile import COMPILE_LOCK
+from torchguard._torch import SymbolicSizes
+from torchguard.bucketing.decorator.bucket import Call, Plan, alone_and_eager
 from torchguard.bucketing.decorator.output_shapes import OutputShapes, running_without_data
-from torchguard.bucketing.decorator.plan import Call, Plan
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.compare import Difference
 from torchguard.equivalence.outcome import Outcome
@@ -173,7 +172,7 @@ def explain_failure(
     suspects = list(itertools.islice(_suspects(plan, call), _MOST_TRIED))
     modules = all_reachable_modules(shapes.function, (*call.owner, *call.arguments))
     works = functools.partial(_works, shapes.function, plan, call)
-    with COMPILE_LOCK, uncompiled(), running_without_data(modules):
+    with alone_and_eager(), running_without_data(modules):
         # Where it runs without data as it was padded, the values were the reason.
         if not suspects or works(()):
             return None

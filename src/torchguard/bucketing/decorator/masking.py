@@ -16,8 +16,8 @@ from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Side, pad_to_bucket
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.plan import Call, Input, Plan
-    from torchguard.bucketing.decorator.spec import Sizes, Spec
+    from torchguard.bucketing.decorator.bucket import Call, Input, Plan
+    from torchguard.bucketing.decorator.options import Sizes, Spec
 
 MaskKind: TypeAlias = Literal["real", "padding", "additive"]
 """A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf

@@ -18,15 +18,14 @@ from typing_extensions import Required
 
 from torchguard._pytree import KeyPath, children, key_paths, keystr
 from torchguard._torch import warn_user
-from torchguard.bucketing.decorator.auto import (
+from torchguard.bucketing.decorator.bucket import Call, Input
+from torchguard.bucketing.decorator.ladders import (
     Ladder,
     PairLadder,
-    PlanFile,
     ladders_of,
-    read_plan,
+    read_buckets,
 )
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
-from torchguard.bucketing.decorator.plan import Call, Input
 from torchguard.bucketing.padding import Side
 
 # ---- the options of bucketed(), listed once ----
@@ -162,7 +161,6 @@ class Spec:
     """The names in the signature."""
     others: str | None
     """The name of ``**kwargs``, if the function has it."""
-    plan: PlanFile | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any], options: MaskingOptions, *, bound: bool) -> Spec:
@@ -178,10 +176,9 @@ class Spec:
             ValueError: buckets, masks or lengths that don't fit the axes.
         """
         axes = tuple(dict.fromkeys(_axis_names(options["dims"], "dims")))
-        plan = None if options["plan"] is None else read_plan(options["plan"])
+        saved = None if options["plan"] is None else read_buckets(options["plan"])
         growing = options["overflow"] == "grow"
-        planned = None if plan is None else plan.buckets
-        ladders = ladders_of(axes, options["buckets"], planned, growing=growing)
+        ladders = ladders_of(axes, options["buckets"], saved, growing=growing)
         positional, keywords, variadic, others, required = _parameters(function)
         if bound and positional:
             positional = positional[1:]
@@ -205,7 +202,6 @@ class Spec:
             required=required,
             explicit=frozenset((*positional, *keywords)),
             others=others,
-            plan=plan,
         )
         spec._check_names(dims, _name_of(function))
         return spec

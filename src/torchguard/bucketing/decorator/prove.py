@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
+from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors, unflatten
+from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, sizes_of
 from torchguard.bucketing.decorator.explain import Context, leak_message
 from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
-from torchguard.bucketing.decorator.other_inputs import (
-    OPERATORS,
-    Thresholds,
-    may_be_probabilities,
-    other_values,
-)
+from torchguard.bucketing.decorator.other_data import BATTERY, may_be_probabilities
 from torchguard.bucketing.decorator.output_shapes import FlatOutput, OutputShapes, real_output
-from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, shortened, sizes_of
-from torchguard.bucketing.decorator.proof_cache import Proven
+from torchguard.bucketing.decorator.shorter import shortened
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
-from torchguard.equivalence.outcome import Outcome, Output
+from torchguard.equivalence.outcome import Given, Outcome, Output
 from torchguard.equivalence.perturb import perturb_, perturbed
 from torchguard.errors import PaddingLeakError
 
@@ -66,8 +61,6 @@ class _First(NamedTuple):
     """Of the answer on what the padding holds."""
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
-    operators: frozenset[str] = frozenset()
-    """The names of those that ran."""
 
 
 def check_padding(
@@ -75,28 +68,28 @@ def check_padding(
     plan: Plan,
     call: Call,
     modules: Sequence[torch.nn.Module],
-    proven: Proven,
+    known: Known,
     *,
     anew: bool,
 ) -> None:
     """Raise unless padding leaves the answer, the gradients and the buffers as they are.
 
     All ranks of a group make the same runs: what decides about the next ones is agreed on. Compiled
-    functions inside have to run eagerly: the caller says so, with ``uncompiled()``.
+    functions inside have to run eagerly: the caller says so, with ``alone_and_eager()``.
 
     Args:
         shapes: knows what runs, what was declared of it, and how much of an output is real.
         plan: how the call is padded.
         call: not padded.
         modules: those that the function can reach.
-        proven: what was proven before; what is proven now is added to it.
+        known: what was found out before; what is now is added to it.
         anew: whether to try again what was tried before.
 
     Raises:
         PaddingLeakError: padding changes something.
         RuntimeError: it does so on another rank only.
     """
-    checker = _Checker(shapes, plan, call, modules, () if anew else proven.neutral)
+    checker = _Checker(shapes, plan, call, modules, () if anew else known.neutral)
     case = _Case(plan, call)
     first, failure = _First(None, None, suspicious=False), None
     try:
@@ -116,14 +109,14 @@ def check_padding(
     if leaks:
         checker.confirm(case, first.leak)
     # Other data is tried once for all buckets: it is the function that is in question, not a size.
-    if depends or anew or not proven.tried:
-        if checker.try_other_values(case, first, depends=depends):
-            proven.tried = True
+    if depends or anew or not known.tried:
+        if checker.try_other_data(case, first, depends=depends):
+            known.tried = True
         if depends:
-            proven.neutral = proven.neutral.union(checker.relying(case))
+            known.neutral = known.neutral.union(checker.relying(case))
     if suspicious:
         plan = checker.with_more_padding(case)
-    proven.add(plan)
+    plan.bucket.add_proof(plan)
 
 
 class _Checker:
@@ -152,7 +145,6 @@ class _Checker:
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
-        self._thresholds = Thresholds()
 
     def agreed(self, *found: bool) -> list[bool]:
         """Return what any rank has found."""
@@ -190,23 +182,21 @@ class _Checker:
             if not verdict.equal and dependence is None:
                 dependence = self._leak(case, verdict, padded, other, fills)
             del other
-        return _First(leak, dependence, suspicious, padded.operators)
+        return _First(leak, dependence, suspicious)
 
-    def try_other_values(self, case: _Case, first: _First, *, depends: bool) -> bool:
+    def try_other_data(self, case: _Case, first: _First, *, depends: bool) -> bool:
         """Try whether padding with 0 is neutral for other data, too; return whether any was tried.
 
         Raises:
             PaddingLeakError: it is not, or it could not be shown.
         """
         tried = False
-        for values in other_values(
-            self._thresholds, self.agreed, first.operators, relies_on_0=depends
-        ):
-            other = values.made(self._inputs, case.call)
+        for data in BATTERY:
+            other = data.made(self._inputs, case.call)
             if other is None and self._group is None:
                 continue
             labels = tuple(each.label for each in self._inputs)
-            tried |= self._try(_Case(case.plan, other or case.call, values.description, labels))
+            tried |= self._try(_Case(case.plan, other or case.call, data.description, labels))
         (tried,) = self.agreed(tried)
         if depends and not tried:
             raise first.dependence or self.elsewhere()
@@ -340,13 +330,11 @@ class _Checker:
         real: dict[str, torch.Tensor] = {}
         if plan.extras:
             real = real_extras(self._spec, plan, with_masks=bool(case.others))
-        varied = [call.leaves[each.index] for each in self._inputs]
-        observers = dict.fromkeys(OPERATORS, functools.partial(self._thresholds.note, varied))
         # Before any run: to the function its arguments are memory from outside, so that its writes
         # to them are seen. A fill may be a function of the user's, and draw random numbers.
         with isolated():
             bound = [
-                (fills, given_by(plan, call, real if fills is None else plan.extras, fills, leaves))
+                (fills, _given(plan, call, real if fills is None else plan.extras, fills, leaves))
                 for fills in variants
             ]
         while bound:
@@ -360,7 +348,6 @@ class _Checker:
                     names=self._names,
                     modules=self._modules,
                     held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
-                    observers=observers if fills is None else None,
                 )
                 lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
                 if lost:
@@ -421,7 +408,33 @@ class _Checker:
         return PaddingLeakError(leak_message(verdict.differences[0], expected, got, context))
 
 
-# ---- what a run is given in place of what the caller gave ----
+# ---- what a run is given ----
+
+
+def _given(
+    plan: Plan,
+    call: Call,
+    extras: Mapping[str, Any] | None,
+    fills: Mapping[int, Any] | None,
+    leaves: list[Any],
+) -> Given:
+    """Return what a function is called with for these leaves, padded unless ``fills`` is None.
+
+    Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
+    Where one requires a gradient, a new leaf of autograd's graph takes its place.
+    """
+    sources = {
+        place: leaf.detach().requires_grad_()
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    }
+    leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
+    count = len(call.leaves)
+    given = leaves[:count] if fills is None else plan.pad(leaves[:count], fills)
+    args, kwargs = call.bind(extras, given)
+    if len(leaves) > count:
+        args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
+    return Given([*given, *leaves[count:]], args, kwargs, sources)
 
 
 def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:

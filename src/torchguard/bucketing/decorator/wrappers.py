@@ -16,19 +16,12 @@ import torch
 from typing_extensions import ParamSpec, Self
 
 from torchguard import _torch
-from torchguard.bucketing.decorator.auto import write_plan
 from torchguard.bucketing.decorator.call import Caller
-from torchguard.bucketing.decorator.compile import CompileCache, Compilers, compiler_for
-from torchguard.bucketing.decorator.spec import MaskingOptions, Spec
-from torchguard.bucketing.decorator.stats import (
-    BucketedReport,
-    BucketedStats,
-    WarmupReport,
-    observed_sizes,
-    report_of,
-    stats_of,
-    warm_up,
-)
+from torchguard.bucketing.decorator.compiled import Compiled, Compilers, compiler_for
+from torchguard.bucketing.decorator.ladders import write_buckets
+from torchguard.bucketing.decorator.options import MaskingOptions, Spec
+from torchguard.bucketing.decorator.stats import BucketedStats, stats_of
+from torchguard.bucketing.decorator.warmup import WarmupReport, warm_up
 
 _Arguments = ParamSpec("_Arguments")
 _Result_co = TypeVar("_Result_co", covariant=True)
@@ -45,33 +38,30 @@ class _Methods:
         raise NotImplementedError
 
     def stats(self) -> BucketedStats:
-        """Return what has run so far: calls, buckets, waste, compile time, graphs."""
+        """Return what has run so far: calls, buckets, waste, compile time, graphs, sizes seen."""
         return stats_of(self._bucketed_caller()[0])
 
-    def report(self, path: str | os.PathLike[str] | None = None) -> BucketedReport:
-        """Return what other buckets would change; with ``path``, draw it (extra ``plot``)."""
-        return report_of(self._bucketed_caller()[0], path)
+    def warmup(self, *example: Any, **keywords: Any) -> WarmupReport:
+        """Make every bucket whole, the largest first, so that no call waits for it.
 
-    def warmup(self, *example: Any, progress: bool | None = None, **keywords: Any) -> WarmupReport:
-        """Compile every bucket, the largest first, with the example cut or padded to its size.
-
-        Parameters, buffers, gradients and random state stay as they are. With gradients on,
-        the backward is compiled too. A bucket that runs out of memory is left out, with a
-        warning; then two calls in each are timed.
+        The example is cut or padded to the size of the bucket, which is compiled (with gradients
+        on, the backward too), and to the smallest size that enters it, with which padding is
+        checked and sizes of outputs are derived. Parameters, buffers, gradients and random state
+        stay as they are. A bucket that runs out of memory is left out, with a warning.
 
         Args:
             example: arguments as in a call.
-            progress: whether to show a bar; by default on a terminal.
-            keywords: likewise.
+            keywords: those by name.
 
         Returns:
-            What a call in each bucket takes, which goes into ``Buckets.fit(cost=...)``.
+            What a call in each bucket takes: the better of two.
 
         Raises:
+            PaddingLeakError: padding changes the answer.
             torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
         """
         caller, owner = self._bucketed_caller()
-        return warm_up(caller, owner, example, keywords, progress=progress)
+        return warm_up(caller, owner, example, keywords)
 
     def verify(self, *inputs: Any, **keywords: Any) -> None:
         """Check these inputs now: raise unless padding leaves answer and gradients as they are.
@@ -83,16 +73,14 @@ class _Methods:
         caller.verify(owner, inputs, keywords)
 
     def save_plan(self, path: str | os.PathLike[str]) -> None:
-        """Write the buckets to a file for ``plan=``, and what the next process need not do again.
+        """Write the sizes of the buckets to a file for ``plan=``, and the sizes seen.
 
-        That is the check of the padding, the sizes of outputs and, where torch can
-        (2.7 and later), what Inductor has compiled in this process. The file is replaced in one
-        step. With what was compiled it is as trusted as code.
+        The file is JSON and replaced in one step. For what Inductor has compiled torch has
+        ``TORCHINDUCTOR_CACHE_DIR`` and ``torch.compiler.save_cache_artifacts``.
         """
         caller, _ = self._bucketed_caller()
-        ladders = caller.spec.ladders.values()
-        buckets = {each.axes: each.buckets for each in ladders if each.buckets is not None}
-        write_plan(path, buckets, observed_sizes(caller), caller.proofs.document())
+        ladders = dict.fromkeys(caller.spec.ladders.values())
+        write_buckets(path, ladders, caller.seen(caller.spec.ladders))
 
 
 # ---- a function ----
@@ -231,7 +219,7 @@ def _caller_of(function: Any, compilers: Compilers, spec: Spec, name: str) -> Ca
     """Return a caller with statistics and compiled variants of its own."""
     if spec.options["overflow"] != "dynamic":
         compilers = compilers._replace(dynamic=None)
-    return Caller(CompileCache(function, compilers), spec, name)
+    return Caller(Compiled(function, compilers), spec, name)
 
 
 def _seems_a_method(function: Any) -> bool:

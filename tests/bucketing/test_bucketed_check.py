@@ -209,7 +209,7 @@ class TestVerification:
         module.weight.detach().share_memory_()
         with pytest.raises(PaddingLeakError, match="gradient of weight"):
             padded(module).verify(x)
-        leak_check = importlib.import_module("torchguard.bucketing.decorator.leak_check")
+        leak_check = importlib.import_module("torchguard.bucketing.decorator.prove")
         monkeypatch.setattr(leak_check, "_TURNS", 1)
         for function, call in ways[1:]:
             with pytest.raises(PaddingLeakError):

@@ -418,7 +418,7 @@ def run_names(path: Path) -> Any:
 RANKS = """
 import datetime, json, os, sys, warnings
 import torch, torch.distributed as dist
-import torchguard.bucketing.decorator.leak_check as leak_check
+import torchguard.bucketing.decorator.prove as leak_check
 from torchguard import bucketed
 
 rank, port = int(sys.argv[1]), sys.argv[2]
@@ -471,7 +471,7 @@ import torch
 from torch._dynamo.utils import counters
 import torch._inductor.cpp_builder as cpp_builder
 from torchguard import bucketed
-import torchguard.bucketing.decorator.leak_check as leak_check
+import torchguard.bucketing.decorator.prove as leak_check
 
 runs = {"g++": 0, "checks": 0}
 build, run = cpp_builder.run_compile_cmd, leak_check.run_undoing_mutations

@@ -218,7 +218,7 @@ class TestIds:
 def counted(monkeypatch: Any) -> list[int]:
     """Count the runs of a check."""
     runs = [0]
-    leak_check: Any = importlib.import_module("torchguard.bucketing.decorator.leak_check")
+    leak_check: Any = importlib.import_module("torchguard.bucketing.decorator.prove")
     make = leak_check.run_undoing_mutations
 
     def counting(*args: Any, **kwargs: Any) -> Any:

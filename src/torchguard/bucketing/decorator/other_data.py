@@ -10,7 +10,7 @@ is not found.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,17 +116,48 @@ def _spread(ids: torch.Tensor) -> torch.Tensor:
 
 def _larger(ids: torch.Tensor) -> torch.Tensor:
     """Put ids that may not be there, up to 64; one that is not valid raises, and shows nothing."""
-    return ids.clone() if not ids.is_cpu else (_order(ids) % int(_LARGER) + 1).to(ids.dtype)
+    return _chosen(ids, [*range(int(_LARGER), 0, -3)])
 
 
-BATTERY = (
+def _chosen(ids: torch.Tensor, among: Iterable[int]) -> torch.Tensor:
+    """Put other ids, each about as often as the others."""
+    if not ids.is_cpu:  # where one that is not valid ends the process
+        return ids.clone()
+    least = min(int(ids.min()), 1)
+    valid = [*dict.fromkeys(each for each in among if each >= least)] or [least]
+    return torch.tensor(valid, dtype=ids.dtype)[_order(ids) % len(valid)]
+
+
+STEPS = {
+    # rounding
+    *("round", "floor", "ceil", "trunc", "frac", "floor_divide", "fmod", "remainder"),
+    # comparing
+    *("eq", "ne", "gt", "ge", "lt", "le", "isin", "sign", "sgn", "all", "any", "nonzero"),
+    *("count_nonzero", "searchsorted", "bucketize", "histc", "bincount"),
+    # choosing
+    *("max", "maximum", "amax", "argmax", "cummax", "min", "minimum", "amin", "argmin", "cummin"),
+    *("aminmax", "mode", "median", "nanmedian", "kthvalue", "sort", "argsort", "topk"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
+    # another rule beyond a number
+    *("relu", "leaky_relu", "_prelu_kernel", "elu", "gelu", "silu", "mish", "softplus"),
+    *("sigmoid", "log_sigmoid_forward", "tanh", "erf", "hardsigmoid", "hardswish", "hardtanh"),
+    *("clamp", "clamp_min", "clamp_max", "threshold", "hardshrink", "softshrink", "heaviside"),
+    *("fmax", "fmin", "smooth_l1_loss", "huber_loss", "_to_copy", "div"),
+}
+"""Operators that give one answer to much data, and another one beyond."""
+
+SIGNS = (
     # They find what other padding can't: one negative number, and ``(x > 0).all()`` is False
     # whatever the padding holds.
     OtherData("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True),
     OtherData("is negative", lambda x: -x.abs(), _negative),
+)
+WHOLE_NUMBERS = (
     OtherData("is a positive whole number", lambda x: _whole(x) * _LARGER, _spread),
     OtherData("is a negative whole number", lambda x: -_whole(x) * _LARGER, torch.clone),
     OtherData("is a whole number of either sign", _near_and_far, _larger),
+)
+MAGNITUDES = (
     OtherData(
         "is 64 times smaller and in reverse order",
         lambda x: (x * _SMALLER).flip(tuple(range(x.dim()))),
@@ -135,3 +166,47 @@ BATTERY = (
     ),
     OtherData("is 64 times larger and has the other sign", lambda x: x * -_LARGER, _exchanged),
 )
+
+
+# ---- ids that the function asks for, such as that of a special token ----
+
+
+class Compared:
+    """The integers that a function compares its integers with."""
+
+    OPERATORS = ("eq", "ne", "gt", "ge", "lt", "le", "isin", "clamp", "clamp_min", "clamp_max")
+    _MOST = 16
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+
+    def note(self, _: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note what an operator is given: numbers, and tensors of few integers."""
+        given = [*args, *kwargs.values()]
+        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        if any(each.is_floating_point() or each.is_complex() or each.is_meta for each in tensors):
+            return
+        found = [each for each in given if type(each) is int]
+        # The largest is what is compared.
+        largest = max((each.numel() for each in tensors), default=0)
+        for each in tensors:
+            if each.dtype != torch.bool and each.numel() < min(largest, self._MOST + 1):
+                found += each.flatten().tolist()
+        self.numbers.update(sorted(found, key=abs)[: self._MOST])
+
+    def data(self) -> tuple[OtherData, ...]:
+        """Return ids near these, and ids above all of them."""
+        near = [n + step for n in sorted(self.numbers)[: self._MOST] for step in (0, 1, -1)]
+        above = [max(self.numbers, default=0) + step for step in (1, 2, 3)]
+        return (
+            OtherData(
+                "is near what the function compares it with",
+                torch.clone,
+                lambda ids: _chosen(ids, [*near, *torch.unique(ids).tolist()]),
+            ),
+            OtherData(
+                "is above all that the function compares it with",
+                torch.clone,
+                lambda ids: _chosen(ids, above),
+            ),
+        )

@@ -18,7 +18,14 @@ from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors, un
 from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, sizes_of
 from torchguard.bucketing.decorator.explain import Context, leak_message
 from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
-from torchguard.bucketing.decorator.other_data import BATTERY, may_be_probabilities
+from torchguard.bucketing.decorator.other_data import (
+    MAGNITUDES,
+    SIGNS,
+    STEPS,
+    WHOLE_NUMBERS,
+    Compared,
+    may_be_probabilities,
+)
 from torchguard.bucketing.decorator.output_shapes import FlatOutput, OutputShapes, real_output
 from torchguard.bucketing.decorator.shorter import shortened
 from torchguard.bucketing.decorator.slices import Narrow
@@ -61,6 +68,8 @@ class _First(NamedTuple):
     """Of the answer on what the padding holds."""
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
+    operators: frozenset[str] = frozenset()
+    """The names of those that ran."""
 
 
 def check_padding(
@@ -145,6 +154,7 @@ class _Checker:
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
+        self._compared = Compared()
 
     def agreed(self, *found: bool) -> list[bool]:
         """Return what any rank has found."""
@@ -182,7 +192,7 @@ class _Checker:
             if not verdict.equal and dependence is None:
                 dependence = self._leak(case, verdict, padded, other, fills)
             del other
-        return _First(leak, dependence, suspicious)
+        return _First(leak, dependence, suspicious, padded.operators)
 
     def try_other_data(self, case: _Case, first: _First, *, depends: bool) -> bool:
         """Try whether padding with 0 is neutral for other data, too; return whether any was tried.
@@ -191,7 +201,16 @@ class _Checker:
             PaddingLeakError: it is not, or it could not be shown.
         """
         tried = False
-        for data in BATTERY:
+        names = {name.rpartition("::")[2].rstrip("_") for name in first.operators}
+        steps, compares = self.agreed(bool(STEPS & names), bool(self._compared.numbers))
+        battery = [*SIGNS]
+        if depends or steps:
+            battery += WHOLE_NUMBERS
+        if compares:
+            battery += self._compared.data()
+        if depends:
+            battery += MAGNITUDES
+        for data in battery:
             other = data.made(self._inputs, case.call)
             if other is None and self._group is None:
                 continue
@@ -347,6 +366,7 @@ class _Checker:
                     read=read,
                     names=self._names,
                     modules=self._modules,
+                    observers=dict.fromkeys(Compared.OPERATORS, self._compared.note),
                     held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
                 )
                 lost = [each.label for each in plan.inputs if each.index in outcome.mutated]

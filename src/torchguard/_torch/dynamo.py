@@ -40,6 +40,7 @@ __all__ = [
     "tracing_again",
     "tracing_context",
     "tracing_unseen",
+    "user_line",
     "warn_at_compiled_call",
     "warn_user",
 ]
@@ -410,6 +411,12 @@ _INTERNAL_FOLDERS = tuple(
 # The frames of every call into compiled code have one of this file among them. Where torch renames
 # it, the warning is at the innermost line of the user's, which is in the compiled function.
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
+
+
+def user_line() -> str:
+    """Return the innermost line that is neither of torch nor of torchguard: ``model.py:130``."""
+    frame = _first_of_user(sys._getframe(1))
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def warn_user(text: str) -> None:

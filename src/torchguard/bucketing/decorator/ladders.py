@@ -1,4 +1,4 @@
-"""The buckets of an axis, or of two that share them: given, grown, fitted to what arrives, saved."""
+"""The buckets of an axis, or of two that share them: given, grown, fitted, saved."""
 
 from __future__ import annotations
 

@@ -22,9 +22,32 @@ _WHOLE = 31
 """A prime number: no dim that is counted along has all its numbers alike."""
 
 
-def may_be_probabilities(tensor: torch.Tensor) -> bool:
+def _may_be_probabilities(tensor: torch.Tensor) -> bool:
     """Whether another value could end the process: kernels of an accelerator assert 0 <= p <= 1."""
     return bool(((tensor >= 0) & (tensor <= 1)).all())
+
+
+def other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
+    """Return a value other than 0 for the padding of an input; None if there is none to try.
+
+    It is above all data, or below.
+    """
+    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        return None
+    if tensor.dtype.is_floating_point:
+        finite = tensor.detach()[tensor.detach().isfinite()]
+        scale = float(finite.abs().max()) if finite.numel() else 1.0
+        if not tensor.is_cpu and _may_be_probabilities(tensor):
+            return 1.0 if largest else None
+        value = 1.0 + 2.0 * scale
+        if value >= torch.finfo(tensor.dtype).max:
+            return None
+        return value if largest else -value
+    # Numbers of tokens: only those that are there are known to be valid.
+    other = tensor[tensor != 0]
+    if not other.numel():
+        return None
+    return int(other.max() if largest else other.min())
 
 
 class OtherData(NamedTuple):
@@ -57,7 +80,7 @@ class OtherData(NamedTuple):
         # On an accelerator a probability, or an index, that is not valid ends the process.
         may_be_index = bool(((tensor >= 0) & (tensor == tensor.trunc())).all())
         if not (tensor.is_cpu or self.keeps_sign) and (
-            may_be_probabilities(tensor) or may_be_index
+            _may_be_probabilities(tensor) or may_be_index
         ):
             return None
         if not bool(tensor.any()):

@@ -16,15 +16,21 @@ import torch
 
 from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors, unflatten
 from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, sizes_of
-from torchguard.bucketing.decorator.explain import Context, leak_message
-from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
+from torchguard.bucketing.decorator.explain import FirstDifference, Leak, leak_of
+from torchguard.bucketing.decorator.masking import (
+    Real,
+    counting,
+    given_masks,
+    make_extras,
+    real_extras,
+)
 from torchguard.bucketing.decorator.other_data import (
     MAGNITUDES,
     SIGNS,
     STEPS,
     WHOLE_NUMBERS,
     Compared,
-    may_be_probabilities,
+    other_fill,
 )
 from torchguard.bucketing.decorator.output_shapes import FlatOutput, OutputShapes, real_output
 from torchguard.bucketing.decorator.shorter import shortened
@@ -63,8 +69,8 @@ class _Case:
 class _First(NamedTuple):
     """What the runs of the call itself have found, before anything is confirmed."""
 
-    leak: PaddingLeakError | None
-    dependence: PaddingLeakError | None
+    leak: Leak | None
+    dependence: Leak | None
     """Of the answer on what the padding holds."""
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
@@ -218,7 +224,9 @@ class _Checker:
             tried |= self._try(_Case(case.plan, other or case.call, data.description, labels))
         (tried,) = self.agreed(tried)
         if depends and not tried:
-            raise first.dependence or self.elsewhere()
+            if first.dependence is None:
+                raise self.elsewhere()
+            raise self.explained(case, first.dependence)
         return tried
 
     def _try(self, case: _Case) -> bool:
@@ -260,7 +268,7 @@ class _Checker:
         plan, call = shorter or (case.plan, case.call)
         return plan if self._try(_Case(plan, call, short=True)) else case.plan
 
-    def confirm(self, case: _Case, leak: PaddingLeakError | None) -> None:
+    def confirm(self, case: _Case, leak: Leak | None) -> None:
         """Raise a leak if it is there with perturbed weights as well.
 
         All ranks take as many turns as the one that takes most.
@@ -278,12 +286,12 @@ class _Checker:
             if not any(self.agreed(found)):
                 return
         if leak is not None and found:
-            raise leak
+            raise self.explained(case, leak)
         raise self.elsewhere()
 
     # ---- the runs ----
 
-    def _pair(self, case: _Case, turn: int) -> tuple[PaddingLeakError | None, bool]:
+    def _pair(self, case: _Case, turn: int) -> tuple[Leak | None, bool]:
         """Run without padding and padded; from the second turn on with perturbed weights.
 
         Returns:
@@ -316,7 +324,7 @@ class _Checker:
             {
                 each.index: fill
                 for each in inputs
-                if (fill := _other_fill(case.call.leaves[each.index], largest=largest)) is not None
+                if (fill := other_fill(case.call.leaves[each.index], largest=largest)) is not None
             }
             for largest in (True, False)
         )
@@ -330,7 +338,12 @@ class _Checker:
         masked = any(each.label in self._spec.masks for each in case.plan.inputs)
         return [{}, None] if masked else [None, {}]
 
-    def _runs(self, case: _Case, variants: Iterable[Fills | None]) -> Iterator[Outcome]:
+    def _runs(
+        self,
+        case: _Case,
+        variants: Iterable[Fills | None],
+        watch: FirstDifference | None = None,
+    ) -> Iterator[Outcome]:
         """Run the function once for each variant, when the next one is asked for.
 
         A variant says what the padding holds in place of what is declared, and is None for a run
@@ -348,7 +361,10 @@ class _Checker:
         # without a mask that do not count up are several packed sequences.
         real: dict[str, torch.Tensor] = {}
         if plan.extras:
-            real = real_extras(self._spec, plan, with_masks=bool(case.others))
+            # Nor could two runs be compared operator by operator.
+            with_masks = bool(case.others) or watch is not None
+            real = real_extras(self._spec, plan, with_masks=with_masks)
+        function = shapes.function if watch is None else watch.around(shapes.function)
         # Before any run: to the function its arguments are memory from outside, so that its writes
         # to them are seen. A fill may be a function of the user's, and draw random numbers.
         with isolated():
@@ -361,7 +377,7 @@ class _Checker:
             read = functools.partial(real_output, plan, None if fills is None else find, count)
             try:
                 outcome = run_undoing_mutations(
-                    shapes.function,
+                    function,
                     given,
                     read=read,
                     names=self._names,
@@ -406,13 +422,13 @@ class _Checker:
 
     def _leak(
         self, case: _Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
-    ) -> PaddingLeakError:
-        """Return the error for a run that is not what another one with other padding is."""
+    ) -> Leak:
+        """Say how a run differs from another one with other padding."""
         plan = case.plan
         what = sizes_of(plan)
         changed = ", ".join(each.label for each in plan.inputs if each.index in fills)
         if got.error is not None:
-            return PaddingLeakError(
+            return Leak(
                 f"bucketed: {self._shapes.name} fails with another value than 0 in the padding of "
                 f"{changed} ({what}): {type(got.error).__name__}: {got.error}"
             )
@@ -423,9 +439,58 @@ class _Checker:
         elif case.others:
             what += f"; with other data, where {' and '.join(case.others)} {case.description}"
         labels = {*plan.extras, *(each.label for each in plan.inputs)}
-        masked = [name for name in self._spec.masks if name in labels]
-        context = Context(what, self._shapes.name, self._modules, masked, case.others)
-        return PaddingLeakError(leak_message(verdict.differences[0], expected, got, context))
+        return leak_of(
+            verdict.differences[0],
+            expected,
+            got,
+            what,
+            self._shapes.name,
+            masks=[name for name in self._spec.masks if name in labels],
+            others=case.others,
+            fills=fills,
+        )
+
+    def explained(self, case: _Case, leak: Leak) -> PaddingLeakError:
+        """Return the error, with the first operator that differs, or an inverted mask."""
+        if self._group is not None:
+            return leak.error()  # the runs of one rank only would wait for the others
+        with contextlib.suppress(Exception):
+            inverted = self._inverted(case)
+            if inverted:
+                return Leak(leak.text).error(inverted)
+            watch = FirstDifference(case.plan)
+            for _ in self._runs(case, [{}, leak.fills] if leak.fills else [None, {}], watch):
+                pass
+            if watch.found:
+                return leak.error(f". It first differs after {watch.found}")
+        return leak.error()
+
+    def _inverted(self, case: _Case) -> str:
+        """Say which mask is right the other way round; empty where none is."""
+        plan = case.plan
+        swapped: dict[str, Any] = {"real": "padding", "padding": "real"}
+        given = {each.label for each in plan.inputs} | plan.extras.keys()
+        for name, mask in self._spec.masks.items():
+            if name not in given or mask.kind not in swapped:
+                continue
+            other = replace(mask, kind=swapped[mask.kind])
+            spec = replace(self._spec, masks={**self._spec.masks, name: other})
+            inputs = tuple(
+                replace(e, fill=other.fill) if e.label == name else e for e in plan.inputs
+            )
+            extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
+            again = replace(plan, inputs=inputs, extras=extras, slices={})
+            shapes = OutputShapes(self._shapes.function, spec, self._shapes.name)
+            checker = _Checker(shapes, again, case.call, self._modules, ())
+            with contextlib.suppress(Exception):
+                found = checker.first(replace(case, plan=again))
+                if found.leak is None and found.dependence is None:
+                    means = "padding" if other.kind == "padding" else "real data"
+                    return (
+                        f". With {name} the other way round nothing differs: does True mean "
+                        f"{means} there? mask={{{name!r}: {other.kind!r}}}"
+                    )
+        return ""
 
 
 # ---- what a run is given ----
@@ -455,29 +520,6 @@ def _given(
     if len(leaves) > count:
         args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
     return Given([*given, *leaves[count:]], args, kwargs, sources)
-
-
-def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
-    """Return a value other than 0 for the padding of an input; None if there is none to try.
-
-    It is above all data, or below.
-    """
-    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
-        return None
-    if tensor.dtype.is_floating_point:
-        finite = tensor.detach()[tensor.detach().isfinite()]
-        scale = float(finite.abs().max()) if finite.numel() else 1.0
-        if not tensor.is_cpu and may_be_probabilities(tensor):
-            return 1.0 if largest else None
-        value = 1.0 + 2.0 * scale
-        if value >= torch.finfo(tensor.dtype).max:
-            return None
-        return value if largest else -value
-    # Numbers of tokens: only those that are there are known to be valid.
-    other = tensor[tensor != 0]
-    if not other.numel():
-        return None
-    return int(other.max() if largest else other.min())
 
 
 def _with_perturbed_inputs(call: Call, seed: int) -> tuple[Call, bool]:

@@ -429,7 +429,7 @@ class Normalised(nn.Module):
         (mean_over_time, "a mean or variance over the padded dim"),
         (softmax_over_time, "softmax or attention without a mask"),
         (sum_of_squares, "a sum, maximum or loss over the padded dim without weights"),
-        (Normalised(), "BatchNorm in training mode"),
+        (Normalised(), "first differs after native_batch_norm"),
     ],
     ids=["mean", "softmax", "sum of squares", "BatchNorm"],
 )

@@ -133,6 +133,8 @@ class FirstDifference(TorchDispatchMode):
     def __init__(self, plan: Plan) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._found: dict[bool, str] = {}
+        """By whether the numbers are floating-point ones."""
+        self._parted = ""
         self._sizes = {(plan.sizes[axis], bucket) for axis, bucket in plan.buckets.items()}
         self._side: Side = plan.side
         self._first: list[tuple[str, list[torch.Tensor]]] = []
@@ -142,8 +144,15 @@ class FirstDifference(TorchDispatchMode):
 
     @property
     def found(self) -> str:
-        """Its name, and the user's line that called it; of integers where no other one is."""
-        return self._found.get(True) or self._found.get(False, "")
+        """Say which it is, with the user's line that called it; empty where none is known.
+
+        Integers that differ, such as a test whether a mask is needed, are seldom the reason.
+        """
+        if True in self._found:
+            return f". It first differs after {self._found[True]}"
+        if self._parted:
+            return f". Padded it goes another way: {self._parted}"
+        return f". It first differs after {self._found[False]}" if self._found else ""
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, watched; its second call is compared with the first."""
@@ -174,18 +183,19 @@ class FirstDifference(TorchDispatchMode):
             self._first.append((name, [each.detach().clone() for each in made]))
             return
         same = self._at < len(self._first) and self._first[self._at][0] == name
-        pairs = list(zip(self._first[self._at][1], made, strict=False)) if same else []
-        self._at = self._at + 1 if same else len(self._first)
+        if not same:
+            self._parted = self._parted or _place(name)
+            self._at = len(self._first)
+            return
+        pairs = zip(self._first[self._at][1], made, strict=False)
+        self._at += 1
         for expected, got in pairs:
             real = self._real(expected, got)
             if real is None:
                 continue
             one, other = (Outcome(outputs=[each]) for each in real)
             if not judge(one, other, PADDING).equal:
-                shown = name.strip("_").removesuffix("_for_cpu")
-                # Integers that differ, such as a test whether a mask is needed, are rarely why.
-                place = ", ".join(filter(None, (shown, user_line())))
-                self._found.setdefault(expected.is_floating_point(), place)
+                self._found.setdefault(expected.is_floating_point(), _place(name))
 
     def _real(
         self, expected: torch.Tensor, got: torch.Tensor
@@ -217,6 +227,12 @@ def flattened_rows(plan: Plan) -> str:
                 f"{{{step.dim}: (None, {axis!r})}}"
             )
     return ""
+
+
+def _place(operator: str) -> str:
+    """Return the name of an operator and the user's line that has called it, if there is one."""
+    shown = operator.strip("_").removesuffix("_for_cpu")
+    return ", ".join(filter(None, (shown, user_line())))
 
 
 # ---- a dim that dims does not name ----

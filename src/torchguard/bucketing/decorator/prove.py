@@ -461,8 +461,7 @@ class _Checker:
             watch = FirstDifference(case.plan)
             for _ in self._runs(case, [{}, leak.fills] if leak.fills else [None, {}], watch):
                 pass
-            if watch.found:
-                return leak.error(f". It first differs after {watch.found}")
+            return leak.error(watch.found)
         return leak.error()
 
     def _inverted(self, case: _Case) -> str:

@@ -45,7 +45,7 @@ def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
         if any(axis in windows for _, axis in each.axes):
             new[each.index] = tensor.detach().requires_grad_(tensor.requires_grad)
         inputs.append(replace(each, shape=tuple(tensor.shape)))
-    if _may_be_sizes(call, plan.inputs, new, min(length for _, length in windows.values())):
+    if may_be_sizes(call, plan.inputs, new, min(length for _, length in windows.values())):
         return None
     shorter = call.with_leaves(new)
     extras = make_extras(spec, shorter, inputs, sizes, plan.buckets)
@@ -53,7 +53,7 @@ def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
     return plan, shorter
 
 
-def _may_be_sizes(call: Call, inputs: Iterable[Input], cut: Iterable[int], length: int) -> bool:
+def may_be_sizes(call: Call, inputs: Iterable[Input], cut: Iterable[int], length: int) -> bool:
     """Whether an index could lie behind the end now: on an accelerator that ends the process."""
     # Offsets, such as cu_seqlens, point into what was cut, and half of them are no packed batch.
     offsets = [each for each in inputs if each.fill == "repeat-last"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -22,7 +23,7 @@ from torchguard.bucketing.decorator.compiled import alone
 from torchguard.bucketing.decorator.masking import given_masks
 from torchguard.bucketing.decorator.options import Sizes, Spec, find_inputs
 from torchguard.bucketing.decorator.output_shapes import FlatOutput
-from torchguard.bucketing.decorator.shorter import real_window
+from torchguard.bucketing.decorator.shorter import may_be_sizes, real_window
 from torchguard.bucketing.padding import pad_to_bucket
 from torchguard.equivalence.isolate import (
     buffers_restored,
@@ -57,7 +58,6 @@ def warm_up(
     """Prove and compile every combination of buckets for an example like this one, and time it.
 
     Raises:
-        PaddingLeakError: padding changes the answer.
         ValueError: an automatic ladder has no bucket yet.
         torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
     """
@@ -68,7 +68,7 @@ def warm_up(
             "compile=True to bucketed"
         )
     call = Call.of(spec, owner, args, kwargs)
-    inputs, _ = find_inputs(spec, call)
+    inputs, own = find_inputs(spec, call)
     combinations = _combinations(spec)
     modules = all_reachable_modules(caller.function, (*owner, *args))
     seconds: dict[tuple[int, ...], float] = {}
@@ -78,7 +78,7 @@ def warm_up(
         # Not isolated(): Dynamo guards on whether autocast's cache is on.
         with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
             try:
-                took = _warm_up_one(caller, call, inputs, buckets)
+                took = _warm_up_one(caller, call, inputs, own, buckets)
                 if took is not None:
                     seconds[key] = took
             except Exception as error:
@@ -104,7 +104,7 @@ def warm_up(
 
 
 def _warm_up_one(
-    caller: Caller, call: Call, inputs: Sequence[Input], buckets: Sizes
+    caller: Caller, call: Call, inputs: Sequence[Input], own: Sizes, buckets: Sizes
 ) -> float | None:
     """Make a bucket whole; return the seconds of a call, None where nothing is compiled."""
     # A full one first: what does not fit into memory shows at once, and needs no padding.
@@ -115,52 +115,54 @@ def _warm_up_one(
             _run(caller, plan, sized)
         # The better of two: what else the machine does makes a call slower, never faster.
         took = min(_timed(caller, plan, sized) for _ in range(_TIMED))
-    _prove(caller, call, inputs, buckets)
+    _prove(caller, call, inputs, own, buckets)
     return took
 
 
-def _prove(caller: Caller, call: Call, inputs: Sequence[Input], buckets: Sizes) -> None:
+def _prove(caller: Caller, call: Call, inputs: Sequence[Input], own: Sizes, buckets: Sizes) -> None:
     """Prove a bucket with the most padding that a call can have, and derive its outputs' sizes.
 
     A size of 1 is one of its own kind to many functions: it is tried last, and what it raises is
     left to a call that has it. Where a function does not take inputs so short, longer ones show
-    less.
+    less. A leak is a warning: calls that need no padding, or not so much of it, go on.
     """
     ladders = caller.spec.ladders
     shortest: Sizes = {}
     for axis in buckets:
         shortest[axis] = ladders[axis].least(axis, {**buckets, **shortest})
-    middle = {axis: (shortest[axis] + size) // 2 for axis, size in buckets.items()}
     least = {axis: min(max(shortest[axis], 2), size) for axis, size in buckets.items()}
-    tried = [sizes for sizes in (least, middle) if sizes != buckets]
-    for sizes in tried:
-        plan, sized = _planned(caller, call, inputs, sizes)
-        if tuple(plan.buckets.values()) != tuple(buckets[axis] for axis in ladders):
-            continue  # of two axes that share their buckets, a cheaper one holds both
+    middle = {axis: (shortest[axis] + size) // 2 for axis, size in buckets.items()}
+    candidates = [least, middle, own]
+    if may_be_sizes(call, inputs, [each.index for each in inputs], min(least.values())):
+        candidates = [own]  # half of some offsets are none
+    for sizes in [each for each in candidates if each != buckets]:
         try:
-            _complete(caller, plan, sized)
-            break
-        except Exception as error:
-            if isinstance(error, PaddingLeakError) or _torch.is_out_of_memory(error):
-                raise
-            if sizes is tried[-1]:
-                return
-    if tried and shortest != least:
-        plan, sized = _planned(caller, call, inputs, shortest)
-        try:
-            _complete(caller, plan, sized)
+            if _complete(caller, *_planned(caller, call, inputs, sizes), buckets):
+                break
+        except PaddingLeakError as error:
+            warn_user(f"{error}. Found by warmup(); a call with such padding will raise it")
+            return
         except Exception as error:
             if _torch.is_out_of_memory(error):
                 raise
+    else:
+        return
+    if shortest != least:
+        with contextlib.suppress(Exception):
+            _complete(caller, *_planned(caller, call, inputs, shortest), buckets)
 
 
-def _complete(caller: Caller, plan: Plan, call: Call) -> None:
+def _complete(caller: Caller, plan: Plan, call: Call, buckets: Sizes) -> bool:
+    """Prove a bucket with this call; return whether it is one of the bucket."""
+    if plan.buckets != buckets:
+        return False  # of two axes that share their buckets, a cheaper one holds both
     with caller.explained(plan, call):
         caller.prove(plan, call)
-        args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
         if plan.pads and not plan.slices:
             # With check_padding="never" nothing has run yet that says what an output is like.
+            args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
             caller.learn(plan, caller.first_run(plan)(*args, **kwargs), call)
+    return True
 
 
 def _planned(

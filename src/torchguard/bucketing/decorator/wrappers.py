@@ -47,7 +47,8 @@ class _Methods:
         The example is cut or padded to the size of the bucket, which is compiled (with gradients
         on, the backward too), and to the smallest size that enters it, with which padding is
         checked and sizes of outputs are derived. Parameters, buffers, gradients and random state
-        stay as they are. A bucket that runs out of memory is left out, with a warning.
+        stay as they are. A bucket that runs out of memory is left out, with a warning, and one
+        whose padding changes the answer has one too.
 
         Args:
             example: arguments as in a call.
@@ -57,7 +58,6 @@ class _Methods:
             What a call in each bucket takes: the better of two.
 
         Raises:
-            PaddingLeakError: padding changes the answer.
             torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
         """
         caller, owner = self._bucketed_caller()

@@ -19,7 +19,6 @@ import torchguard
 from torchguard import (
     BucketBatchSampler,
     BucketCollator,
-    BucketedReport,
     BucketedStats,
     Buckets,
     DamagedFileError,
@@ -138,7 +137,7 @@ def bucketed() -> None:
     assert_type(wrapped.warmup(torch.ones(2, 5)), WarmupReport)
     assert_type(wrapped.stats(), BucketedStats)
     assert_type(wrapped.stats().compiled, bool)
-    assert_type(wrapped.report(), BucketedReport)
+    assert_type(wrapped.stats().seen, dict[Any, int])
     wrapped.warmup(torch.ones(2, 16))
     wrapped.verify(torch.ones(2, 5))
 
@@ -167,8 +166,11 @@ def bucketed() -> None:
     assert_type(Adder().add(torch.ones(5)), torch.Tensor)
     assert_type(Adder().add.stats(), BucketedStats)
     layer = torchguard.bucketed(torch.nn.Linear(2, 2), dims=({0: "t"},), buckets=[8], compile=False)
-    assert_type(layer, torch.nn.Linear)
-    assert_type(layer.out_features, int)
+    assert_type(layer.stats(), BucketedStats)
+    assert_type(layer.warmup(torch.ones(5, 2)), WarmupReport)
+    module: torch.nn.Module = layer
+    assert_type(module.training, bool)
+    assert layer.out_features == 2
 
 
 def assignment() -> None:

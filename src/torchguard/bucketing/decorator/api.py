@@ -21,7 +21,6 @@ from torchguard.bucketing.decorator.options import (
 from torchguard.bucketing.decorator.wrappers import Bucketed, BucketedModule, module_around
 
 _Arguments = ParamSpec("_Arguments")
-_Module = TypeVar("_Module", bound=torch.nn.Module)
 _Result = TypeVar("_Result")
 
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
         # A module is a callable too, and the first of the two that fits is meant.
         @overload
-        def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
+        def __call__(self, function: torch.nn.Module, /) -> BucketedModule: ...  # type: ignore[overload-overlap]
         @overload
         def __call__(
             self, function: Callable[_Arguments, _Result], /
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
         """Likewise, with ``mask=`` or ``lengths=``: the caller may leave these arguments out."""
 
         @overload
-        def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
+        def __call__(self, function: torch.nn.Module, /) -> BucketedModule: ...  # type: ignore[overload-overlap]
         @overload
         def __call__(self, function: Callable[..., _Result], /) -> Bucketed[..., _Result]: ...
         def __call__(self, function: Any, /) -> Any: ...
@@ -53,8 +52,8 @@ if TYPE_CHECKING:
 # the docstring, and inspect.signature() in the signature below.
 @overload
 def bucketed(  # type: ignore[overload-overlap]  # a module is callable, and the first that fits
-    function: _Module, /, **options: Unpack[MaskingOptions]
-) -> _Module: ...
+    function: torch.nn.Module, /, **options: Unpack[MaskingOptions]
+) -> BucketedModule: ...
 @overload
 def bucketed(
     function: Callable[_Arguments, _Result], /, **options: Unpack[Options]

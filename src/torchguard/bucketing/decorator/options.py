@@ -95,7 +95,10 @@ def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"bucketed() got an unexpected keyword argument {unknown[0]!r}{hint}")
     if "dims" not in options:
-        raise TypeError("bucketed() missing 1 required keyword-only argument: 'dims'")
+        raise TypeError(
+            "bucketed() missing 1 required keyword-only argument: 'dims', which dimension of which "
+            "argument varies. Write bucketed(function, dims={'x': {1: 't'}}, buckets=[64, 128])"
+        )
     if not isinstance(options["dims"], (Mapping, Sequence)) or isinstance(options["dims"], str):
         raise TypeError(
             f"bucketed: dims is {options['dims']!r}, expected {{argument: {{dim: name}}}}, such as "
@@ -308,6 +311,11 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
             )
     for axis in spec.ladders:
         if axis not in sizes:
+            missing = [name for name in spec.dims if name in spec.required and name not in names]
+            if missing:
+                raise TypeError(
+                    f"bucketed: the call is missing the argument {missing[0]!r}, which dims names"
+                )
             raise ValueError(
                 f"bucketed: no argument of the call has axis {axis!r}; dims names "
                 f"{', '.join(spec.dims)}"
@@ -369,6 +377,15 @@ def _axis_names(spec: Any, where: str) -> Iterator[str]:
     """Yield every name in a declaration, in its order."""
     if isinstance(spec, Mapping):
         for key, inner in spec.items():
+            if type(inner) is int:
+                # Turned around, or without a name.
+                name, shown = (
+                    ("t", f"{{{key!r}: {{{inner}: 't'}}}}") if where == "dims" else (key, "")
+                )
+                raise TypeError(
+                    f"bucketed: {where} is {{{key!r}: {inner}}}, expected the dimension and then "
+                    f"its name: {shown or {inner: name}}"
+                )
             yield from _axis_names(inner, f"{where}[{key!r}]")
     elif isinstance(spec, Sequence) and not isinstance(spec, str):
         for index, inner in enumerate(spec):

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec, Self
@@ -240,7 +240,18 @@ def _lookup(module: str, name: str) -> Any:
 # ---- a module ----
 
 
-class BucketedModule(_Methods):
+if TYPE_CHECKING:
+
+    class _AnyModule(torch.nn.Module):
+        """To type checkers a bucketed module has every attribute: it is one of its class."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _AnyModule = object
+
+
+class BucketedModule(_Methods, _AnyModule):
     """What a bucketed module adds to its own class.
 
     It shares the ``__dict__`` of the module it was made from, so parameters, buffers, hooks,
@@ -293,7 +304,7 @@ class BucketedModule(_Methods):
         return module_around(settings[1](copied), options)
 
 
-def module_around(given: torch.nn.Module, options: MaskingOptions) -> torch.nn.Module:
+def module_around(given: torch.nn.Module, options: MaskingOptions) -> BucketedModule:
     """Return a bucketed module that shares everything with the one given.
 
     Raises:
@@ -303,7 +314,7 @@ def module_around(given: torch.nn.Module, options: MaskingOptions) -> torch.nn.M
     parts = _parts(given, options)
     module = parts[0]
     # Not by its constructor, which would make parameters of its own.
-    made: torch.nn.Module = object.__new__(_class_around(type(module)))
+    made: BucketedModule = object.__new__(_class_around(type(module)))
     object.__setattr__(made, "__dict__", module.__dict__)
     object.__setattr__(made, "_bucketed", parts)
     object.__setattr__(made, "_compiled_call_impl", None)

@@ -1,10 +1,15 @@
-"""Sizes as symbols: how sizes of outputs depend on sizes of inputs."""
+"""A function that runs for its answer alone: not compiled, or on tensors without data.
+
+Of the latter sizes are symbols: how sizes of outputs depend on sizes of inputs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +20,21 @@ __all__ = [
     "ShapeFormula",
     "SymbolicSizes",
     "shape_guards",
+    "uncompiled",
 ]
 
 
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled functions inside eagerly; the stance is that of the whole process."""
+    if "torch._dynamo" not in sys.modules:
+        yield  # nothing is compiled yet, and set_stance() would import Dynamo: seconds
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class SymbolicSizes:

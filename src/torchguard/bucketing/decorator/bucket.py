@@ -6,12 +6,10 @@ position come first, then those given by name, each flattened.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
-import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -393,16 +391,6 @@ def kind_of_call(
         for label, key in specialization.others
     ]
     return specialization.global_state, specialization.structure, *switches, *labels
-
-
-@contextlib.contextmanager
-def alone_and_eager() -> Iterator[None]:
-    """Run what is compiled eagerly, while no other thread compiles or checks a bucket."""
-    with COMPILE_LOCK, contextlib.ExitStack() as scope:
-        # Where Dynamo is not imported nothing is compiled yet, and to import it takes seconds.
-        if "torch._dynamo" in sys.modules:
-            scope.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
 
 
 def sizes_of(plan: Plan) -> str:

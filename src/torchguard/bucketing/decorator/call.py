@@ -14,8 +14,9 @@ import torch
 
 from torchguard import _torch
 from torchguard._pytree import all_reachable_modules, flatten, reachable_modules, unflatten
-from torchguard._torch import warn_user
+from torchguard._torch import uncompiled, warn_user
 from torchguard.bucketing.decorator.bucket import (
+    COMPILE_LOCK,
     PLAIN,
     Bucket,
     Call,
@@ -24,7 +25,6 @@ from torchguard.bucketing.decorator.bucket import (
     Known,
     Plan,
     Specialization,
-    alone_and_eager,
     differing,
     kind_of_call,
     leaf_key,
@@ -190,7 +190,7 @@ class Caller:
         call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
         modules = all_reachable_modules(self.function, (*call.owner, *call.arguments))
         find = functools.partial(self.output_shapes.slices, plan, call, modules)
-        with alone_and_eager():
+        with COMPILE_LOCK, uncompiled():
             return slice_or_learn(plan, find, output)
 
     def _global_state_for(self, owner: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
@@ -333,7 +333,7 @@ class Caller:
             return
         modules = all_reachable_modules(self.function, (*call.owner, *call.arguments))
         known = self.known.setdefault(plan.kind, Known())
-        with alone_and_eager():
+        with COMPILE_LOCK, uncompiled():
             check_padding(self.output_shapes, plan, call, modules, known, anew=anew)
 
     def _is_unproven(self, plan: Plan) -> bool:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchguard._pytree import all_reachable_modules, flatten
-from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, user_line
-from torchguard.bucketing.decorator.bucket import Call, Plan, alone_and_eager
+from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, uncompiled, user_line
+from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.bucketing.padding import Side, pad_to_bucket
@@ -265,7 +265,7 @@ def explain_failure(
         return None
     suspects = list(itertools.islice(_suspects(plan, call), _MOST_TRIED))
     works = functools.partial(_works, shapes.function, plan, call)
-    with alone_and_eager():
+    with COMPILE_LOCK, uncompiled():
         # Where it runs as it was padded, the padding was not the reason.
         if not suspects or works(()):
             return None

@@ -90,7 +90,7 @@ def check_padding(
     """Raise unless padding leaves the answer, the gradients and the buffers as they are.
 
     All ranks of a group make the same runs: what decides about the next ones is agreed on. Compiled
-    functions inside have to run eagerly: the caller says so, with ``alone_and_eager()``.
+    functions inside have to run eagerly: the caller says so, with ``uncompiled()``.
 
     Args:
         shapes: knows what runs, what was declared of it, and how much of an output is real.

@@ -110,11 +110,11 @@ def _whole(values: torch.Tensor) -> torch.Tensor:
     return (_order(values) % _WHOLE + 1).to(values.dtype)
 
 
-def _near_and_far(values: torch.Tensor) -> torch.Tensor:
+def _near_and_far(values: torch.Tensor, far: float) -> torch.Tensor:
     """Make whole numbers of either sign, every third of them far from 0."""
     whole = _whole(values)
     signed = torch.where(whole % 2 == 0, whole, -whole)
-    return torch.where(_order(values) % 3 == 0, signed * _LARGER, signed)
+    return torch.where(_order(values) % 3 == 0, signed * far, signed)
 
 
 def _exchanged(ids: torch.Tensor) -> torch.Tensor:
@@ -175,11 +175,22 @@ SIGNS = (
     OtherData("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True),
     OtherData("is negative", lambda x: -x.abs(), _negative),
 )
-WHOLE_NUMBERS = (
-    OtherData("is a positive whole number", lambda x: _whole(x) * _LARGER, _spread),
-    OtherData("is a negative whole number", lambda x: -_whole(x) * _LARGER, torch.clone),
-    OtherData("is a whole number of either sign", _near_and_far, _larger),
-)
+
+
+def whole_numbers(*, masked: bool) -> tuple[OtherData, ...]:
+    """Return whole numbers, large ones besides unless the function is given a mask.
+
+    Many add -10,000 to the scores that a mask leaves out: numbers whose scores are as large would
+    be no leak of theirs.
+    """
+    far = 1.0 if masked else _LARGER
+    return (
+        OtherData("is a positive whole number", lambda x: _whole(x) * far, _spread),
+        OtherData("is a negative whole number", lambda x: -_whole(x) * far, torch.clone),
+        OtherData("is a whole number of either sign", lambda x: _near_and_far(x, far), _larger),
+    )
+
+
 MAGNITUDES = (
     OtherData(
         "is 64 times smaller and in reverse order",

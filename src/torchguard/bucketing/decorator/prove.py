@@ -28,9 +28,9 @@ from torchguard.bucketing.decorator.other_data import (
     MAGNITUDES,
     SIGNS,
     STEPS,
-    WHOLE_NUMBERS,
     Compared,
     other_fill,
+    whole_numbers,
 )
 from torchguard.bucketing.decorator.output_shapes import FlatOutput, OutputShapes, real_output
 from torchguard.bucketing.decorator.shorter import shortened
@@ -211,7 +211,7 @@ class _Checker:
         steps, compares = self.agreed(bool(STEPS & names), bool(self._compared.numbers))
         battery = [*SIGNS]
         if depends or steps:
-            battery += WHOLE_NUMBERS
+            battery += whole_numbers(masked=bool(self._spec.masks))
         if compares:
             battery += self._compared.data()
         if depends:

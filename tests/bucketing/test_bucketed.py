@@ -344,11 +344,12 @@ class TestStatistics:
         assert set(wrapped.stats().hits) == {(64,), (128,)}
         for _ in range(100):
             call()
-        frozen = wrapped._caller.spec.ladders["t"].buckets
+        caller: Any = wrapped._caller
+        frozen = caller.spec.ladders["t"].buckets
         assert len(frozen) > 2
         for _ in range(100):
             call()
-        assert wrapped._caller.spec.ladders["t"].buckets == frozen
+        assert caller.spec.ladders["t"].buckets == frozen
         assert frozen.waste(wrapped.stats().seen) < 0.2
         assert Buckets([64, 128]).waste(range(40, 100)) > 0.4  # the ladder it began with
         assert len(backend.graphs) <= len(frozen) + 1

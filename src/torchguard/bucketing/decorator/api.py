@@ -2,23 +2,125 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 import torch
-from typing_extensions import ParamSpec, Unpack
+from typing_extensions import ParamSpec, Required, Unpack
 
 from torchguard import _torch
 from torchguard._public import public
-from torchguard.bucketing.decorator.options import (
-    DEFAULTS,
-    MaskingOptions,
-    Options,
-    checked_options,
-)
 from torchguard.bucketing.decorator.wrappers import Bucketed, BucketedModule, module_around
+from torchguard.bucketing.padding import Side
+
+# ---- the options, listed once ----
+
+
+class NamedDim(Protocol):
+    """A ``torch.export.Dim``, which has a name."""
+
+    __name__: str
+
+
+AxisName: TypeAlias = str | NamedDim | None
+DimsOfArgument: TypeAlias = (
+    Mapping[int, AxisName]
+    | Mapping[str, "DimsOfArgument"]
+    | Sequence["DimsOfArgument | AxisName"]
+    | None
+)
+Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
+"""``{argument: {dim: name}}``, or a sequence in the order of the arguments; containers nest."""
+
+Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
+CheckPadding: TypeAlias = Literal["first", "always", "never"]
+
+
+class Options(TypedDict, total=False):
+    """The options of :func:`bucketed`, which says what they mean."""
+
+    dims: Required[Dims]
+    buckets: Any
+    fill: Mapping[str, Any] | None
+    outputs: Any
+    side: Side
+    overflow: Overflow
+    check_padding: CheckPadding
+    compile: bool | Mapping[str, Any] | None
+    plan: str | os.PathLike[str] | None
+    group: Any
+
+
+class MaskingOptions(Options, total=False):
+    """Likewise, with the arguments that are made where the caller leaves them out."""
+
+    lengths: Any
+    mask: Any
+
+
+DEFAULTS: Any = {
+    **dict.fromkeys(MaskingOptions.__annotations__),
+    "side": "right",
+    "overflow": "error",
+    "check_padding": "first",
+}
+
+
+def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
+    """Return the options with the defaults filled in.
+
+    Raises:
+        TypeError: one that there is not, or none for ``dims``.
+        ValueError: a word that is not one of those it can be.
+    """
+    # Python's own words: the signature shows each option, though **options takes any.
+    unknown = sorted(options.keys() - DEFAULTS.keys())
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], DEFAULTS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"bucketed() got an unexpected keyword argument {unknown[0]!r}{hint}")
+    if "dims" not in options:
+        raise TypeError(
+            "bucketed() missing 1 required keyword-only argument: 'dims', which dimension of which "
+            "argument varies. Write bucketed(function, dims={'x': {1: 't'}}, buckets=[64, 128])"
+        )
+    if not isinstance(options["dims"], (Mapping, Sequence)) or isinstance(options["dims"], str):
+        raise TypeError(
+            f"bucketed: dims is {options['dims']!r}, expected {{argument: {{dim: name}}}}, such as "
+            "{'x': {1: 't'}}"
+        )
+    checked: Any = {**DEFAULTS, **options}
+    for name, allowed in (
+        ("side", get_args(Side)),
+        ("overflow", get_args(Overflow)),
+        ("check_padding", get_args(CheckPadding)),
+    ):
+        if checked[name] not in allowed:
+            listed = ", ".join(map(repr, allowed))
+            raise ValueError(f"bucketed: {name} is {checked[name]!r}, expected one of {listed}")
+    if checked["fill"] is not None and not isinstance(checked["fill"], Mapping):
+        raise TypeError(
+            f"bucketed: fill is {checked['fill']!r}, expected {{argument: value}}, such as "
+            "{'labels': -100}"
+        )
+    return checked  # type: ignore[no-any-return]
+
+
+# ---- bucketed() ----
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -48,7 +150,7 @@ if TYPE_CHECKING:
         def __call__(self, function: Any, /) -> Any: ...
 
 
-# The options are listed once, in options.Options. Type checkers read them through Unpack, people in
+# The options are listed once, in Options. Type checkers read them through Unpack, people in
 # the docstring, and inspect.signature() in the signature below.
 @overload
 def bucketed(  # type: ignore[overload-overlap]  # a module is callable, and the first that fits

@@ -20,6 +20,8 @@ from typing_extensions import Self
 from torchguard._pytree import TreeDef, flatten, key_paths, keystr, unflatten
 from torchguard._torch import ShapeFormula
 from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
+from torchguard.equivalence.outcome import Given
+from torchguard.equivalence.perturb import perturb_
 
 if TYPE_CHECKING:
     from torchguard.bucketing.decorator.options import Sizes, Spec
@@ -102,6 +104,18 @@ class Call(NamedTuple):
     def with_leaves(self, new: Mapping[int, Any]) -> Self:
         """Return the same call with some leaves replaced."""
         return self._replace(leaves=[new.get(i, leaf) for i, leaf in enumerate(self.leaves)])
+
+    def perturbed(self, seed: int) -> tuple[Self, bool]:
+        """Return it with perturbed values in what requires a gradient, and if any changed."""
+        new: dict[int, Any] = {}
+        changed = False
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                copy = leaf.detach().clone()
+                perturb_(copy, seed)
+                changed |= not torch.equal(copy, leaf)
+                new[index] = copy.requires_grad_()
+        return self.with_leaves(new), changed
 
     def labels(self) -> list[str]:
         """Return how to spell each leaf: ``batch['ids']``."""
@@ -391,6 +405,32 @@ def kind_of_call(
         for label, key in specialization.others
     ]
     return specialization.global_state, specialization.structure, *switches, *labels
+
+
+def given_by(
+    plan: Plan,
+    call: Call,
+    extras: Mapping[str, Any] | None,
+    fills: Mapping[int, Any] | None,
+    leaves: list[Any],
+) -> Given:
+    """Return what a function is called with for these leaves, padded unless ``fills`` is None.
+
+    Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
+    Where one requires a gradient, a new leaf of autograd's graph takes its place.
+    """
+    sources = {
+        place: leaf.detach().requires_grad_()
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    }
+    leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
+    count = len(call.leaves)
+    given = leaves[:count] if fills is None else plan.pad(leaves[:count], fills)
+    args, kwargs = call.bind(extras, given)
+    if len(leaves) > count:
+        args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
+    return Given([*given, *leaves[count:]], args, kwargs, sources)
 
 
 def sizes_of(plan: Plan) -> str:

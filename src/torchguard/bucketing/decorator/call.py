@@ -239,6 +239,7 @@ class Caller:
             if index not in padded
         )
         specialization = Specialization(state, call.signature.treedefs, others, bool(state[3]))
+        own = tuple((buckets or {}).values())
         with self.lock:
             plan = Plan(
                 signature=call.signature,
@@ -247,7 +248,7 @@ class Caller:
                 sizes=sizes,
                 buckets=buckets or {},
                 side=self.spec.options["side"],
-                bucket=self._bucket(tuple((buckets or {}).values())),
+                bucket=self.buckets.setdefault(own, Bucket(own)),
                 graph=self._uncompiled,
                 specialization=specialization,
                 seen=self._seen.setdefault(tuple(together.values()), [0]),
@@ -263,12 +264,6 @@ class Caller:
                 self._plans.clear()
             self._plans[key] = plan
         return plan
-
-    def _bucket(self, sizes: tuple[int, ...]) -> Bucket:
-        found = self.buckets.get(sizes)
-        if found is None:
-            found = self.buckets[sizes] = Bucket(sizes)
-        return found
 
     def _agreed_sizes(self, call: Call) -> tuple[tuple[Input, ...], Sizes, Sizes, Sizes]:
         """Return this rank's inputs and sizes, and the longest and the shortest of all ranks."""
@@ -389,7 +384,7 @@ class Caller:
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call where Dynamo is watching; it must not compile what is here."""
-        # A skip mark holds for one frame, disable() for all that the function calls, too.
+        # A skip mark holds for one frame, disable() for all that it calls, too.
         # https://docs.pytorch.org/docs/stable/compile/programming_model.skipped_functions.html
         return torch.compiler.disable(self._warn_and_call)(owner, args, kwargs)
 

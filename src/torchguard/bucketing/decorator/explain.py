@@ -8,22 +8,37 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from torchguard._pytree import all_reachable_modules, flatten
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, uncompiled, user_line
-from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan
+from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan, sizes_of
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.bucketing.padding import Side, pad_to_bucket
-from torchguard.equivalence.compare import PADDING, Difference, judge
+from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import run_undoing_mutations
 from torchguard.equivalence.outcome import Given, Outcome
 from torchguard.errors import PaddingLeakError
 
 # ---- padding has changed the answer ----
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to compare with and without padding."""
+
+    plan: Plan
+    call: Call
+    description: str = ""
+    """How its data differs from the caller's."""
+    others: tuple[str, ...] = ()
+    """The inputs that have other data than the caller's."""
+    short: bool = False
+    """Whether the caller's inputs are cut short."""
 
 
 class Leak(NamedTuple):
@@ -39,15 +54,13 @@ class Leak(NamedTuple):
         return PaddingLeakError(f"{self.text}{where}{self.advice}")
 
 
-def leak_of(
-    found: Difference,
+def leak_of(  # noqa: PLR0917 - as many as a difference has
+    verdict: Verdict,
     expected: Outcome,
     got: Outcome,
-    what: str,
+    case: Case,
     function: str,
-    *,
     masks: Sequence[str],
-    others: Sequence[str],
     fills: Any,
 ) -> Leak:
     """Name what differs between a run and one with more, or other, padding, and by how much.
@@ -56,15 +69,31 @@ def leak_of(
     :mod:`torchguard.bucketing.decorator.output_shapes`.
 
     Args:
-        found: what differs.
+        verdict: what differs.
         expected: the run without padding, or with what is declared in it.
         got: the other one.
-        what: the sizes, and what is in the padding.
+        case: the call.
         function: its name.
-        masks: those that the call has.
-        others: the inputs that have other data than the caller's.
-        fills: other values in the padding.
+        masks: all that were declared.
+        fills: other values in the padding, by index of the leaf.
     """
+    plan, others = case.plan, case.others
+    what = sizes_of(plan)
+    changed = ", ".join(each.label for each in plan.inputs if each.index in fills)
+    if got.error is not None:
+        return Leak(
+            f"bucketed: {function} fails with another value than 0 in the padding of {changed} "
+            f"({what}): {type(got.error).__name__}: {got.error}"
+        )
+    if fills:
+        what += f"; with another value in the padding of {changed}"
+    elif case.short:
+        what += "; inputs cut short, to see what a small difference becomes with more padding"
+    elif others:
+        what += f"; with other data, where {' and '.join(others)} {case.description}"
+    found = verdict.differences[0]
+    labels = {*plan.extras, *(each.label for each in plan.inputs)}
+    masks = [name for name in masks if name in labels]
     if found.kind == "shape" and found.part == "structure":
         text = f"bucketed: {function} returns another structure when its input is padded ({what})"
         return Leak(text, fills=fills)
@@ -272,13 +301,8 @@ def explain_failure(
         usual = {(axis, dim) for each in plan.inputs for dim, axis in each.axes}
         # First those in the dim in which dims names the axis: labels beside ids.
         in_place = [each for each in suspects if (each.axis, each.dim) in usual]
-        groups = (in_place, *([each] for each in suspects), suspects)
-        found = next((list(group) for group in groups if group and works(group)), [])
-        # What it runs without is not named.
-        for each in list(found):
-            fewer = [other for other in found if other is not each]
-            if fewer and works(fewer):
-                found = fewer
+        groups = (*([each] for each in (*in_place, *suspects)), in_place, suspects)
+        found = next((group for group in groups if group and works(group)), None)
     return ValueError(_missing(shapes.name, plan, found)) if found else None
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors, unflatten
-from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, sizes_of
-from torchguard.bucketing.decorator.explain import FirstDifference, Leak, leak_of
+from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
+from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, given_by
+from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
 from torchguard.bucketing.decorator.masking import (
     Real,
     counting,
     given_masks,
+    inverted_masks,
     make_extras,
     real_extras,
 )
@@ -38,8 +39,8 @@ from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
-from torchguard.equivalence.outcome import Given, Outcome, Output
-from torchguard.equivalence.perturb import perturb_, perturbed
+from torchguard.equivalence.outcome import Outcome, Output
+from torchguard.equivalence.perturb import perturbed
 from torchguard.errors import PaddingLeakError
 
 Fills = dict[int, Any]
@@ -50,20 +51,6 @@ _TURNS = 4
 
 _ROUNDING = 1 / 16
 """Above this share of what is allowed, a difference may be the beginning of a leak."""
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A call to compare with and without padding."""
-
-    plan: Plan
-    call: Call
-    description: str = ""
-    """How its data differs from the caller's."""
-    others: tuple[str, ...] = ()
-    """The inputs that have other data than the caller's."""
-    short: bool = False
-    """Whether the caller's inputs are cut short."""
 
 
 class _First(NamedTuple):
@@ -105,7 +92,7 @@ def check_padding(
         RuntimeError: it does so on another rank only.
     """
     checker = _Checker(shapes, plan, call, modules, () if anew else known.neutral)
-    case = _Case(plan, call)
+    case = Case(plan, call)
     first, failure = _First(None, None, suspicious=False), None
     try:
         first = checker.first(case)
@@ -178,7 +165,7 @@ class _Checker:
 
     # ---- what is tried ----
 
-    def first(self, case: _Case) -> _First:
+    def first(self, case: Case) -> _First:
         """Run the call without padding, padded, and padded with other values, above and below."""
         others = self._other_fills(case, self._inputs)
         pair = self._pair_of(case)
@@ -200,7 +187,7 @@ class _Checker:
             del other
         return _First(leak, dependence, suspicious, padded.operators)
 
-    def try_other_data(self, case: _Case, first: _First, *, depends: bool) -> bool:
+    def try_other_data(self, case: Case, first: _First, *, depends: bool) -> bool:
         """Try whether padding with 0 is neutral for other data, too; return whether any was tried.
 
         Raises:
@@ -221,7 +208,7 @@ class _Checker:
             if other is None and self._group is None:
                 continue
             labels = tuple(each.label for each in self._inputs)
-            tried |= self._try(_Case(case.plan, other or case.call, data.description, labels))
+            tried |= self._try(Case(case.plan, other or case.call, data.description, labels))
         (tried,) = self.agreed(tried)
         if depends and not tried:
             if first.dependence is None:
@@ -229,7 +216,7 @@ class _Checker:
             raise self.explained(case, first.dependence)
         return tried
 
-    def _try(self, case: _Case) -> bool:
+    def _try(self, case: Case) -> bool:
         """Compare one more call with and without padding; return whether it could be run."""
         leak, ran_through = None, True
         try:
@@ -240,7 +227,7 @@ class _Checker:
             self.confirm(case, leak)
         return ran_through
 
-    def relying(self, case: _Case) -> list[str]:
+    def relying(self, case: Case) -> list[str]:
         """Return the labels of the inputs whose padding the answer depends on."""
         labels = [each.label for each in self._inputs]
         # Each rank might find other inputs, and would make another number of runs.
@@ -255,7 +242,7 @@ class _Checker:
                 found.append(each.label)
         return found or labels
 
-    def with_more_padding(self, case: _Case) -> Plan:
+    def with_more_padding(self, case: Case) -> Plan:
         """Compare with the inputs cut short; return the plan that says how short.
 
         Raises:
@@ -264,11 +251,11 @@ class _Checker:
         shorter = shortened(self._spec, case.plan, case.call)
         if shorter is None and self._group is None:
             return case.plan
-        # A rank that can't cut its inputs makes the same runs all the same.
+        # Another rank may be able to.
         plan, call = shorter or (case.plan, case.call)
-        return plan if self._try(_Case(plan, call, short=True)) else case.plan
+        return plan if self._try(Case(plan, call, short=True)) else case.plan
 
-    def confirm(self, case: _Case, leak: Leak | None) -> None:
+    def confirm(self, case: Case, leak: Leak | None) -> None:
         """Raise a leak if it is there with perturbed weights as well.
 
         All ranks take as many turns as the one that takes most.
@@ -291,7 +278,7 @@ class _Checker:
 
     # ---- the runs ----
 
-    def _pair(self, case: _Case, turn: int) -> tuple[Leak | None, bool]:
+    def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
         """Run without padding and padded; from the second turn on with perturbed weights.
 
         Returns:
@@ -305,20 +292,20 @@ class _Checker:
         return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
 
     @contextlib.contextmanager
-    def _turn(self, case: _Case, turn: int) -> Iterator[tuple[_Case, bool]]:
+    def _turn(self, case: Case, turn: int) -> Iterator[tuple[Case, bool]]:
         """Yield what to run, and whether any number in it is other than in the first turn."""
         with contextlib.ExitStack() as scope:
             is_new = turn == 0
             if turn > 0:
                 # A discontinuous function, such as argmax, does not differ again: see perturb.py.
-                call, is_new = _with_perturbed_inputs(case.call, turn)
+                call, is_new = case.call.perturbed(turn)
                 case = replace(case, call=call)
                 held = (p for module in self._modules for p in module.parameters(recurse=False))
                 (without,) = self._runs(case, [None])
                 is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
             yield case, is_new
 
-    def _other_fills(self, case: _Case, inputs: Sequence[Input]) -> list[Fills]:
+    def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
         above, below = (
             {
@@ -332,7 +319,7 @@ class _Checker:
             return [above, below]  # every rank makes as many runs
         return [fills for fills in ([above] if above == below else [above, below]) if fills]
 
-    def _pair_of(self, case: _Case) -> list[Fills | None]:
+    def _pair_of(self, case: Case) -> list[Fills | None]:
         """Return the two runs of a case, as :meth:`_runs` takes them, in their order."""
         # What counts of an output by a mask of the caller is known once one was sliced.
         masked = any(each.label in self._spec.masks for each in case.plan.inputs)
@@ -340,7 +327,7 @@ class _Checker:
 
     def _runs(
         self,
-        case: _Case,
+        case: Case,
         variants: Iterable[Fills | None],
         watch: FirstDifference | None = None,
     ) -> Iterator[Outcome]:
@@ -369,7 +356,7 @@ class _Checker:
         # to them are seen. A fill may be a function of the user's, and draw random numbers.
         with isolated():
             bound = [
-                (fills, _given(plan, call, real if fills is None else plan.extras, fills, leaves))
+                (fills, given_by(plan, call, real if fills is None else plan.extras, fills, leaves))
                 for fills in variants
             ]
         while bound:
@@ -421,36 +408,12 @@ class _Checker:
         return found
 
     def _leak(
-        self, case: _Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
+        self, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
     ) -> Leak:
-        """Say how a run differs from another one with other padding."""
-        plan = case.plan
-        what = sizes_of(plan)
-        changed = ", ".join(each.label for each in plan.inputs if each.index in fills)
-        if got.error is not None:
-            return Leak(
-                f"bucketed: {self._shapes.name} fails with another value than 0 in the padding of "
-                f"{changed} ({what}): {type(got.error).__name__}: {got.error}"
-            )
-        if fills:
-            what += f"; with another value in the padding of {changed}"
-        elif case.short:
-            what += "; inputs cut short, to see what a small difference becomes with more padding"
-        elif case.others:
-            what += f"; with other data, where {' and '.join(case.others)} {case.description}"
-        labels = {*plan.extras, *(each.label for each in plan.inputs)}
-        return leak_of(
-            verdict.differences[0],
-            expected,
-            got,
-            what,
-            self._shapes.name,
-            masks=[name for name in self._spec.masks if name in labels],
-            others=case.others,
-            fills=fills,
-        )
+        spec = self._spec
+        return leak_of(verdict, expected, got, case, self._shapes.name, [*spec.masks], fills)
 
-    def explained(self, case: _Case, leak: Leak) -> PaddingLeakError:
+    def explained(self, case: Case, leak: Leak) -> PaddingLeakError:
         """Return the error, with the first operator that differs, or an inverted mask."""
         if self._group is not None:
             return leak.error()  # the runs of one rank only would wait for the others
@@ -464,18 +427,12 @@ class _Checker:
             return leak.error(watch.found)
         return leak.error()
 
-    def _inverted(self, case: _Case) -> str:
+    def _inverted(self, case: Case) -> str:
         """Say which mask is right the other way round; empty where none is."""
         plan = case.plan
-        swapped: dict[str, Any] = {"real": "padding", "padding": "real"}
-        given = {each.label for each in plan.inputs} | plan.extras.keys()
-        for name, mask in self._spec.masks.items():
-            if name not in given or mask.kind not in swapped:
-                continue
-            other = replace(mask, kind=swapped[mask.kind])
-            spec = replace(self._spec, masks={**self._spec.masks, name: other})
+        for mask, spec in inverted_masks(self._spec, plan):
             inputs = tuple(
-                replace(e, fill=other.fill) if e.label == name else e for e in plan.inputs
+                replace(e, fill=mask.fill) if e.label == mask.argument else e for e in plan.inputs
             )
             extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
             again = replace(plan, inputs=inputs, extras=extras, slices={})
@@ -484,51 +441,9 @@ class _Checker:
             with contextlib.suppress(Exception):
                 found = checker.first(replace(case, plan=again))
                 if found.leak is None and found.dependence is None:
-                    means = "padding" if other.kind == "padding" else "real data"
+                    means = "padding" if mask.kind == "padding" else "real data"
                     return (
-                        f". With {name} the other way round nothing differs: does True mean "
-                        f"{means} there? mask={{{name!r}: {other.kind!r}}}"
+                        f". With {mask.argument} the other way round nothing differs: does True "
+                        f"mean {means} there? mask={{{mask.argument!r}: {mask.kind!r}}}"
                     )
         return ""
-
-
-# ---- what a run is given ----
-
-
-def _given(
-    plan: Plan,
-    call: Call,
-    extras: Mapping[str, Any] | None,
-    fills: Mapping[int, Any] | None,
-    leaves: list[Any],
-) -> Given:
-    """Return what a function is called with for these leaves, padded unless ``fills`` is None.
-
-    Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
-    Where one requires a gradient, a new leaf of autograd's graph takes its place.
-    """
-    sources = {
-        place: leaf.detach().requires_grad_()
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
-    }
-    leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
-    count = len(call.leaves)
-    given = leaves[:count] if fills is None else plan.pad(leaves[:count], fills)
-    args, kwargs = call.bind(extras, given)
-    if len(leaves) > count:
-        args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
-    return Given([*given, *leaves[count:]], args, kwargs, sources)
-
-
-def _with_perturbed_inputs(call: Call, seed: int) -> tuple[Call, bool]:
-    """Return the call with perturbed values in what requires a gradient, and if any changed."""
-    new: dict[int, Any] = {}
-    changed = False
-    for index, leaf in enumerate(call.leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            copy = leaf.detach().clone()
-            perturb_(copy, seed)
-            changed |= not torch.equal(copy, leaf)
-            new[index] = copy.requires_grad_()
-    return call.with_leaves(new), changed

@@ -19,7 +19,7 @@ from torchguard import _torch
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compiled import Compiled, Compilers, compiler_for
 from torchguard.bucketing.decorator.ladders import write_buckets
-from torchguard.bucketing.decorator.options import MaskingOptions, Spec
+from torchguard.bucketing.decorator.options import Spec
 from torchguard.bucketing.decorator.stats import BucketedStats, stats_of
 from torchguard.bucketing.decorator.warmup import WarmupReport, warm_up
 
@@ -241,6 +241,7 @@ def _lookup(module: str, name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.api import MaskingOptions
 
     class _AnyModule(torch.nn.Module):
         """To type checkers a bucketed module has every attribute: it is one of its class."""

@@ -284,14 +284,12 @@ def _axis_names(spec: Any, where: str) -> Iterator[str]:
     """Yield every name in a declaration, in its order."""
     if isinstance(spec, Mapping):
         for key, inner in spec.items():
-            if type(inner) is int:
+            if type(inner) is int and isinstance(key, str):
                 # Turned around, or without a name.
-                name, shown = (
-                    ("t", f"{{{key!r}: {{{inner}: 't'}}}}") if where == "dims" else (key, "")
-                )
+                right = f"{{{key!r}: {{{inner}: 't'}}}}" if where == "dims" else {inner: key}
                 raise TypeError(
                     f"bucketed: {where} is {{{key!r}: {inner}}}, expected the dimension and then "
-                    f"its name: {shown or {inner: name}}"
+                    f"its name: {right}"
                 )
             yield from _axis_names(inner, f"{where}[{key!r}]")
     elif isinstance(spec, Sequence) and not isinstance(spec, str):

@@ -261,7 +261,8 @@ class BucketedModule(_Methods, _AnyModule):
 
     __slots__ = ()
 
-    _bucketed: tuple[torch.nn.Module, MaskingOptions, Any, Caller]
+    # transformers evaluates the annotations of each class of a model, so these have to be there.
+    _bucketed: tuple[torch.nn.Module, Any, Any, Caller]
     """The module, the options, what was given (compiled or not), and what calls."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,12 +14,12 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchguard._torch import (
     follow_in_torchscript,
@@ -338,128 +338,47 @@ def resolve(path: str) -> tuple[Any, str]:
     raise AttributeError(f"{path}: no such attribute; expected a path like torch.Tensor.resize_")
 
 
-# ---- what stands over torch while a guarded() scope is open ----
-#
-# It is put there and taken away in one go. Two kinds, because entering a scope has to be quick and
-# compiled functions must not notice. Methods are set on their class, which Dynamo does not guard.
-# For functions of torch's modules the class of the module is changed to one that computes them when
-# they are read: one assignment, only the scope's own context sees another function, and an identity
-# that Dynamo has guarded (torch.add) holds.
+# ---- what stands over torch while a guarded() scope is open: overlays.py makes it ----
 
 
-class AttributeOverlay:
-    """Attributes in front of those of a class, or of a module that no compiled code looks at."""
+class Overlay(Protocol):
+    """Attributes that are put in front of what is patched, and taken away, in one go."""
 
-    def __init__(
-        self, owner: Any, makes: Mapping[str, Make | Computed], *, inert: bool = False
-    ) -> None:
-        self.owner = owner
-        self.inert = inert
+    @property
+    def owner(self) -> Any:
+        """The class or module that has them."""
+
+    @property
+    def inert(self) -> bool:
         """Whether the replacements do nothing while no scope is open, so that they may stay."""
 
-        self._makes = makes
-        self._made: dict[str, tuple[Any, Any]] = {}
-        """By name: what stood there (or ``ABSENT``), and what is put there."""
+    def put_on(self) -> None:
+        """Put them in front."""
 
-        for name in makes:
-            self._make(name, vars(owner).get(name, ABSENT))
+    def take_off(self) -> None:
+        """Put back what stood there."""
 
-    def _make(self, name: str, before: Any) -> None:
-        make = self._makes[name]
-        if isinstance(make, Computed):
-            replacement: Any = make.property_named(name)
+
+def set_attributes(owner: Any, values: Iterable[tuple[str, Any]]) -> None:
+    """Set each, or delete it where the value is ``ABSENT``.
+
+    One call for all: entering a scope sets 175 attributes.
+    """
+    for name, value in values:
+        if value is ABSENT:
+            delattr(owner, name)
         else:
-            replacement = make(getattr(self.owner, name))
-        self._made[name] = before, replacement
-
-    def put_on(self) -> None:
-        """Set every attribute; made anew where other code has patched since."""
-        now = vars(self.owner).get
-        for name, (before, _) in self._made.items():
-            if now(name, ABSENT) is not before:
-                self._make(name, now(name, ABSENT))
-        for name, (_, replacement) in self._made.items():
-            setattr(self.owner, name, replacement)
-
-    def take_off(self) -> None:
-        """Put back what stood there. What other code has patched on top of ours stays."""
-        now = vars(self.owner).get
-        for name, (before, replacement) in self._made.items():
-            if now(name) is replacement:
-                # Not by a function of its own: leaving a scope takes off 175 attributes.
-                if before is ABSENT:
-                    delattr(self.owner, name)
-                else:
-                    setattr(self.owner, name, before)
+            setattr(owner, name, value)
 
 
-class ModuleOverlay:
-    """Functions in front of those of a module, for whoever asks from inside a scope."""
+def set_class(module: ModuleType, cls: type[ModuleType]) -> None:
+    """Change the class of a module, so that its attributes can be computed.
 
-    inert = False
-
-    def __init__(
-        self, module: ModuleType, makes: Mapping[str, Make], in_scope: Callable[[], object]
-    ) -> None:
-        self.owner = module
-        self._before = type(module)
-        properties = {name: _computed(module, name, make, in_scope) for name, make in makes.items()}
-        # The class of a module may be assigned, so that its attributes can be computed:
-        # https://docs.python.org/3/reference/datamodel.html#customizing-module-attribute-access
-        self._during = type(self._before.__name__, (self._before,), properties)
-
-    def put_on(self) -> None:
-        """Change the module's class."""
-        if type(self.owner) is self._before:
-            self.owner.__class__ = self._during
-
-    def take_off(self) -> None:
-        """Change it back."""
-        if type(self.owner) is self._during:
-            self.owner.__class__ = self._before
+    https://docs.python.org/3/reference/datamodel.html#customizing-module-attribute-access
+    """
+    module.__class__ = cls
 
 
-def _computed(
-    module: ModuleType, name: str, make: Make, in_scope: Callable[[], object]
-) -> property:
-    """Make the attribute: outside of scopes what the module holds, inside the same, guarded."""
-    held = vars(module)
-    # Some names of torch._VF are those of another module, found by its __getattr__.
-    elsewhere = getattr(module, name)
-    original = held.get(name, elsewhere)
-    guarded = make(original)
-    others: dict[int, tuple[Any, Any]] = {}  # what install() or other code has put there
-
-    def read(_: ModuleType) -> Any:
-        value = held.get(name, elsewhere)
-        if in_scope() is None:
-            return value
-        if value is original:
-            return guarded
-        if id(value) not in others:
-            others.clear()
-            others[id(value)] = value, make(value)
-        return others[id(value)][1]
-
-    def write(_: ModuleType, value: Any) -> None:
-        held[name] = value
-
-    def remove(_: ModuleType) -> None:
-        del held[name]
-
-    return property(read, write, remove)
-
-
-def overlays_by_owner(replacements: Mapping[str, Make | Computed]) -> list[AttributeOverlay]:
-    """Make an overlay for each class or module that these paths lead to."""
-    makes: dict[int, tuple[Any, dict[str, Make | Computed]]] = {}
-    for path, make in replacements.items():
-        owner, name = resolve(path)
-        makes.setdefault(id(owner), (owner, {}))[1][name] = make
-    return [AttributeOverlay(owner, each) for owner, each in makes.values()]
-
-
-Overlay = AttributeOverlay | ModuleOverlay
 _overlays: list[Overlay] = []
 
 

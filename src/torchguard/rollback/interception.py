@@ -31,7 +31,7 @@ from torchguard._torch import (
     overriding,
     patch,
 )
-from torchguard._torch.patch import AttributeOverlay, ModuleOverlay
+from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
 from torchguard.rollback.mutation import (
     DUNDERS,
     KEEP_SHAPE,

@@ -15,7 +15,7 @@ import torch
 
 from torchguard._public import public
 from torchguard._torch import DYNAMO, EVAL_FRAME_HOOK, on_import, patch
-from torchguard._torch.patch import overlays_by_owner
+from torchguard._torch.overlays import overlays_by_owner
 from torchguard.assignment.dynamo import (
     setitem_replacements,
     slice_scatter_not_needed,

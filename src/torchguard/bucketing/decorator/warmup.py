@@ -180,7 +180,9 @@ def _planned(
             # Where the caller's own mask calls something real, in every sequence.
             own = [mask for mask in masks if mask.axis == axis]
             start = real_window(own, length, size, side) if size < length else 0
-            sized = sized.narrow(dim, start or 0, min(size, length))
+            if size < length:
+                # Copied: a graph is compiled for strides too, and a call's are not those of a part.
+                sized = sized.narrow(dim, start or 0, size).clone()
             sized = pad_to_bucket(sized, dim, size, value=each.fill, side=side).tensor
         new[each.index] = sized.requires_grad_(tensor.requires_grad)
     resized = call.with_leaves(new)

@@ -49,7 +49,7 @@ _PUBLIC = {
     "bucketing.buckets": ("Buckets",),
     "bucketing.collator": ("BucketCollator",),
     "bucketing.decorator.api": ("bucketed",),
-    "bucketing.decorator.compile": ("no_recompile",),
+    "bucketing.decorator.no_recompile": ("no_recompile",),
     "bucketing.masks": ("length_mask",),
     "bucketing.packed": ("packed",),
     "bucketing.padding": ("pad_to_bucket", "unpad"),
@@ -80,7 +80,8 @@ _PUBLIC = {
 }
 # What the functions above return, for annotations: nobody makes one, so dir() leaves them out.
 _RETURNED = {
-    "bucketing.decorator.stats": ("BucketedStats", "WarmupReport"),
+    "bucketing.decorator.stats": ("BucketedStats",),
+    "bucketing.decorator.warmup": ("WarmupReport",),
     "bucketing.decorator.wrappers": ("Bucketed", "BucketedModule"),
     "bucketing.padding": ("Padded", "PaddedPair"),
     "defects.doctor": ("DoctorReport",),

@@ -6,9 +6,9 @@ from torchguard.assignment.at import at
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
-from torchguard.bucketing.decorator.compile import no_recompile
+from torchguard.bucketing.decorator.no_recompile import no_recompile
 from torchguard.bucketing.decorator.stats import BucketedStats as BucketedStats
-from torchguard.bucketing.decorator.stats import WarmupReport as WarmupReport
+from torchguard.bucketing.decorator.warmup import WarmupReport as WarmupReport
 from torchguard.bucketing.decorator.wrappers import Bucketed as Bucketed
 from torchguard.bucketing.decorator.wrappers import BucketedModule as BucketedModule
 from torchguard.bucketing.masks import length_mask

@@ -185,7 +185,7 @@ class Steps:
 
 def test_a_tensor_that_only_pickle_finds_is_compared(tmp_path: Path) -> None:
     held = Plain()
-    with pytest.raises(torchguard.TornSaveError, match=r"a tensor of shape \(3,\)"):
+    with pytest.raises(torchguard.errors.TornSaveError, match=r"a tensor of shape \(3,\)"):
         torchguard.save([held, Steps(held.weight)], tmp_path / "model.pt")
     assert not list(tmp_path.iterdir())
 

@@ -40,7 +40,7 @@ __all__ = [
     "tracing_again",
     "tracing_context",
     "tracing_unseen",
-    "uncompiled",
+    "user_line",
     "warn_at_compiled_call",
     "warn_user",
 ]
@@ -82,16 +82,6 @@ def dynamo_is_imported() -> bool:
     if "torch._dynamo" in sys.modules:
         importlib.import_module("torch._dynamo")
     return hasattr(sys.modules.get("torch._dynamo"), "optimize")
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled functions inside eagerly; the stance is that of the whole process."""
-    if not dynamo_is_imported():
-        yield  # nothing is compiled yet, and set_stance() would import Dynamo: seconds
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def rebuild_dynamo_tables() -> None:
@@ -421,6 +411,12 @@ _INTERNAL_FOLDERS = tuple(
 # The frames of every call into compiled code have one of this file among them. Where torch renames
 # it, the warning is at the innermost line of the user's, which is in the compiled function.
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
+
+
+def user_line() -> str:
+    """Return the innermost line that is neither of torch nor of torchguard: ``model.py:130``."""
+    frame = _first_of_user(sys._getframe(1))
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def warn_user(text: str) -> None:

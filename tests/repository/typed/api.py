@@ -141,6 +141,7 @@ def bucketed() -> None:
     assert_type(wrapped.warmup(torch.ones(2, 5)), WarmupReport)
     assert_type(wrapped.stats(), BucketedStats)
     assert_type(wrapped.stats().compiled, bool)
+    assert_type(wrapped.stats().seen, dict[Any, int])
     wrapped.warmup(torch.ones(2, 16))
     wrapped.verify(torch.ones(2, 5))
 

@@ -1,4 +1,4 @@
-"""How to pad a call, worked out once per shape from the leaves of its arguments.
+"""A bucket, and the plan of a call: how to pad it to its bucket, worked out once per shape.
 
 Arguments, masks and paddings are addressed by the index of a leaf: the arguments given by
 position come first, then those given by name, each flattened.
@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
 from torchguard._pytree import TreeDef, flatten, key_paths, keystr, unflatten
-from torchguard.bucketing.decorator.masking import Real, given_masks, make_extras
+from torchguard._torch import ShapeFormula
 from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
 from torchguard.equivalence.outcome import Given
+from torchguard.equivalence.perturb import perturb_
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.break_even import How
-    from torchguard.bucketing.decorator.spec import Sizes, Spec
+    from torchguard.bucketing.decorator.options import Sizes, Spec
+
+COMPILE_LOCK = threading.RLock()
+"""Held while a graph is compiled for the first time, and during a check: both change settings of
+the whole process for a moment."""
 
 PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types whose values ``torch.compile`` compiles in: each value is a graph of its own."""
@@ -99,6 +105,18 @@ class Call(NamedTuple):
         """Return the same call with some leaves replaced."""
         return self._replace(leaves=[new.get(i, leaf) for i, leaf in enumerate(self.leaves)])
 
+    def perturbed(self, seed: int) -> tuple[Self, bool]:
+        """Return it with perturbed values in what requires a gradient, and if any changed."""
+        new: dict[int, Any] = {}
+        changed = False
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                copy = leaf.detach().clone()
+                perturb_(copy, seed)
+                changed |= not torch.equal(copy, leaf)
+                new[index] = copy.requires_grad_()
+        return self.with_leaves(new), changed
+
     def labels(self) -> list[str]:
         """Return how to spell each leaf: ``batch['ids']``."""
         found = []
@@ -165,11 +183,6 @@ class Input:
             buckets[named[dim]] if dim in named else size for dim, size in enumerate(self.shape)
         )
 
-    def symbolic(self, names: Iterable[str]) -> tuple[int | str, ...]:
-        """Return its shape with names in place of these axes' sizes."""
-        named = {dim: axis for dim, axis in self.axes if axis in names}
-        return tuple(named.get(dim, size) for dim, size in enumerate(self.shape))
-
 
 class Specialization(NamedTuple):
     """What a compiled graph is specialised on besides the sizes that are padded."""
@@ -193,12 +206,80 @@ def differing(specializations: Iterable[Specialization]) -> list[str]:
 
 
 @dataclass
-class BucketCount:
-    """What went through one combination of buckets."""
+class Graph:
+    """What runs a bucket's inputs of certain padded shapes, in one global state."""
 
+    run: Callable[..., Any]
+    code: CodeType | None = None
+    """Its own, where it is compiled for static sizes."""
+    compiles: bool = False
+    cuda_graphs: bool = False
+    compiled_for: set[Specialization] = field(default_factory=set)
+    """What it has run for: for anything else it is compiled anew."""
+    warmed_for: set[Specialization] = field(default_factory=set)
+    """What its backward has run for too."""
+    seconds: float = 0.0
+    """Of the first call in each, and of warming up."""
+    first_graphs: int = 0
+    first_entries: int = 0
+
+
+_GROWS = 2.0
+"""A bucket is checked again where it gets more than so many times the padding it had then."""
+
+
+@dataclass
+class Bucket:
+    """One size, or one for each axis, and all that belongs to it.
+
+    It is made whole by the first call or by ``warmup()``: its padding is proven, its graph is
+    compiled, and how much of an output is real is derived.
+    """
+
+    sizes: tuple[int, ...]
+    """By axis; empty for what no bucket holds."""
     calls: int = 0
     real: int = 0
     padded: int = 0
+    graphs: dict[Any, Graph] = field(default_factory=dict)
+    """By padded shapes and global state: Dynamo compiles anew for each of these anyway, and with a
+    function of its own a call finds one entry in Dynamo's cache. In a list of several, threads
+    walk past theirs."""
+    proven: dict[Any, tuple[float, ...]] = field(default_factory=dict)
+    """By kind of call, how much padding it was proven with, for what was real, by axis."""
+    formulas: dict[Any, ShapeFormula | None] = field(default_factory=dict)
+    """How the sizes of outputs depend on those of a call; None where torch can't tell."""
+
+    def covers(self, plan: Plan) -> bool:
+        """Whether it is proven for a call: with about as much padding, or with more."""
+        shares = self.proven.get(plan.kind)
+        now = _share_of_padding(plan)
+        return shares is not None and all(n <= _GROWS * s for n, s in zip(now, shares, strict=True))
+
+    def add_proof(self, plan: Plan) -> None:
+        """Note that it is proven with the padding of a call."""
+        now = _share_of_padding(plan)
+        # A proof with more padding stays one: only more than it had has to be shown again.
+        self.proven[plan.kind] = tuple(map(max, self.proven.get(plan.kind, now), now))
+
+
+def _share_of_padding(plan: Plan) -> tuple[float, ...]:
+    """Return how much padding there is for what is real, by axis."""
+    # Of the shortest rank: the others have decided the same.
+    sizes = plan.shortest or plan.sizes
+    return tuple(
+        (bucket - sizes[axis]) / max(sizes[axis], 1) for axis, bucket in plan.buckets.items()
+    )
+
+
+@dataclass
+class Known:
+    """What was found out about a kind of call, whatever its bucket."""
+
+    neutral: frozenset[str] = frozenset()
+    """The inputs that 0 in the padding is neutral for, though another value is not."""
+    tried: bool = False
+    """Whether the check has run on other data than the caller's."""
 
 
 class Pad(NamedTuple):
@@ -209,16 +290,6 @@ class Pad(NamedTuple):
     quickly: Callable[..., torch.Tensor]
     """Once :attr:`carefully` has run for a tensor like this one."""
     carefully: Callable[..., torch.Tensor]
-
-
-class Mark(NamedTuple):
-    """A size that is a symbol in a compiled graph."""
-
-    where: int | str
-    """The index of a leaf, or an argument that is made where the caller leaves it out."""
-    dim: int
-    smallest: int
-    largest: int | None
 
 
 def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
@@ -244,8 +315,10 @@ def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
             return pad(x, pads, value)
         return carefully(x, value)
 
-    quick = number is not None and math.prod(shape) < _SMALL
-    return Pad(each.index, quickly if quick else carefully, carefully)
+    if number is None or math.prod(shape) >= _SMALL:
+        return Pad(each.index, carefully, carefully)
+    # Each dtype has a 0; whether it has another number, pad_to_bucket checks.
+    return Pad(each.index, quickly, carefully if number else quickly)
 
 
 @dataclass
@@ -258,11 +331,10 @@ class Plan:
     inputs: tuple[Input, ...]
     sizes: Sizes
     buckets: Sizes
-    """Empty where nothing is padded: a size above the largest bucket, or another engine."""
+    """Empty where nothing is padded: a size above the largest bucket."""
     side: Side
-    variant: Any
-    """The function that runs, as :class:`torchguard.bucketing.decorator.compile.Variant`."""
-    count: BucketCount
+    bucket: Bucket
+    graph: Graph
     specialization: Specialization
     seen: list[int]
     """How many calls had these sizes, in a list that plans for the same sizes share."""
@@ -273,19 +345,13 @@ class Plan:
     """Label and padded shape of each input; empty where nothing is padded."""
     slices: dict[Any, Any] = field(default_factory=dict)
     """What to take of an output, by its structure and shapes."""
-    derived: list[tuple[Any, Any]] = field(default_factory=list)
-    """The formulas that were derived in this call, for ``save_plan``: (key, formula) each."""
     ready: bool = False
     shortest: Sizes = field(default_factory=dict)
     """The smallest sizes that any rank of a group has."""
     real: int = 1
     padded: int = 1
-    how: How = "static"
-    choice: Any = None
-    """Of its bucket, where something else than a static graph may run it."""
-    turns: dict[str, Plan] = field(default_factory=dict)
-    """The same call in other ways, as long as it is not decided which is taken."""
-    marks: tuple[Mark, ...] = ()
+    kind: Any = None
+    """What a proof is of, besides the bucket: what leads the function another way."""
     _has_padded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -306,16 +372,6 @@ class Plan:
             self.real *= size
             self.padded *= self.buckets.get(axis, size)
 
-    def marked(
-        self, leaves: list[Any], extras: Mapping[str, Any] | None
-    ) -> list[tuple[torch.Tensor, int, int, int | None]]:
-        """Return the tensors of :attr:`marks`, for ``marked_dynamic``."""
-        found = []
-        for where, *mark in self.marks:
-            tensor = leaves[where] if isinstance(where, int) else (extras or {})[where]
-            found.append((tensor, *mark))
-        return found
-
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
         leaves = list(leaves)
@@ -330,6 +386,25 @@ class Plan:
         if not was_checked:
             self._has_padded = True
         return leaves
+
+
+def kind_of_call(
+    specialization: Specialization, inputs: Iterable[Input], masks: Container[str], *, shared: bool
+) -> Any:
+    """Return what a proof is of, besides the bucket.
+
+    With labels a model computes a loss, so which inputs there are counts as well. Between ranks
+    (``shared``) switches and masks may differ, and all of them have to check at the same time.
+    """
+    labels = [each.label for each in inputs]
+    if shared:
+        return specialization.global_state, *(label for label in labels if label not in masks)
+    # Switches may lead the function another way; sizes and fractions do not.
+    switches = [
+        (label, None if isinstance(key, (TensorKey, float)) else key)
+        for label, key in specialization.others
+    ]
+    return specialization.global_state, specialization.structure, *switches, *labels
 
 
 def given_by(
@@ -366,69 +441,3 @@ def sizes_of(plan: Plan) -> str:
         target = f" -> {plan.buckets[axis]}" if axis in plan.buckets else ""
         shown.append(f"{axis}: {size}{target} in {label}")
     return ", ".join(shown)
-
-
-# ---- the same call with shorter inputs, for the check ----
-
-
-def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
-    """Cut real inputs short, to have more padding; None if they are as short as can be.
-
-    To half of what they are, and no shorter than what this bucket can be entered with. The
-    shorter they are, the less they are like what the function is made for.
-    """
-    masks = given_masks(spec.masks, plan.inputs, call.leaves)
-    windows: dict[str, tuple[int, int]] = {}
-    sizes: Sizes = dict(plan.sizes)
-    for axis, size in plan.sizes.items():
-        # Of two axes that share their buckets, the first may be cut already.
-        shortest = max((size + 1) // 2, spec.ladders[axis].least(axis, sizes), 2)
-        if shortest >= size:
-            continue
-        start = _window([m for m in masks if m.axis == axis], size, shortest, spec.options["side"])
-        if start is not None:
-            windows[axis] = (start, shortest)
-            sizes[axis] = shortest
-    if not windows:
-        return None
-    new: dict[int, Any] = {}
-    inputs = []
-    for each in plan.inputs:
-        tensor = call.leaves[each.index]
-        for dim, axis in each.axes:
-            if axis in windows:
-                tensor = tensor.narrow(dim, *windows[axis])
-        if any(axis in windows for _, axis in each.axes):
-            new[each.index] = tensor.detach().requires_grad_(tensor.requires_grad)
-        inputs.append(replace(each, shape=tuple(tensor.shape)))
-    if _may_be_sizes(call, plan.inputs, new, min(length for _, length in windows.values())):
-        return None
-    shorter = call.with_leaves(new)
-    extras = make_extras(spec, shorter, inputs, sizes, plan.buckets)
-    plan = replace(plan, inputs=tuple(inputs), sizes=sizes, extras=extras, slices={}, ready=False)
-    return plan, shorter
-
-
-def _may_be_sizes(call: Call, inputs: Iterable[Input], cut: Iterable[int], length: int) -> bool:
-    """Whether an index could lie behind the end now: on an accelerator that ends the process."""
-    # Offsets, such as cu_seqlens, point into what was cut, and half of them are no packed batch.
-    offsets = [each for each in inputs if each.fill == "repeat-last"]
-    if any(not call.leaves[each.index].is_floating_point() for each in offsets):
-        return True
-    return any(
-        isinstance(value, torch.Tensor)
-        and index not in cut
-        and not (value.is_floating_point() or value.is_complex())
-        and value.device.type not in {"cpu", "meta"}
-        and bool((value >= length).any())
-        for index, value in enumerate(call.leaves)
-    )
-
-
-def _window(masks: Sequence[Real], size: int, length: int, side: str) -> int | None:
-    """Return where a part begins in which every sequence has something real."""
-    starts = (0, size - length) if side == "right" else (size - length, 0)
-    for start in starts:
-        if all(bool(m.positions[..., start : start + length].any(-1).all()) for m in masks):
-            return start
-    return None

@@ -1,9 +1,4 @@
-"""The buckets of an axis, or of two that share them: given, grown, fitted to what arrives, saved.
-
-They are saved in a plan, together with the sizes seen and what need not be worked out again. It is
-JSON, so that it can be read, compared and edited. What was compiled is in it as text; with that a
-plan is as trusted as code, because torch unpickles it.
-"""
+"""The buckets of an axis, or of two that share them: given, grown, fitted, saved."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -53,12 +47,6 @@ class _Ladder(Generic[_Kind]):
     def shapes(self) -> list[tuple[int, ...]]:
         """Return each bucket as a size per axis, cheapest first."""
         return [each if isinstance(each, tuple) else (each,) for each in self.buckets or ()]
-
-    def largest(self, axis: str) -> int | None:
-        """Return the largest size that it will ever have a bucket for; None if it may grow."""
-        index = self.axes.index(axis)
-        sizes = [each[index] for each in self.shapes()]
-        return None if self._growing else max(sizes, default=None)
 
     def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
         """Return the cheapest bucket for the sizes of its axes, None if none may be added."""
@@ -207,7 +195,7 @@ class PairLadder(_Ladder[PairBuckets]):
 
 
 def ladders_of(
-    axes: Iterable[str], given: Any, plan: Any, *, growing: bool
+    axes: Iterable[str], given: Any, saved: Any, *, growing: bool
 ) -> dict[str, Ladder | PairLadder]:
     """Give each axis its ladder; two axes that have their buckets together share one.
 
@@ -218,10 +206,10 @@ def ladders_of(
     axes = tuple(dict.fromkeys(axes))
     if not axes:
         raise ValueError("bucketed: dims names no axis to pad")
-    if plan is not None:
+    if saved is not None:
         if given is not None:
             raise ValueError("bucketed: buckets and plan are both given: leave one out")
-        given = plan
+        given = saved
     if given is None:
         raise ValueError('bucketed: no buckets: pass buckets={...}, buckets="auto" or plan=')
     found: dict[str, Ladder | PairLadder] = {}
@@ -231,71 +219,59 @@ def ladders_of(
     return {axis: found[axis] for axis in axes}
 
 
-# ---- the saved plan ----
+# ---- a buckets file ----
 
 _FORMAT = "torchguard plan"
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class PlanFile:
-    """What is in a plan."""
-
-    path: str
-    buckets: dict[Any, Buckets | PairBuckets] | Buckets
-    """By axis, or by two axes that share them; or one ladder for every axis, which
-    ``python -m torchguard plan`` has written."""
-    cache: Mapping[str, Any] = field(default_factory=dict)
-    """What need not be worked out again, of :mod:`torchguard.bucketing.decorator.proof_cache`;
-    empty where nothing was saved."""
-
-
-def write_plan(
-    path: str | os.PathLike[str],
-    buckets: Mapping[tuple[str, ...], Buckets | PairBuckets],
-    observed: Mapping[str, Mapping[int, int]],
-    cache: Mapping[str, Any],
+def write_buckets(
+    path: str | os.PathLike[str], ladders: Iterable[Ladder | PairLadder], seen: Mapping[Any, int]
 ) -> None:
-    """Write a plan, all of it or nothing: a reader never sees half a file.
+    """Write the sizes of buckets to a file, all of it or nothing: no reader sees half of it.
 
     Args:
         path: where; a file that is there is replaced. Of several processes that write at the
             same time one wins.
-        buckets: those of each axis, or of the two that share them.
-        observed: for each axis how often each size was called.
-        cache: what need not be worked out again.
+        ladders: those that have buckets are written.
+        seen: how often each size was called.
     """
+    known = [each for each in ladders if each.buckets is not None]
     document = {
         "format": _FORMAT,
         "version": _VERSION,
         "buckets": {
-            axes[0]: each.sizes for axes, each in buckets.items() if isinstance(each, Buckets)
+            each.axes[0]: each.buckets.sizes for each in known if isinstance(each.buckets, Buckets)
         },
         "pairs": [
-            {"axes": axes, "shapes": each.shapes}
-            for axes, each in buckets.items()
-            if isinstance(each, PairBuckets)
+            {"axes": each.axes, "shapes": each.buckets.shapes}
+            for each in known
+            if isinstance(each.buckets, PairBuckets)
         ],
-        "observed": {axis: sorted(counts.items()) for axis, counts in observed.items()},
-        "kept": cache,
+        "seen": sorted(seen.items()),
     }
-    # Before the file is opened: what JSON can't hold leaves the old plan as it is.
+    # Before the file is opened: what JSON can't hold leaves the old file as it is.
     text = json.dumps(document, indent=1) + "\n"
     write_text(path, text)
 
 
-def read_plan(path: str | os.PathLike[str]) -> PlanFile:
-    """Read what :func:`write_plan` wrote, or ``python -m torchguard plan --json``.
+def read_buckets(
+    path: str | os.PathLike[str],
+) -> dict[Any, Buckets | PairBuckets] | Buckets:
+    """Read what :func:`write_buckets` wrote, or ``python -m torchguard plan --json``.
+
+    Returns:
+        The buckets by axis, or by two axes that share them; the command's, for every axis.
 
     Raises:
         OSError: the file can't be read.
-        ValueError: it is no plan.
+        ValueError: it is no buckets file.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
         document = json.loads(text)
         if "sizes" in document:
-            return PlanFile(os.fspath(path), Buckets.from_json(text))
+            return Buckets.from_json(text)
         if document["format"] != _FORMAT or document["version"] != _VERSION:
             raise ValueError("another format or version")  # noqa: TRY301
         buckets: dict[Any, Buckets | PairBuckets] = {
@@ -303,6 +279,6 @@ def read_plan(path: str | os.PathLike[str]) -> PlanFile:
         }
         for each in document["pairs"]:
             buckets[tuple(each["axes"])] = in_order(each["shapes"])
-        return PlanFile(os.fspath(path), buckets, dict(document["kept"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"bucketed: {os.fspath(path)!r} is not a plan: {error}") from None
+        raise ValueError(f"bucketed: {os.fspath(path)!r} is not a buckets file: {error}") from None
+    return buckets

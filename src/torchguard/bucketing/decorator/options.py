@@ -8,125 +8,25 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from typing_extensions import Required
 
 from torchguard._pytree import KeyPath, children, key_paths, keystr
 from torchguard._torch import warn_user
-from torchguard.bucketing.decorator.auto import (
+from torchguard.bucketing.decorator.bucket import Call, Input
+from torchguard.bucketing.decorator.ladders import (
     Ladder,
     PairLadder,
-    PlanFile,
     ladders_of,
-    read_plan,
+    read_buckets,
 )
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
-from torchguard.bucketing.decorator.plan import Call, Input
-from torchguard.bucketing.padding import Side
 
-# ---- the options of bucketed(), listed once ----
-
-
-class NamedDim(Protocol):
-    """A ``torch.export.Dim``, which has a name."""
-
-    __name__: str
-
-
-AxisName: TypeAlias = str | NamedDim | None
-DimsOfArgument: TypeAlias = (
-    Mapping[int, AxisName]
-    | Mapping[str, "DimsOfArgument"]
-    | Sequence["DimsOfArgument | AxisName"]
-    | None
-)
-Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
-"""``{argument: {dim: name}}``, or a sequence in the order of the arguments; containers nest."""
-
-Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
-CheckPadding: TypeAlias = Literal["first", "always", "never"]
-EngineName: TypeAlias = Literal["static", "ranges", "auto"]
-
-
-class Options(TypedDict, total=False):
-    """The options of :func:`bucketed`, which says what they mean."""
-
-    dims: Required[Dims]
-    buckets: Any
-    fill: Mapping[str, Any] | None
-    outputs: Any
-    side: Side
-    overflow: Overflow
-    check_padding: CheckPadding
-    compile: bool | Mapping[str, Any] | None
-    engine: EngineName
-    plan: str | os.PathLike[str] | None
-    group: Any
-
-
-class MaskingOptions(Options, total=False):
-    """Likewise, with the arguments that are made where the caller leaves them out."""
-
-    lengths: Any
-    mask: Any
-
-
-DEFAULTS: Any = {
-    **dict.fromkeys(MaskingOptions.__annotations__),
-    "side": "right",
-    "overflow": "error",
-    "check_padding": "first",
-    "engine": "static",
-}
-
-
-def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
-    """Return the options with the defaults filled in.
-
-    Raises:
-        TypeError: one that there is not, or none for ``dims``.
-        ValueError: a word that is not one of those it can be.
-    """
-    # Python's own words: the signature shows each option, though **options takes any.
-    unknown = sorted(options.keys() - DEFAULTS.keys())
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], DEFAULTS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"bucketed() got an unexpected keyword argument {unknown[0]!r}{hint}")
-    if "dims" not in options:
-        raise TypeError("bucketed() missing 1 required keyword-only argument: 'dims'")
-    if not isinstance(options["dims"], (Mapping, Sequence)) or isinstance(options["dims"], str):
-        raise TypeError(
-            f"bucketed: dims is {options['dims']!r}, expected {{argument: {{dim: name}}}}, such as "
-            "{'x': {1: 't'}}"
-        )
-    checked: Any = {**DEFAULTS, **options}
-    for name, allowed in (
-        ("side", get_args(Side)),
-        ("overflow", get_args(Overflow)),
-        ("check_padding", get_args(CheckPadding)),
-        ("engine", get_args(EngineName)),
-    ):
-        if checked[name] not in allowed:
-            listed = ", ".join(map(repr, allowed))
-            raise ValueError(f"bucketed: {name} is {checked[name]!r}, expected one of {listed}")
-    if checked["engine"] != "static" and checked["group"] is not None:
-        raise ValueError(
-            f"bucketed: engine={checked['engine']!r} with group=: without padding ranks have other "
-            "sizes, and each would decide for itself what to compile; use engine='static'"
-        )
-    if checked["fill"] is not None and not isinstance(checked["fill"], Mapping):
-        raise TypeError(
-            f"bucketed: fill is {checked['fill']!r}, expected {{argument: value}}, such as "
-            "{'labels': -100}"
-        )
-    return checked  # type: ignore[no-any-return]
-
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.api import MaskingOptions
 
 # ---- the declaration, matched with the arguments of a function ----
 
@@ -171,7 +71,6 @@ class Spec:
     """The names in the signature."""
     others: str | None
     """The name of ``**kwargs``, if the function has it."""
-    plan: PlanFile | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any], options: MaskingOptions, *, bound: bool) -> Spec:
@@ -187,10 +86,9 @@ class Spec:
             ValueError: buckets, masks or lengths that don't fit the axes.
         """
         axes = tuple(dict.fromkeys(_axis_names(options["dims"], "dims")))
-        plan = None if options["plan"] is None else read_plan(options["plan"])
+        saved = None if options["plan"] is None else read_buckets(options["plan"])
         growing = options["overflow"] == "grow"
-        planned = None if plan is None else plan.buckets
-        ladders = ladders_of(axes, options["buckets"], planned, growing=growing)
+        ladders = ladders_of(axes, options["buckets"], saved, growing=growing)
         positional, keywords, variadic, others, required = _parameters(function)
         if bound and positional:
             positional = positional[1:]
@@ -214,7 +112,6 @@ class Spec:
             required=required,
             explicit=frozenset((*positional, *keywords)),
             others=others,
-            plan=plan,
         )
         spec._check_names(dims, _name_of(function))
         return spec
@@ -321,6 +218,11 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
             )
     for axis in spec.ladders:
         if axis not in sizes:
+            missing = [name for name in spec.dims if name in spec.required and name not in names]
+            if missing:
+                raise TypeError(
+                    f"bucketed: the call is missing the argument {missing[0]!r}, which dims names"
+                )
             raise ValueError(
                 f"bucketed: no argument of the call has axis {axis!r}; dims names "
                 f"{', '.join(spec.dims)}"
@@ -382,6 +284,13 @@ def _axis_names(spec: Any, where: str) -> Iterator[str]:
     """Yield every name in a declaration, in its order."""
     if isinstance(spec, Mapping):
         for key, inner in spec.items():
+            if type(inner) is int and isinstance(key, str):
+                # Turned around, or without a name.
+                right = f"{{{key!r}: {{{inner}: 't'}}}}" if where == "dims" else {inner: key}
+                raise TypeError(
+                    f"bucketed: {where} is {{{key!r}: {inner}}}, expected the dimension and then "
+                    f"its name: {right}"
+                )
             yield from _axis_names(inner, f"{where}[{key!r}]")
     elif isinstance(spec, Sequence) and not isinstance(spec, str):
         for index, inner in enumerate(spec):

@@ -9,29 +9,38 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
-from torchguard.bucketing.decorator.explain import Context, leak_message
-from torchguard.bucketing.decorator.masking import Real, counting, given_masks, real_extras
-from torchguard.bucketing.decorator.other_inputs import (
-    OPERATORS,
-    Thresholds,
-    may_be_probabilities,
-    other_values,
+from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, given_by
+from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
+from torchguard.bucketing.decorator.masking import (
+    Real,
+    counting,
+    given_masks,
+    inverted_masks,
+    make_extras,
+    real_extras,
+)
+from torchguard.bucketing.decorator.other_data import (
+    MAGNITUDES,
+    SIGNS,
+    STEPS,
+    Compared,
+    other_fill,
+    whole_numbers,
 )
 from torchguard.bucketing.decorator.output_shapes import FlatOutput, OutputShapes, real_output
-from torchguard.bucketing.decorator.plan import Call, Input, Plan, given_by, shortened, sizes_of
-from torchguard.bucketing.decorator.proof_cache import Proven
+from torchguard.bucketing.decorator.shorter import shortened
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
 from torchguard.equivalence.outcome import Outcome, Output
-from torchguard.equivalence.perturb import perturb_, perturbed
+from torchguard.equivalence.perturb import perturbed
 from torchguard.errors import PaddingLeakError
 
 Fills = dict[int, Any]
@@ -44,25 +53,11 @@ _ROUNDING = 1 / 16
 """Above this share of what is allowed, a difference may be the beginning of a leak."""
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A call to compare with and without padding."""
-
-    plan: Plan
-    call: Call
-    description: str = ""
-    """How its data differs from the caller's."""
-    others: tuple[str, ...] = ()
-    """The inputs that have other data than the caller's."""
-    short: bool = False
-    """Whether the caller's inputs are cut short."""
-
-
 class _First(NamedTuple):
     """What the runs of the call itself have found, before anything is confirmed."""
 
-    leak: PaddingLeakError | None
-    dependence: PaddingLeakError | None
+    leak: Leak | None
+    dependence: Leak | None
     """Of the answer on what the padding holds."""
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
@@ -75,7 +70,7 @@ def check_padding(
     plan: Plan,
     call: Call,
     modules: Sequence[torch.nn.Module],
-    proven: Proven,
+    known: Known,
     *,
     anew: bool,
 ) -> None:
@@ -89,15 +84,15 @@ def check_padding(
         plan: how the call is padded.
         call: not padded.
         modules: those that the function can reach.
-        proven: what was proven before; what is proven now is added to it.
+        known: what was found out before; what is now is added to it.
         anew: whether to try again what was tried before.
 
     Raises:
         PaddingLeakError: padding changes something.
         RuntimeError: it does so on another rank only.
     """
-    checker = _Checker(shapes, plan, call, modules, () if anew else proven.neutral)
-    case = _Case(plan, call)
+    checker = _Checker(shapes, plan, call, modules, () if anew else known.neutral)
+    case = Case(plan, call)
     first, failure = _First(None, None, suspicious=False), None
     try:
         first = checker.first(case)
@@ -116,14 +111,14 @@ def check_padding(
     if leaks:
         checker.confirm(case, first.leak)
     # Other data is tried once for all buckets: it is the function that is in question, not a size.
-    if depends or anew or not proven.tried:
-        if checker.try_other_values(case, first, depends=depends):
-            proven.tried = True
+    if depends or anew or not known.tried:
+        if checker.try_other_data(case, first, depends=depends):
+            known.tried = True
         if depends:
-            proven.neutral = proven.neutral.union(checker.relying(case))
+            known.neutral = known.neutral.union(checker.relying(case))
     if suspicious:
         plan = checker.with_more_padding(case)
-    proven.add(plan)
+    plan.bucket.add_proof(plan)
 
 
 class _Checker:
@@ -152,7 +147,7 @@ class _Checker:
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
-        self._thresholds = Thresholds()
+        self._compared = Compared()
 
     def agreed(self, *found: bool) -> list[bool]:
         """Return what any rank has found."""
@@ -170,7 +165,7 @@ class _Checker:
 
     # ---- what is tried ----
 
-    def first(self, case: _Case) -> _First:
+    def first(self, case: Case) -> _First:
         """Run the call without padding, padded, and padded with other values, above and below."""
         others = self._other_fills(case, self._inputs)
         pair = self._pair_of(case)
@@ -192,27 +187,36 @@ class _Checker:
             del other
         return _First(leak, dependence, suspicious, padded.operators)
 
-    def try_other_values(self, case: _Case, first: _First, *, depends: bool) -> bool:
+    def try_other_data(self, case: Case, first: _First, *, depends: bool) -> bool:
         """Try whether padding with 0 is neutral for other data, too; return whether any was tried.
 
         Raises:
             PaddingLeakError: it is not, or it could not be shown.
         """
         tried = False
-        for values in other_values(
-            self._thresholds, self.agreed, first.operators, relies_on_0=depends
-        ):
-            other = values.made(self._inputs, case.call)
+        names = {name.rpartition("::")[2].rstrip("_") for name in first.operators}
+        steps, compares = self.agreed(bool(STEPS & names), bool(self._compared.numbers))
+        battery = [*SIGNS]
+        if depends or steps:
+            battery += whole_numbers(masked=bool(self._spec.masks))
+        if compares:
+            battery += self._compared.data()
+        if depends:
+            battery += MAGNITUDES
+        for data in battery:
+            other = data.made(self._inputs, case.call)
             if other is None and self._group is None:
                 continue
             labels = tuple(each.label for each in self._inputs)
-            tried |= self._try(_Case(case.plan, other or case.call, values.description, labels))
+            tried |= self._try(Case(case.plan, other or case.call, data.description, labels))
         (tried,) = self.agreed(tried)
         if depends and not tried:
-            raise first.dependence or self.elsewhere()
+            if first.dependence is None:
+                raise self.elsewhere()
+            raise self.explained(case, first.dependence)
         return tried
 
-    def _try(self, case: _Case) -> bool:
+    def _try(self, case: Case) -> bool:
         """Compare one more call with and without padding; return whether it could be run."""
         leak, ran_through = None, True
         try:
@@ -223,7 +227,7 @@ class _Checker:
             self.confirm(case, leak)
         return ran_through
 
-    def relying(self, case: _Case) -> list[str]:
+    def relying(self, case: Case) -> list[str]:
         """Return the labels of the inputs whose padding the answer depends on."""
         labels = [each.label for each in self._inputs]
         # Each rank might find other inputs, and would make another number of runs.
@@ -238,7 +242,7 @@ class _Checker:
                 found.append(each.label)
         return found or labels
 
-    def with_more_padding(self, case: _Case) -> Plan:
+    def with_more_padding(self, case: Case) -> Plan:
         """Compare with the inputs cut short; return the plan that says how short.
 
         Raises:
@@ -247,11 +251,11 @@ class _Checker:
         shorter = shortened(self._spec, case.plan, case.call)
         if shorter is None and self._group is None:
             return case.plan
-        # A rank that can't cut its inputs makes the same runs all the same.
+        # Another rank may be able to.
         plan, call = shorter or (case.plan, case.call)
-        return plan if self._try(_Case(plan, call, short=True)) else case.plan
+        return plan if self._try(Case(plan, call, short=True)) else case.plan
 
-    def confirm(self, case: _Case, leak: PaddingLeakError | None) -> None:
+    def confirm(self, case: Case, leak: Leak | None) -> None:
         """Raise a leak if it is there with perturbed weights as well.
 
         All ranks take as many turns as the one that takes most.
@@ -269,12 +273,12 @@ class _Checker:
             if not any(self.agreed(found)):
                 return
         if leak is not None and found:
-            raise leak
+            raise self.explained(case, leak)
         raise self.elsewhere()
 
     # ---- the runs ----
 
-    def _pair(self, case: _Case, turn: int) -> tuple[PaddingLeakError | None, bool]:
+    def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
         """Run without padding and padded; from the second turn on with perturbed weights.
 
         Returns:
@@ -288,26 +292,26 @@ class _Checker:
         return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
 
     @contextlib.contextmanager
-    def _turn(self, case: _Case, turn: int) -> Iterator[tuple[_Case, bool]]:
+    def _turn(self, case: Case, turn: int) -> Iterator[tuple[Case, bool]]:
         """Yield what to run, and whether any number in it is other than in the first turn."""
         with contextlib.ExitStack() as scope:
             is_new = turn == 0
             if turn > 0:
                 # A discontinuous function, such as argmax, does not differ again: see perturb.py.
-                call, is_new = _with_perturbed_inputs(case.call, turn)
+                call, is_new = case.call.perturbed(turn)
                 case = replace(case, call=call)
                 held = (p for module in self._modules for p in module.parameters(recurse=False))
                 (without,) = self._runs(case, [None])
                 is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
             yield case, is_new
 
-    def _other_fills(self, case: _Case, inputs: Sequence[Input]) -> list[Fills]:
+    def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
         above, below = (
             {
                 each.index: fill
                 for each in inputs
-                if (fill := _other_fill(case.call.leaves[each.index], largest=largest)) is not None
+                if (fill := other_fill(case.call.leaves[each.index], largest=largest)) is not None
             }
             for largest in (True, False)
         )
@@ -315,13 +319,18 @@ class _Checker:
             return [above, below]  # every rank makes as many runs
         return [fills for fills in ([above] if above == below else [above, below]) if fills]
 
-    def _pair_of(self, case: _Case) -> list[Fills | None]:
+    def _pair_of(self, case: Case) -> list[Fills | None]:
         """Return the two runs of a case, as :meth:`_runs` takes them, in their order."""
         # What counts of an output by a mask of the caller is known once one was sliced.
         masked = any(each.label in self._spec.masks for each in case.plan.inputs)
         return [{}, None] if masked else [None, {}]
 
-    def _runs(self, case: _Case, variants: Iterable[Fills | None]) -> Iterator[Outcome]:
+    def _runs(
+        self,
+        case: Case,
+        variants: Iterable[Fills | None],
+        watch: FirstDifference | None = None,
+    ) -> Iterator[Outcome]:
         """Run the function once for each variant, when the next one is asked for.
 
         A variant says what the padding holds in place of what is declared, and is None for a run
@@ -339,9 +348,10 @@ class _Checker:
         # without a mask that do not count up are several packed sequences.
         real: dict[str, torch.Tensor] = {}
         if plan.extras:
-            real = real_extras(self._spec, plan, with_masks=bool(case.others))
-        varied = [call.leaves[each.index] for each in self._inputs]
-        observers = dict.fromkeys(OPERATORS, functools.partial(self._thresholds.note, varied))
+            # Nor could two runs be compared operator by operator.
+            with_masks = bool(case.others) or watch is not None
+            real = real_extras(self._spec, plan, with_masks=with_masks)
+        function = shapes.function if watch is None else watch.around(shapes.function)
         # Before any run: to the function its arguments are memory from outside, so that its writes
         # to them are seen. A fill may be a function of the user's, and draw random numbers.
         with isolated():
@@ -354,13 +364,13 @@ class _Checker:
             read = functools.partial(real_output, plan, None if fills is None else find, count)
             try:
                 outcome = run_undoing_mutations(
-                    shapes.function,
+                    function,
                     given,
                     read=read,
                     names=self._names,
                     modules=self._modules,
+                    observers=dict.fromkeys(Compared.OPERATORS, self._compared.note),
                     held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
-                    observers=observers if fills is None else None,
                 )
                 lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
                 if lost:
@@ -398,63 +408,42 @@ class _Checker:
         return found
 
     def _leak(
-        self, case: _Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
-    ) -> PaddingLeakError:
-        """Return the error for a run that is not what another one with other padding is."""
+        self, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
+    ) -> Leak:
+        spec = self._spec
+        return leak_of(verdict, expected, got, case, self._shapes.name, [*spec.masks], fills)
+
+    def explained(self, case: Case, leak: Leak) -> PaddingLeakError:
+        """Return the error, with the first operator that differs, or an inverted mask."""
+        if self._group is not None:
+            return leak.error()  # the runs of one rank only would wait for the others
+        with contextlib.suppress(Exception):
+            inverted = self._inverted(case)
+            if inverted:
+                return Leak(leak.text).error(inverted)
+            watch = FirstDifference(case.plan)
+            for _ in self._runs(case, [{}, leak.fills] if leak.fills else [None, {}], watch):
+                pass
+            return leak.error(watch.found)
+        return leak.error()
+
+    def _inverted(self, case: Case) -> str:
+        """Say which mask is right the other way round; empty where none is."""
         plan = case.plan
-        what = sizes_of(plan)
-        changed = ", ".join(each.label for each in plan.inputs if each.index in fills)
-        if got.error is not None:
-            return PaddingLeakError(
-                f"bucketed: {self._shapes.name} fails with another value than 0 in the padding of "
-                f"{changed} ({what}): {type(got.error).__name__}: {got.error}"
+        for mask, spec in inverted_masks(self._spec, plan):
+            inputs = tuple(
+                replace(e, fill=mask.fill) if e.label == mask.argument else e for e in plan.inputs
             )
-        if fills:
-            what += f"; with another value in the padding of {changed}"
-        elif case.short:
-            what += "; inputs cut short, to see what a small difference becomes with more padding"
-        elif case.others:
-            what += f"; with other data, where {' and '.join(case.others)} {case.description}"
-        labels = {*plan.extras, *(each.label for each in plan.inputs)}
-        masked = [name for name in self._spec.masks if name in labels]
-        context = Context(what, self._shapes.name, self._modules, masked, case.others)
-        return PaddingLeakError(leak_message(verdict.differences[0], expected, got, context))
-
-
-# ---- what a run is given in place of what the caller gave ----
-
-
-def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
-    """Return a value other than 0 for the padding of an input; None if there is none to try.
-
-    It is above all data, or below.
-    """
-    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
-        return None
-    if tensor.dtype.is_floating_point:
-        finite = tensor.detach()[tensor.detach().isfinite()]
-        scale = float(finite.abs().max()) if finite.numel() else 1.0
-        if not tensor.is_cpu and may_be_probabilities(tensor):
-            return 1.0 if largest else None
-        value = 1.0 + 2.0 * scale
-        if value >= torch.finfo(tensor.dtype).max:
-            return None
-        return value if largest else -value
-    # Numbers of tokens: only those that are there are known to be valid.
-    other = tensor[tensor != 0]
-    if not other.numel():
-        return None
-    return int(other.max() if largest else other.min())
-
-
-def _with_perturbed_inputs(call: Call, seed: int) -> tuple[Call, bool]:
-    """Return the call with perturbed values in what requires a gradient, and if any changed."""
-    new: dict[int, Any] = {}
-    changed = False
-    for index, leaf in enumerate(call.leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            copy = leaf.detach().clone()
-            perturb_(copy, seed)
-            changed |= not torch.equal(copy, leaf)
-            new[index] = copy.requires_grad_()
-    return call.with_leaves(new), changed
+            extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
+            again = replace(plan, inputs=inputs, extras=extras, slices={})
+            shapes = OutputShapes(self._shapes.function, spec, self._shapes.name)
+            checker = _Checker(shapes, again, case.call, self._modules, ())
+            with contextlib.suppress(Exception):
+                found = checker.first(replace(case, plan=again))
+                if found.leak is None and found.dependence is None:
+                    means = "padding" if mask.kind == "padding" else "real data"
+                    return (
+                        f". With {mask.argument} the other way round nothing differs: does True "
+                        f"mean {means} there? mask={{{mask.argument!r}: {mask.kind!r}}}"
+                    )
+        return ""

@@ -29,6 +29,7 @@ __all__ = [
     "follow_in_torchscript",
     "forget_in_torchscript",
     "frame_callback",
+    "frame_of_user",
     "keep_whole_in_graph",
     "mark_untraced",
     "on_import",
@@ -421,6 +422,11 @@ _INTERNAL_FOLDERS = tuple(
 # The frames of every call into compiled code have one of this file among them. Where torch renames
 # it, the warning is at the innermost line of the user's, which is in the compiled function.
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
+
+
+def frame_of_user() -> FrameType | None:
+    """Return the innermost frame that is neither of torch nor of torchguard."""
+    return _first_of_user(sys._getframe(1))
 
 
 def warn_user(text: str) -> None:

@@ -37,13 +37,23 @@ from torchguard.checkpoint.saving import (
     guard_serialize_file,
 )
 from torchguard.interop import numpy_memory
+from torchguard.rollback import overlap
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
 from torchguard.transactions import hooks as optimizer_guard
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
-    "load", "numpy", "optimizer", "out", "resize", "save", "setitem", "slice_scatter", "verified"
+    "load",
+    "numpy",
+    "optimizer",
+    "out",
+    "overlap",
+    "resize",
+    "save",
+    "setitem",
+    "slice_scatter",
+    "verified",
 ]
 """The names that ``install()`` takes: the keys of :data:`GUARDS`, for type checkers."""
 
@@ -216,6 +226,7 @@ GUARDS: dict[str, Guard] = {
         Guard(
             "out", _out_replacements, _out_not_needed, in_modules={_QUANTIZATION: _IN_QUANTIZATION}
         ),
+        Guard("overlap", overlap.replacements, overlap.not_needed, changed=overlap.changed),
         Guard("setitem", setitem_replacements, setitem_not_needed, patches_dynamo=True),
         Guard(
             "slice_scatter",

@@ -31,8 +31,7 @@ from torchguard._torch import (
     overriding,
     patch,
 )
-from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
-from torchguard.rollback.mutation import (
+from torchguard._torch.mutation import (
     DUNDERS,
     KEEP_SHAPE,
     Writes,
@@ -40,11 +39,12 @@ from torchguard.rollback.mutation import (
     writes_statistics,
     written_tensors,
 )
+from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
 from torchguard.rollback.operation import Operation, lacks_allocator, undo_out, undo_write
 from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
 from torchguard.rollback.snapshot import capture
 
-_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
+NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
 _REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_, "set_": refuse_set_}
 _NOT_SHOWN = "set_"  # the one method that torch shows to no subclass and no mode
 # x &= y and the other bitwise ones are left out: they check everything before they write, and a
@@ -171,7 +171,7 @@ def overlays() -> tuple[patch.Overlay, ...]:
 def _modules() -> list[patch.Overlay]:
     return [
         ModuleOverlay(module, makes, current)
-        for module in (*_NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
+        for module in (*NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
         if (makes := dict(_functions(module)))
     ]
 
@@ -179,11 +179,11 @@ def _modules() -> list[patch.Overlay]:
 def _methods() -> Iterator[tuple[str, patch.Make]]:
     for name in dir(torch.Tensor):
         if name in _OPERATORS or (name.endswith("_") and not name.endswith("__")):
-            shown = None if name == _NOT_SHOWN else _shown(name)
+            shown = None if name == _NOT_SHOWN else shown_for(name)
             yield name, functools.partial(_guard_method, name, shown)
 
 
-def _shown(name: str) -> Any:
+def shown_for(name: str) -> Any:
     """Return what a subclass is shown for a method: for ``__iadd__`` that is ``add_``."""
     method = getattr(torch.Tensor, name)
     if name not in DUNDERS or name == "__setitem__":
@@ -241,7 +241,7 @@ def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback
                 and has_torch_function(args[1])
             )
         ) and shown is not None:
-            call = _show(shown, args, kwargs, is_operator=is_operator)
+            call = show_overriding(shown, args, kwargs, is_operator=is_operator)
         scope = current()
         if scope is None or not args:
             return call(*args, **kwargs)
@@ -435,7 +435,7 @@ def _script_outside(original: Callable[..., Any]) -> Callable[..., Any]:
 _operator_writes = functools.lru_cache(maxsize=4096)(writes_of)
 
 
-def _show(
+def show_overriding(
     shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_operator: bool
 ) -> Callable[..., Any]:
     """Return what calls ``__torch_function__`` as torch does."""

@@ -1,0 +1,184 @@
+"""An operation that reads what it writes computes what the code says, as numpy does.
+
+``x -= x[:, :1]`` and ``x[:, 1:] = x[:, :-1]`` depend in torch on how a loop walks over the memory.
+Here each operand that overlaps what is written is cloned first, and the line is named once.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import warnings
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch.overrides import has_torch_function
+
+from torchguard._torch import (
+    are_apart,
+    frame_of_user,
+    has_out,
+    patch,
+    register_in_dynamo,
+    separated,
+)
+from torchguard._torch.mutation import DUNDERS, writes_of
+from torchguard._torch.overlap import Overlap, is_elementwise
+from torchguard._torch.overlays import AttributeOverlay
+from torchguard.errors import OverlapWarning
+
+INSTALLED = "torch._foreach_add_"
+"""The path that ``install("overlap")`` patches; the others it shares with other guards."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+# ---- the warning ----
+
+_texts: dict[tuple[str, int], tuple[str, dict[Any, Any]]] = {}
+"""By line: what is said of it, and the registry in which Python notes that it was said."""
+
+
+def warn_of(function: Callable[..., Any], overlap: Overlap, place: tuple[str, int] | None) -> None:
+    """Warn at the user's line, once per line unless filters say otherwise."""
+    if place is None:
+        frame = frame_of_user()
+        place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    if place not in _texts:
+        name = getattr(function, "__name__", str(function))
+        code = linecache.getline(*place).strip()
+        text = (
+            f"{name} reads memory that it writes: an operand of shape "
+            f"{tuple(overlap.operand.shape)} overlaps what is written, of shape "
+            f"{tuple(overlap.written.shape)}{f', in `{code}`' if code else ''}. torchguard has "
+            "copied it first; plain torch computes something else. Write .clone() behind the operand"
+        )
+        _texts[place] = text, {}
+    text, registry = _texts[place]
+    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
+
+
+def cloned(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    place: tuple[str, int] | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with which the call computes what the code says.
+
+    Raises:
+        OverlapWarning: where filters make it an error; nothing is written then.
+    """
+    return separated(function, args, kwargs, lambda found: warn_of(function, found, place))
+
+
+# ---- install("overlap") ----
+
+
+def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of ``Tensor`` that writes compute as if its operands were copied first."""
+    from torchguard.rollback.interception import show_overriding  # noqa: PLC0415 - it imports this
+
+    elementwise = is_elementwise(original)
+    is_operator = name in DUNDERS and name != "__setitem__"
+    plain = _PLAIN
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and not kwargs:  # noqa: PLR2004
+            one, other = args
+            kind = type(other)
+            if kind is float or kind is int or (elementwise and other is one):
+                return original(one, other)
+            if kind in plain and type(one) in plain and are_apart(one, other):
+                return original(one, other)
+        elif len(args) == 1 and not kwargs:
+            return original(*args)
+        if has_torch_function((*args, *kwargs.values())):
+            return show_overriding(shown, args, kwargs, is_operator=is_operator)(*args, **kwargs)
+        args, kwargs = cloned(original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return method
+
+
+def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that writes to ``out=`` or an argument do so."""
+    writes = writes_of(original) is not None
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if (not writes and kwargs.get("out") is None) or has_torch_function(
+            (*args, *kwargs.values())
+        ):
+            return original(*args, **kwargs)
+        args, kwargs = cloned(original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return function
+
+
+@functools.cache
+def _overlays() -> tuple[AttributeOverlay, ...]:
+    from torchguard.rollback import interception  # noqa: PLC0415 - it imports this
+
+    with patch.originals_in_place():
+        methods: dict[str, patch.Make] = {
+            name: functools.partial(_named, f"Tensor.{name}",
+                                    functools.partial(guard_method, name, interception.shown_for(name)))
+            for name in dir(torch.Tensor)
+            if name in DUNDERS or (name.endswith("_") and not name.endswith("__"))
+            if (writes := writes_of(getattr(torch.Tensor, name))) is not None and writes.elements
+        }  # fmt: skip
+        found = [AttributeOverlay(torch.Tensor, methods)]
+        for module in interception.NAMESPACES:
+            makes = {
+                name: functools.partial(_named, name, guard_function)
+                for name, function in sorted(vars(module).items())
+                if isinstance(function, BuiltinFunctionType)
+                and not name.startswith("__")
+                and (writes_of(function) is not None or has_out(function))
+            }
+            if makes:
+                found.append(AttributeOverlay(module, makes))
+    return tuple(found)
+
+
+def _named(name: str, make: patch.Make, original: Callable[..., Any]) -> Callable[..., Any]:
+    function: Any = make(original)
+    function.__name__, function.__qualname__ = name.rpartition(".")[2], name
+    function.__module__ = getattr(original, "__module__", None) or "torch"
+    function.__doc__ = original.__doc__
+    register_in_dynamo(function, original)
+    return function  # type: ignore[no-any-return]
+
+
+_applied: list[AttributeOverlay] = []
+
+
+def replacements() -> dict[str, patch.Make]:
+    """Return what ``install("overlap")`` patches by itself; :func:`changed` does the rest."""
+    return {INSTALLED: guard_function}
+
+
+def changed() -> None:
+    """Put the overlays on when the guard is installed, or take them off."""
+    with patch.lock:
+        if patch.patched(INSTALLED) and not _applied:
+            patch.overlay(_overlays())
+            _applied.extend(_overlays())
+        elif not patch.patched(INSTALLED) and _applied:
+            patch.remove_overlay(list(_applied))
+            _applied.clear()
+
+
+def not_needed() -> str | None:
+    """Try the defect: ``x -= x[:, :1]``."""
+    x = torch.arange(12.0, device="cpu").reshape(3, 4)
+    expected = x - x[:, :1]
+    patch.original("torch.Tensor.sub_")(x, x[:, :1])
+    return (
+        "an operation that reads what it writes is right on this torch"
+        if x.equal(expected)
+        else None
+    )

@@ -169,32 +169,54 @@ def separated(
         targets += [tensor for tensor, _ in written_tensors(writes, args, kwargs)]
     if not targets:
         return args, kwargs
-    elementwise = is_elementwise(function)
-    told = False
+    clone = _Clones(function, targets, found)
+    places, names = _written_places(writes, kwargs)
+    new_args = tuple(
+        each if place in places else clone.argument(each) for place, each in enumerate(args)
+    )
+    new_kwargs = {
+        name: each if name in names else clone.argument(each) for name, each in kwargs.items()
+    }
+    return (new_args, new_kwargs) if clone.made else (args, kwargs)
 
-    def clone(operand: torch.Tensor) -> torch.Tensor:
-        nonlocal told
-        for target in targets:
-            if overlapping(target, operand, elementwise=elementwise):
-                if not told:
-                    told = True
-                    found(Overlap(target, operand))
-                return operand.clone()
-        return operand
 
-    def replaced(value: Any, is_target: bool) -> Any:
+class _Clones:
+    """The clones of one call's operands."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        targets: list[torch.Tensor],
+        found: Callable[[Overlap], None],
+    ) -> None:
+        self._targets = targets
+        self._elementwise = is_elementwise(function)
+        self._in_lists = function.__name__.startswith("_foreach_")
+        self._found = found
+        self.made = 0
+
+    def argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if is_target else clone(value)
-        if type(value) in (tuple, list) and not is_target:
-            items = [replaced(each, False) for each in value]
+            return self._operand(value, None)
+        if type(value) in (tuple, list):
+            items = [
+                self._operand(each, place) if isinstance(each, torch.Tensor) else each
+                for place, each in enumerate(value)
+            ]
             if any(new is not old for new, old in zip(items, value, strict=True)):
                 return type(value)(items)
         return value
 
-    places, names = _written_places(writes, kwargs)
-    new_args = tuple(replaced(each, place in places) for place, each in enumerate(args))
-    new_kwargs = {name: replaced(each, name in names) for name, each in kwargs.items()}
-    return (new_args, new_kwargs) if told else (args, kwargs)
+    def _operand(self, operand: torch.Tensor, place: int | None) -> torch.Tensor:
+        for number, target in enumerate(self._targets):
+            # Of lists, each element is written as its own operand is read, not another's.
+            elementwise = self._elementwise and (not self._in_lists or number == place)
+            if overlapping(target, operand, elementwise=elementwise):
+                if not self.made:
+                    self._found(Overlap(target, operand))
+                self.made += 1
+                return operand.clone()
+        return operand
 
 
 _SETS = frozenset(("__setitem__", "setitem"))
@@ -219,9 +241,9 @@ def _separated_assignment(
             return operand
         if not overlapping(target, operand, elementwise=basic):
             return operand
-        if not basic and operand is value and not _hits(tensor, index, operand):
-            return operand
-        found(Overlap(target, operand))
+        # torch refuses memory of the same tensor, though it lies elsewhere than what is written.
+        if basic or operand is not value or _hits(tensor, index, operand):
+            found(Overlap(target, operand))
         return operand.clone()
 
     new = tuple(clone(each) for each in items)

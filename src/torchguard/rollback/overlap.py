@@ -53,7 +53,7 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: tuple[str, in
             f"{name} reads memory that it writes: an operand of shape "
             f"{tuple(overlap.operand.shape)} overlaps what is written, of shape "
             f"{tuple(overlap.written.shape)}{f', in `{code}`' if code else ''}. torchguard has "
-            "copied it first; plain torch computes something else. Write .clone() behind the operand"
+            "copied it first; plain torch may compute something else. Write .clone() behind it"
         )
         _texts[place] = text, {}
     text, registry = _texts[place]

@@ -128,10 +128,10 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
         found = [AttributeOverlay(torch.Tensor, methods)]
         for module in interception.NAMESPACES:
             makes = {
-                name: functools.partial(_named, name, guard_function if writes else guard_out)
+                name: functools.partial(_named, name, guard_function if writes_it else guard_out)
                 for name, function in sorted(vars(module).items())
                 if isinstance(function, BuiltinFunctionType) and not name.startswith("__")
-                if (writes := writes_of(function) is not None) or has_out(function)
+                if (writes_it := writes_of(function) is not None) or has_out(function)
             }
             if makes:
                 found.append(AttributeOverlay(module, makes))

@@ -63,6 +63,7 @@ _PUBLIC = {
         "DamagedFileError",
         "InconsistentTensorError",
         "MiscompilationWarning",
+        "OverlapWarning",
         "PaddingLeakError",
         "TorchGuardError",
         "UnrecoverableStepError",

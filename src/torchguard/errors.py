@@ -52,6 +52,11 @@ class MiscompilationWarning(UserWarning):
 
 
 @public
+class OverlapWarning(UserWarning):
+    """An operation reads memory that it writes; names the line, and what to type."""
+
+
+@public
 class PaddingLeakError(TorchGuardError, AssertionError):
     """Raised when padding an input to its bucket changes the answer or a gradient."""
 

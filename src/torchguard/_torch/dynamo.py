@@ -29,6 +29,7 @@ __all__ = [
     "follow_in_torchscript",
     "forget_in_torchscript",
     "frame_callback",
+    "frame_of_user",
     "keep_whole_in_graph",
     "mark_untraced",
     "on_import",
@@ -417,6 +418,11 @@ def user_line() -> str:
     """Return the innermost line that is neither of torch nor of torchguard: ``model.py:130``."""
     frame = _first_of_user(sys._getframe(1))
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def frame_of_user() -> FrameType | None:
+    """Return the innermost frame that is neither of torch nor of torchguard."""
+    return _first_of_user(sys._getframe(1))
 
 
 def warn_user(text: str) -> None:

@@ -38,7 +38,7 @@ from torchguard.checkpoint.saving import (
 )
 from torchguard.checkpoint.ties import guard_to_empty
 from torchguard.interop import numpy_memory
-from torchguard.rollback import recompute
+from torchguard.rollback import overlap, recompute
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
 from torchguard.transactions import hooks as optimizer_guard
@@ -49,6 +49,7 @@ GuardName = Literal[
     "numpy",
     "optimizer",
     "out",
+    "overlap",
     "recompute",
     "resize",
     "save",
@@ -228,6 +229,7 @@ GUARDS: dict[str, Guard] = {
         Guard(
             "out", _out_replacements, _out_not_needed, in_modules={_QUANTIZATION: _IN_QUANTIZATION}
         ),
+        Guard("overlap", overlap.replacements, overlap.not_needed, changed=overlap.changed),
         Guard("setitem", setitem_replacements, setitem_not_needed, patches_dynamo=True),
         Guard(
             "slice_scatter",

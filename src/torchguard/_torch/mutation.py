@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._torch import operator_schemas, schemas_of
+from torchguard._torch.schemas import operator_schemas, schemas_of
 
 
 class Argument(NamedTuple):

@@ -8,13 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from torchguard.bucketing.decorator.auto import write_plan
 
 import torchguard
 from support.writers import file_size_limited, names
 from torchguard import _files
 from torchguard._files import locked_file, replace_file, temporary_name, write_text
 from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.decorator.auto import write_plan
 from torchguard.verification.reproduce import _write_new
 
 PACKAGE = Path(torchguard.__file__).parent

@@ -63,3 +63,23 @@ def tied_assign() -> str | None:
     }
     wrong = [f"{difference:.2f} after {name}" for name, difference in off.items() if difference]
     return f"five steps later a tied weight is off by {' and '.join(wrong)}" if wrong else None
+
+
+@memory_defect(
+    "Optimizer.load_state_dict goes by position though both sides have names: other moments",
+    guards=("load",),
+    advice="Make the optimizer from the parameters in the order in which they were when saved.",
+)
+def optimizer_order() -> str | None:
+    """Save an optimizer of three named parameters, load it into one of another order."""
+    parameters = {name: nn.Parameter(torch.zeros(2)) for name in "abc"}
+    saved = torch.optim.SGD(list(parameters.items()), lr=0.1, momentum=0.9)
+    if "param_names" not in saved.param_groups[0]:
+        return None
+    for name, parameter in parameters.items():
+        saved.state[parameter]["momentum_buffer"] = torch.full((2,), float("abc".index(name)))
+    order = list(reversed(parameters.items()))
+    loaded = torch.optim.SGD(order, lr=0.1, momentum=0.9)
+    loaded.load_state_dict(saved.state_dict())
+    found = loaded.state[parameters["c"]]["momentum_buffer"][0].item()
+    return None if found == 2 else f"c got the moments of {'abc'[int(found)]}"  # noqa: PLR2004

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import foreach_binary_op_db, op_db
+from torch.testing._internal.common_methods_invocations import op_db
 
 import torchguard
 
@@ -102,7 +102,7 @@ def _calls_of(op: Any, sample: Any) -> Iterator[tuple[Callable[[], Any], Callabl
                         functools.partial(_in_place, op, sample, view, place, gaps, copy)
                         for copy in (False, True)
                     )
-    if op.supports_out and sample.input.numel():
+    if op.supports_out and sample.input.numel() and function_of(op) is not None:
         for view in VIEWS:
             yield tuple(  # type: ignore[misc]
                 functools.partial(_out, op, sample, view, copy) for copy in (False, True)
@@ -113,24 +113,34 @@ def _in_place(op: Any, sample: Any, view: View, place: int, gaps: bool, copy: bo
     written = in_a_buffer(sample.input, gaps=gaps)
     args = list(sample.args)
     operand = view(written, args[place])
-    if operand.dtype != args[place].dtype or operand.shape != args[place].shape:
-        if not (view in {column, row, element} and operand.dtype == args[place].dtype):
-            raise ValueError
+    broadcasts = view in {column, row, element}
+    if operand.dtype != args[place].dtype or not (broadcasts or operand.shape == args[place].shape):
+        raise ValueError
     args[place] = operand.clone() if copy else operand
-    op.inplace_variant(written, *args, **sample.kwargs)
+    # The database holds torch's own functions, taken before the guard was there.
+    getattr(written, op.inplace_variant.__name__)(*args, **sample.kwargs)
     return written
+
+
+def function_of(op: Any) -> Any:
+    """Look a function up where programs do; None where it stands under another name."""
+    try:
+        return functools.reduce(getattr, op.name.split("."), torch)
+    except AttributeError:
+        return None
 
 
 def _out(op: Any, sample: Any, view: View, copy: bool) -> Any:
     expected = op(sample.input, *sample.args, **sample.kwargs)
     if not isinstance(expected, torch.Tensor) or not expected.numel():
-        raise ValueError  # noqa: TRY004
+        raise ValueError
     out = in_a_buffer(torch.zeros_like(expected), gaps=True)
     given = view(out, sample.input)
     if given.dtype != sample.input.dtype or given.shape != sample.input.shape:
         raise ValueError
     given.copy_(sample.input)
-    op(given.clone() if copy else given, *sample.args, out=out, **sample.kwargs)
+    function = function_of(op)
+    function(given.clone() if copy else given, *sample.args, out=out, **sample.kwargs)
     return out
 
 
@@ -148,8 +158,7 @@ def wrong(
     count, errors = 0, []
     for overlapping, copied in pairs:
         try:
-            with torchguard._torch.patch.originals_in_place():
-                truth = copied()
+            truth = copied()
         except Exception:  # noqa: BLE001, S112 - no call of this operator
             continue
         count += 1
@@ -159,7 +168,7 @@ def wrong(
             errors.append(f"raises {type(error).__name__}: {error}")
             continue
         if not torch.equal(torch.nan_to_num(result), torch.nan_to_num(truth)):
-            errors.append(f"{overlapping}")
+            errors.append(str(overlapping.args[1:3])[-200:])
     return count, len(errors), errors[:3]
 
 
@@ -167,7 +176,9 @@ NAMES = sorted(
     {
         op.name
         for op in op_db
-        if (op.inplace_variant is not None or op.supports_out) and op.name not in UNSTEADY
+        if (op.inplace_variant is not None or op.supports_out)
+        and op.name not in UNSTEADY
+        and "as_strided" not in op.name  # reads the storage, not the tensor
     }
 )
 
@@ -175,7 +186,7 @@ NAMES = sorted(
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_no_operator_is_wrong_with_the_guard(part: int) -> None:
-    bare = guarded = total = 0
+    bare = total = 0
     bad = {}
     with silent():
         for name in NAMES[part::8]:
@@ -183,9 +194,9 @@ def test_no_operator_is_wrong_with_the_guard(part: int) -> None:
         with torchguard.install("overlap"):
             for name in NAMES[part::8]:
                 count, errors, which = wrong(calls(name))
-                total, guarded = total + count, guarded + errors
+                total += count
                 if errors:
                     bad[name] = which
-    print(part, total, "calls; bare", bare, "wrong; guarded", guarded, bad)
+    assert total > 0
     assert bad == {}
     assert bare > 0

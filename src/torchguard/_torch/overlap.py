@@ -8,7 +8,7 @@ https://github.com/pytorch/pytorch/issues/135487
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torchguard._torch.mutation import Writes, out_tensors, writes_of, written_tensors
 from torchguard._torch.schemas import operator_schemas
 
-__all__ = ["Overlap", "are_apart", "separated", "shares_memory"]
+__all__ = ["Overlap", "are_apart", "may_write", "separated", "shares_memory"]
 
 _MAX_WORK = 10_000
 """Steps of numpy's search for a common address, about 0.1 ms; beyond it a copy is made."""
@@ -178,6 +178,16 @@ def separated(
         name: each if name in names else clone.argument(each) for name, each in kwargs.items()
     }
     return (new_args, new_kwargs) if clone.made else (args, kwargs)
+
+
+def may_write(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may write to a tensor that it is given."""
+    if kwargs.get("out") is not None or getattr(function, "__name__", "") in _SETS:
+        return True
+    try:
+        return _writes(function) is not None
+    except TypeError:  # it has no hash
+        return False
 
 
 class _Clones:

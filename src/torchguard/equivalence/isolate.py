@@ -34,6 +34,7 @@ from torchguard.equivalence.outcome import (
     counted,
     send_backward,
 )
+from torchguard.equivalence.reference import OperandsFirst
 
 
 @contextlib.contextmanager
@@ -389,7 +390,7 @@ def run_undoing_mutations(
     buffers = _buffers_of(modules)
     with isolated(modules):
         try:
-            with watch:
+            with watch, OperandsFirst():
                 returned = function(*given.args, **given.kwargs)
             watch.observers = {}
             structure, outputs = read(returned)

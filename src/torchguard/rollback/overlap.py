@@ -7,8 +7,6 @@ Here each operand that overlaps what is written is cloned first, and the line is
 from __future__ import annotations
 
 import functools
-import linecache
-import warnings
 from collections.abc import Callable
 from types import BuiltinFunctionType
 from typing import Any
@@ -18,16 +16,15 @@ from torch.overrides import has_torch_function
 
 from torchguard._torch import (
     are_apart,
-    frame_of_user,
     has_out,
     patch,
     register_in_dynamo,
     separated,
 )
 from torchguard._torch.mutation import DUNDERS, writes_of
-from torchguard._torch.overlap import Overlap, is_elementwise
+from torchguard._torch.overlap import is_elementwise
 from torchguard._torch.overlays import AttributeOverlay
-from torchguard.errors import OverlapWarning
+from torchguard.equivalence.reference import warn_of
 
 INSTALLED = "torch._foreach_add_"
 """The path that ``install("overlap")`` patches; the others it shares with other guards."""
@@ -35,43 +32,17 @@ INSTALLED = "torch._foreach_add_"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-# ---- the warning ----
-
-_texts: dict[tuple[str, int], tuple[str, dict[Any, Any]]] = {}
-"""By line: what is said of it, and the registry in which Python notes that it was said."""
-
-
-def warn_of(function: Callable[..., Any], overlap: Overlap, place: tuple[str, int] | None) -> None:
-    """Warn at the user's line, once per line unless filters say otherwise."""
-    if place is None:
-        frame = frame_of_user()
-        place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    if place not in _texts:
-        name = getattr(function, "__name__", str(function))
-        code = linecache.getline(*place).strip()
-        text = (
-            f"{name} reads memory that it writes: an operand of shape "
-            f"{tuple(overlap.operand.shape)} overlaps what is written, of shape "
-            f"{tuple(overlap.written.shape)}{f', in `{code}`' if code else ''}. torchguard has "
-            "copied it first; plain torch may compute something else. Write .clone() behind it"
-        )
-        _texts[place] = text, {}
-    text, registry = _texts[place]
-    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
-
-
 def cloned(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    place: tuple[str, int] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with which the call computes what the code says.
 
     Raises:
         OverlapWarning: where filters make it an error; nothing is written then.
     """
-    return separated(function, args, kwargs, lambda found: warn_of(function, found, place))
+    return separated(function, args, kwargs, functools.partial(warn_of, function))
 
 
 # ---- install("overlap") ----
@@ -123,13 +94,13 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
     from torchguard.rollback import interception  # noqa: PLC0415 - it imports this
 
     with patch.originals_in_place():
-        methods: dict[str, patch.Make] = {
-            name: functools.partial(_named, f"Tensor.{name}",
-                                    functools.partial(guard_method, name, interception.shown_for(name)))
-            for name in dir(torch.Tensor)
-            if name in DUNDERS or (name.endswith("_") and not name.endswith("__"))
-            if (writes := writes_of(getattr(torch.Tensor, name))) is not None and writes.elements
-        }  # fmt: skip
+        methods: dict[str, patch.Make] = {}
+        for name in dir(torch.Tensor):
+            if name in DUNDERS or (name.endswith("_") and not name.endswith("__")):
+                writes = writes_of(getattr(torch.Tensor, name))
+                if writes is not None and writes.elements:
+                    make = functools.partial(guard_method, name, interception.shown_for(name))
+                    methods[name] = functools.partial(_named, f"Tensor.{name}", make)
         found = [AttributeOverlay(torch.Tensor, methods)]
         for module in interception.NAMESPACES:
             makes = {

@@ -20,6 +20,7 @@ from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import ReplayMismatchError, UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
 from torchguard.rollback.interrupts import DeferredSignals, failures_in, finish
+from torchguard.rollback.scope import guarded
 from torchguard.transactions.hooks import opened, step_is_compiled, watch
 from torchguard.transactions.optimizer_step import (
     AtCommit,
@@ -179,7 +180,8 @@ class Transaction:
                 if number:
                     # Dropout has to draw the same numbers, BatchNorm to begin with the same mean.
                     finish(snapshot.restore)
-                yield number
+                with guarded(overlap=True):  # else the order of threads would show
+                    yield number
                 if number:
                     call_unseen(_compare, first, self.training, number)
                 else:

@@ -9,6 +9,7 @@ call. Steps are those of ``bench_host``, whose tensors are so small that the hos
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ NOTHING, CONTROL, GUARD = "nothing", "nothing, once more", 'install("overlap")'
 # What, the statement, and what was aimed at.
 CALLS: tuple[tuple[str, str, AddedTarget | None], ...] = (
     ("x.add_(y)", "x.add_(y)", CALL),
-    ("x += y", "x += y", CALL),
+    ("x += y", "iadd(x, y)", CALL),
     ("x.add_(1.0)", "x.add_(1.0)", None),
     ("x.zero_()", "x.zero_()", None),
     ("x[2:5] = 1.0", "x[2:5] = 1.0", None),
@@ -49,7 +50,7 @@ CALLS: tuple[tuple[str, str, AddedTarget | None], ...] = (
 def calls() -> Iterator[Comparison]:
     """Yield calls in which nothing overlaps, then a shift beside the same with a clone."""
     names = {name: torch.ones(10) for name in ("x", "y", "w")}
-    names |= {"z": torch.ones(3), "torch": torch, "h": torch.ones(16, 64)}
+    names |= {"z": torch.ones(3), "torch": torch, "iadd": operator.iadd, "h": torch.ones(16, 64)}
     for what, statement, target in CALLS:
         yield Comparison(
             statement, what, Side(statement, names), Side(statement, names, INSTALLED), target=target

@@ -7,8 +7,9 @@ Here each operand that overlaps what is written is cloned first, and the line is
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FrameType
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ INSTALLED = "torch._foreach_add_"
 """The path that ``install("overlap")`` patches; the others it shares with other guards."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NO_MEMORY = frozenset((float, int, bool, complex, str, slice, type(None), type(...), torch.dtype))
+_LISTS = ("_foreach_", "_fused_", "_amp_")
 
 
 def cloned(
@@ -48,6 +51,28 @@ def cloned(
 # ---- install("overlap") ----
 
 
+def _all_apart(written: Any, operands: tuple[Any, ...]) -> bool:
+    """Whether none of these can share memory with a tensor: the quick answer, else False."""
+    if type(written) not in _PLAIN:
+        return False
+    for each in operands:
+        kind = type(each)
+        if kind in _PLAIN:
+            if not are_apart(written, each):
+                return False
+        elif kind is tuple:  # an index
+            for part in each:
+                if type(part) not in _NO_MEMORY:
+                    return False
+        elif kind not in _NO_MEMORY:
+            return False
+    return True
+
+
+def _module_name(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
+
+
 def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a method of ``Tensor`` that writes compute as if its operands were copied first."""
     from torchguard.rollback.interception import show_overriding  # noqa: PLC0415 - it imports this
@@ -64,7 +89,7 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
                 return original(one, other)
             if kind in plain and type(one) in plain and are_apart(one, other):
                 return original(one, other)
-        elif len(args) == 1 and not kwargs:
+        elif not kwargs and (len(args) == 1 or _all_apart(args[0], args[1:])):
             return original(*args)
         if has_torch_function((*args, *kwargs.values())):
             return show_overriding(shown, args, kwargs, is_operator=is_operator)(*args, **kwargs)
@@ -77,11 +102,17 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
 def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that writes to ``out=`` or an argument do so."""
     writes = writes_of(original) is not None
+    lists = original.__name__.startswith(_LISTS)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        if (not writes and kwargs.get("out") is None) or has_torch_function(
-            (*args, *kwargs.values())
-        ):
+        if not writes:
+            out = kwargs.get("out")
+            if out is None or (len(kwargs) == 1 and _all_apart(out, args)):
+                return original(*args, **kwargs)
+        # What torch's optimizers hand over, their states, they have made themselves.
+        elif lists and _module_name(sys._getframe(1)).startswith("torch.optim."):
+            return original(*args, **kwargs)
+        if has_torch_function((*args, *kwargs.values())):
             return original(*args, **kwargs)
         args, kwargs = cloned(original, args, kwargs)
         return original(*args, **kwargs)

@@ -53,7 +53,11 @@ def calls() -> Iterator[Comparison]:
     names |= {"z": torch.ones(3), "torch": torch, "iadd": operator.iadd, "h": torch.ones(16, 64)}
     for what, statement, target in CALLS:
         yield Comparison(
-            statement, what, Side(statement, names), Side(statement, names, INSTALLED), target=target
+            statement,
+            what,
+            Side(statement, names),
+            Side(statement, names, INSTALLED),
+            target=target,
         )
     yield Comparison(
         "shift",
@@ -136,7 +140,7 @@ def run(setting: Setting) -> Results:
 
 BENCHMARK = Benchmark(
     "overlap",
-    "What does install(\"overlap\") cost a call, a step, an optimizer?",
+    'What does install("overlap") cost a call, a step, an optimizer?',
     run,
     rounds=31,
     rounds_of="rounds per call and per step",

@@ -139,6 +139,7 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
                 for name, function in sorted(vars(module).items())
                 if isinstance(function, BuiltinFunctionType)
                 and not name.startswith("__")
+                and f"{module.__name__}.{name}" != INSTALLED
                 and (writes_of(function) is not None or has_out(function))
             }
             if makes:

@@ -381,6 +381,23 @@ def _sampler(record: Record, _: str) -> str:
     return "\n\n".join((lead, table(header, listed), each, table(("lengths", *shown), rows)))
 
 
+def _overlap(record: Record, device: str) -> str:
+    rows = [
+        (
+            f"{row['what'].partition(':')[0]}, {row['phase']}",
+            f"{row['nothing_ms']['median']:.3g} ms",
+            f"{row['ratio']['median']:.3f} times "
+            f"[{row['ratio']['low']:.3f}, {row['ratio']['high']:.3f}]",
+            f"{row['control']['median']:.3f} [{row['control']['low']:.3f}, "
+            f"{row['control']['high']:.3f}]",
+            row["verdict"],
+        )
+        for row in of_device(record, "steps", device)
+    ]
+    header = ("step", "plain", "with the guard [95 %]", "plain, once more [95 %]", "")
+    return f"{_comparisons(record, device)}\n\n{table(header, rows)}"
+
+
 def _host(record: Record, device: str) -> str:
     rows = []
     for row in of_device(record, "rows", device):
@@ -515,6 +532,7 @@ LAYOUTS: dict[str, Layout] = {
     "kernels": _kernels,
     "resize": _comparisons,
     "out_of_memory": _out_of_memory,
+    "overlap": _overlap,
     "buckets": _buckets,
     "stream": _stream,
     "cold_start": _cold_start,

@@ -386,10 +386,14 @@ def _overlap(record: Record, device: str) -> str:
         (
             f"{row['what'].partition(':')[0]}, {row['phase']}",
             f"{row['nothing_ms']['median']:.3g} ms",
-            f"{row['ratio']['median']:.3f} times "
-            f"[{row['ratio']['low']:.3f}, {row['ratio']['high']:.3f}]",
-            f"{row['control']['median']:.3f} [{row['control']['low']:.3f}, "
-            f"{row['control']['high']:.3f}]",
+            (
+                f"{row['ratio']['median']:.3f} times "
+                f"[{row['ratio']['low']:.3f}, {row['ratio']['high']:.3f}]"
+            ),
+            (
+                f"{row['control']['median']:.3f} [{row['control']['low']:.3f}, "
+                f"{row['control']['high']:.3f}]"
+            ),
             row["verdict"],
         )
         for row in of_device(record, "steps", device)

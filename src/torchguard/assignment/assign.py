@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchguard._public import public
-from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
+from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph, separated
 
 Index = Any
 """Whatever stands between the brackets of ``t[...]``."""

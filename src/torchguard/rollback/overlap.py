@@ -82,17 +82,19 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
     plain = _PLAIN
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 2 and not kwargs:  # noqa: PLR2004
+        if has_torch_function(args) or kwargs:
+            if has_torch_function((*args, *kwargs.values())):
+                call = show_overriding(shown, args, kwargs, is_operator=is_operator)
+                return call(*args, **kwargs)
+        elif len(args) == 2:  # noqa: PLR2004
             one, other = args
             kind = type(other)
             if kind is float or kind is int or (elementwise and other is one):
                 return original(one, other)
-            if kind in plain and type(one) in plain and are_apart(one, other):
+            if kind in plain and are_apart(one, other):
                 return original(one, other)
-        elif not kwargs and (len(args) == 1 or _all_apart(args[0], args[1:])):
+        elif len(args) == 1 or _all_apart(args[0], args[1:]):
             return original(*args)
-        if has_torch_function((*args, *kwargs.values())):
-            return show_overriding(shown, args, kwargs, is_operator=is_operator)(*args, **kwargs)
         args, kwargs = cloned(original, args, kwargs)
         return original(*args, **kwargs)
 
@@ -100,21 +102,41 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
 
 
 def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function that writes to ``out=`` or an argument do so."""
-    writes = writes_of(original) is not None
+    """Let a function that writes to an argument, and may have ``out=``, do so."""
     lists = original.__name__.startswith(_LISTS)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        if not writes:
-            out = kwargs.get("out")
-            if out is None or (len(kwargs) == 1 and _all_apart(out, args)):
-                return original(*args, **kwargs)
         # What torch's optimizers hand over, their states, they have made themselves.
-        elif lists and _module_name(sys._getframe(1)).startswith("torch.optim."):
+        if lists and _module_name(sys._getframe(1)).startswith("torch.optim."):
             return original(*args, **kwargs)
-        if has_torch_function((*args, *kwargs.values())):
+        if not has_torch_function((*args, *kwargs.values())):
+            args, kwargs = cloned(original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that writes to ``out=``, and to nothing else, do so."""
+    elementwise = is_elementwise(original)
+    plain = _PLAIN
+
+    def function(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+        if out is None:
             return original(*args, **kwargs)
-        args, kwargs = cloned(original, args, kwargs)
+        if type(out) in plain:
+            for each in args:
+                kind = type(each)
+                if kind is int or kind is float or (elementwise and each is out):
+                    continue
+                if kind not in plain or not are_apart(out, each):
+                    break
+            else:
+                if not kwargs:
+                    return original(*args, out=out)
+        kwargs["out"] = out
+        if not has_torch_function((*args, *kwargs.values())):
+            args, kwargs = cloned(original, args, kwargs)
         return original(*args, **kwargs)
 
     return function
@@ -135,12 +157,11 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
         found = [AttributeOverlay(torch.Tensor, methods)]
         for module in interception.NAMESPACES:
             makes = {
-                name: functools.partial(_named, name, guard_function)
+                name: functools.partial(_named, name, guard_function if writes else guard_out)
                 for name, function in sorted(vars(module).items())
-                if isinstance(function, BuiltinFunctionType)
-                and not name.startswith("__")
-                and f"{module.__name__}.{name}" != INSTALLED
-                and (writes_of(function) is not None or has_out(function))
+                if isinstance(function, BuiltinFunctionType) and not name.startswith("__")
+                if f"{module.__name__}.{name}" != INSTALLED
+                if (writes := writes_of(function) is not None) or has_out(function)
             }
             if makes:
                 found.append(AttributeOverlay(module, makes))

@@ -62,7 +62,9 @@ def _all_apart(written: Any, operands: tuple[Any, ...]) -> bool:
                 return False
         elif kind is tuple:  # an index
             for part in each:
-                if type(part) not in _NO_MEMORY:
+                if type(part) not in _NO_MEMORY and not (
+                    type(part) in _PLAIN and are_apart(written, part)
+                ):
                     return False
         elif kind not in _NO_MEMORY:
             return False

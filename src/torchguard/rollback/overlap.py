@@ -17,7 +17,8 @@ from torch.overrides import has_torch_function
 
 from torchguard._torch import (
     are_apart,
-    has_out,
+    has_python_out,
+    operator_schemas,
     patch,
     register_in_dynamo,
     separated,
@@ -144,6 +145,15 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _reads_others(name: str) -> bool:
+    """Whether an operation that writes its first argument takes another tensor: relu_ does not."""
+    schemas = operator_schemas(name)
+    return not schemas or any(
+        sum("Tensor" in str(argument.type) for argument in schema.arguments) > 1
+        for schema in schemas
+    )
+
+
 @functools.cache
 def _overlays() -> tuple[AttributeOverlay, ...]:
     from torchguard.rollback import interception  # noqa: PLC0415 - it imports this
@@ -153,7 +163,7 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
         for name in dir(torch.Tensor):
             if name in DUNDERS or (name.endswith("_") and not name.endswith("__")):
                 writes = writes_of(getattr(torch.Tensor, name))
-                if writes is not None and writes.elements:
+                if writes is not None and writes.elements and _reads_others(name):
                     make = functools.partial(guard_method, name, interception.shown_for(name))
                     methods[name] = functools.partial(_named, f"Tensor.{name}", make)
         found = [AttributeOverlay(torch.Tensor, methods)]
@@ -163,7 +173,8 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
                 for name, function in sorted(vars(module).items())
                 if isinstance(function, BuiltinFunctionType) and not name.startswith("__")
                 if f"{module.__name__}.{name}" != INSTALLED
-                if (writes := writes_of(function) is not None) or has_out(function)
+                if (writes := writes_of(function) is not None and _reads_others(name))
+                or (has_python_out(function) or name.endswith("_copy"))
             }
             if makes:
                 found.append(AttributeOverlay(module, makes))

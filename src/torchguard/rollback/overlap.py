@@ -169,11 +169,11 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
         found = [AttributeOverlay(torch.Tensor, methods)]
         for module in interception.NAMESPACES:
             makes = {
-                name: functools.partial(_named, name, guard_function if writes else guard_out)
+                name: functools.partial(_named, name, guard_function if writes_it else guard_out)
                 for name, function in sorted(vars(module).items())
                 if isinstance(function, BuiltinFunctionType) and not name.startswith("__")
                 if f"{module.__name__}.{name}" != INSTALLED
-                if (writes := writes_of(function) is not None and _reads_others(name))
+                if (writes_it := writes_of(function) is not None and _reads_others(name))
                 or (has_python_out(function) or name.endswith("_copy"))
             }
             if makes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -13,7 +13,7 @@ from torchguard.defects.probes import issues, memory_defect
 _COPY_FIRST = "Write .clone() behind the operand that shares memory with what is written."
 
 
-def _is_wrong(lines: dict[str, Callable[[Tensor, Tensor], object]], shape: tuple[int, ...]) -> str:
+def _is_wrong(lines: Mapping[str, Callable[[Tensor, Tensor], object]], shape: tuple[int, ...]) -> str:
     """Name the lines that compute something else than with a copy of what they read."""
     wrong = []
     for name, line in lines.items():
@@ -70,7 +70,7 @@ def overlap_inplace() -> str | None:
 )
 def overlap_out() -> str | None:
     """Compute into one of the operands, and into a tensor of its own."""
-    lines: dict[str, Callable[[Tensor, Tensor], object]] = {
+    lines: Mapping[str, Callable[[Tensor, Tensor], object]] = {
         "mm": lambda b, read: torch.mm(read, read, out=b),
         "cat": lambda b, read: torch.cat([read[:, 4:], read[:, :4]], 1, out=b),
         "cumsum": lambda b, read: torch.cumsum(read[:, :-1], 1, out=b[:, 1:]),

@@ -13,7 +13,9 @@ from torchguard.defects.probes import issues, memory_defect
 _COPY_FIRST = "Write .clone() behind the operand that shares memory with what is written."
 
 
-def _is_wrong(lines: Mapping[str, Callable[[Tensor, Tensor], object]], shape: tuple[int, ...]) -> str:
+def _is_wrong(
+    lines: Mapping[str, Callable[[Tensor, Tensor], object]], shape: tuple[int, ...]
+) -> str:
     """Name the lines that compute something else than with a copy of what they read."""
     wrong = []
     for name, line in lines.items():

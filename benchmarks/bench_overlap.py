@@ -49,7 +49,7 @@ CALLS: tuple[tuple[str, str, AddedTarget | None], ...] = (
 
 def calls() -> Iterator[Comparison]:
     """Yield calls in which nothing overlaps, then a shift beside the same with a clone."""
-    names = {name: torch.ones(10) for name in ("x", "y", "w")}
+    names: dict[str, Any] = {name: torch.ones(10) for name in ("x", "y", "w")}
     names |= {"z": torch.ones(3), "torch": torch, "iadd": operator.iadd, "h": torch.ones(16, 64)}
     for what, statement, target in CALLS:
         yield Comparison(
@@ -89,11 +89,12 @@ def steps(setting: Setting) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     for workload in workloads(quick=setting.quick, compiled=False):
         yield workload.what, workload.phase, workload.step(workload.computes)
     for kind in ("foreach", "fused"):
+        options: dict[str, Any] = {kind: True}
         parameters = [torch.nn.Parameter(torch.ones(16, 16)) for _ in range(100)]
         for parameter in parameters:
             parameter.grad = torch.ones(16, 16)
         yield f"AdamW({kind}=True), 100 tensors", "step", torch.optim.AdamW(
-            parameters, **{kind: True}
+            parameters, **options
         ).step  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from support.child_process import output_of
+import torchguard
 from torchguard.__main__ import main
 from torchguard.equivalence.compare import COMPILING, judge
 from torchguard.equivalence.copies import run_on_copies as run
@@ -353,3 +354,47 @@ def test_torchs_own_samples_raise_no_false_alarm(dtype: torch.dtype) -> None:
                 mismatched.append((name, number, status))
     assert mismatched == []
     assert len(checked) >= 60 - (dtype == torch.bfloat16)
+
+
+# Programs with a shift, of which the plain eager run without its copy is wrong.
+SHIFTS = [
+    seed for seed in range(60) if program(seed).without_copies().source != program(seed).source
+][:8]
+
+
+def test_programs_that_overlap_are_wrong_in_plain_eager() -> None:
+    """The operand's copy is what makes the program right; eager without it is not."""
+    wrong = [
+        seed
+        for seed in SHIFTS
+        if attempt(
+            program(seed), lambda function: function, compiles=program(seed).without_copies()
+        ).wrong
+    ]
+    assert len(wrong) > len(SHIFTS) // 2
+
+
+@pytest.mark.filterwarnings("ignore::torchguard.OverlapWarning")
+@pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
+def test_programs_that_overlap_are_right_where_they_are_verified() -> None:
+    """Overlapping writes, verified: each does what the same program does with copies."""
+    backend = verified_backend("aot_eager")
+    for seed in SHIFTS:
+        torch._dynamo.reset()
+        tried = attempt(
+            program(seed),
+            lambda function: torch.compile(function, backend=backend),
+            sizes=(4, 9, 33),
+            compiles=program(seed).without_copies(),
+        )
+        assert tried.wrong == (), tried.program.source
+
+
+@pytest.mark.filterwarnings("ignore::torchguard.OverlapWarning")
+def test_programs_that_overlap_are_right_with_the_guard() -> None:
+    """The same, eager, with the guard installed."""
+    with torchguard.install("overlap"):
+        for seed in range(60):
+            made = program(seed)
+            tried = attempt(made, lambda function: function, compiles=made.without_copies())
+            assert tried.wrong == (), made.source

@@ -7,8 +7,10 @@ https://github.com/pytorch/pytorch/issues/135487
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,9 @@ from torchguard._torch.mutation import Writes, out_tensors, writes_of, written_t
 from torchguard._torch.schemas import operator_schemas
 
 __all__ = ["Overlap", "are_apart", "may_write", "separated", "shares_memory"]
+
+_FEW = 4
+"""Up to so many written tensors, each operand is compared with each of them."""
 
 _MAX_WORK = 10_000
 """Steps of numpy's search for a common address, about 0.1 ms; beyond it a copy is made."""
@@ -200,6 +205,7 @@ class _Clones:
         found: Callable[[Overlap], None],
     ) -> None:
         self._targets = targets
+        self._spans = _Spans(targets) if len(targets) > _FEW else None
         self._elementwise = is_elementwise(function)
         self._in_lists = function.__name__.startswith("_foreach_")
         self._found = found
@@ -218,6 +224,8 @@ class _Clones:
         return value
 
     def _operand(self, operand: torch.Tensor, place: int | None) -> torch.Tensor:
+        if self._spans is not None and not self._spans.meet(operand):
+            return operand
         for number, target in enumerate(self._targets):
             # Of lists, each element is written as its own operand is read, not another's.
             elementwise = self._elementwise and (not self._in_lists or number == place)
@@ -227,6 +235,31 @@ class _Clones:
                 self.made += 1
                 return operand.clone()
         return operand
+
+
+class _Spans:
+    """Where many tensors lie, in order: most operands of a list lie between them."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        spans = sorted(filter(None, map(_span, tensors)))
+        self._begins = [begin for begin, _ in spans]
+        self._ends = list(itertools.accumulate((end for _, end in spans), max))
+
+    def meet(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies between the begin and the end of one of them, or may do."""
+        span = _span(tensor)
+        if span is None:
+            return False
+        before = bisect.bisect_left(self._begins, span[1])  # those that begin before its end
+        return before > 0 and self._ends[before - 1] > span[0]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the addresses between which a tensor lies; None if it has no memory to ask for."""
+    memory = _with_memory(tensor)
+    if memory is None or not memory.numel():
+        return None
+    return memory.data_ptr(), memory.data_ptr() + _extent(memory)
 
 
 _SETS = frozenset(("__setitem__", "setitem"))

@@ -291,7 +291,10 @@ def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]
 def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:
     outcome = Outcome(inputs=copies.values)
     given = copies.values[owned:]
-    called = reference_of(function) if isinstance(function, fx.GraphModule) else function
+    called = function
+    if isinstance(function, fx.GraphModule):
+        # Not warned of here: a warning may be an error, and that is none of the graph's.
+        called = reference_of(function, outcome.overlaps.append)
     with isolated() as has_drawn:
         before = [
             (place, value, version_of(value), value.grad_fn)

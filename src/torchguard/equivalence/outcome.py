@@ -82,6 +82,9 @@ class Outcome:
     operators: frozenset[str] = frozenset()
     """The names of the operators that ran, where they were watched."""
 
+    overlaps: list[Any] = field(default_factory=list)
+    """The calls of a reference whose operands overlapped what they wrote, for ``warn_of``."""
+
     error: Exception | None = None
     """What the run has raised."""
 

@@ -74,25 +74,30 @@ _METHODS[operator.iand] = torch.Tensor.__iand__
 _METHODS[operator.ior] = torch.Tensor.__ior__
 
 
-def reference_of(graph: fx.GraphModule) -> Callable[..., Any]:
-    """Return what runs a graph as the code says; its own ``forward`` where nothing is written."""
+Found = tuple[Callable[..., Any], Overlap, Place]
+"""What :func:`warn_of` takes."""
+
+
+def reference_of(
+    graph: fx.GraphModule, found: Callable[[Found], None] = lambda found: warn_of(*found)
+) -> Callable[..., Any]:
+    """Return what runs a graph as the code says; its own ``forward`` where nothing is written.
+
+    ``found`` is told of each overlap, before anything is copied or written.
+    """
     if not any(map(_may_write, graph.graph.nodes)):
         return graph.forward
-    return functools.partial(_run, graph)
+    return functools.partial(_run, graph, found)
 
 
-def _run(graph: fx.GraphModule, *inputs: Any) -> Any:
-    reference = _Reference(graph)
-    result = reference.run(*inputs, enable_io_processing=False)
-    for found in reference.found:
-        warn_of(*found)
-    return result
+def _run(graph: fx.GraphModule, found: Callable[[Found], None], *inputs: Any) -> Any:
+    return _Reference(graph, found).run(*inputs, enable_io_processing=False)
 
 
 class _Reference(fx.Interpreter):
-    def __init__(self, graph: fx.GraphModule) -> None:
+    def __init__(self, graph: fx.GraphModule, found: Callable[[Found], None]) -> None:
         super().__init__(graph)
-        self.found: list[tuple[Callable[..., Any], Overlap, Place]] = []
+        self.found = found
 
     def run_node(self, n: fx.Node) -> Any:
         if not _may_write(n):
@@ -101,7 +106,7 @@ class _Reference(fx.Interpreter):
         function = _function_of(n)
         place = _place_of(n)
         args, kwargs = separated(
-            function, args, kwargs, lambda found: self.found.append((function, found, place))
+            function, args, kwargs, lambda overlap: self.found((function, overlap, place))
         )
         return getattr(self, n.op)(n.target, args, kwargs)
 

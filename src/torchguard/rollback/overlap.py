@@ -7,8 +7,9 @@ Here each operand that overlaps what is written is cloned first, and the line is
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FrameType
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.overrides import has_torch_function
 
 from torchguard._torch import (
     are_apart,
-    has_out,
+    has_python_out,
+    operator_schemas,
     patch,
     register_in_dynamo,
     separated,
@@ -30,6 +32,8 @@ INSTALLED = "torch._foreach_add_"
 """The path that ``install("overlap")`` patches; the others it shares with other guards."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NO_MEMORY = frozenset((float, int, bool, complex, str, slice, type(None), type(...), torch.dtype))
+_LISTS = ("_foreach_", "_fused_", "_amp_")
 
 
 def cloned(
@@ -46,6 +50,30 @@ def cloned(
 
 
 # ---- install("overlap") ----
+
+
+def _all_apart(written: Any, operands: tuple[Any, ...]) -> bool:
+    """Whether none of these can share memory with a tensor: the quick answer, else False."""
+    if type(written) not in _PLAIN:
+        return False
+    for each in operands:
+        kind = type(each)
+        if kind in _PLAIN:
+            if not are_apart(written, each):
+                return False
+        elif kind is tuple:  # an index
+            for part in each:
+                if type(part) not in _NO_MEMORY and not (
+                    type(part) in _PLAIN and are_apart(written, part)
+                ):
+                    return False
+        elif kind not in _NO_MEMORY:
+            return False
+    return True
+
+
+def _module_name(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
 
 
 def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +96,7 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
                 return original(one, other)
             if kind in plain and are_apart(one, other):
                 return original(one, other)
-        elif len(args) == 1:
+        elif len(args) == 1 or _all_apart(args[0], args[1:]):
             return original(*args)
         args, kwargs = cloned(original, args, kwargs)
         return original(*args, **kwargs)
@@ -78,8 +106,12 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
 
 def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that writes to an argument, and may have ``out=``, do so."""
+    lists = original.__name__.startswith(_LISTS)
 
     def function(*args: Any, **kwargs: Any) -> Any:
+        # What torch's optimizers hand over, their states, they have made themselves.
+        if lists and _module_name(sys._getframe(1)).startswith("torch.optim."):
+            return original(*args, **kwargs)
         if not has_torch_function((*args, *kwargs.values())):
             args, kwargs = cloned(original, args, kwargs)
         return original(*args, **kwargs)
@@ -113,6 +145,15 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _reads_others(name: str) -> bool:
+    """Whether an operation that writes its first argument takes another tensor: relu_ does not."""
+    schemas = operator_schemas(name)
+    return not schemas or any(
+        sum("Tensor" in str(argument.type) for argument in schema.arguments) > 1
+        for schema in schemas
+    )
+
+
 @functools.cache
 def _overlays() -> tuple[AttributeOverlay, ...]:
     from torchguard.rollback import interception  # noqa: PLC0415 - it imports this
@@ -122,7 +163,7 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
         for name in dir(torch.Tensor):
             if name in DUNDERS or (name.endswith("_") and not name.endswith("__")):
                 writes = writes_of(getattr(torch.Tensor, name))
-                if writes is not None and writes.elements:
+                if writes is not None and writes.elements and _reads_others(name):
                     make = functools.partial(guard_method, name, interception.shown_for(name))
                     methods[name] = functools.partial(_named, f"Tensor.{name}", make)
         found = [AttributeOverlay(torch.Tensor, methods)]
@@ -131,7 +172,9 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
                 name: functools.partial(_named, name, guard_function if writes_it else guard_out)
                 for name, function in sorted(vars(module).items())
                 if isinstance(function, BuiltinFunctionType) and not name.startswith("__")
-                if (writes_it := writes_of(function) is not None) or has_out(function)
+                if f"{module.__name__}.{name}" != INSTALLED
+                if (writes_it := writes_of(function) is not None and _reads_others(name))
+                or (has_python_out(function) or name.endswith("_copy"))
             }
             if makes:
                 found.append(AttributeOverlay(module, makes))

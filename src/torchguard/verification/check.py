@@ -20,6 +20,7 @@ from torchguard.equivalence.copies import (
     with_a_repeated_id,
 )
 from torchguard.equivalence.outcome import Outcome
+from torchguard.equivalence.reference import warn_of
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import Options
 from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
@@ -66,6 +67,7 @@ class GraphCheck:
     _settled: bool = False  # there is nothing left to check
     _mutates: bool = False  # a check has seen the graph write its inputs
     _stays_inside: bool = False  # and the fallback that writes them outside was not right
+    _overlaps: list[Any] = field(default_factory=list)  # to be warned of
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: int | None = None  # the one that holds the lock
 
@@ -96,9 +98,12 @@ class GraphCheck:
         try:
             warning = look(inputs)
             function = self.runs
+            overlaps, self._overlaps = self._overlaps, []
         finally:
             self._thread = None
             self._lock.release()
+        for found in overlaps:
+            warn_of(*found)
         if warning is not None:
             # Not under the lock: who shows warnings may call anything. As an error it comes out.
             warn_at_compiled_call(warning, MiscompilationWarning)
@@ -207,6 +212,7 @@ class GraphCheck:
         if reason is not None:
             return reason
         eager = run_on_copies(self.traced.graph, inputs, self.traced.owned)
+        self._overlaps = eager.overlaps or self._overlaps
         if eager.random and not self.draws_like_eager:
             # No inputs will change that. Ranks that check together do so until all of them have.
             self._settled = self.options.group is None

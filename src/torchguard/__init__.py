@@ -31,6 +31,8 @@ _PUBLIC = {
     "bucketing.sampler": ("BucketBatchSampler",),
     "checkpoint.loading": ("load", "load_state_dict"),
     "checkpoint.saving": ("save",),
+    "checkpoint.sharded": ("load_sharded",),
+    "checkpoint.verify": ("verify_checkpoint",),
     "checkpoint.folder": ("checkpoint_folder",),
     "defects.doctor": ("DoctorReport", "doctor"),
     "errors": (
@@ -59,6 +61,7 @@ _PUBLIC = {
         "installed",
         "uninstall",
     ),
+    "replicas": ("replicas_agree",),
     "rollback.block": ("rollback_on_error",),
     "rollback.consistency": ("check_consistent", "is_consistent", "repair_"),
     "rollback.resize": ("safe_resize_", "safe_resize_as_", "safe_set_"),

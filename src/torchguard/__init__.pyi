@@ -15,6 +15,8 @@ from torchguard.bucketing.sampler import BucketBatchSampler
 from torchguard.checkpoint.folder import checkpoint_folder
 from torchguard.checkpoint.loading import load, load_state_dict
 from torchguard.checkpoint.saving import save
+from torchguard.checkpoint.sharded import load_sharded
+from torchguard.checkpoint.verify import verify_checkpoint
 from torchguard.defects.doctor import DoctorReport, doctor
 from torchguard.errors import (
     DamagedFileError,
@@ -42,6 +44,7 @@ from torchguard.patching.install import (
     installed,
     uninstall,
 )
+from torchguard.replicas import replicas_agree
 from torchguard.rollback.block import rollback_on_error
 from torchguard.rollback.consistency import check_consistent, is_consistent, repair_
 from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
@@ -99,11 +102,13 @@ __all__ = [
     "is_consistent",
     "length_mask",
     "load",
+    "load_sharded",
     "load_state_dict",
     "no_recompile",
     "packed",
     "pad_to_bucket",
     "repair_",
+    "replicas_agree",
     "rollback_on_error",
     "safe_resize_",
     "safe_resize_as_",
@@ -117,4 +122,5 @@ __all__ = [
     "verification_report",
     "verified",
     "verified_backend",
+    "verify_checkpoint",
 ]

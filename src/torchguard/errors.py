@@ -78,6 +78,16 @@ class DamagedFileError(TorchGuardError, RuntimeError):
 
 
 @public
+class ShardedCheckpointError(TorchGuardError, RuntimeError):
+    """Raised on all ranks when a sharded checkpoint is not whole or not that of this state."""
+
+
+@public
+class ReplicasDisagreeError(TorchGuardError, RuntimeError):
+    """Raised on all ranks when copies of a tensor differ that have to be the same."""
+
+
+@public
 class ReadOnlyMemoryError(TorchGuardError, RuntimeError):
     """Raised with ``readonly="raise"`` when a tensor would share read-only memory."""
 

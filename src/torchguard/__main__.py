@@ -15,14 +15,14 @@ def main(arguments: list[str] | None = None) -> int:
         write(f"torchguard {__version__}\n")  # without the commands, which import torch: seconds
         return 0
 
-    from torchguard.cli import doctor, fuzz, plan, run  # noqa: PLC0415
+    from torchguard.cli import doctor, fuzz, plan, run, verify  # noqa: PLC0415
 
     parser = argparse.ArgumentParser(
         prog="python -m torchguard", description="A seat belt for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"torchguard {__version__}")
     commands = parser.add_subparsers(metavar="command")
-    for command in (doctor, run, plan, fuzz):
+    for command in (doctor, run, plan, fuzz, verify):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     if not hasattr(options, "command"):  # nothing was asked for

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -142,12 +141,6 @@ class _ComparingPlanner(DefaultLoadPlanner):
         self._extra, self._cast, self._partial = extra, cast, partial
         self._failure = failure
         self.agreed = False
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
-    ) -> None:
-        # What it does with meta tensors is done on other dicts than the caller's.
-        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> Any:
         if self._failure is not None:
@@ -354,8 +347,3 @@ def _local_path(checkpoint_id: Any, storage: Any, kind: type) -> str | None:
         name = os.fspath(path)
         return name if isinstance(name, str) and "://" not in name else None
     return None
-
-
-def load_paths() -> Mapping[str, patch.Make]:
-    """Return what ``install("load")`` patches."""
-    return {_LOAD: guard_dcp_load, dcp.__name__ + ".load": guard_dcp_load}

@@ -176,6 +176,31 @@ _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
 }
 
 
+def _dcp(name: str) -> patch.Make:
+    """Return what makes the guard; its module imports torch.distributed.checkpoint."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        from torchguard.checkpoint import sharded  # noqa: PLC0415
+
+        guarded: Callable[..., Any] = getattr(sharded, name)(original)
+        return guarded
+
+    return make
+
+
+# Both names: the package holds what its module defines, and Lightning and Accelerate import either.
+_DCP = "torch.distributed.checkpoint"
+_SAVE_IN_PACKAGES = {
+    **_SAVE_IN_PACKAGES,
+    f"{_DCP}.state_dict_saver": {f"{_DCP}.state_dict_saver.save": _dcp("guard_dcp_save")},
+    _DCP: {f"{_DCP}.save": _dcp("guard_dcp_save")},
+}
+_LOAD_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
+    f"{_DCP}.state_dict_loader": {f"{_DCP}.state_dict_loader.load": _dcp("guard_dcp_load")},
+    _DCP: {f"{_DCP}.load": _dcp("guard_dcp_load")},
+}
+
+
 def _save_not_needed() -> str | None:
     """Save twice: a file that is replaced is another file afterwards."""
     save = patch.original("torch.save")
@@ -233,7 +258,7 @@ GUARDS: dict[str, Guard] = {
             _save_not_needed,
             in_modules=_SAVE_IN_PACKAGES,
         ),
-        Guard("load", lambda: _LOAD, _load_not_needed),
+        Guard("load", lambda: _LOAD, _load_not_needed, in_modules=_LOAD_IN_PACKAGES),
         Guard(
             "numpy",
             numpy_memory.replacements,

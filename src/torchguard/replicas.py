@@ -19,7 +19,6 @@ _CHUNK = {"cpu": 1 << 16}
 _CHUNK_ELSEWHERE = 1 << 22
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
-_Entries = dict[str, Tensor]
 
 
 @public
@@ -128,19 +127,24 @@ class Replicas:
                 yield name, parameter
 
     def _state(self) -> Iterator[tuple[str, Any]]:
+        optimizers = [
+            (number, each)
+            for number, each in enumerate(self._optimizers)
+            # ZeroRedundancyOptimizer: each rank has a part of the state
+            if not hasattr(each, "consolidate_state_dict")
+        ]
+        for number, optimizer in optimizers:  # first: what follows from them differs as well
+            for place, options in enumerate(optimizer.param_groups):
+                for key, value in options.items():
+                    if isinstance(value, (int, float, Tensor)):
+                        yield f"optimizer {number} param_groups[{place}][{key!r}]", value
         names = {}
         for name, parameter in self._parameters():
             names[parameter] = name
             yield name, parameter
         if self._buffers:
             yield from self._model.named_buffers()
-        for number, optimizer in enumerate(self._optimizers):
-            if hasattr(optimizer, "consolidate_state_dict"):
-                continue  # ZeroRedundancyOptimizer: each rank has a part of the state
-            for place, options in enumerate(optimizer.param_groups):
-                for key, value in options.items():
-                    if isinstance(value, (int, float, Tensor)):
-                        yield f"optimizer {number} param_groups[{place}][{key!r}]", value
+        for number, optimizer in optimizers:
             for parameter, name in names.items():
                 for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                     if isinstance(value, (int, float, Tensor)):
@@ -148,14 +152,49 @@ class Replicas:
 
     @torch.no_grad()
     def _compare(self, named: Iterable[tuple[str, Any]]) -> None:
-        groups: dict[Any, _Entries] = {}
+        groups: dict[Any, dict[str, Tensor]] = {}
         for name, value in named:
             for group, local in _replicated(value, self._group):
-                groups.setdefault(group, {})[name] = local
-        if not groups:
-            groups[self._group] = {}
-        for group, entries in groups.items():
-            _compare_in(group, entries)
+                groups.setdefault(group, {})[name] = _hash(local)
+        apart = [not _alike_in(group, hashes) for group, hashes in groups.items()]
+        if set(groups) - {self._group}:
+            # A group whose ranks differ must not leave those of the others waiting.
+            device = _device_of(self._group)
+            flag = torch.tensor([int(any(apart))], dtype=torch.int64, device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+            apart = [bool(flag.item())]
+        if any(apart):
+            self._raise(groups)
+
+    def _raise(self, groups: dict[Any, dict[str, Tensor]]) -> None:
+        """Say on all ranks what differs: every rank sees the hashes of all."""
+        own = [
+            (tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), name, int(each))
+            for group, hashes in groups.items()
+            for name, each in hashes.items()
+        ]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, (dist.get_rank(), own), group=self._group)
+        held: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
+        for rank, entries in gathered:
+            for ranks, name, each in entries:
+                held.setdefault((name, ranks), {})[rank] = each
+        differing = [
+            (name, found)
+            for (name, ranks), found in held.items()
+            if len(set(found.values())) > 1 or len(found) < len(ranks)
+        ]
+        first, found = differing[0] if differing else ("the order of the tensors", {})
+        alike: dict[int, list[int]] = {}
+        for rank, each in found.items():
+            alike.setdefault(each, []).append(rank)
+        sets = " | ".join(", ".join(map(str, ranks)) for ranks in alike.values())
+        count, names = len({name for name, _ in differing}), len({name for name, _ in held})
+        raise ReplicasDisagreeError(
+            f"replicas_agree: {first} is not the same on all ranks: ranks {sets} hold other bits. "
+            f"{count} of {names} tensors differ. Load the last checkpoint, or broadcast the "
+            "parameters from one rank, and look for what only some ranks do"
+        )
 
 
 def _replicated(value: Any, group: Any) -> Iterator[tuple[Any, Any]]:
@@ -171,39 +210,24 @@ def _replicated(value: Any, group: Any) -> Iterator[tuple[Any, Any]]:
                 yield value.device_mesh.get_group(dim), value.to_local()
 
 
-def _compare_in(group: Any, entries: dict[str, Any]) -> None:
-    hashes = {name: _hash(value) for name, value in entries.items()}
-    backend = str(dist.get_backend_config(group))
-    device = torch.device("cpu")
-    if "cpu" not in backend:
-        device = torch.device(backend.partition(":")[0], torch.accelerator.current_device_index())
+def _device_of(group: Any) -> torch.device:
+    """Return where a group can communicate: NCCL and XCCL have no collectives on the CPU."""
+    entries = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in entries else entries[0])
+
+
+def _alike_in(group: Any, hashes: dict[str, Tensor]) -> bool:
+    """Whether all ranks of a group have the same names and hashes, by one all-reduce."""
+    device = _device_of(group)
     names = torch.tensor([zlib.crc32(name.encode()) for name in hashes], dtype=torch.int64)
     values = [each.to(device) for each in hashes.values()]
-    listed = torch.stack([*names.to(device), *values]) if values else names.to(device)
-    all_bits = _hash(listed).to(device)
+    listed = torch.cat([names.to(device), torch.stack(values) if values else names.to(device)])
+    all_bits = _hash(listed)
     # max(h) is ~max(~h), the smallest h, only where all have the same.
     both = torch.stack([all_bits, ~all_bits])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     largest, smallest_inverted = both.tolist()
-    if largest != ~smallest_inverted:
-        _raise(group, {name: int(each) for name, each in hashes.items()})
-
-
-def _raise(group: Any, own: dict[str, int]) -> None:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (dist.get_rank(), own), group=group)
-    names = dict.fromkeys(name for _, found in gathered for name in found)
-    differing = [n for n in names if len({found.get(n) for _, found in gathered}) > 1]
-    first = differing[0] if differing else "the order of the tensors"
-    alike: dict[int | None, list[int]] = {}
-    for rank, found in gathered:
-        alike.setdefault(found.get(first), []).append(rank)
-    groups = " | ".join(", ".join(map(str, ranks)) for ranks in alike.values())
-    raise ReplicasDisagreeError(
-        f"replicas_agree: {first} is not the same on all ranks: ranks {groups} hold other bits. "
-        f"{len(differing)} of {len(names)} tensors differ. Load the last checkpoint, or "
-        "broadcast the parameters from one rank, and look for what only some ranks do"
-    )
+    return bool(largest == ~smallest_inverted)
 
 
 def _hash(value: Any) -> Tensor:

@@ -84,7 +84,8 @@ def run(name, number, store_port):
         count, at = 0, number
     try:
         write(name, 2.0)
-    except BaseException:
+    except BaseException as error:
+        (root / f"error-{name}-{rank}").write_text(f"{type(error).__name__}: {error}")
         os._exit(1)
     os._exit(0)
 
@@ -196,7 +197,7 @@ def raises(new):
 
 
 def unpicklable(new):
-    dcp.save({"a": torch.ones(3), "b": (lambda: 0) if rank == last else 1}, checkpoint_id=new)
+    dcp.save({"a": torch.ones(3), f"b{rank}": (lambda: 0) if rank == last else 1}, checkpoint_id=new)
 
 
 def limited(new):

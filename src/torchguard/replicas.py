@@ -127,28 +127,30 @@ class Replicas:
                 yield name, parameter
 
     def _state(self) -> Iterator[tuple[str, Any]]:
-        optimizers = [
-            (number, each)
-            for number, each in enumerate(self._optimizers)
-            # ZeroRedundancyOptimizer: each rank has a part of the state
-            if not hasattr(each, "consolidate_state_dict")
-        ]
-        for number, optimizer in optimizers:  # first: what follows from them differs as well
-            for place, options in enumerate(optimizer.param_groups):
-                for key, value in options.items():
-                    if isinstance(value, (int, float, Tensor)):
-                        yield f"optimizer {number} param_groups[{place}][{key!r}]", value
+        yield from self._options()  # first: what follows from them differs as well
         names = {}
         for name, parameter in self._parameters():
             names[parameter] = name
             yield name, parameter
         if self._buffers:
             yield from self._model.named_buffers()
-        for number, optimizer in optimizers:
+        for number, optimizer in self._whole_optimizers():
             for parameter, name in names.items():
                 for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                     if isinstance(value, (int, float, Tensor)):
                         yield f"optimizer {number} {name} {key}", value
+
+    def _whole_optimizers(self) -> list[tuple[int, Optimizer]]:
+        """Leave out ZeroRedundancyOptimizer, of which each rank has a part of the state."""
+        numbered = enumerate(self._optimizers)
+        return [(n, each) for n, each in numbered if not hasattr(each, "consolidate_state_dict")]
+
+    def _options(self) -> Iterator[tuple[str, Any]]:
+        for number, optimizer in self._whole_optimizers():
+            for place, options in enumerate(optimizer.param_groups):
+                for key, value in options.items():
+                    if isinstance(value, (int, float, Tensor)):
+                        yield f"optimizer {number} param_groups[{place}][{key!r}]", value
 
     @torch.no_grad()
     def _compare(self, named: Iterable[tuple[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""checkpoint_folder(group=): a kill or an error on any rank leaves the old checkpoint or the new."""
+"""checkpoint_folder(group=): a kill or an error on a rank leaves the old checkpoint or the new."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.child_process import JOIN_RANKS, run_ranks
 
 import torchguard
+from support.child_process import JOIN_RANKS, run_ranks
 from torchguard.checkpoint.folder import MARK
 
 # Two groups of one process cost seconds each to start, so the ranks here are one process each that
 # forks before it joins a group: a child for each point at which the victim ends.
-KILLED = '''
+KILLED = """
 import datetime, os, sys, time, warnings
 from pathlib import Path
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
@@ -93,7 +93,7 @@ def run(name, number, store_port):
 ended = []
 number = 1
 while True:
-    name = f"{way}-{victim}-{number}"
+    name = f"{way}-{victim}-{number}-link"
     child = os.fork()
     if not child:
         run(name, number, port)
@@ -106,7 +106,7 @@ while True:
     if both[victim] != 9:
         break
     number += 1
-'''
+"""
 
 
 def killed(folder: Path, way: str, victim: int) -> list[float | None]:
@@ -152,7 +152,7 @@ def test_a_kill_at_each_change_of_the_disk(tmp_path: Path, victim: int) -> None:
     assert len(bare) > 3
     assert None in bare or 0.0 in bare
     # The next save removes what is left.
-    with torchguard.checkpoint_folder(tmp_path / f"ours-{victim}-1") as new:
+    with torchguard.checkpoint_folder(tmp_path / f"ours-{victim}-1-link") as new:
         (new / "a.txt").write_text("a")
     left = [each for each in tmp_path.iterdir() if each.name.startswith(".torchguard")]
     for each in left:
@@ -161,7 +161,7 @@ def test_a_kill_at_each_change_of_the_disk(tmp_path: Path, victim: int) -> None:
 
 PROGRAM = (
     JOIN_RANKS
-    + '''
+    + """
 import resource, signal
 from pathlib import Path
 import torchguard
@@ -181,8 +181,9 @@ def attempt(name, body, path=None):
         said = f"{type(error).__name__}: {error}"
     dist.barrier()
     names = sorted(each.name for each in folder.iterdir())
-    result[name] = [said, path.exists() and (path / f"{last}.pt").exists() and
-                    torch.load(path / f"{last}.pt").tolist(), [n for n in names if "torchguard" in n]]
+    saved = path / f"{last}.pt"
+    left = [each for each in names if "torchguard" in each]
+    result[name] = [said, saved.exists() and torch.load(saved).tolist(), left]
     dist.barrier()
 
 
@@ -197,7 +198,8 @@ def raises(new):
 
 
 def unpicklable(new):
-    dcp.save({"a": torch.ones(3), f"b{rank}": (lambda: 0) if rank == last else 1}, checkpoint_id=new)
+    other = (lambda: 0) if rank == last else 1
+    dcp.save({"a": torch.ones(3), f"b{rank}": other}, checkpoint_id=new)
 
 
 def limited(new):
@@ -250,7 +252,7 @@ with torchguard.install("save", "load"):
     except RuntimeError as error:
         result["dtype"] = str(error)
 print(json.dumps(result))
-'''
+"""
 )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.child_process import JOIN_RANKS, run_ranks
 
+from support.child_process import JOIN_RANKS, run_ranks
 from torchguard.replicas import _hash
 
 PROGRAM = (
@@ -68,7 +68,8 @@ def run(steps, fault="", wrap=DDP, every=1, **options):
                     model[2].weight[1, 3] += 1e-6
             norm = 0.1 if fault != "clip" or rank != last else 0.05
             # What DDP ignores has a gradient of this rank alone; it takes no part in the norm.
-            averaged = [p for n, p in model.named_parameters() if (fault, n) != ("ignored", "0.bias")]
+            named = model.named_parameters()
+            averaged = [p for n, p in named if (fault, n) != ("ignored", "0.bias")]
             torch.nn.utils.clip_grad_norm_(averaged, norm)
             agree.gradients()
             if fault == "lr" and rank == last:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.child_process import JOIN_RANKS, run_ranks
 
 PROGRAM = (
@@ -122,7 +123,8 @@ both("flip", lambda: state(2.0), damaged("flipped", "link", flip))
 both("flip, no manifest", lambda: state(2.0), damaged("flipped2", "foreign", flip))
 swap = lambda path: shutil.copy(folder / "step-10" / "__1_0.distcp", path / "__1_0.distcp")
 both("other shard", lambda: state(2.0), damaged("swapped", "link", swap))
-both("missing shard", lambda: state(2.0), damaged("less", "link", lambda p: (p / "__1_0.distcp").unlink()))
+unlink = lambda path: (path / "__1_0.distcp").unlink()
+both("missing shard", lambda: state(2.0), damaged("less", "link", unlink))
 
 
 target = {"model": model(2.0).state_dict()}
@@ -130,7 +132,8 @@ try:
     dcp.load(target, checkpoint_id=folder / "less")
     result["half"] = None
 except CheckpointException:
-    result["half"] = values({**target, "plain": next(iter(target["model"].values())).to_local().flatten()})
+    plain = next(iter(target["model"].values())).to_local().flatten()
+    result["half"] = values({**target, "plain": plain})
 
 
 def half():
@@ -172,7 +175,8 @@ def fewer():
 
 both("fewer names", fewer, folder / "link")
 both("extra", fewer, folder / "link", extra=True)
-result["kind"] = attempt(lambda t, p: torchguard.load_sharded(t, p), {**state(2.0), "step": torch.ones(1)}, folder / "link")
+kind = {**state(2.0), "step": torch.ones(1)}
+result["kind"] = attempt(torchguard.load_sharded, kind, folder / "link")
 both("nowhere", lambda: state(2.0), folder / "nowhere")
 
 
@@ -190,6 +194,7 @@ dist.barrier()
 print(json.dumps(result))
 '''
 )
+
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -235,7 +240,9 @@ def test_a_difference_is_raised_on_all_ranks_and_nothing_has_changed(
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("case", ["flip", "flip, no manifest", "other shard", "dtype", "fewer names"])
+@pytest.mark.parametrize(
+    "case", ["flip", "flip, no manifest", "other shard", "dtype", "fewer names"]
+)
 def test_bare_dcp_says_nothing_of_these(ranks: Any, case: str) -> None:
     assert all(each[case][0]["raised"] is None for each in ranks[0])
 

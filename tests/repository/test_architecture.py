@@ -16,7 +16,15 @@ PACKAGE = Path(torchguard.__file__).parent
 FOUNDATION = {"errors", "_public", "_pytree", "_files"}
 TORCH = {"_torch", *FOUNDATION}
 SHARED = {"equivalence", "assignment", *TORCH}
-ROOMS = {"rollback", "transactions", "checkpoint", "bucketing", "verification", "interop", "replicas"}
+ROOMS = {
+    "rollback",
+    "transactions",
+    "checkpoint",
+    "bucketing",
+    "verification",
+    "interop",
+    "replicas",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": {"_public"},
     "_public": set(),

@@ -155,7 +155,7 @@ def _mark(link: Path, folder: Path, files: Mapping[str, Any] | None = None) -> s
 
 
 def marked(folder: Path) -> dict[str, Any]:
-    """Return what the mark says, with a group's manifest; nothing where there is none, or half of one."""
+    """Return what the mark says, with a group's manifest; nothing where it is not whole."""
     try:
         return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

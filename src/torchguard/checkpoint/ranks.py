@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,11 +41,7 @@ def folder_of_all_ranks(link: Path, *, keep: int, fsync: bool, group: Any) -> It
         nonlocal lock, new
         if rank:
             return None
-        if alone and not link.is_symlink() and is_ours(link):
-            raise SaveError(
-                f"checkpoint_folder: {link} is a checkpoint already, and a name that ends in a "
-                "digit is written once; remove that folder first, or choose another name"
-            )
+        _refuse_again(link)
         refuse_foreign(link)
         warn_after_crash(link, remove_abandoned_folders(link))
         new, lock = new_folder(link)
@@ -58,7 +55,7 @@ def folder_of_all_ranks(link: Path, *, keep: int, fsync: bool, group: Any) -> It
             yield new
         except BaseException as error:
             with contextlib.suppress(Exception):  # that of this rank goes on
-                _of_all(group, lambda: _raise(error), link)
+                _of_all(group, partial(_raise, error), link)
             raise
         _of_all(group, lambda: None, link)  # from here on no rank writes
         files: dict[str, Any] = {}
@@ -95,6 +92,14 @@ def _of_all(group: Any, call: Callable[[], _T], link: Path) -> list[_T]:
         what = "; ".join(f"rank {rank}: {text}" for rank, text in failures)
         raise SaveError(f"checkpoint_folder: no rank has saved, {link} is as it was. {what}")
     return [each for each, _ in gathered]
+
+
+def _refuse_again(link: Path) -> None:
+    if not link.is_symlink() and is_ours(link):
+        raise SaveError(
+            f"checkpoint_folder: {link} is a checkpoint already, and a name that ends in a digit "
+            "is written once; remove that folder first, or choose another name"
+        )
 
 
 def _raise(error: BaseException) -> None:

@@ -217,7 +217,7 @@ class _ComparingPlanner(DefaultLoadPlanner):
                 elements = read.get(name, 0)
                 if elements < local.numel():
                     found.append(
-                        f"{name} has {local.numel():,} elements here, saved are {elements:,} of them"
+                        f"{name} has {local.numel():,} elements here, saved are {elements:,}"
                     )
         return found
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -202,7 +203,7 @@ class _ComparingPlanner(DefaultLoadPlanner):
 
         Saved chunks do not overlap (DCP compares that when it saves), so sizes are enough.
         """
-        read: dict[tuple[str, Any], int] = {}
+        read: dict[str, int] = {}
         found, places = [], self.metadata.storage_data  # type: ignore[union-attr]
         for item in plan.items:
             if item.storage_index not in places:
@@ -273,7 +274,7 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
         storage_reader: Any = None,
         planner: Any = None,
         process_group: Any = None,
-        no_dist: bool = False,
+        **options: Any,  # no_dist; torch 2.6 does not have it
     ) -> None:
         path = _local_path(checkpoint_id, storage_reader, FileSystemReader)
         if path is None or (planner is not None and type(planner) is not DefaultLoadPlanner):
@@ -283,7 +284,7 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
                 storage_reader=storage_reader,
                 planner=planner,
                 process_group=process_group,
-                no_dist=no_dist,
+                **options,
             )
             return
         _load(
@@ -294,7 +295,7 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
             cast=False,
             partial=bool(getattr(planner, "allow_partial_load", False)),
             group=process_group,
-            options={"storage_reader": storage_reader, "no_dist": no_dist},
+            options={"storage_reader": storage_reader, **options},
         )
 
     return load
@@ -344,6 +345,6 @@ def _local_path(checkpoint_id: Any, storage: Any, kind: type) -> str | None:
         return None
     path = getattr(storage, "path", None) if checkpoint_id is None else checkpoint_id
     with contextlib.suppress(TypeError):
-        name = os.fspath(path)
+        name: Any = os.fspath(path)  # type: ignore[arg-type]  None is a TypeError
         return name if isinstance(name, str) and "://" not in name else None
     return None

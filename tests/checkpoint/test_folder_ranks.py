@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import torchguard
 from support.child_process import JOIN_RANKS, run_ranks
@@ -133,7 +132,7 @@ def killed(folder: Path, way: str, victim: int) -> list[float | None]:
 def holds(path: Path) -> float | None:
     state: dict[str, Any] = {"a": torch.zeros(64), "b": {"c": torch.zeros(3, 5)}, "n": 0}
     try:
-        dcp.load(state, checkpoint_id=path)
+        state_dict_loader.load(state, checkpoint_id=path)
     except BaseException:  # noqa: BLE001  CheckpointException is one
         return None
     found = {*state["a"].tolist(), *state["b"]["c"].flatten().tolist(), float(state["n"])}

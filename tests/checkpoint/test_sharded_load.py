@@ -274,7 +274,7 @@ def test_one_process_without_a_group_loads_what_ranks_have_saved(ranks: Any) -> 
     import torchguard  # noqa: PLC0415
 
     _, folder = ranks
-    state = {
+    state: dict[str, Any] = {
         "model": {"0.weight": torch.zeros(6, 8), "0.bias": torch.zeros(6)},
         "plain": torch.zeros(5),
         "step": 0,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import torchguard
 from torchguard.__main__ import main
@@ -26,7 +26,7 @@ def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str
     torch.save(state, tmp_path / "new.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     save_file(state, tmp_path / "model.safetensors")
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    state_dict_saver.save(state, checkpoint_id=tmp_path / "dcp")
     paths = [tmp_path / name for name in ("new.pt", "old.pt", "model.safetensors", "dcp")]
     steps: list[tuple[int, int]] = []
     for path in paths:
@@ -41,7 +41,7 @@ def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_100_flips_in_a_shard_are_seen_and_the_tensor_is_named(tmp_path: Path) -> None:
     state = {"a": torch.arange(3000.0), "b": torch.arange(3000.0)}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    state_dict_saver.save(state, checkpoint_id=tmp_path / "dcp")
     (shard,) = (tmp_path / "dcp").glob("*.distcp")
     whole = shard.read_bytes()
     begins = whole.find(state["b"].numpy().tobytes()[:400])
@@ -56,7 +56,7 @@ def test_100_flips_in_a_shard_are_seen_and_the_tensor_is_named(tmp_path: Path) -
         with pytest.raises(RuntimeError, match="no tensor has changed"):
             torchguard.load_sharded(loaded, tmp_path / "dcp")
         assert not loaded["a"].any()
-        dcp.load(loaded, checkpoint_id=tmp_path / "dcp")  # bare DCP loads it
+        state_dict_loader.load(loaded, checkpoint_id=tmp_path / "dcp")  # bare DCP loads it
         assert loaded["a"].any()
 
 

@@ -343,8 +343,8 @@ def _local_path(checkpoint_id: Any, storage: Any, kind: type) -> str | None:
     """Return the folder, if the file system's own writer or reader is used."""
     if storage is not None and type(storage) is not kind:
         return None
-    path = getattr(storage, "path", None) if checkpoint_id is None else checkpoint_id
+    path: Any = getattr(storage, "path", None) if checkpoint_id is None else checkpoint_id
     with contextlib.suppress(TypeError):
-        name: Any = os.fspath(path)  # type: ignore[arg-type]  None is a TypeError
+        name = os.fspath(path)
         return name if isinstance(name, str) and "://" not in name else None
     return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_loader
 
 import torchguard
 from support.child_process import JOIN_RANKS, run_ranks

@@ -45,7 +45,7 @@ def replicas_agree(
         model: the module, wrapped or not.
         optimizer: one, or several, whose state and options are compared by ``agree()``.
         every: compare in the first call and in each ``every``-th after it.
-        group: of the ranks that hold the same plain tensors; None for the default group.
+        group: of the ranks that hold the same plain tensors; None or True for the default one.
         buffers: compare buffers too.
 
     Raises:
@@ -58,7 +58,7 @@ def replicas_agree(
     if every < 1:
         raise ValueError(f"replicas_agree: every is {every}, expected 1 or more")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    return Replicas(model, optimizers, every, group, buffers)
+    return Replicas(model, optimizers, every, None if group is True else group, buffers)
 
 
 class Replicas:

@@ -15,8 +15,8 @@ import torchguard
 from support.child_process import JOIN_RANKS, run_ranks
 from torchguard.checkpoint.folder import MARK
 
-# Two groups of one process cost seconds each to start, so the ranks here are one process each that
-# forks before it joins a group: a child for each point at which the victim ends.
+# To start Python and torch costs seconds, so the two ranks fork before they join a group: a child
+# for each point at which the victim ends.
 KILLED = """
 import datetime, os, sys, time, warnings
 from pathlib import Path

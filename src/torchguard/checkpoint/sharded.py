@@ -53,7 +53,7 @@ def load_sharded(
         extra: the checkpoint may have names that a rank does not ask for.
         cast: a tensor may have another dtype than was saved.
         partial: names that the checkpoint does not have stay as they are.
-        group: the process group; None for the default one.
+        group: the process group; None or True for the default one.
 
     Raises:
         ShardedCheckpointError: a ``RuntimeError``, the same on all ranks; lists up to 20
@@ -63,6 +63,7 @@ def load_sharded(
     https://github.com/pytorch/pytorch/issues/126881
     """
     folder = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
+    group = None if group is True else group
     _load(
         patch.original(_LOAD), state, folder, extra=extra, cast=cast, partial=partial, group=group
     )

@@ -188,17 +188,17 @@ def _dcp(name: str) -> patch.Make:
     return make
 
 
-# Both names: the package holds what its module defines, and Lightning and Accelerate import either.
+# Both names, once the package is imported: it imports its modules, and what they define, itself.
 _DCP = "torch.distributed.checkpoint"
-_SAVE_IN_PACKAGES = {
-    **_SAVE_IN_PACKAGES,
-    f"{_DCP}.state_dict_saver": {f"{_DCP}.state_dict_saver.save": _dcp("guard_dcp_save")},
-    _DCP: {f"{_DCP}.save": _dcp("guard_dcp_save")},
-}
-_LOAD_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
-    f"{_DCP}.state_dict_loader": {f"{_DCP}.state_dict_loader.load": _dcp("guard_dcp_load")},
-    _DCP: {f"{_DCP}.load": _dcp("guard_dcp_load")},
-}
+
+
+def _dcp_paths(name: str, module: str) -> Mapping[str, Mapping[str, patch.Make]]:
+    make = _dcp(f"guard_dcp_{name}")
+    return {_DCP: {f"{_DCP}.{name}": make, f"{_DCP}.{module}.{name}": make}}
+
+
+_SAVE_IN_PACKAGES = {**_SAVE_IN_PACKAGES, **_dcp_paths("save", "state_dict_saver")}
+_LOAD_IN_PACKAGES = _dcp_paths("load", "state_dict_loader")
 
 
 def _save_not_needed() -> str | None:

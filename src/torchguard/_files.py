@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from torchguard.errors import SaveError
 
@@ -109,8 +110,7 @@ def write_text(path: str | os.PathLike[str], text: str, *, fsync: bool = True) -
     """Put a text in the place of a file in one step; a pipe or a device is written to."""
 
     def write(new: str) -> None:
-        with open(new, "w", encoding="utf-8") as file:
-            file.write(text)
+        Path(new).write_text(text, encoding="utf-8")
 
     if is_replaceable(os.fspath(path)):
         replace_file(os.fspath(path), write, fsync=fsync)

@@ -286,7 +286,7 @@ class TestSave:
                 os.seteuid(65534)  # the root user may write everywhere
             try:
                 torchguard.save(NEW, path)
-            except torchguard.SaveError as error:
+            except torchguard.errors.SaveError as error:
                 return str(path) in str(error)
             return False
 
@@ -340,7 +340,9 @@ class TestTorn:
         torchguard.save(OLD, path)
         weight = torch.zeros(3)
         obj = {"model": [{"weight": weight}], "then": Steps(weight)}
-        with pytest.raises(torchguard.TornSaveError, match=r"obj\['model'\]\[0\]\['weight'\]"):
+        with pytest.raises(
+            torchguard.errors.TornSaveError, match=r"obj\['model'\]\[0\]\['weight'\]"
+        ):
             torchguard.save(obj, path)
         assert same(torch.load(path), OLD)
         assert not left(tmp_path)
@@ -349,7 +351,7 @@ class TestTorn:
         weight = torch.zeros(3)
         held = torch.nn.Linear(1, 1)
         vars(held)["extra"] = [weight]
-        with pytest.raises(torchguard.TornSaveError, match="shape"):
+        with pytest.raises(torchguard.errors.TornSaveError, match="shape"):
             torchguard.save([held, Steps(weight)], tmp_path / "model.pt")
 
     def test_retry_saves_a_state_that_was_one(self, tmp_path: Path) -> None:
@@ -357,7 +359,7 @@ class TestTorn:
         torchguard.save([weight, Steps(weight, times=2)], path, on_torn="retry")
         loaded = torch.load(path, weights_only=False)
         assert torch.equal(loaded[0], torch.full((3,), 2.0))
-        with pytest.raises(torchguard.TornSaveError):
+        with pytest.raises(torchguard.errors.TornSaveError):
             torchguard.save([weight, Steps(weight, times=100)], path, on_torn="retry")
 
     def test_ignore(self, tmp_path: Path) -> None:
@@ -389,7 +391,7 @@ class TestTorn:
             while (torn == 0 or written < 5) and torn + written < 2000:
                 try:
                     torchguard.save(model.state_dict(), tmp_path / "model.pt", fsync=False)
-                except torchguard.TornSaveError:
+                except torchguard.errors.TornSaveError:
                     torn += 1
                     continue
                 written += 1

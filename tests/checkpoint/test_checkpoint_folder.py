@@ -91,7 +91,7 @@ def test_what_is_somebody_elses_is_refused(
         (tmp_path / name).mkdir()
     make(tmp_path / "run")
     before = names(tmp_path)
-    with pytest.raises(torchguard.SaveError, match=says):
+    with pytest.raises(torchguard.errors.SaveError, match=says):
         save(tmp_path / "run", 0)
     assert names(tmp_path) == before
 
@@ -115,7 +115,7 @@ def test_another_process_shows_a_newer_one_meanwhile(
 
 
 def test_what_appears_meanwhile_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(torchguard.SaveError, match="link to exp_42"):
+    with pytest.raises(torchguard.errors.SaveError, match="link to exp_42"):
         with torchguard.checkpoint_folder(tmp_path / "run") as new:
             torch.save(0, new / "a.pt")
             (tmp_path / "run").symlink_to("exp_42")

@@ -261,7 +261,7 @@ class TestFolder:
 
     def test_refuses_what_it_has_not_made(self, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
-        with pytest.raises(torchguard.SaveError, match="has not made"):
+        with pytest.raises(torchguard.errors.SaveError, match="has not made"):
             with torchguard.checkpoint_folder(tmp_path / "mine"):
                 pass
         with pytest.raises(ValueError, match="keep is 0"):

@@ -229,7 +229,7 @@ try:
     with torchguard.checkpoint_folder(elsewhere / "link", group=True) as new:
         own(1.0)(new)
     result["unseen"] = None
-except torchguard.SaveError as error:
+except torchguard.errors.SaveError as error:
     result["unseen"] = str(error)
 
 with torchguard.install("save", "load"):
@@ -244,7 +244,7 @@ with torchguard.install("save", "load"):
     try:
         dcp.save(state(2.0), checkpoint_id=folder / "plain")
         result["plain"] = None
-    except torchguard.SaveError as error:
+    except torchguard.errors.SaveError as error:
         result["plain"] = str(error)
     try:
         dcp.load({"a": torch.zeros(4).half()}, checkpoint_id=folder / "plain")

@@ -185,7 +185,7 @@ class Steps:
 
 def test_a_tensor_that_only_pickle_finds_is_compared(tmp_path: Path) -> None:
     held = Plain()
-    with pytest.raises(torchguard.TornSaveError, match=r"a tensor of shape \(3,\)"):
+    with pytest.raises(torchguard.errors.TornSaveError, match=r"a tensor of shape \(3,\)"):
         torchguard.save([held, Steps(held.weight)], tmp_path / "model.pt")
     assert not list(tmp_path.iterdir())
 
@@ -204,4 +204,4 @@ def test_of_many_containers_few_are_looked_at(tmp_path: Path) -> None:
         torchguard.save(obj, tmp_path / "model.pt", fsync=False)
     finally:
         sys.setprofile(None)
-    assert calls < 100_000
+    assert calls < 200_000, "to look at all of them would be five calls for each list"

@@ -17,7 +17,7 @@ def test_what_is_imported_later_is_guarded_once_and_put_back(tmp_path: Path) -> 
     for save in (dcp.save, dcp.state_dict_saver.save):
         try:
             save({{"a": torch.ones(2)}}, checkpoint_id={str(tmp_path)!r})
-        except torchguard.SaveError:
+        except torchguard.errors.SaveError:
             print("raised")
     guarded = dcp.save
     torchguard.uninstall()

@@ -30,8 +30,7 @@ _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse
 # https://github.com/pytorch/pytorch/blob/main/torch/serialization.py
 _OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the second byte is the protocol
 _PICKLES = 5
-_OLDER_TEXT = f"L{0x1950A86A20F9469CFC6C}"  # with pickle_protocol=0 it is text as well
-_SHOWN = 80  # characters
+_OLDER_TEXT, _SHOWN = f"L{0x1950A86A20F9469CFC6C}", 80  # pickle_protocol=0 is text; characters
 _MARKED_AS_FOLDER = 0x10
 _CHUNK = 1 << 20
 
@@ -78,9 +77,9 @@ def guard_load(original: Callable[..., Any], check: bool | None = None) -> Calla
             if _ZIP_BEGINS.startswith(first_bytes):
                 _check_zip(path, size, checksums=checksums)
             return original(f, *args, **options)
+        except DamagedFileError:
+            raise
         except Exception as error:
-            if isinstance(error, DamagedFileError):
-                raise
             damage = _damage_of(path, size, error, is_zip=first_bytes == _ZIP_BEGINS)
             if damage is not None:
                 raise damage from error
@@ -112,15 +111,13 @@ def _text_instead(path: str) -> DamagedFileError | None:
             text = file.read(_SHOWN).strip()
     except UnicodeDecodeError:
         return None
-    is_text = all(each.isprintable() or each.isspace() for each in text)
-    if not is_text or text.startswith(_OLDER_TEXT):
+    if text.startswith(_OLDER_TEXT) or not "".join(text.split()).isprintable():
         return None
+    what = "text, and no checkpoint"
     if text.startswith("version https://git-lfs"):
         what = "a git-lfs pointer; fetch the file it stands for with: git lfs pull"
     elif text.startswith("<"):
         what = "a web page; the download needs a login, or another address"
-    else:
-        what = "text, and no checkpoint"
     return DamagedFileError(f"{path} is {what}. It begins with {text!r}")
 
 
@@ -225,7 +222,7 @@ def load_state_dict(
 
     Raises:
         TypeError: ``target`` is none of these.
-        RuntimeError: torch's own; or a tied parameter has two values in ``state``; names both.
+        RuntimeError: torch's own, or a tied parameter has two values in ``state``.
         ValueError: an optimizer's state has tensors of another shape than its parameters. torch
             accepts them, and a fused ``step()`` then writes past their end.
     """

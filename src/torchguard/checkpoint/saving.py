@@ -25,7 +25,7 @@ OnTorn = Literal["raise", "retry", "ignore"]
 
 # A zip archive begins with a record and ends with 22 bytes that say where its directory is.
 _ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22
-_MANY = 10_000  # containers and tensors
+_MANY = 20_000  # objects, of which most checkpoints have fewer
 _TRIES = 5  # with on_torn="retry": a loop that steps faster than it saves would never end
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from torchguard.checkpoint.verify import verify_checkpoint
 from torchguard.cli import interrupted, write
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _main(options: argparse.Namespace) -> int:
+    from torchguard import verify_checkpoint  # noqa: PLC0415 - imports torch
+
     status = 0
     for path in options.paths:
         try:

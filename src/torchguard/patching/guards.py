@@ -38,13 +38,24 @@ from torchguard.checkpoint.saving import (
 )
 from torchguard.checkpoint.ties import guard_to_empty
 from torchguard.interop import numpy_memory
+from torchguard.rollback import overlap, recompute
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
 from torchguard.transactions import hooks as optimizer_guard
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
-    "load", "numpy", "optimizer", "out", "resize", "save", "setitem", "slice_scatter", "verified"
+    "load",
+    "numpy",
+    "optimizer",
+    "out",
+    "overlap",
+    "recompute",
+    "resize",
+    "save",
+    "setitem",
+    "slice_scatter",
+    "verified",
 ]
 """The names that ``install()`` takes: the keys of :data:`GUARDS`, for type checkers."""
 
@@ -64,7 +75,7 @@ class Guard:
     """Whether it has to wait until something imports Dynamo; it is tried again then."""
 
     in_modules: Mapping[str, Mapping[str, patch.Make]] = field(default_factory=dict)
-    """By module that may be imported later, paths to patch as soon as it is."""
+    """Paths to patch as soon as a module is imported, by that module's name."""
 
     changed: Callable[[], None] = lambda: None
     """Called after the guard's paths were patched or put back."""
@@ -243,6 +254,7 @@ GUARDS: dict[str, Guard] = {
         Guard(
             "out", _out_replacements, _out_not_needed, in_modules={_QUANTIZATION: _IN_QUANTIZATION}
         ),
+        Guard("overlap", overlap.replacements, overlap.not_needed, changed=overlap.changed),
         Guard("setitem", setitem_replacements, setitem_not_needed, patches_dynamo=True),
         Guard(
             "slice_scatter",
@@ -270,6 +282,12 @@ GUARDS: dict[str, Guard] = {
             optimizer_guard.replacements,
             optimizer_guard.not_needed,
             changed=optimizer_guard.changed,
+        ),
+        Guard(
+            "recompute",
+            recompute.replacements,
+            recompute.not_needed,
+            in_modules=recompute.IN_MODULES,
         ),
     )
 }

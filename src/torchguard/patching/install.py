@@ -108,6 +108,8 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         and the state are copied, where half of the free memory is enough for it.
         Fused kernels on the CPU get copies of what they misread: other layouts of gradients and
         state, and half precision in SGD.
+        ``"recompute"``: a block under ``torch.utils.checkpoint`` runs in backward as it ran the
+        first time, as :func:`safe_checkpoint` says, whoever has imported ``checkpoint`` before.
         ``"numpy"``: a tensor never writes to a read-only array or buffer, ``frombuffer`` keeps
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 

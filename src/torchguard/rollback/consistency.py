@@ -26,7 +26,6 @@ from torchguard.rollback.snapshot import (
 _ELEMENTS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 
 
-@public
 def is_consistent(tensor: torch.Tensor) -> bool:
     """Whether every element of ``tensor`` lies inside its storage.
 

@@ -23,7 +23,7 @@ from torchguard.equivalence.outcome import Outcome
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import Options
 from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
-from torchguard.verification.graph import quiet
+from torchguard.verification.graph import unlogged
 from torchguard.verification.report import GraphRecord, first_of, message_of
 from torchguard.verification.reproduce import reproducer_of
 from torchguard.verification.rounding import exact, not_by_rounding, right_in_double
@@ -58,9 +58,6 @@ class GraphCheck:
 
     draws_like_eager: bool
     """Whether what the backend made draws the random numbers that eager draws."""
-
-    compile_seconds: float
-    """How long the backend took."""
 
     conclusive: bool = True
     """Whether the last check could tell: eager did not raise."""
@@ -285,17 +282,14 @@ class GraphCheck:
         first, record, wrong = self.fallbacks[0], self.record, self.runs
         action = self.options.on_mismatch
         if action == "fallback":
-            with quiet():
+            with unlogged():
                 self._fall_back(eager, inputs, self._position + 1)
         record.status = "mismatched"
         record.runs = self.fallbacks[self._position].name
         record.differences = tuple(map(str, found))
         reproducer = record.reproducer
         if reproducer is None:
-            seconds = self.compile_seconds
-            reproducer = reproducer_of(
-                self.traced, wrong, inputs, first, record=record, compile_seconds=seconds
-            )
+            reproducer = reproducer_of(self.traced, wrong, inputs, first, record)
         text = message_of(record, first, found, action, reproducer)
         self._settled |= action != "fallback"
         if action != "raise":

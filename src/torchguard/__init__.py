@@ -57,6 +57,8 @@ _PUBLIC = {
     "bucketing.sampler": ("BucketBatchSampler",),
     "checkpoint.loading": ("load", "load_state_dict"),
     "checkpoint.saving": ("save",),
+    "checkpoint.sharded": ("load_sharded",),
+    "checkpoint.verify": ("verify_checkpoint",),
     "checkpoint.folder": ("checkpoint_folder",),
     "defects.doctor": ("doctor",),
     "errors": (
@@ -69,6 +71,7 @@ _PUBLIC = {
         "UnrecoverableStepError",
     ),
     "patching.install": ("get_original", "install", "installed", "uninstall"),
+    "replicas": ("replicas_agree",),
     "rollback.block": ("rollback_on_error",),
     "rollback.consistency": ("check_consistent", "repair_"),
     "rollback.recompute": ("safe_checkpoint",),

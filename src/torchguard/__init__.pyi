@@ -21,6 +21,8 @@ from torchguard.bucketing.sampler import BucketBatchSampler
 from torchguard.checkpoint.folder import checkpoint_folder
 from torchguard.checkpoint.loading import load, load_state_dict
 from torchguard.checkpoint.saving import save
+from torchguard.checkpoint.sharded import load_sharded
+from torchguard.checkpoint.verify import verify_checkpoint
 from torchguard.defects.doctor import DoctorReport as DoctorReport
 from torchguard.defects.doctor import doctor
 from torchguard.errors import (
@@ -34,6 +36,7 @@ from torchguard.errors import (
 )
 from torchguard.patching.install import Installation as Installation
 from torchguard.patching.install import get_original, install, installed, uninstall
+from torchguard.replicas import replicas_agree
 from torchguard.rollback.block import rollback_on_error
 from torchguard.rollback.consistency import check_consistent, repair_
 from torchguard.rollback.recompute import safe_checkpoint
@@ -74,11 +77,13 @@ __all__ = [
     "installed",
     "length_mask",
     "load",
+    "load_sharded",
     "load_state_dict",
     "no_recompile",
     "packed",
     "pad_to_bucket",
     "repair_",
+    "replicas_agree",
     "rollback_on_error",
     "safe_checkpoint",
     "safe_resize_",
@@ -93,4 +98,5 @@ __all__ = [
     "verification_report",
     "verified",
     "verified_backend",
+    "verify_checkpoint",
 ]

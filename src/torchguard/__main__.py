@@ -7,10 +7,17 @@ import difflib
 import sys
 
 from torchguard._public import __version__
-from torchguard.cli import DOCUMENTATION, demo, doctor, fuzz, plan, run
+from torchguard.cli import DOCUMENTATION, demo, doctor, fuzz, plan, run, verify
 
 # None of them imports torch before it runs: `--help` has to be quick.
-_COMMANDS = {"demo": demo, "doctor": doctor, "run": run, "plan": plan, "fuzz": fuzz}
+_COMMANDS = {
+    "demo": demo,
+    "doctor": doctor,
+    "run": run,
+    "plan": plan,
+    "fuzz": fuzz,
+    "verify": verify,
+}
 
 _EXAMPLES = f"""examples:
   python -m torchguard demo                           bare torch beside guarded, five times
@@ -18,6 +25,7 @@ _EXAMPLES = f"""examples:
   python -m torchguard doctor --only resize-locked    one defect, by its id
   python -m torchguard run --guards resize,out train.py --epochs 3
   python -m torchguard plan lengths.npy --buckets 8
+  python -m torchguard verify checkpoint              whether a checkpoint is whole
   python -m torchguard COMMAND --help                 its options; of doctor, all ids
 
 documentation: {DOCUMENTATION}

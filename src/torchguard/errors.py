@@ -78,6 +78,14 @@ class DamagedFileError(TorchGuardError, RuntimeError):
     """Raised when a checkpoint is not whole: cut off, or other bytes than were written."""
 
 
+class ShardedCheckpointError(TorchGuardError, RuntimeError):
+    """Raised on all ranks when a sharded checkpoint is not whole or not that of this state."""
+
+
+class ReplicasDisagreeError(TorchGuardError, RuntimeError):
+    """Raised on all ranks when copies of a tensor differ that have to be the same."""
+
+
 class ReadOnlyMemoryError(TorchGuardError, RuntimeError):
     """Raised with ``readonly="raise"`` when a tensor would share read-only memory."""
 

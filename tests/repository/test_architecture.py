@@ -16,7 +16,15 @@ PACKAGE = Path(torchguard.__file__).parent
 FOUNDATION = {"errors", "_public", "_pytree", "_files"}
 TORCH = {"_torch", *FOUNDATION}
 SHARED = {"equivalence", "assignment", *TORCH}
-ROOMS = {"rollback", "transactions", "checkpoint", "bucketing", "verification", "interop"}
+ROOMS = {
+    "rollback",
+    "transactions",
+    "checkpoint",
+    "bucketing",
+    "verification",
+    "interop",
+    "replicas",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": {"_public"},
     "_public": set(),
@@ -29,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bucketing": SHARED,
     "verification": SHARED,
     "interop": SHARED,
+    "replicas": SHARED,
     # A step and a state dict that fail are put back with what an operation is put back with.
     "checkpoint": {*SHARED, "rollback"},
     "transactions": {*SHARED, "rollback"},
@@ -137,6 +146,7 @@ def test_few_files_lie_beside_the_rooms() -> None:
     """A new idea gets a room, or goes into one."""
     assert {path.name for path in PACKAGE.glob("*.py")} <= {
         "__init__.py", "__main__.py", "_files.py", "_public.py", "_pytree.py", "errors.py",
+        "replicas.py",
     }  # fmt: skip
 
 

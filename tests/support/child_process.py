@@ -82,13 +82,14 @@ import torch.distributed as dist
 
 rank, port = int(sys.argv[1]), sys.argv[2]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
-dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
+world_size, timeout = int(sys.argv[3]), datetime.timedelta(seconds=120)
+dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
 """
 """How a program for :func:`run_ranks` begins."""
 
 
-def run_ranks(program: str, folder: Path) -> list[dict[str, Any]]:
-    """Run a program on two ranks, given rank and port; return the JSON each prints last.
+def run_ranks(program: str, folder: Path, count: int = 2) -> list[dict[str, Any]]:
+    """Run a program on some ranks, given rank, port and count; return the JSON each prints last.
 
     The program is written to ``folder``, with the line by which a rank ends.
     """
@@ -99,12 +100,12 @@ def run_ranks(program: str, folder: Path) -> list[dict[str, Any]]:
         port = str(free.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(path), str(rank), port],
+            [sys.executable, "-W", "ignore", str(path), str(rank), port, str(count)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
         ended = [rank.communicate(timeout=480) for rank in ranks]

@@ -272,7 +272,8 @@ def test_a_model_that_fsdp_has_sharded_is_refused() -> None:
         try:
             torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
         except TypeError as error:
-            print(str(error).partition(",")[0])
+            print(str(error).partition(".")[0])
+            assert "load_sharded after a restart" in str(error)
     dist.destroy_process_group()
     {END_RANK}
     """

@@ -12,8 +12,9 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torchguard._files import (
     is_temporary_name,
@@ -35,7 +36,7 @@ MARK = ".torchguard-checkpoint.json"
 @public
 @contextlib.contextmanager
 def checkpoint_folder(
-    path: str | os.PathLike[str], *, keep: int = 1, fsync: bool = True
+    path: str | os.PathLike[str], *, keep: int = 1, fsync: bool = True, group: Any = None
 ) -> Iterator[Path]:
     """Write several files into a new folder and show all of them at ``path`` in one step.
 
@@ -55,6 +56,12 @@ def checkpoint_folder(
         path: of the link; its folder has to exist.
         keep: how many of the newest folders stay, the new one included.
         fsync: wait until everything is on the disk, at the end of the block.
+        group: a process group, True for the default one. All its ranks enter and get the same
+            folder, on a file system that all of them see: ``dcp.save(state, checkpoint_id=new)``,
+            ``accelerator.save_state(new)`` or each rank's own ``torch.save`` write into it. If a
+            rank raises, none commits and all raise. The file in the folder lists size and sha256
+            of each file. A name that ends in a digit and is free, such as ``step-10``, becomes
+            the folder itself, without a link; it is written once, and ``keep`` does not count it.
 
     Yields:
         The new folder, empty but for that file.
@@ -62,6 +69,7 @@ def checkpoint_folder(
     Raises:
         SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made: a file, a
             folder, a link that leads elsewhere.
+            With ``group``: another rank has raised, or does not see the folder.
         ValueError: ``keep`` is below 1.
 
     Example:
@@ -76,8 +84,14 @@ def checkpoint_folder(
     if keep < 1:
         raise ValueError(f"checkpoint_folder: keep is {keep}, expected 1 or more")
     link = Path(os.path.abspath(path))
+    if group is not None:
+        from torchguard.checkpoint.ranks import folder_of_all_ranks  # noqa: PLC0415  not every build
+
+        with folder_of_all_ranks(link, keep=keep, fsync=fsync, group=group) as new:
+            yield new
+        return
     refuse_foreign(link)
-    _warn_after_crash(link, remove_abandoned_folders(link))
+    warn_after_crash(link, remove_abandoned_folders(link))
     new, lock = new_folder(link)
     try:
         yield new
@@ -132,36 +146,59 @@ def new_folder(link: Path) -> tuple[Path, int]:
 
 def is_ours(folder: Path) -> bool:
     """Whether :func:`checkpoint_folder` has given a folder its name: a copy's name is another."""
-    return not folder.is_symlink() and _marked(folder).get("folder") == folder.name
+    return not folder.is_symlink() and marked(folder).get("folder") == folder.name
 
 
-def _mark(link: Path, folder: Path) -> str:
-    return json.dumps({"made by": "torchguard", "for": link.name, "folder": folder.name}) + "\n"
+def _mark(link: Path, folder: Path, files: Mapping[str, Any] | None = None) -> str:
+    mark = {"made by": "torchguard", "for": link.name, "folder": folder.name}
+    return json.dumps(mark if files is None else {**mark, "files": files}) + "\n"
 
 
-def _marked(folder: Path) -> dict[str, str]:
-    """Return what the mark says; nothing where there is none, or half of one."""
+def marked(folder: Path) -> dict[str, Any]:
+    """Return what the mark says, with a group's manifest; nothing where it is not whole."""
     try:
         return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def commit(new: Path, link: Path, *, keep: int, fsync: bool) -> Path:
+def commit(
+    new: Path,
+    link: Path,
+    *,
+    keep: int,
+    fsync: bool,
+    files: Mapping[str, Any] | None = None,
+    alone: bool = False,
+) -> Path:
     """Give a folder its number, let the link lead to it, and remove older ones.
+
+    Args:
+        new: the folder.
+        link: where it is shown.
+        keep: how many stay.
+        fsync: wait for the disk.
+        files: the manifest, which the mark holds.
+        alone: give the folder the name of the link, and make no link.
 
     Returns:
         The folder under its new name.
     """
-    if fsync:
-        _sync_all(new)
+    if fsync and files is None:
+        sync_all(new)
     with locked(str(link.parent)):  # a second writer would take the same number
         refuse_foreign(link)
+        if alone and not os.path.lexists(link):
+            write_text(new / MARK, _mark(link, link, files), fsync=fsync)
+            new.rename(link)
+            if fsync:
+                sync(str(link.parent))
+            return link
         number = max(_numbers(link), default=0) + 1
         while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
             number += 1
         final = link.with_name(f"{link.name}.{number}")
-        write_text(new / MARK, _mark(link, final), fsync=fsync)
+        write_text(new / MARK, _mark(link, final, files), fsync=fsync)
         new.rename(final)
         if fsync:
             sync(str(link.parent))
@@ -238,7 +275,7 @@ def remove_abandoned_folders(link: Path) -> list[str]:
                         removed.append(name)
                 continue
             with locked_file(str(path)):
-                written_for = _marked(path).get("for")
+                written_for = marked(path).get("for")
                 if written_for == link.name:
                     _remove_marked(path)
                 elif written_for is None:
@@ -256,7 +293,8 @@ def _remove_unmarked(folder: Path) -> None:
     folder.rmdir()
 
 
-def _sync_all(folder: Path) -> None:
+def sync_all(folder: Path) -> None:
+    """Wait until everything in a folder is on the disk."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with opened(os.path.join(parent, name), os.O_RDONLY) as descriptor:
@@ -264,7 +302,8 @@ def _sync_all(folder: Path) -> None:
         sync(parent)
 
 
-def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
+def warn_after_crash(link: Path, abandoned: list[str]) -> None:
+    """Say what a process that was stopped has left, if it has."""
     if not abandoned:
         return
     whole = ", ".join(f"{link.name}.{number}" for number in _numbers(link)) or "none"

@@ -187,6 +187,31 @@ _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
 }
 
 
+def _dcp(name: str) -> patch.Make:
+    """Return what makes the guard; its module imports torch.distributed.checkpoint."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        from torchguard.checkpoint import sharded  # noqa: PLC0415
+
+        guarded: Callable[..., Any] = getattr(sharded, name)(original)
+        return guarded
+
+    return make
+
+
+# Both names, once the package is imported: it imports its modules, and what they define, itself.
+_DCP = "torch.distributed.checkpoint"
+
+
+def _dcp_paths(name: str, module: str) -> Mapping[str, Mapping[str, patch.Make]]:
+    make = _dcp(f"guard_dcp_{name}")
+    return {_DCP: {f"{_DCP}.{name}": make, f"{_DCP}.{module}.{name}": make}}
+
+
+_SAVE_IN_PACKAGES = {**_SAVE_IN_PACKAGES, **_dcp_paths("save", "state_dict_saver")}
+_LOAD_IN_PACKAGES = _dcp_paths("load", "state_dict_loader")
+
+
 def _save_not_needed() -> str | None:
     """Save twice: a file that is replaced is another file afterwards."""
     save = patch.original("torch.save")
@@ -245,7 +270,7 @@ GUARDS: dict[str, Guard] = {
             _save_not_needed,
             in_modules=_SAVE_IN_PACKAGES,
         ),
-        Guard("load", lambda: _LOAD, _load_not_needed),
+        Guard("load", lambda: _LOAD, _load_not_needed, in_modules=_LOAD_IN_PACKAGES),
         Guard(
             "numpy",
             numpy_memory.replacements,

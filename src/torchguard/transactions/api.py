@@ -187,8 +187,10 @@ def _refuse_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, kinds):
             raise TypeError(
-                f"transaction: {name or 'model'} is sharded by FSDP, whose parameters lie on "
-                "several ranks; only whole parameters can be put back"
+                f"transaction: {name or 'model'} is sharded by FSDP. When a rank fails, its peers "
+                "wait inside a collective that Python can't revoke, so no rank can be put back. "
+                "Save with checkpoint_folder(group=) every so many steps, compare copies with "
+                "replicas_agree, and load_sharded after a restart"
             )
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):

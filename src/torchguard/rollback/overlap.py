@@ -24,12 +24,9 @@ from torchguard._torch import (
     separated,
 )
 from torchguard._torch.mutation import DUNDERS, writes_of
-from torchguard._torch.overlap import is_elementwise
+from torchguard._torch.overlap import INSTALLED, is_elementwise
 from torchguard._torch.overlays import AttributeOverlay
 from torchguard.equivalence.reference import warn_of
-
-INSTALLED = "torch._foreach_add_"
-"""The path that ``install("overlap")`` patches; the others it shares with other guards."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NO_MEMORY = frozenset((float, int, bool, complex, str, slice, type(None), type(...), torch.dtype))

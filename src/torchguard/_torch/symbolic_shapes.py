@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from torchguard._torch.dynamo import stance
+
 __all__ = [
     "ShapeFormula",
     "SymbolicSizes",
@@ -34,7 +36,7 @@ def uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield  # nothing is compiled yet, and set_stance() would import Dynamo: seconds
         return
-    with torch.compiler.set_stance("force_eager"):
+    with stance("force_eager"):
         yield
 
 

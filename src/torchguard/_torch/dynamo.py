@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -37,7 +36,6 @@ __all__ = [
     "rebuild_dynamo_tables",
     "register_in_dynamo",
     "skip_frames",
-    "stance",
     "symbols_in",
     "symbols_of",
     "tracing_again",
@@ -457,32 +455,3 @@ def _first_of_user(frame: FrameType | None) -> FrameType | None:
 
 def _is_internal(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith((*_INTERNAL_FOLDERS, "<"))
-
-
-# ---- the stance ----
-
-_stances: list[Any] = []
-_stances_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def stance(name: str) -> Iterator[None]:
-    """Equals ``with torch.compiler.set_stance(name):``, for scopes of several threads.
-
-    The stance is that of the whole process, and each scope of torch restores what it found. Where
-    two threads leave in the order in which they came, the last would leave the stance of the first:
-    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/decorators.py
-    """
-    with _stances_lock:
-        own: Any = torch.compiler.set_stance(name)  # sets it, and keeps what was there
-        _stances.append(own)
-    try:
-        yield
-    finally:
-        with _stances_lock:
-            place = _stances.index(own)
-            del _stances[place]
-            if place < len(_stances):
-                _stances[place].prev = own.prev  # a later scope goes on, and restores this
-            else:
-                own.__exit__(None, None, None)

@@ -77,7 +77,7 @@ class Block:
         """Note what the first run begins from."""
         self._has_begun = True
         found = [entries for module in self._modules for entries in _state_of(module)]
-        states = [{k: v for k, v in entries.items() if _is_state(v)} for entries in found]
+        states = list(map(_state_in, found))
         copied = {id(v): v for state in states for v in state.values() if _is_copied(v)}
         copies = _copies_of(copied.values())
         self._copies = dict(zip(copied, copies, strict=True))
@@ -137,7 +137,8 @@ class Block:
         # Written in place of what is copied: another backward may come.
         again = dict(zip(map(id, copies), _copies_of(copies), strict=True))
         for entries, names, state in self._entries:
-            _put_back(entries, names, {k: again.get(id(v), v) for k, v in state.items()})
+            fresh = {k: again.get(id(v), v) for k, v in state.items()} if again else state
+            _put_back(entries, names, fresh)
         for _, set_, first in self._random:
             set_(first)
 
@@ -193,12 +194,17 @@ _KINDS = {bool, int, float, complex, str, bytes, type(None), tuple, torch.Size}
 _OTHERS = {dict, OrderedDict, set, list, nn.Parameter}
 
 
+def _state_in(entries: _Entries) -> _Entries:
+    return {
+        name: value
+        for name, value in entries.items()
+        if (kind := type(value)) in _KINDS or (kind not in _OTHERS and _is_state(value))
+    }
+
+
 def _is_state(value: Any) -> bool:
-    kind = type(value)
-    if kind in _KINDS or kind in _OTHERS:
-        return kind in _KINDS
     # torch.func.functional_call puts tensors in the place of parameters.
-    return (
+    return type(value) in _KINDS or (
         isinstance(value, Tensor)
         and not nn.parameter.is_lazy(value)
         and not _is_of_parameter(value)

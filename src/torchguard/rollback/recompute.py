@@ -13,7 +13,8 @@ import random
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ from torchguard._torch.modes import call_with_grad
 from torchguard._torch.optimizers import call_unseen, members_of, versions_of
 from torchguard.equivalence.isolate import all_generators
 
-_Entries = dict[str, Any]
+_Entries = dict[Any, Any]
 
 
 class Block:
@@ -49,49 +50,37 @@ class Block:
 
     def __init__(self, function: Any, given: Iterable[Any], *, keeps_random: bool) -> None:
         self.function = function
+        self._was_called = False
+        self._watched: list[Tensor] = []
+        self._versions: list[int | None] = []
         # Positional tensors are inputs: torch saves them, and looks at their versions itself.
         given = [each for each in given if not isinstance(each, Tensor)]
         self._reached = reachable(segment_of(function) or function, given)
-        modules = [each for each in self._reached if isinstance(each, nn.Module)]
-        self._modules = list(dict.fromkeys(each for top in modules for each in _inside(top)))
-        # With attributes that are neither state nor containers: generators, functions.
-        held = (value for module in self._modules for value in vars(module).values())
-        others = (v for v in held if type(v) not in _KINDS and type(v) not in _OTHERS)
-        self._objects = [*self._reached, *others]
-        self._keeps_random = keeps_random
-        self._has_begun = False
-        self._watched: list[Tensor] = []
-        self._versions: list[int | None] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of the function, whose first call is the first run."""
-        if self._has_begun:
-            return self.run_again(*args, **kwargs)
-        self.begin()
-        self.let_end(generator_of_caller(1))
-        result = self.function(*args, **kwargs)
-        self.end()
-        return result
-
-    def begin(self) -> None:
-        """Note what the first run begins from."""
-        self._has_begun = True
-        found = [entries for module in self._modules for entries in _state_of(module)]
-        states = list(map(_state_in, found))
-        copied = {id(v): v for state in states for v in state.values() if _is_copied(v)}
-        copies = _copies_of(copied.values())
-        self._copies = dict(zip(copied, copies, strict=True))
-        for state in states:
-            state.update((k, self._copies[id(v)]) for k, v in state.items() if id(v) in copied)
-        # Of each dict of a module: it, the names in it, and what the second run finds there.
-        self._entries = [(e, set(e), s) for e, s in zip(found, states, strict=True)]
+        tops = [each for each in self._reached if isinstance(each, nn.Module)]
+        self._modules = list(dict.fromkeys(each for top in tops for each in _inside(top)))
+        # Each dict of a module, and what it holds now.
+        self._before = [(e, e.copy()) for module in self._modules for e in _state_of(module)]
+        held = [value for _, entries in self._before for value in _rare_values(entries)]
+        copied = {id(each): each for each in held if _is_copied(each)}
+        self._copies = dict(zip(copied, _copies_of(copied.values()), strict=True))
+        self._objects = [*self._reached, *(v for v in held if not isinstance(v, Tensor))]
         generators: list[Any] = []
-        if self._keeps_random:
+        if keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
             generators += all_generators()[1:]
             owned = {id(v): v for v in self._objects if isinstance(v, _GENERATORS)}
             generators += map(_of_generator, owned.values())
         self._random = [(get, set_, get()) for get, set_ in generators]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of the function, whose first call is the first run."""
+        if self._was_called:  # or is being called: a block may take gradients of its own
+            return self.run_again(*args, **kwargs)
+        self._was_called = True
+        self.let_end(generator_of_caller(1))
+        result = self.function(*args, **kwargs)
+        self.end()
+        return result
 
     def let_end(self, generator: Generator[Any, Any, Any] | None) -> None:
         """Let torch run the block to its end the second time, if it calls rrelu."""
@@ -105,7 +94,7 @@ class Block:
         watched = {id(each): each for each in self._reached if isinstance(each, Tensor)}
         for module in self._modules:
             # Embeddings with a largest norm write their weight in each run, and mean to.
-            if getattr(module, "max_norm", None) is None:
+            if vars(module).get("max_norm") is None:
                 watched.update((id(p), p) for p in members_of(module)[0].values() if p is not None)
         self._watched = list(watched.values())
         self._versions = versions_of(self._watched)
@@ -116,10 +105,15 @@ class Block:
         if written and isinstance(called_by(self.function), nn.Module):
             self._refuse(next(iter(written.values())))
         with _lock_of(self._modules):
-            before = [(entries, dict(entries)) for entries, *_ in self._entries]
+            held = [(entries, entries.copy()) for entries, _ in self._before]
             drawn = [(set_, get()) for get, set_, _ in self._random]
+            # Copies of the copies, which a second backward begins from again.
+            again = dict(zip(self._copies, _copies_of(self._copies.values()), strict=True))
             try:
-                self._go_back()
+                for entries, before in self._before:
+                    _put_back(entries, before, again)
+                for _, set_, first in self._random:
+                    set_(first)
                 if not written:
                     return self.function(*args, **kwargs)
                 # Of all that a method or a lambda reaches it may use a part: a model may be
@@ -127,20 +121,10 @@ class Block:
                 with RefuseToUse(written, self._refuse):
                     return self.function(*args, **kwargs)
             finally:
-                for entries, held in before:
-                    _put_back(entries, held.keys(), held)
+                for entries, values in held:
+                    _put_back(entries, values)
                 for set_, state in drawn:
                     set_(state)
-
-    def _go_back(self) -> None:
-        copies = self._copies.values()
-        # Written in place of what is copied: another backward may come.
-        again = dict(zip(map(id, copies), _copies_of(copies), strict=True))
-        for entries, names, state in self._entries:
-            fresh = {k: again.get(id(v), v) for k, v in state.items()} if again else state
-            _put_back(entries, names, fresh)
-        for _, set_, first in self._random:
-            set_(first)
 
     def _written_since(self) -> dict[int, Tensor]:
         now = versions_of(self._watched)
@@ -191,15 +175,14 @@ def _state_of(module: nn.Module) -> tuple[_Entries, ...]:
 
 
 _KINDS = {bool, int, float, complex, str, bytes, type(None), tuple, torch.Size}
-_OTHERS = {dict, OrderedDict, set, list, nn.Parameter}
+_USUAL = _KINDS | {dict, OrderedDict, set, list, nn.Parameter}
 
 
-def _state_in(entries: _Entries) -> _Entries:
-    return {
-        name: value
-        for name, value in entries.items()
-        if (kind := type(value)) in _KINDS or (kind not in _OTHERS and _is_state(value))
-    }
+def _rare_values(entries: _Entries) -> list[Any]:
+    """Return those of other types: tensors, generators, functions, objects."""
+    if _USUAL.issuperset(map(type, entries.values())):
+        return []
+    return [value for value in entries.values() if type(value) not in _USUAL]
 
 
 def _is_state(value: Any) -> bool:
@@ -219,7 +202,7 @@ def _is_of_parameter(value: Any) -> bool:
 
 
 def _is_copied(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.requires_grad
+    return isinstance(value, Tensor) and not value.requires_grad and _is_state(value)
 
 
 def _copies_of(tensors: Collection[Tensor]) -> list[Tensor]:
@@ -233,15 +216,25 @@ def _clones(tensors: Collection[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def _put_back(entries: _Entries, names: Iterable[str], held: Mapping[str, Any]) -> None:
-    """Let a module hold these values again; of new names those of other kinds stay."""
-    for name in entries.keys() - names:
+def _put_back(entries: _Entries, held: _Entries, copies: _Entries | None = None) -> None:
+    """Let a module hold these values again; of new names those of other kinds stay.
+
+    With ``copies``, by id of what they were made of, these take the place of what they are copies
+    of, and of the others only those go back that are state.
+    """
+    is_copied = copies and not copies.keys().isdisjoint(map(id, held.values()))
+    if not is_copied and [*entries] == [*held] and all(map(is_, entries.values(), held.values())):
+        return
+    for name in entries.keys() - held.keys():
         if _is_state(entries[name]):
             del entries[name]
     for name, value in held.items():
+        if copies is not None and not _is_state(value):
+            continue
+        then = (copies or {}).get(id(value), value)
         now = entries.get(name, entries)
-        if now is not value and not (_is_of_parameter(now) and _is_of_parameter(value)):
-            entries[name] = value
+        if now is not then and not (_is_of_parameter(now) and _is_of_parameter(then)):
+            entries[name] = then
 
 
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -289,7 +282,6 @@ def guard_generator(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         values, keeps_random = given_to(given, options)
         block = Block(fn, values, keeps_random=keeps_random)
-        block.begin()
         generator = original(block.run_again, *given, **options)
         next(generator)
         block.let_end(generator)

@@ -107,7 +107,7 @@ def nets(device: str, *, quick: bool) -> Iterator[Net]:
     if quick:
         large, tokens, size = 2, 4, 8
     yield "transformer", "transformer of 12 blocks, no buffers", transformer, (large, tokens, 768)
-    yield "resnet", "ResNet-50, 156 buffers", resnet, (large, 64, size, size)
+    yield "resnet", "ResNet-50, 156 buffers", resnet, (2 * large, 64, size, size)
     yield "block", "a single block of width 8", smallest, (1, 1, 8)
 
 

@@ -58,9 +58,10 @@ class Block:
         self._reached = reachable(segment_of(function) or function, given)
         tops = [each for each in self._reached if isinstance(each, nn.Module)]
         self._modules = list(dict.fromkeys(each for top in tops for each in _inside(top)))
-        # Each dict of a module, and what it holds now.
-        self._before = [(e, e.copy()) for module in self._modules for e in _state_of(module)]
-        held = [value for _, entries in self._before for value in _rare_values(entries)]
+        # Each dict of a module, what it holds now, and what of that is no number or container.
+        dicts = [entries for module in self._modules for entries in _state_of(module)]
+        self._before = [(entries, entries.copy(), _rare_values(entries)) for entries in dicts]
+        held = [value for *_, rare in self._before for value in rare]
         copied = {id(each): each for each in held if _is_copied(each)}
         self._copies = dict(zip(copied, _copies_of(copied.values()), strict=True))
         self._objects = [*self._reached, *(v for v in held if not isinstance(v, Tensor))]
@@ -105,13 +106,13 @@ class Block:
         if written and isinstance(called_by(self.function), nn.Module):
             self._refuse(next(iter(written.values())))
         with _lock_of(self._modules):
-            held = [(entries, entries.copy()) for entries, _ in self._before]
+            held = [(entries, entries.copy()) for entries, *_ in self._before]
             drawn = [(set_, get()) for get, set_, _ in self._random]
             # Copies of the copies, which a second backward begins from again.
             again = dict(zip(self._copies, _copies_of(self._copies.values()), strict=True))
             try:
-                for entries, before in self._before:
-                    _put_back(entries, before, again)
+                for entries, before, rare in self._before:
+                    _put_back(entries, before, again if rare else {})
                 for _, set_, first in self._random:
                     set_(first)
                 if not written:
@@ -222,8 +223,8 @@ def _put_back(entries: _Entries, held: _Entries, copies: _Entries | None = None)
     With ``copies``, by id of what they were made of, these take the place of what they are copies
     of, and of the others only those go back that are state.
     """
-    is_copied = copies and not copies.keys().isdisjoint(map(id, held.values()))
-    if not is_copied and [*entries] == [*held] and all(map(is_, entries.values(), held.values())):
+    is_same = [*entries] == [*held] and all(map(is_, entries.values(), held.values()))
+    if is_same and not copies:
         return
     for name in entries.keys() - held.keys():
         if _is_state(entries[name]):
@@ -266,7 +267,7 @@ def _same(now: Any, before: Any) -> bool:
     if isinstance(now, dict):  # numpy's
         return all(_same(value, before[name]) for name, value in now.items())
     if isinstance(now, np.ndarray):
-        return np.array_equal(now, before)
+        return bool(now.tobytes() == before.tobytes())
     return torch.equal(now, before) if isinstance(now, Tensor) else bool(now == before)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import torchguard
 from support.child_process import JOIN_RANKS, run_ranks
+from torchguard.errors import ShardedCheckpointError
 
 PROGRAM = (
     JOIN_RANKS
@@ -268,11 +274,6 @@ def test_a_name_with_a_number_is_the_folder_and_others_are_links(ranks: Any) -> 
 
 
 def test_one_process_without_a_group_loads_what_ranks_have_saved(ranks: Any) -> None:
-    import torch  # noqa: PLC0415
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: PLC0415
-
-    import torchguard  # noqa: PLC0415
-
     _, folder = ranks
     state: dict[str, Any] = {
         "model": {"0.weight": torch.zeros(6, 8), "0.bias": torch.zeros(6)},
@@ -293,3 +294,25 @@ def test_one_process_without_a_group_loads_what_ranks_have_saved(ranks: Any) -> 
     assert "model." in found.faults[0]
     assert not torchguard.verify_checkpoint(folder / "less")
     assert not torchguard.verify_checkpoint(folder / "flipped2")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("source", ["link", "foreign"])
+def test_each_of_a_hundred_flipped_bits_is_seen(ranks: Any, tmp_path: Path, source: str) -> None:
+    """With a manifest and without; bare DCP loads every one of them."""
+    folder = tmp_path / "flipped"
+    shutil.copytree(ranks[1] / source, folder)
+    shard = folder / "__0_0.distcp"
+    whole = shard.read_bytes()
+    place = whole.find(torch.full((3,), 1.0).numpy().tobytes())
+    for number in range(100):
+        bit = 96 * number // 100
+        data = bytearray(whole)
+        data[place + bit // 8] ^= 1 << bit % 8
+        shard.write_bytes(data)
+        state = {"model": {"0.weight": torch.full((6, 8), 2.0), "0.bias": torch.full((6,), 2.0)}}
+        with pytest.raises(ShardedCheckpointError):
+            torchguard.load_sharded(state, folder, extra=True)
+        assert all((each == 2).all() for each in state["model"].values())
+        assert not torchguard.verify_checkpoint(folder)
+        state_dict_loader.load(state, checkpoint_id=folder)

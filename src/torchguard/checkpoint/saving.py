@@ -116,7 +116,7 @@ def guard_save(
             return
         module, *others = args or (options.pop("pickle_module", pickle),)
 
-        def write(temporary: str, versions: _Versions) -> None:
+        def write(temporary: str, versions: Versions) -> None:
             with_callback = _pickle_module_calling(module, versions.saved)
             original(obj, temporary, with_callback, *others, **options)
             _check_end(temporary, path)
@@ -138,7 +138,7 @@ def guard_save_file(
             original(tensors, filename, metadata=metadata)
             return
 
-        def write(temporary: str, versions: _Versions) -> None:
+        def write(temporary: str, versions: Versions) -> None:
             for tensor in tensors.values():
                 versions.saved(tensor)
             original(tensors, temporary, metadata=metadata)
@@ -206,15 +206,15 @@ def _path_to_replace(f: Any) -> str | None:
 def _write_watched(
     obj: Any,
     path: str,
-    write: Callable[[str, _Versions], None],
+    write: Callable[[str, Versions], None],
     *,
     fsync: bool,
     on_torn: OnTorn,
 ) -> None:
     for left in reversed(range(_TRIES if on_torn == "retry" else 1)):
-        versions = _Versions(obj)
+        versions = Versions(obj)
 
-        def write_and_compare(temporary: str, versions: _Versions = versions) -> None:
+        def write_and_compare(temporary: str, versions: Versions = versions) -> None:
             write(temporary, versions)
             if on_torn != "ignore":
                 versions.compare(path, os.path.getsize(temporary))
@@ -228,11 +228,18 @@ def _write_watched(
             return
 
 
-class _Versions:
+_TORN = (
+    "save: {name} was changed in place while it was being saved, so the file would have held parts "
+    "of two states; {path} is as it was. Let the thread that changes it wait, save a copy, or pass "
+    "on_torn='retry'"
+)
+
+
+class Versions:
     """The version counters of the tensors that are saved, from before the first is read."""
 
-    def __init__(self, obj: Any) -> None:
-        self._obj = obj
+    def __init__(self, obj: Any, *, torn: str = _TORN) -> None:
+        self._obj, self._torn = obj, torn
         # The tensors are held, so that no id is used again.
         self._before = {id(each): (each, version_of(each)) for each in _tensors_around(obj)}
         self._saved: dict[int, torch.Tensor] = {}
@@ -242,6 +249,11 @@ class _Versions:
         self._saved[id(tensor)] = tensor
         if id(tensor) not in self._before:  # in an object that only pickle looks into
             self._before[id(tensor)] = tensor, version_of(tensor)
+
+    def compare_all(self) -> None:
+        """Raise if one of all the tensors that were found has been written to since."""
+        self._saved = {key: tensor for key, (tensor, _) in self._before.items()}
+        self.compare("", sum(tensor.nbytes for tensor in self._saved.values()))
 
     def compare(self, path: str, size: int) -> None:
         """Raise if one of the tensors has been written to since, or is being written to.
@@ -271,12 +283,8 @@ class _Versions:
     ) -> None:
         for (tensor, before), version in zip(saved, now, strict=True):
             if version != before:
-                raise TornSaveError(
-                    f"save: {_name_of(tensor, self._obj)} was changed in place while it was being "
-                    "saved, so the file would have held parts of two states; "
-                    f"{path} is as it was. Let the thread that changes it wait, save a copy, or "
-                    "pass on_torn='retry'"
-                )
+                name = _name_of(tensor, self._obj)
+                raise TornSaveError(self._torn.format(name=name, path=path))
 
 
 def _tensors_around(obj: Any) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.checkpoint.folder import checkpoint_folder, is_ours
+from torchguard.checkpoint.saving import Versions
 from torchguard.checkpoint.verify import METADATA, item_faults, manifest_fault, manifest_of
 from torchguard.errors import SaveError, ShardedCheckpointError
 
@@ -338,6 +340,42 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return save
+
+
+_TORN_STAGE = (
+    "async_save: {name} was changed in place while it was being staged, so the checkpoint would "
+    "have held parts of two states; nothing was written. Call "
+    "response.staging_completion.result() before optimizer.step(), or stage with "
+    "DefaultStager(StagingOptions(use_async_staging=False))"
+)
+
+
+def guard_stage(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``DefaultStager.stage`` fail where what its thread copies was written meanwhile.
+
+    ``dcp.async_save`` waits for the future before it writes, so the error ends both of its own.
+    """
+
+    def stage(self: Any, state_dict: dict[str, Any], **options: Any) -> Any:
+        versions = Versions(state_dict, torn=_TORN_STAGE)
+        staged = original(self, state_dict, **options)
+        if not isinstance(staged, Future):
+            return staged
+        compared: Future[Any] = Future()
+
+        def compare(done: Future[Any]) -> None:
+            try:
+                result = done.result()
+                versions.compare_all()
+            except BaseException as error:  # noqa: BLE001  raised by the future
+                compared.set_exception(error)
+            else:
+                compared.set_result(result)
+
+        staged.add_done_callback(compare)
+        return compared
+
+    return stage
 
 
 def _local_path(checkpoint_id: Any, storage: Any, kind: type) -> str | None:

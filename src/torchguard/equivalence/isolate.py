@@ -105,6 +105,44 @@ class ThreadModes(NamedTuple):
             pass
 
 
+# ---- RNG states ----
+
+_Access = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""Reads where a generator stands, and sets it back there."""
+
+
+def same_state(now: Any, before: Any) -> bool:
+    """Whether two states that were read of one generator are the same."""
+    if isinstance(now, dict):  # numpy's
+        return all(same_state(value, before[name]) for name, value in now.items())
+    if isinstance(now, np.ndarray):
+        return bool(now.tobytes() == before.tobytes())
+    return torch.equal(now, before) if isinstance(now, torch.Tensor) else bool(now == before)
+
+
+class RNGState(NamedTuple):
+    """Where the default generators of torch, of each device in use, of Python and numpy stand."""
+
+    generators: list[_Access]
+    read: list[Any]
+
+    @classmethod
+    def capture(cls) -> RNGState:
+        """Read them."""
+        generators = all_generators()
+        return cls(generators, [get_state() for get_state, _ in generators])
+
+    def changed(self) -> list[bool]:
+        """Return of each generator whether it has moved on."""
+        pairs = zip(self.generators, self.read, strict=True)
+        return [not same_state(get_state(), before) for (get_state, _), before in pairs]
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        for (_, set_state), before in zip(self.generators, self.read, strict=True):
+            set_state(before)
+
+
 @contextlib.contextmanager
 def rng_state_restored() -> Iterator[Callable[[], bool]]:
     """Restore the RNG states of torch on every device, of Python and of numpy.
@@ -112,37 +150,37 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
     Scopes that follow each other draw the same numbers. Yields a function that returns whether
     torch has drawn any.
     """
-    generators = all_generators()
-    states = [get_state() for get_state, _ in generators]
-    of_torch = len(generators) - 2
-
-    def has_drawn() -> bool:
-        pairs = zip(states[:of_torch], generators, strict=False)
-        return any(not torch.equal(state, get_state()) for state, (get_state, _) in pairs)
-
+    states = RNGState.capture()
     try:
-        yield has_drawn
+        yield lambda: any(states.changed()[:-2])
     finally:
-        for state, (_, set_state) in zip(states, generators, strict=True):
-            set_state(state)
+        states.restore()
 
 
-_Generator = tuple[Callable[[], Any], Callable[[Any], None]]
-"""Reads where a generator stands, and sets it back there."""
+_numpy: Any = np.random  # whose global generator may be exchanged, since numpy 1.24
+_known: tuple[Any, list[_Access]] = None, []
 
 
-def all_generators() -> list[_Generator]:
-    """Return those of torch, the CPU's first, and then the global ones of Python and numpy."""
-    numpy = functools.partial(np.random.get_state, legacy=False), np.random.set_state
-    return [*rng_generators(), (random.getstate, random.setstate), numpy]
+def all_generators() -> list[_Access]:
+    """Return those of torch, the CPU's first, and then the global ones of Python and numpy.
+
+    They are looked for again when a device or another generator of numpy came into use.
+    """
+    global _known
+    bit_generator = _numpy.get_bit_generator() if hasattr(_numpy, "get_bit_generator") else None
+    in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), bit_generator
+    if in_use != _known[0]:
+        python = random.getstate, random.setstate
+        _known = in_use, [*_of_torch(), python, _of_numpy(bit_generator)]
+    return _known[1]
 
 
-def rng_generators() -> list[_Generator]:
-    """Return how to get and set the state of each default generator of torch.
+def _of_torch() -> list[_Access]:
+    """Return the default generators of torch.
 
     A device that was not used yet is left alone: to ask for its state would start it.
     """
-    found: list[_Generator] = [(torch.get_rng_state, torch.set_rng_state)]
+    found: list[_Access] = [(torch.get_rng_state, torch.set_rng_state)]
     devices: tuple[Any, ...] = (torch.cuda, torch.xpu)
     for device in devices:
         for index in range(device.device_count()) if device.is_initialized() else ():
@@ -151,6 +189,15 @@ def rng_generators() -> list[_Generator]:
     if torch.backends.mps.is_available():
         found.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
     return found
+
+
+def _of_numpy(bit_generator: Any) -> _Access:
+    def set_state(state: Any) -> None:
+        if bit_generator is not None and _numpy.get_bit_generator() is not bit_generator:
+            _numpy.set_bit_generator(bit_generator)
+        _numpy.set_state(state)
+
+    return functools.partial(_numpy.get_state, legacy=False), set_state
 
 
 # ---- modules ----

@@ -40,7 +40,7 @@ from torchguard._torch.checkpointing import (
 )
 from torchguard._torch.modes import call_with_grad
 from torchguard._torch.optimizers import call_unseen, members_of, versions_of
-from torchguard.equivalence.isolate import all_generators
+from torchguard.equivalence.isolate import all_generators, same_state
 
 _Entries = dict[Any, Any]
 
@@ -91,7 +91,7 @@ class Block:
 
     def end(self) -> None:
         """Note what the first run has left; generators that it has not drawn from are let go."""
-        self._random = [each for each in self._random if not _same(each[0](), each[2])]
+        self._random = [each for each in self._random if not same_state(each[0](), each[2])]
         watched = {id(each): each for each in self._reached if isinstance(each, Tensor)}
         for module in self._modules:
             # Embeddings with a largest norm write their weight in each run, and mean to.
@@ -252,7 +252,7 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 
 
 def _of_generator(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return how to read where a generator stands, and how to set it back."""
+    """Return how to read one of a generator, and how to set it back."""
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if isinstance(generator, np.random.Generator):
@@ -261,14 +261,6 @@ def _of_generator(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], An
     if isinstance(generator, np.random.RandomState):
         return functools.partial(generator.get_state, legacy=False), generator.set_state
     return generator.get_state, generator.set_state
-
-
-def _same(now: Any, before: Any) -> bool:
-    if isinstance(now, dict):  # numpy's
-        return all(_same(value, before[name]) for name, value in now.items())
-    if isinstance(now, np.ndarray):
-        return bool(now.tobytes() == before.tobytes())
-    return torch.equal(now, before) if isinstance(now, Tensor) else bool(now == before)
 
 
 # ---- guards ----

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 import operator
-import pickle
-import random
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +27,6 @@ from torchguard._torch.optimizers import (
     same_tensors,
     versions_of,
 )
-from torchguard.equivalence.isolate import rng_generators
 from torchguard.rollback.snapshot import Snapshot, capture
 
 # --- elements --------------------------------------------------------------------------------
@@ -328,64 +324,6 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
         elif isinstance(node, (list, tuple, set, deque)):
             waiting.extend(node)
     return found
-
-
-# --- RNG states ------------------------------------------------------------------------------
-
-_Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""Reads where a generator stands, and sets it back there."""
-
-
-class RNGState(NamedTuple):
-    """Where the default generators of torch, of each device in use, of Python and numpy stand."""
-
-    generators: list[_Generator]
-    read: list[Any]
-
-    @classmethod
-    def capture(cls) -> RNGState:
-        """Read them."""
-        generators = _generators()
-        return cls(generators, [get_state() for get_state, _ in generators])
-
-    def changed(self) -> int:
-        """Return how many of the generators have moved on."""
-        pairs = zip(self.generators, self.read, strict=True)
-        return sum(_bytes_of(get_state()) != _bytes_of(before) for (get_state, _), before in pairs)
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        for (_, set_state), before in zip(self.generators, self.read, strict=True):
-            set_state(before)
-
-
-def _bytes_of(state: Any) -> bytes:
-    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
-
-
-_known: tuple[Any, list[_Generator]] = None, []
-
-
-def _generators() -> list[_Generator]:
-    """Return all of them, asked for again when a device or another one of numpy came into use."""
-    global _known
-    numpy = sys.modules.get("numpy") if "numpy.random" in sys.modules else None
-    get_bit_generator: Any = getattr(getattr(numpy, "random", None), "get_bit_generator", None)
-    bit_generator = None if get_bit_generator is None else get_bit_generator()
-    in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), numpy, bit_generator
-    if in_use != _known[0]:
-        of_numpy = [] if numpy is None else [_of_numpy(numpy, bit_generator)]
-        _known = in_use, [*rng_generators(), (random.getstate, random.setstate), *of_numpy]
-    return _known[1]
-
-
-def _of_numpy(numpy: Any, bit_generator: Any) -> _Generator:
-    def set_state(state: Any) -> None:
-        if bit_generator is not None and numpy.random.get_bit_generator() is not bit_generator:
-            numpy.random.set_bit_generator(bit_generator)
-        numpy.random.set_state(state)
-
-    return partial(numpy.random.get_state, legacy=False), set_state
 
 
 # --- what also= names ------------------------------------------------------------------------

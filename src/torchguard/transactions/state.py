@@ -24,12 +24,12 @@ from torchguard._torch.optimizers import (
     same_tensors,
     versions_of,
 )
+from torchguard.equivalence.isolate import RNGState
 from torchguard.rollback.snapshot import Snapshot, capture
 from torchguard.transactions.copies import (
     Containers,
     Copies,
     OptimizerSnapshot,
-    RNGState,
     comparison_of,
     different,
     is_plain,
@@ -274,7 +274,7 @@ class TrainingSnapshot:
             "gradients": gradients,
             # batch_norm writes its statistics without moving their version counters.
             "buffers": call_unseen(self._count_buffers),
-            "RNG states": self._random.changed(),
+            "RNG states": sum(self._random.changed()),
         }
 
     def _count_buffers(self) -> int:

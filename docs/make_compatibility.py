@@ -2,7 +2,8 @@
 
 A session of ``nox -s matrix`` leaves ``torch-2.8.0.json`` (the doctor) and ``torch-2.8.0.xml`` (the
 tests) in ``.nox/results``, one of ``nox -s pythons`` ``python-3.13.json`` and its ``.xml``. The
-table has a column for each: what ran, how its tests ended, and what became of each defect.
+table has a column for each: what ran, how its tests ended, and what became of each defect. Where
+only the doctor has run, the tests are "not run".
 """  # noqa: INP001
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Result:
     """The version that was asked for: ``2.13.0``. The build that answered may say more."""
 
     tests: Counter[str]
+    """How many ended in which way; empty where they have not run."""
+
     seconds: float
     date: str
     commit: str
@@ -47,17 +50,20 @@ def read(folder: Path) -> list[Result]:
         _read_one(report, report.with_name(f"{report.stem}.xml"))
         for of in ("python", "torch")
         for report in folder.glob(f"{of}-*.json")
-        if report.with_name(f"{report.stem}.xml").exists() and report.stat().st_size
+        if report.stat().st_size
     ]
     oldest = sorted(results, key=lambda result: [int(part) for part in result.asked.split(".")])
     return sorted(oldest, key=lambda result: result.of, reverse=True)
 
 
 def _read_one(report: Path, junit: Path) -> Result:
+    of, _, asked = report.stem.partition("-")
+    doctor = json.loads(report.read_text(encoding="utf-8"))
+    if not junit.exists():
+        return Result(of, asked, Counter(), 0.0, "", "", doctor)
     suite = ET.parse(junit).getroot().find("testsuite")  # noqa: S314 - our own pytest wrote it
     if suite is None:
         raise ValueError(f"{junit} has no test suite in it")
-    of, _, asked = report.stem.partition("-")
     return Result(
         of=of,
         asked=asked,
@@ -65,7 +71,7 @@ def _read_one(report: Path, junit: Path) -> Result:
         seconds=float(suite.get("time", "0")),
         date=suite.get("timestamp", "")[:10],
         commit=suite.get("name", ""),  # noxfile.py names it so
-        doctor=json.loads(report.read_text(encoding="utf-8")),
+        doctor=doctor,
     )
 
 
@@ -92,10 +98,10 @@ def table(results: list[Result]) -> str:
         ("torch", *(each["torch"] for each in ran_on)),
         ("Python", *(each["python"].rpartition(" ")[2] for each in ran_on)),
         ("GPU", *(each["gpu"] for each in ran_on)),
-        ("commit", *(f"{result.commit}, {result.date}" for result in results)),
-        ("minutes of tests", *(f"{result.seconds / 60:.0f}" for result in results)),
+        ("commit", *(_of_tests(each, f"{each.commit}, {each.date}") for each in results)),
+        ("minutes of tests", *(_of_tests(each, f"{each.seconds / 60:.0f}") for each in results)),
         *(
-            (f"tests {outcome}", *(str(result.tests[outcome]) for result in results))
+            (f"tests {outcome}", *(_of_tests(r, str(r.tests[outcome])) for r in results))
             for outcome in ("passed", "failed", "skipped", "expected to fail")
             if any(result.tests[outcome] for result in results) or outcome == "failed"
         ),
@@ -105,6 +111,10 @@ def table(results: list[Result]) -> str:
     rows += [(f"`{name}`", *(cells.get(name, "?") for cells in seen)) for name in names]
     lines = (header, ("---",) * len(header), *rows)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _of_tests(result: Result, text: str) -> str:
+    return text if result.tests else "not run"
 
 
 def _cell(row: dict[str, Any]) -> str:

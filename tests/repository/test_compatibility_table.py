@@ -68,7 +68,6 @@ def test_table(script: ModuleType, tmp_path: Path) -> None:
     for name in ("torch-2.11.0", "torch-2.9.1", "python-3.13", "python-3.9"):
         write_report(tmp_path / f"{name}.json")
         write_junit(tmp_path / f"{name}.xml", {"a": "", "b": FAILED, "c": "<skipped/>"})
-    write_report(tmp_path / "torch-2.6.0.json")  # a session that has not ended is left out
     results = script.read(tmp_path)
     table = script.table(results)
     assert table.startswith("|  | torch 2.9.1 | torch 2.11.0 | python 3.9 | python 3.13 |\n")
@@ -93,6 +92,16 @@ def test_table(script: ModuleType, tmp_path: Path) -> None:
     }.items():
         assert row(name, cell) in table
     assert "expected to fail" not in table
+
+
+def test_where_the_doctor_alone_has_run(script: ModuleType, tmp_path: Path) -> None:
+    for name in ("torch-2.6.0", "torch-2.9.1"):
+        write_report(tmp_path / f"{name}.json")
+    write_junit(tmp_path / "torch-2.9.1.xml", {"a": ""})
+    table = script.table(script.read(tmp_path))
+    for row in ("commit | not run | abc1234, 2026-11-22", "tests passed | not run | 1"):
+        assert f"\n| {row} |" in table
+    assert "\n| `closed-one` | closed | closed |" in table
 
 
 def test_workflow() -> None:

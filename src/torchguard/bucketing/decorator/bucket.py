@@ -133,12 +133,7 @@ class Call(NamedTuple):
     def bind(
         self, extras: Mapping[str, Any] | None = None, leaves: list[Any] | None = None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the positional and the keyword arguments, containers built anew.
-
-        Args:
-            extras: arguments that come besides, or in place of those that are given.
-            leaves: in place of those of the call.
-        """
+        """Return the positional and the keyword arguments, containers built anew."""
         names, positional, treedefs, starts = self.signature
         values = self.leaves if leaves is None else leaves
         # Otherwise each argument is one leaf, and goes as it is.

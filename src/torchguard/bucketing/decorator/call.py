@@ -58,13 +58,7 @@ _PLANS_KEPT = 8192
 
 
 class Caller:
-    """Runs one function through its buckets.
-
-    Args:
-        compiled: what runs, and how it is compiled.
-        spec: what was declared of it.
-        name: of the function, for messages.
-    """
+    """Runs one function through its buckets."""
 
     def __init__(self, compiled: Compiled, spec: Spec, name: str) -> None:
         self.compiled = compiled

@@ -112,12 +112,7 @@ def compiling(graph: Graph, specialization: Specialization) -> Iterator[None]:
 
 
 def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Compilers]:
-    """Split what the user wraps into the function itself and what compiles it.
-
-    Raises:
-        ValueError: compiled twice, or with ``dynamic=True``.
-        TypeError: ``compile`` is no dict and no bool.
-    """
+    """Split what the user wraps into the function itself and what compiles it."""
     found = _torch.compiler_of(given)
     if found is None:
         if not options:

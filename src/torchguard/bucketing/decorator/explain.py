@@ -67,15 +67,6 @@ def leak_of(  # noqa: PLR0917 - as many as a difference has
 
     The structure of both outcomes is a ``FlatOutput`` of
     :mod:`torchguard.bucketing.decorator.output_shapes`.
-
-    Args:
-        verdict: what differs.
-        expected: the run without padding, or with what is declared in it.
-        got: the other one.
-        case: the call.
-        function: its name.
-        masks: all that were declared.
-        fills: other values in the padding, by index of the leaf.
     """
     plan, others = case.plan, case.others
     what = sizes_of(plan)

@@ -49,15 +49,7 @@ class Mask:
     def make(
         self, shape: tuple[int, ...], length: int, size: int, side: Side, device: torch.device
     ) -> torch.Tensor:
-        """Make the mask for a caller who gave none: (S,), or (B, S) for a batch.
-
-        Args:
-            shape: of what comes before the axis: () or (B,).
-            length: how much is real.
-            size: S.
-            side: where the padding is.
-            device: of the mask.
-        """
+        """Make the mask for a caller who gave none: (S,), or (B, S) for a batch."""
         with torch.inference_mode(False), torch.no_grad():
             mask: torch.Tensor
             [mask] = length_mask([length], size, side=side, device=device)
@@ -170,13 +162,7 @@ def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def real_extras(spec: Spec, plan: Plan, *, with_masks: bool = False) -> dict[str, torch.Tensor]:
-    """Return what a call at the real sizes has to be given besides what the caller gave.
-
-    Args:
-        spec: says what the function can do without.
-        plan: has the sizes.
-        with_masks: whether masks that the function can do without are given, too.
-    """
+    """Return what a call at the real sizes has to be given besides what the caller gave."""
     wanted = {}
     for argument, value in plan.extras.items():
         mask = spec.masks.get(argument)

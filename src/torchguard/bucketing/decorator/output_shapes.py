@@ -46,11 +46,7 @@ class FlatOutput:
 
     @classmethod
     def of(cls, whole: Any) -> FlatOutput:
-        """Flatten an output.
-
-        Raises:
-            TypeError: it contains an object that holds tensors, but is no node of a pytree.
-        """
+        """Flatten an output."""
         # Of any class, FakeTensor too: a tensor is one leaf.
         if isinstance(whole, torch.Tensor):
             return cls([whole], [()], whole)
@@ -187,11 +183,7 @@ class OutputShapes:
     def slices(
         self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: FlatOutput
     ) -> Slices:
-        """Find out what of an output like this one, not sliced, is real.
-
-        Raises:
-            TypeError, ValueError: it can't be found out.
-        """
+        """Find out what of an output like this one, not sliced, is real."""
         if all(
             leaf.dim() == 0 if isinstance(leaf, torch.Tensor) else type(leaf) is not int
             for leaf in output.leaves
@@ -313,11 +305,7 @@ def running_without_data(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _measured(formula: ShapeFormula, output: FlatOutput, side: Side) -> Slices:
-    """Slice to the sizes of a run at the real sizes, without data.
-
-    Raises:
-        ValueError: that run has returned something else.
-    """
+    """Slice to the sizes of a run at the real sizes, without data."""
     if formula.paths != output.paths:
         raise ValueError("it returns another structure for the real sizes than for the padded ones")
     found = formula.at({})

@@ -78,18 +78,6 @@ def check_padding(
 
     All ranks of a group make the same runs: what decides about the next ones is agreed on. Compiled
     functions inside have to run eagerly: the caller says so, with ``uncompiled()``.
-
-    Args:
-        shapes: knows what runs, what was declared of it, and how much of an output is real.
-        plan: how the call is padded.
-        call: not padded.
-        modules: those that the function can reach.
-        known: what was found out before; what is now is added to it.
-        anew: whether to try again what was tried before.
-
-    Raises:
-        PaddingLeakError: padding changes something.
-        RuntimeError: it does so on another rank only.
     """
     checker = _Checker(shapes, plan, call, modules, () if anew else known.neutral)
     case = Case(plan, call)
@@ -188,11 +176,7 @@ class _Checker:
         return _First(leak, dependence, suspicious, padded.operators)
 
     def try_other_data(self, case: Case, first: _First, *, depends: bool) -> bool:
-        """Try whether padding with 0 is neutral for other data, too; return whether any was tried.
-
-        Raises:
-            PaddingLeakError: it is not, or it could not be shown.
-        """
+        """Try whether 0 in the padding is neutral for other data; return whether any was tried."""
         tried = False
         names = {name.rpartition("::")[2].rstrip("_") for name in first.operators}
         steps, compares = self.agreed(bool(STEPS & names), bool(self._compared.numbers))
@@ -243,11 +227,7 @@ class _Checker:
         return found or labels
 
     def with_more_padding(self, case: Case) -> Plan:
-        """Compare with the inputs cut short; return the plan that says how short.
-
-        Raises:
-            PaddingLeakError: then padding changes something.
-        """
+        """Compare with the inputs cut short; return the plan that says how short."""
         shorter = shortened(self._spec, case.plan, case.call)
         if shorter is None and self._group is None:
             return case.plan
@@ -259,10 +239,6 @@ class _Checker:
         """Raise a leak if it is there with perturbed weights as well.
 
         All ranks take as many turns as the one that takes most.
-
-        Raises:
-            PaddingLeakError: it is there.
-            RuntimeError: it is there on another rank only.
         """
         found = leak is not None
         for turn in range(1, _TURNS):
@@ -279,11 +255,7 @@ class _Checker:
     # ---- the runs ----
 
     def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
-        """Run without padding and padded; from the second turn on with perturbed weights.
-
-        Returns:
-            The leak, and whether any number is other than in the first turn.
-        """
+        """Run without padding and padded; from the second turn on with perturbed weights."""
         pair = self._pair_of(case)
         with self._turn(case, turn) as (same, is_new):
             one, two = self._runs(same, pair)

@@ -55,12 +55,7 @@ class WarmupReport:
 def warm_up(
     caller: Caller, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> WarmupReport:
-    """Prove and compile every combination of buckets for an example like this one, and time it.
-
-    Raises:
-        ValueError: an automatic ladder has no bucket yet.
-        torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
-    """
+    """Prove and compile every combination of buckets for an example like this one, and time it."""
     spec = caller.spec
     if caller.compiled.static is None and spec.options["compile"] is None:
         warn_user(
@@ -236,11 +231,7 @@ def _run(caller: Caller, plan: Plan, call: Call) -> None:
 
 
 def _combinations(spec: Spec) -> list[Sizes]:
-    """Return the sizes of each combination of buckets, the largest first.
-
-    Raises:
-        ValueError: an automatic ladder has no bucket yet.
-    """
+    """Return the sizes of each combination of buckets, the largest first."""
     empty = [name for name, ladder in spec.ladders.items() if ladder.buckets is None]
     if empty:
         raise ValueError(

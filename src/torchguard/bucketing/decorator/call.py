@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchguard import _torch
-from torchguard._pytree import all_reachable_modules, flatten, reachable_modules, unflatten
+from torchguard._pytree import flatten, reachable_modules, unflatten
 from torchguard._torch import uncompiled, warn_user
 from torchguard.bucketing.decorator.bucket import (
     COMPILE_LOCK,
@@ -106,7 +106,7 @@ class Caller:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
                 return self._run(plan, plan.graph.run, call)
             # No container and nothing to add: each argument is a leaf, and goes as it is.
-            for index, pad, _ in plan.pads:
+            for index, pad in plan.pads:
                 leaves[index] = pad(leaves[index])
             if kwargs:
                 count = len(args)
@@ -182,8 +182,7 @@ class Caller:
     def learn(self, plan: Plan, output: Any, *given: Any) -> Any:
         """Take the real part of an output of a new kind."""
         call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
-        modules = all_reachable_modules(self.function, (*call.owner, *call.arguments))
-        find = functools.partial(self.output_shapes.slices, plan, call, modules)
+        find = functools.partial(self.output_shapes.slices, plan, call)
         with COMPILE_LOCK, uncompiled():
             return slice_or_learn(plan, find, output)
 
@@ -320,10 +319,9 @@ class Caller:
         """
         if not anew and not self._is_unproven(plan):
             return
-        modules = all_reachable_modules(self.function, (*call.owner, *call.arguments))
         known = self.known.setdefault(plan.kind, Known())
         with COMPILE_LOCK, uncompiled():
-            check_padding(self.output_shapes, plan, call, modules, known, anew=anew)
+            check_padding(self.output_shapes, plan, call, known, anew=anew)
 
     def _is_unproven(self, plan: Plan) -> bool:
         when = self.spec.options["check_padding"]

@@ -195,6 +195,7 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
                     fill=0 if found.fill is None else found.fill,
                     declared=found.fill is not None,
                     device=found.tensor.device,
+                    dtype=found.tensor.dtype,
                 )
             )
     for axis in spec.ladders:

@@ -9,7 +9,6 @@ Shapes: B batch, T the size of an axis.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -172,17 +171,7 @@ class OutputShapes:
         self.spec = spec
         self.name = name
 
-    def narrows(self, plan: Plan, whole: Any) -> dict[int, list[Narrow]]:
-        """Return what :func:`slice_output` takes of an output like this, by index of its leaf."""
-        found = {
-            index: [step for step in steps if isinstance(step, Narrow)]
-            for index, steps in plan.slices[kind_of(whole)].steps
-        }
-        return {index: narrows for index, narrows in found.items() if narrows}
-
-    def slices(
-        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: FlatOutput
-    ) -> Slices:
+    def slices(self, plan: Plan, call: Call, output: FlatOutput) -> Slices:
         """Find out what of an output like this one, not sliced, is real."""
         if all(
             leaf.dim() == 0 if isinstance(leaf, torch.Tensor) else type(leaf) is not int
@@ -195,14 +184,14 @@ class OutputShapes:
             return Slices(declared_steps(declared, output, plan.sizes, plan.buckets, side))
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
         if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
-            slices = self._derived(plan, call, modules, output)
+            slices = self._derived(plan, call, output)
             if slices is not None:
                 return slices
         try:
-            measured = self._run_without_data(plan, call, modules, {})
+            measured = self._run_without_data(plan, call, {})
         except Exception as error:
             if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
-                slices = self._derived(plan, call, modules, output, unconditionally=True)
+                slices = self._derived(plan, call, output, unconditionally=True)
                 if slices is not None:
                     return slices
             raise self._unknown(output, error) from error
@@ -212,16 +201,10 @@ class OutputShapes:
             raise self._unknown(output, error) from error
 
     def _derived(
-        self,
-        plan: Plan,
-        call: Call,
-        modules: Sequence[torch.nn.Module],
-        output: FlatOutput,
-        *,
-        unconditionally: bool = False,
+        self, plan: Plan, call: Call, output: FlatOutput, *, unconditionally: bool = False
     ) -> Slices | None:
         """Slice by formula; None if there is none, or it gives other sizes than the padded run."""
-        formula = self._formula(plan, call, modules, output)
+        formula = self._formula(plan, call, output)
         if formula is None or formula.paths != output.paths:
             return None
         found = formula.at(plan.buckets, plan.sizes, unconditionally=unconditionally)
@@ -238,9 +221,7 @@ class OutputShapes:
             return None
         return _slices_to(output.leaves, real, self.spec.options["side"])
 
-    def _formula(
-        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: FlatOutput
-    ) -> ShapeFormula | None:
+    def _formula(self, plan: Plan, call: Call, output: FlatOutput) -> ShapeFormula | None:
         """Return how outputs depend on the sizes, in this bucket; None if torch can't tell."""
         formulas = plan.bucket.formulas
         key = (plan.shapes, plan.specialization, tuple(output.paths))
@@ -252,14 +233,12 @@ class OutputShapes:
                 for axis, size in plan.sizes.items()
             }
             try:
-                formulas[key] = self._run_without_data(plan, call, modules, hints)
+                formulas[key] = self._run_without_data(plan, call, hints)
             except Exception:  # noqa: BLE001 - torch can't always; a run at each size is left
                 formulas[key] = None
         return formulas[key]
 
-    def _run_without_data(
-        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], hints: Sizes
-    ) -> ShapeFormula:
+    def _run_without_data(self, plan: Plan, call: Call, hints: Sizes) -> ShapeFormula:
         """Run the function on tensors without data, at the real sizes or with symbols."""
         extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
         # A mask is as long as the axis it masks, so its size is a symbol, too.
@@ -268,7 +247,13 @@ class OutputShapes:
             for argument, mask in self.spec.masks.items()
             if hints and argument in extras
         }
-        with running_without_data(modules), SymbolicSizes(hints) as world:
+        modules = call.modules(self.function)
+        # Buffers are real, and written.
+        with (
+            module_state_restored(modules),
+            buffers_restored(modules),
+            SymbolicSizes(hints) as world,
+        ):
             inputs = {
                 each.index: world.empty(each.shape, call.leaves[each.index], each.axes)
                 for each in plan.inputs
@@ -294,14 +279,6 @@ class OutputShapes:
             "in outputs=, in the structure of what it returns: {dim: axis} with an axis of "
             f"{', '.join(self.spec.ladders)}, or a function of them for another length"
         )
-
-
-@contextlib.contextmanager
-def running_without_data(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let a function run on tensors without data, and leave the modules it reaches as they were."""
-    # Buffers are real, and written.
-    with module_state_restored(modules), buffers_restored(modules):
-        yield
 
 
 def _measured(formula: ShapeFormula, output: FlatOutput, side: Side) -> Slices:

@@ -33,7 +33,12 @@ from torchguard.bucketing.decorator.other_data import (
     other_fill,
     whole_numbers,
 )
-from torchguard.bucketing.decorator.output_shapes import FlatOutput, OutputShapes, real_output
+from torchguard.bucketing.decorator.output_shapes import (
+    FlatOutput,
+    OutputShapes,
+    kind_of,
+    real_output,
+)
 from torchguard.bucketing.decorator.shorter import shortened
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
@@ -69,7 +74,6 @@ def check_padding(
     shapes: OutputShapes,
     plan: Plan,
     call: Call,
-    modules: Sequence[torch.nn.Module],
     known: Known,
     *,
     anew: bool,
@@ -79,7 +83,7 @@ def check_padding(
     All ranks of a group make the same runs: what decides about the next ones is agreed on. Compiled
     functions inside have to run eagerly: the caller says so, with ``uncompiled()``.
     """
-    checker = _Checker(shapes, plan, call, modules, () if anew else known.neutral)
+    checker = _Checker(shapes, plan, call, () if anew else known.neutral)
     case = Case(plan, call)
     first, failure = _First(None, None, suspicious=False), None
     try:
@@ -117,7 +121,6 @@ class _Checker:
         shapes: OutputShapes,
         plan: Plan,
         call: Call,
-        modules: Sequence[torch.nn.Module],
         neutral: Container[str],
     ) -> None:
         padded = {pad.leaf for pad in plan.pads}
@@ -130,7 +133,7 @@ class _Checker:
         self._shapes = shapes
         self._spec = shapes.spec
         self._group = shapes.spec.options["group"]
-        self._modules = modules
+        self._modules = call.modules(shapes.function)
         # ``self`` may be a dataclass of tensors.
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
@@ -256,26 +259,19 @@ class _Checker:
 
     def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
         """Run without padding and padded; from the second turn on with perturbed weights."""
-        pair = self._pair_of(case)
-        with self._turn(case, turn) as (same, is_new):
+        pair, same, is_new = self._pair_of(case), case, turn == 0
+        with contextlib.ExitStack() as scope:
+            if turn > 0:
+                # A discontinuous function, such as argmax, does not differ again: see perturb.py.
+                call, is_new = case.call.perturbed(turn)
+                same = replace(case, call=call)
+                held = (p for module in self._modules for p in module.parameters(recurse=False))
+                (without,) = self._runs(same, [None])
+                is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
             one, two = self._runs(same, pair)
         without, padded = (one, two) if pair[0] is None else (two, one)
         verdict = judge(without, padded, PADDING)
         return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
-
-    @contextlib.contextmanager
-    def _turn(self, case: Case, turn: int) -> Iterator[tuple[Case, bool]]:
-        """Yield what to run, and whether any number in it is other than in the first turn."""
-        with contextlib.ExitStack() as scope:
-            is_new = turn == 0
-            if turn > 0:
-                # A discontinuous function, such as argmax, does not differ again: see perturb.py.
-                call, is_new = case.call.perturbed(turn)
-                case = replace(case, call=call)
-                held = (p for module in self._modules for p in module.parameters(recurse=False))
-                (without,) = self._runs(case, [None])
-                is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
-            yield case, is_new
 
     def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
@@ -310,7 +306,7 @@ class _Checker:
         """
         plan, call, shapes = case.plan, case.call, self._shapes
         leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
-        find = functools.partial(shapes.slices, plan, call, self._modules)
+        find = functools.partial(shapes.slices, plan, call)
         masks: Sequence[Real] = ()
         if self._spec.masks:
             masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
@@ -371,12 +367,13 @@ class _Checker:
         What was sliced of a padded run is noted in ``narrows``, for the run without padding.
         """
         if padded is not None:
-            narrows.update(self._shapes.narrows(plan, padded))
+            for index, steps in plan.slices[kind_of(padded)].steps:
+                narrows[index] = [step for step in steps if isinstance(step, Narrow)]
         found = [Output(leaf) for leaf in output.leaves]
-        for index, steps in narrows.items():
+        for index, taken in narrows.items():
             leaf = output.leaves[index]
-            if isinstance(leaf, torch.Tensor):
-                found[index] = Output(leaf, counting(masks, plan.sizes, leaf, steps))
+            if isinstance(leaf, torch.Tensor) and taken:
+                found[index] = Output(leaf, counting(masks, plan.sizes, leaf, taken))
         return found
 
     def _leak(
@@ -409,7 +406,7 @@ class _Checker:
             extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
             again = replace(plan, inputs=inputs, extras=extras, slices={})
             shapes = OutputShapes(self._shapes.function, spec, self._shapes.name)
-            checker = _Checker(shapes, again, case.call, self._modules, ())
+            checker = _Checker(shapes, again, case.call, ())
             with contextlib.suppress(Exception):
                 found = checker.first(replace(case, plan=again))
                 if found.leak is None and found.dependence is None:

@@ -15,7 +15,6 @@ import torch
 
 from torchguard import _torch
 from torchguard._public import public
-from torchguard._pytree import all_reachable_modules
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input, Plan
 from torchguard.bucketing.decorator.call import Caller
@@ -65,7 +64,7 @@ def warm_up(
     call = Call.of(spec, owner, args, kwargs)
     inputs, own = find_inputs(spec, call)
     combinations = _combinations(spec)
-    modules = all_reachable_modules(caller.function, (*owner, *args))
+    modules = call.modules(caller.function)
     seconds: dict[tuple[int, ...], float] = {}
     errors: dict[tuple[int, ...], Exception] = {}
     for buckets in combinations:

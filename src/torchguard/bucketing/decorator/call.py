@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections import Counter
@@ -46,7 +45,6 @@ from torchguard.bucketing.decorator.options import Sizes, Spec, find_buckets, fi
 from torchguard.bucketing.decorator.output_shapes import (
     UNKNOWN,
     OutputShapes,
-    slice_or_learn,
     slice_output,
 )
 from torchguard.bucketing.decorator.prove import check_padding
@@ -182,9 +180,8 @@ class Caller:
     def learn(self, plan: Plan, output: Any, *given: Any) -> Any:
         """Take the real part of an output of a new kind."""
         call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
-        find = functools.partial(self.output_shapes.slices, plan, call)
         with COMPILE_LOCK, uncompiled():
-            return slice_or_learn(plan, find, output)
+            return self.output_shapes.slice(plan, call, output)
 
     def _global_state_for(self, owner: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
         """Return what reads whether gradients, inference mode, autocast and training are on."""

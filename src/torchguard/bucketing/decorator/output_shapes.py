@@ -23,7 +23,6 @@ from torchguard.bucketing.decorator.options import Sizes, Spec
 from torchguard.bucketing.decorator.slices import Narrow, Steps, declared_steps
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import buffers_restored, module_state_restored
-from torchguard.equivalence.outcome import Output
 
 _WITHOUT_PARTS = (
     torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes,
@@ -112,40 +111,10 @@ def slice_output(plan: Plan, whole: Any) -> Any:
     return unflatten(leaves, whole)
 
 
-def slice_or_learn(plan: Plan, find: Callable[[FlatOutput], Slices], whole: Any) -> Any:
-    """Take the real part of an output; ``find`` says what that is for one of a new kind."""
-    real = slice_output(plan, whole)
-    if real is UNKNOWN:
-        plan.slices[kind_of(whole)] = find(FlatOutput.of(whole))
-        real = slice_output(plan, whole)
-    return real
-
-
 def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
     for step in steps:
         tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
     return tensor
-
-
-def real_output(
-    plan: Plan,
-    find: Callable[[FlatOutput], Slices] | None,
-    count: Callable[[FlatOutput, Any], list[Output]] | None,
-    whole: Any,
-) -> tuple[FlatOutput, list[Output]]:
-    """Flatten the real part of an output, to compare it with that of another run.
-
-    Args:
-        plan: of the call.
-        find: as of :func:`slice_or_learn`; None where nothing was padded.
-        count: which elements count, by the real part and the padded output, None where nothing
-            was padded; left out, all do.
-        whole: what the function returned.
-    """
-    output = FlatOutput.of(whole if find is None else slice_or_learn(plan, find, whole))
-    if count is not None:
-        return output, count(output, None if find is None else whole)
-    return output, [Output(leaf) for leaf in output.leaves]
 
 
 def kind_of(whole: Any) -> Any:
@@ -170,6 +139,14 @@ class OutputShapes:
         self.function = function
         self.spec = spec
         self.name = name
+
+    def slice(self, plan: Plan, call: Call, whole: Any) -> Any:
+        """Take the real part of an output, which may be of a new kind."""
+        real = slice_output(plan, whole)
+        if real is UNKNOWN:
+            plan.slices[kind_of(whole)] = self.slices(plan, call, FlatOutput.of(whole))
+            real = slice_output(plan, whole)
+        return real
 
     def slices(self, plan: Plan, call: Call, output: FlatOutput) -> Slices:
         """Find out what of an output like this one, not sliced, is real."""

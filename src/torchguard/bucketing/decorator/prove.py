@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,12 +38,11 @@ from torchguard.bucketing.decorator.output_shapes import (
     FlatOutput,
     OutputShapes,
     kind_of,
-    real_output,
 )
 from torchguard.bucketing.decorator.shorter import shortened
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
-from torchguard.equivalence.compare import PADDING, Verdict, judge
+from torchguard.equivalence.compare import PADDING, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
 from torchguard.equivalence.outcome import Outcome, Output
 from torchguard.equivalence.perturb import perturbed
@@ -160,21 +160,18 @@ class _Checker:
         """Run the call without padding, padded, and padded with other values, above and below."""
         others = self._other_fills(case, self._inputs)
         pair = self._pair_of(case)
-        leak = dependence = None
+        dependence = None
         runs = self._runs(case, [*pair, *others])
         one, two = next(runs), next(runs)
         without, padded = (one, two) if pair[0] is None else (two, one)
-        verdict = judge(without, padded, PADDING)
-        suspicious = not verdict.equal or verdict.strain > _ROUNDING
-        if not verdict.equal:
-            leak = self._leak(case, verdict, without, padded, {})
+        leak, strain = self._judged(case, without, padded, {})
+        suspicious = strain > _ROUNDING
         del one, two, without  # a run may hold a gradient of every weight
         for fills in others:
             other = next(runs)
-            verdict = judge(padded, other, PADDING)
-            suspicious = suspicious or not verdict.equal or verdict.strain > 0
-            if not verdict.equal and dependence is None:
-                dependence = self._leak(case, verdict, padded, other, fills)
+            found, strain = self._judged(case, padded, other, fills)
+            suspicious |= strain > 0
+            dependence = dependence or found
             del other
         return _First(leak, dependence, suspicious, padded.operators)
 
@@ -270,8 +267,7 @@ class _Checker:
                 is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
             one, two = self._runs(same, pair)
         without, padded = (one, two) if pair[0] is None else (two, one)
-        verdict = judge(without, padded, PADDING)
-        return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
+        return self._judged(case, without, padded, {})[0], is_new
 
     def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
@@ -306,11 +302,8 @@ class _Checker:
         """
         plan, call, shapes = case.plan, case.call, self._shapes
         leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
-        find = functools.partial(shapes.slices, plan, call)
-        masks: Sequence[Real] = ()
-        if self._spec.masks:
-            masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
-        count = functools.partial(self._count, plan, masks, {}) if masks else None
+        masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
+        read = functools.partial(self._read, case, masks, {})
         # Of other data only the padding is in question. Some functions do something else with a
         # mask, even one in which all is real, than without: for transformers position_ids
         # without a mask that do not count up are several packed sequences.
@@ -329,12 +322,11 @@ class _Checker:
             ]
         while bound:
             fills, given = bound.pop(0)
-            read = functools.partial(real_output, plan, None if fills is None else find, count)
             try:
                 outcome = run_undoing_mutations(
                     function,
                     given,
-                    read=read,
+                    read=functools.partial(read, padded=fills is not None),
                     names=self._names,
                     modules=self._modules,
                     observers=dict.fromkeys(Compared.OPERATORS, self._compared.note),
@@ -354,33 +346,43 @@ class _Checker:
             yield outcome
             del outcome
 
-    def _count(
+    def _read(
         self,
-        plan: Plan,
+        case: Case,
         masks: Sequence[Real],
         narrows: dict[int, list[Narrow]],
-        output: FlatOutput,
-        padded: Any,
-    ) -> list[Output]:
-        """Pair each leaf with the elements that count by the caller's masks.
+        whole: Any,
+        *,
+        padded: bool,
+    ) -> tuple[FlatOutput, list[Output]]:
+        """Flatten the real part of an output, and say which elements count by the caller's masks.
 
         What was sliced of a padded run is noted in ``narrows``, for the run without padding.
         """
-        if padded is not None:
-            for index, steps in plan.slices[kind_of(padded)].steps:
+        plan = case.plan
+        if padded:
+            kind = kind_of(whole)
+            whole = self._shapes.slice(plan, case.call, whole)
+            for index, steps in plan.slices[kind].steps:
                 narrows[index] = [step for step in steps if isinstance(step, Narrow)]
+        output = FlatOutput.of(whole)
         found = [Output(leaf) for leaf in output.leaves]
-        for index, taken in narrows.items():
+        for index, taken in narrows.items() if masks else ():
             leaf = output.leaves[index]
             if isinstance(leaf, torch.Tensor) and taken:
                 found[index] = Output(leaf, counting(masks, plan.sizes, leaf, taken))
-        return found
+        return output, found
 
-    def _leak(
-        self, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
-    ) -> Leak:
-        spec = self._spec
-        return leak_of(verdict, expected, got, case, self._shapes.name, [*spec.masks], fills)
+    def _judged(
+        self, case: Case, expected: Outcome, got: Outcome, fills: Fills
+    ) -> tuple[Leak | None, float]:
+        """Compare two runs; return what differs, and else how near that is to a difference."""
+        verdict = judge(expected, got, PADDING)
+        if verdict.equal:
+            return None, verdict.strain
+        masks = [*self._spec.masks]
+        leak = leak_of(verdict, expected, got, case, self._shapes.name, masks, fills)
+        return leak, math.inf
 
     def explained(self, case: Case, leak: Leak) -> PaddingLeakError:
         """Return the error, with the first operator that differs, or an inverted mask."""

@@ -247,7 +247,7 @@ def _check_buffer(x: torch.Tensor, dim: int, size: int, out: torch.Tensor) -> No
 
 
 def check_number(value: complex, dtype: torch.dtype) -> None:
-    """Raise unless the dtype holds the number; each holds 0."""
+    """Raise unless the dtype holds the number."""
     fits = _fits if is_dynamo_compiling() else _fits_cached
     if value != 0 and not fits(value, dtype):
         raise TypeError(f"pad_to_bucket: value={value!r} does not fit {dtype}")
@@ -319,8 +319,7 @@ def _padding(x: torch.Tensor, dim: int, missing: int, value: Fill, side: Side) -
         last = start + missing - 1
         if not _fits(last, x.dtype):  # torch would wrap around silently
             raise TypeError(f"pad_to_bucket: value='arange' reaches {last}, too much for {x.dtype}")
-        # Counted as integers: arange itself has no kernel for uint16 and the like.
-        numbers = torch.arange(start, start + missing, device=x.device).to(x.dtype)
+        numbers = _numbers(start, start + missing, x)
         return numbers.view(-1, *[1] * (x.dim() - 1 - dim)).expand(shape)
     if callable(value):
         return _called(value, x, missing, shape)
@@ -360,9 +359,11 @@ def _called(
         ) from None
 
 
-# One element each; cached, so that the next call launches no kernel to make them.
+# Cached, so that the next call launches no kernel to make them. One element each,
 _constants: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 _MOST_CONSTANTS = 256
+# and 0, 1, 2, ... as far as they were needed.
+_ranges: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def _constant(value: complex, x: torch.Tensor) -> torch.Tensor:
@@ -380,6 +381,22 @@ def _constant(value: complex, x: torch.Tensor) -> torch.Tensor:
                 _constants.clear()
             _constants[key] = cached
     return cached
+
+
+def _numbers(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
+    """Return ``torch.arange(start, stop)`` of ``x``'s dtype and device."""
+    # Counted as integers: arange itself has no kernel for uint16 and the like.
+    if not _may_cache(x):
+        return torch.arange(start, stop, device=x.device).to(x.dtype)
+    key = (x.dtype, x.device)
+    cached = _ranges.get(key)
+    if cached is None or cached.shape[0] < stop:
+        with torch.inference_mode(False):
+            # A power of two, so that a growing length does not make a new one at every call.
+            cached = torch.arange(1 << (stop - 1).bit_length()).to(x.device, x.dtype)
+        if type(cached) is torch.Tensor:
+            _ranges[key] = cached
+    return cached[start:stop]
 
 
 def _may_cache(x: torch.Tensor) -> bool:

@@ -310,7 +310,8 @@ def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
 
     if not isinstance(fill, (bool, int, float, complex)) or math.prod(shape) >= _SMALL:
         return Pad(each.index, pad)
-    check_number(fill, each.dtype)
+    if fill:  # each dtype has a 0
+        check_number(fill, each.dtype)
     pads = [0] * (2 * len(shape))
     for dim, size in dims:
         # constant_pad_nd counts from the last dim, left before right.

@@ -18,11 +18,12 @@ import torch
 from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
 from torchguard._torch import ShapeFormula, SymbolicSizes
 from torchguard.bucketing.decorator.bucket import Call, Plan
-from torchguard.bucketing.decorator.masking import mask_axes, real_extras
+from torchguard.bucketing.decorator.masking import Real, counting, mask_axes, real_extras
 from torchguard.bucketing.decorator.options import Sizes, Spec
 from torchguard.bucketing.decorator.slices import Narrow, Steps, declared_steps
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import buffers_restored, module_state_restored
+from torchguard.equivalence.outcome import Output
 
 _WITHOUT_PARTS = (
     torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes,
@@ -147,6 +148,33 @@ class OutputShapes:
             plan.slices[kind_of(whole)] = self.slices(plan, call, FlatOutput.of(whole))
             real = slice_output(plan, whole)
         return real
+
+    def read(
+        self,
+        plan: Plan,
+        call: Call,
+        masks: Sequence[Real],
+        narrows: dict[int, list[Narrow]],
+        whole: Any,
+        *,
+        padded: bool,
+    ) -> tuple[FlatOutput, list[Output]]:
+        """Flatten the real part of an output, and say which elements count by the caller's masks.
+
+        What was sliced of a padded run is noted in ``narrows``, for the run without padding.
+        """
+        if padded:
+            kind = kind_of(whole)
+            whole = self.slice(plan, call, whole)
+            for index, steps in plan.slices[kind].steps:
+                narrows[index] = [step for step in steps if isinstance(step, Narrow)]
+        output = FlatOutput.of(whole)
+        found = [Output(leaf) for leaf in output.leaves]
+        for index, taken in narrows.items() if masks else ():
+            leaf = output.leaves[index]
+            if isinstance(leaf, torch.Tensor) and taken:
+                found[index] = Output(leaf, counting(masks, plan.sizes, leaf, taken))
+        return output, found
 
     def slices(self, plan: Plan, call: Call, output: FlatOutput) -> Slices:
         """Find out what of an output like this one, not sliced, is real."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,31 +19,29 @@ from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, give
 from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
 from torchguard.bucketing.decorator.masking import (
     Real,
-    counting,
     given_masks,
     inverted_masks,
     make_extras,
     real_extras,
 )
 from torchguard.bucketing.decorator.other_data import (
+    COMPARING,
     MAGNITUDES,
     SIGNS,
     STEPS,
-    Compared,
-    other_fill,
+    may_be_probabilities,
+    near_compared,
+    note_compared,
     whole_numbers,
 )
 from torchguard.bucketing.decorator.output_shapes import (
-    FlatOutput,
     OutputShapes,
-    kind_of,
 )
 from torchguard.bucketing.decorator.shorter import shortened
-from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
-from torchguard.equivalence.compare import PADDING, judge
+from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
-from torchguard.equivalence.outcome import Outcome, Output
+from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import perturbed
 from torchguard.errors import PaddingLeakError
 
@@ -113,6 +110,29 @@ def check_padding(
     plan.bucket.add_proof(plan)
 
 
+def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
+    """Return a value other than 0 for the padding of an input; None if there is none to try.
+
+    It is above all data, or below.
+    """
+    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        return None
+    if tensor.dtype.is_floating_point:
+        finite = tensor.detach()[tensor.detach().isfinite()]
+        scale = float(finite.abs().max()) if finite.numel() else 1.0
+        if not tensor.is_cpu and may_be_probabilities(tensor):
+            return 1.0 if largest else None
+        value = 1.0 + 2.0 * scale
+        if value >= torch.finfo(tensor.dtype).max:
+            return None
+        return value if largest else -value
+    # Numbers of tokens: only those that are there are known to be valid.
+    other = tensor[tensor != 0]
+    if not other.numel():
+        return None
+    return int(other.max() if largest else other.min())
+
+
 class _Checker:
     """Makes the runs of one check; ``neutral`` are the inputs that 0 is known to be neutral for."""
 
@@ -138,7 +158,8 @@ class _Checker:
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
-        self._compared = Compared()
+        self._compared: set[int] = set()
+        """The integers that the function compares its integers with."""
 
     def agreed(self, *found: bool) -> list[bool]:
         """Return what any rank has found."""
@@ -164,14 +185,16 @@ class _Checker:
         runs = self._runs(case, [*pair, *others])
         one, two = next(runs), next(runs)
         without, padded = (one, two) if pair[0] is None else (two, one)
-        leak, strain = self._judged(case, without, padded, {})
-        suspicious = strain > _ROUNDING
+        verdict = judge(without, padded, PADDING)
+        leak = None if verdict.equal else self._leak(case, verdict, without, padded, {})
+        suspicious = not verdict.equal or verdict.strain > _ROUNDING
         del one, two, without  # a run may hold a gradient of every weight
         for fills in others:
             other = next(runs)
-            found, strain = self._judged(case, padded, other, fills)
-            suspicious |= strain > 0
-            dependence = dependence or found
+            verdict = judge(padded, other, PADDING)
+            if not verdict.equal and dependence is None:
+                dependence = self._leak(case, verdict, padded, other, fills)
+            suspicious |= not verdict.equal or verdict.strain > 0
             del other
         return _First(leak, dependence, suspicious, padded.operators)
 
@@ -179,12 +202,12 @@ class _Checker:
         """Try whether 0 in the padding is neutral for other data; return whether any was tried."""
         tried = False
         names = {name.rpartition("::")[2].rstrip("_") for name in first.operators}
-        steps, compares = self.agreed(bool(STEPS & names), bool(self._compared.numbers))
+        steps, compares = self.agreed(bool(STEPS & names), bool(self._compared))
         battery = [*SIGNS]
         if depends or steps:
             battery += whole_numbers(masked=bool(self._spec.masks))
         if compares:
-            battery += self._compared.data()
+            battery += near_compared(self._compared)
         if depends:
             battery += MAGNITUDES
         for data in battery:
@@ -267,7 +290,8 @@ class _Checker:
                 is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
             one, two = self._runs(same, pair)
         without, padded = (one, two) if pair[0] is None else (two, one)
-        return self._judged(case, without, padded, {})[0], is_new
+        verdict = judge(without, padded, PADDING)
+        return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
 
     def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
@@ -275,7 +299,7 @@ class _Checker:
             {
                 each.index: fill
                 for each in inputs
-                if (fill := other_fill(case.call.leaves[each.index], largest=largest)) is not None
+                if (fill := _other_fill(case.call.leaves[each.index], largest=largest)) is not None
             }
             for largest in (True, False)
         )
@@ -302,8 +326,10 @@ class _Checker:
         """
         plan, call, shapes = case.plan, case.call, self._shapes
         leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
-        masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
-        read = functools.partial(self._read, case, masks, {})
+        masks: list[Real] = []
+        if self._spec.masks:
+            masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
+        read = functools.partial(shapes.read, plan, call, masks, {})
         # Of other data only the padding is in question. Some functions do something else with a
         # mask, even one in which all is real, than without: for transformers position_ids
         # without a mask that do not count up are several packed sequences.
@@ -320,6 +346,7 @@ class _Checker:
                 (fills, given_by(plan, call, real if fills is None else plan.extras, fills, leaves))
                 for fills in variants
             ]
+        observers = dict.fromkeys(COMPARING, functools.partial(note_compared, self._compared))
         while bound:
             fills, given = bound.pop(0)
             try:
@@ -329,7 +356,7 @@ class _Checker:
                     read=functools.partial(read, padded=fills is not None),
                     names=self._names,
                     modules=self._modules,
-                    observers=dict.fromkeys(Compared.OPERATORS, self._compared.note),
+                    observers=observers,
                     held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
                 )
                 lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
@@ -346,43 +373,11 @@ class _Checker:
             yield outcome
             del outcome
 
-    def _read(
-        self,
-        case: Case,
-        masks: Sequence[Real],
-        narrows: dict[int, list[Narrow]],
-        whole: Any,
-        *,
-        padded: bool,
-    ) -> tuple[FlatOutput, list[Output]]:
-        """Flatten the real part of an output, and say which elements count by the caller's masks.
-
-        What was sliced of a padded run is noted in ``narrows``, for the run without padding.
-        """
-        plan = case.plan
-        if padded:
-            kind = kind_of(whole)
-            whole = self._shapes.slice(plan, case.call, whole)
-            for index, steps in plan.slices[kind].steps:
-                narrows[index] = [step for step in steps if isinstance(step, Narrow)]
-        output = FlatOutput.of(whole)
-        found = [Output(leaf) for leaf in output.leaves]
-        for index, taken in narrows.items() if masks else ():
-            leaf = output.leaves[index]
-            if isinstance(leaf, torch.Tensor) and taken:
-                found[index] = Output(leaf, counting(masks, plan.sizes, leaf, taken))
-        return output, found
-
-    def _judged(
-        self, case: Case, expected: Outcome, got: Outcome, fills: Fills
-    ) -> tuple[Leak | None, float]:
-        """Compare two runs; return what differs, and else how near that is to a difference."""
-        verdict = judge(expected, got, PADDING)
-        if verdict.equal:
-            return None, verdict.strain
+    def _leak(
+        self, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
+    ) -> Leak:
         masks = [*self._spec.masks]
-        leak = leak_of(verdict, expected, got, case, self._shapes.name, masks, fills)
-        return leak, math.inf
+        return leak_of(verdict, expected, got, case, self._shapes.name, masks, fills)
 
     def explained(self, case: Case, leak: Leak) -> PaddingLeakError:
         """Return the error, with the first operator that differs, or an inverted mask."""

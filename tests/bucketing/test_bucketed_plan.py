@@ -47,6 +47,8 @@ def test_what_is_read_is_proven_in_the_process_that_reads_it(path: Path) -> None
     assert torch.equal(again(torch.ones(7)), 2 * torch.ones(7))
     assert again.stats().hits == {(8,): 1}
     assert again.stats().proven == ((8,),)
+    with pytest.raises(ValueError, match="both given"):
+        bucketed(double, plan=path, buckets=[8], **OPTIONS)
 
 
 def test_a_file_of_an_older_release_is_read_without_what_it_kept(path: Path) -> None:

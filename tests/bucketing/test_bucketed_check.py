@@ -241,16 +241,6 @@ class TestVerification:
         for tensor, values in zip(unusual, before, strict=True):
             assert tensor.is_meta or torch.equal(tensor, values)
 
-    def test_other_last_digits_are_seen_under_autocast_too(self) -> None:
-        linear = nn.Linear(64, 64)
-        x = torch.randn(2, 64)
-        with torch.autocast("cpu", torch.bfloat16):
-            before = linear(x)  # autocast keeps the weight as it has cast it
-            with perturbed(linear.parameters(), 1) as changed:
-                assert changed
-                assert not torch.equal(linear(x), before)
-            assert torch.equal(linear(x), before)
-
     def test_checks_another_switch_on_its_own(self) -> None:
         def maybe(x: torch.Tensor, how: str) -> torch.Tensor:
             return x - x.mean() if how == "centred" else x

@@ -78,7 +78,6 @@ class Ladder(NamedTuple):
 
     sizes: tuple[int, ...]
     cost: float
-    """The cost of all observations, each at its bucket."""
 
 
 class _Problem(NamedTuple):

@@ -73,7 +73,6 @@ class Signature(NamedTuple):
     positional: int
     """How many of them are given by position."""
     treedefs: tuple[TreeDef, ...]
-    """Of each argument."""
     starts: tuple[int, ...]
     """The index of each argument's first leaf, and how many leaves there are."""
 
@@ -171,8 +170,7 @@ class Call(NamedTuple):
 class Input:
     """A tensor of a call that has a dim to pad."""
 
-    index: int
-    """Of the leaf."""
+    index: int  # of the leaf
     label: str
     shape: tuple[int, ...]
     axes: tuple[tuple[int, str], ...]
@@ -292,8 +290,7 @@ class Known:
 class Pad(NamedTuple):
     """How to pad one leaf: a function of the tensor, and of what to put into the padding."""
 
-    leaf: int
-    """Its index."""
+    leaf: int  # its index
     pad: Callable[..., torch.Tensor]
 
 
@@ -333,7 +330,6 @@ class Plan:
 
     signature: Signature
     labels: list[str]
-    """How to spell each leaf of a call."""
     inputs: tuple[Input, ...]
     sizes: Sizes
     buckets: Sizes

@@ -30,7 +30,6 @@ class Compilers(NamedTuple):
     """What compiles a function, by kind of graph; None where it runs uncompiled."""
 
     static: Compiler | None = None
-    """For static sizes."""
     dynamic: Compiler | None = None
     """For the sizes above the largest bucket."""
 

@@ -263,8 +263,7 @@ _MOST_TRIED = 8
 class _Suspect(NamedTuple):
     """A dim of a tensor that was not padded, and is as long as an axis that was."""
 
-    leaf: int
-    """Its index."""
+    leaf: int  # its index
     dim: int
     axis: str
     label: str

@@ -58,7 +58,6 @@ class Spec:
     """By argument; those behind ``*args`` by position, ``"*2"``."""
     fill: Mapping[str, Any]
     masks: Mapping[str, Mask]
-    """By argument."""
     lengths: Mapping[str, str]
     """The argument that takes the size of an axis, by axis."""
     ladders: dict[str, Ladder | PairLadder]
@@ -66,9 +65,7 @@ class Spec:
     parameters: tuple[str, ...]
     """Names of what can be given by position."""
     required: frozenset[str]
-    """Those without a default."""
     explicit: frozenset[str]
-    """The names in the signature."""
     others: str | None
     """The name of ``**kwargs``, if the function has it."""
 

@@ -64,7 +64,6 @@ class _First(NamedTuple):
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
     operators: frozenset[str] = frozenset()
-    """The names of those that ran."""
 
 
 def check_padding(

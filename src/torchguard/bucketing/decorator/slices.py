@@ -94,7 +94,6 @@ class _DeclaredDim(NamedTuple):
     dim: int
     size: int
     given: int
-    """The dim as it was written."""
     label: str
     sizes: Sizes
     buckets: Sizes

@@ -90,7 +90,15 @@ def warm_up(
         for key, error in errors.items()
     }
     if left_out:
-        _warn_of_left_out(list(spec.ladders), left_out, len(combinations))
+        shown = "; ".join(
+            ", ".join(f"{axis} = {size}" for axis, size in zip(spec.ladders, sizes, strict=True))
+            for sizes in left_out
+        )
+        warn_user(
+            f"bucketed: warmup() left out {len(left_out)} of {len(combinations)} buckets, which do "
+            f"not fit into memory: {shown} ({next(iter(left_out.values()))}). Calls of these sizes "
+            "will run out of memory, too: leave them out of buckets=, or make the batch smaller"
+        )
     graphs = [each for b in caller.buckets.values() for each in b.graphs.values()]
     warmed = [each for each in graphs if each.warmed_for]
     each_took = sum(each.seconds for each in warmed) / max(len(warmed), 1)
@@ -182,20 +190,6 @@ def _planned(
     resized = call.with_leaves(new)
     args, kwargs = resized.bind()
     return caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
-
-
-def _warn_of_left_out(
-    axes: Sequence[str], left_out: Mapping[tuple[int, ...], str], count: int
-) -> None:
-    shown = "; ".join(
-        ", ".join(f"{axis} = {size}" for axis, size in zip(axes, sizes, strict=True))
-        for sizes in left_out
-    )
-    warn_user(
-        f"bucketed: warmup() left out {len(left_out)} of {count} buckets, which do not fit into "
-        f"memory: {shown} ({next(iter(left_out.values()))}). Calls of these sizes will run out of "
-        "memory, too: leave them out of buckets=, or make the batch smaller"
-    )
 
 
 def _timed(caller: Caller, plan: Plan, call: Call) -> float:

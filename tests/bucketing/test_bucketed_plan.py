@@ -81,21 +81,6 @@ def test_a_torn_file_is_refused(path: Path) -> None:
             bucketed(double, plan=path, **OPTIONS)
 
 
-def test_a_write_that_fails_leaves_the_old_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = path.read_text()
-
-    def fails(*_: Any, **__: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", fails)
-    with pytest.raises(OSError, match="No space"):
-        write_buckets(path, ladder(4), {})
-    assert path.read_text() == before
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
-
-
 def test_several_writers_leave_one_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_buckets(path, ladder(1), {})

@@ -97,12 +97,12 @@ class Caller:
         """Call the function; ``owner`` comes first in what it is given."""
         plan, leaves, nested = self._look_up(owner, args, kwargs)
         try:
-            if not plan.ready or self._always:
+            first = not plan.ready or self._always
+            if first or nested or plan.extras:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                return self._run_first(plan, call)
-            if nested or plan.extras:
-                call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                return self._run(plan, plan.graph.run, call)
+                return (
+                    self._run_first(plan, call) if first else self._run(plan, plan.graph.run, call)
+                )
             # No container and nothing to add: each argument is a leaf, and goes as it is.
             for index, pad in plan.pads:
                 leaves[index] = pad(leaves[index])

@@ -244,16 +244,13 @@ def _spread(positions: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Te
     if positions.dim() == 1:
         return positions.to(tensor.device).view(shape)
     size = positions.shape[0]
-    batch = next((d for d in (0, dim - 1, dim + 1) if _is(tensor, d, size) and d != dim), None)
+    others = {d for d in range(tensor.dim()) if d != dim and tensor.shape[d] == size}
+    batch = next((d for d in (0, dim - 1, dim + 1) if d in others), None)
     if batch is None:
         return None
     shape[batch] = size
     positions = positions if batch < dim else positions.T
     return positions.to(tensor.device).reshape(shape)
-
-
-def _is(tensor: torch.Tensor, dim: int, size: int) -> bool:
-    return 0 <= dim < tensor.dim() and tensor.shape[dim] == size
 
 
 def inverted_masks(spec: Spec, plan: Plan) -> Iterator[tuple[Mask, Spec]]:

@@ -71,10 +71,6 @@ def _positive(numbers: torch.Tensor) -> torch.Tensor:
     return torch.where((numbers <= 0) & (numbers.max() > 0), numbers.max(), numbers)
 
 
-def _negative(numbers: torch.Tensor) -> torch.Tensor:
-    return -_positive(-numbers)
-
-
 def _order(values: torch.Tensor) -> torch.Tensor:
     """Return a number for each place of a tensor, in an order without a rule."""
     generator = torch.Generator().manual_seed(0)
@@ -114,11 +110,6 @@ def _spread(ids: torch.Tensor) -> torch.Tensor:
     return spread
 
 
-def _larger(ids: torch.Tensor) -> torch.Tensor:
-    """Put ids that may not be there, up to 64; one that is not valid raises, and shows nothing."""
-    return _chosen(ids, [*range(int(_LARGER), 0, -3)])
-
-
 def _chosen(ids: torch.Tensor, among: Iterable[int]) -> torch.Tensor:
     """Put other ids, each about as often as the others."""
     if not ids.is_cpu:  # where one that is not valid ends the process
@@ -150,7 +141,7 @@ SIGNS = (
     # They find what other padding can't: one negative number, and ``(x > 0).all()`` is False
     # whatever the padding holds.
     OtherData("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True),
-    OtherData("is negative", lambda x: -x.abs(), _negative),
+    OtherData("is negative", lambda x: -x.abs(), lambda ids: -_positive(-ids)),
 )
 
 
@@ -164,7 +155,12 @@ def whole_numbers(*, masked: bool) -> tuple[OtherData, ...]:
     return (
         OtherData("is a positive whole number", lambda x: _whole(x) * far, _spread),
         OtherData("is a negative whole number", lambda x: -_whole(x) * far, torch.clone),
-        OtherData("is a whole number of either sign", lambda x: _near_and_far(x, far), _larger),
+        OtherData(
+            "is a whole number of either sign",
+            lambda x: _near_and_far(x, far),
+            # Some may not be there; one that is not valid raises, and shows nothing.
+            lambda ids: _chosen(ids, range(int(_LARGER), 0, -3)),
+        ),
     )
 
 

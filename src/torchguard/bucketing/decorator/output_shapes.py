@@ -149,7 +149,7 @@ class OutputShapes:
             real = slice_output(plan, whole)
         return real
 
-    def read(
+    def real_output(
         self,
         plan: Plan,
         call: Call,

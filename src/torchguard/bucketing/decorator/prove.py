@@ -328,7 +328,7 @@ class _Checker:
         masks: list[Real] = []
         if self._spec.masks:
             masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
-        read = functools.partial(shapes.read, plan, call, masks, {})
+        read = functools.partial(shapes.real_output, plan, call, masks, {})
         # Of other data only the padding is in question. Some functions do something else with a
         # mask, even one in which all is real, than without: for transformers position_ids
         # without a mask that do not count up are several packed sequences.

@@ -6,7 +6,6 @@ import functools
 import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,38 +63,7 @@ class TestWhatReachesTheCompiler:
         assert len(backend.graphs) == 18
         assert backend.calls == 72
 
-    def test_is_static_behind_a_graph_break(self, backend: Counting) -> None:
-        def inner(x: torch.Tensor) -> torch.Tensor:
-            y = x + 1
-            torch._dynamo.graph_break()
-            return y * 2
-
-        def outer(x: torch.Tensor) -> torch.Tensor:
-            return inner(x) + 1
-
-        wrapped = bucketed(
-            outer,
-            dims={"x": {0: "t"}},
-            buckets=Buckets.multiples_of(4, 48),
-            compile={"backend": backend},
-        )
-        for length in range(1, 49):
-            assert torch.equal(wrapped(torch.ones(length)), torch.full((length,), 5.0))
-        calls = backend.calls
-        wrapped(torch.ones(48))
-        per_call = backend.calls - calls
-        assert per_call >= 2
-        assert calls == 48 * per_call
-
-    def test_is_static_where_another_dim_changes(self, backend: Counting) -> None:
-        wrapped = bucketed(
-            double, dims={"x": {1: "t"}}, buckets=LADDER, compile={"backend": backend}
-        )
-        for batch in range(2, 14):  # more than the limit of 8
-            wrapped(torch.ones(batch, 3))
-        assert backend.calls == len(backend.graphs) == 12
-
-    def test_is_static_behind_a_graph_break_in_another_mode_too(self, backend: Counting) -> None:
+    def test_is_static_behind_a_graph_break_in_every_mode(self, backend: Counting) -> None:
         def inner(x: torch.Tensor) -> torch.Tensor:
             y = x + 1
             torch._dynamo.graph_break()
@@ -109,8 +77,9 @@ class TestWhatReachesTheCompiler:
         )
         lengths = range(4, 49, 4)
         for length in lengths:
-            wrapped(torch.ones(length))
+            assert torch.equal(wrapped(torch.ones(length)), torch.full((length,), 5.0))
         calls = backend.calls
+        assert calls >= 2 * len(lengths)
         with torch.no_grad():  # all buckets share the code of inner, and with it the limit of 8
             for length in lengths:
                 wrapped(torch.ones(length))
@@ -314,20 +283,6 @@ class TestStatistics:
         assert stats.seen == {2: 1, 3: 1, 5: 2, 10: 1}
         assert Buckets.fit(stats.seen, 2).sizes == (5, 10)
         assert json.loads(json.dumps(stats.as_dict()))["seen"] == [[2, 1], [3, 1], [5, 2], [10, 1]]
-
-    def test_a_plan_is_saved_and_read(self, tmp_path: Path) -> None:
-        wrapped = bucketed(double, dims={"x": {0: "t"}}, buckets=LADDER, overflow="grow")
-        wrapped(torch.ones(20))
-        path = tmp_path / "plan.json"
-        wrapped.save_plan(path)
-        again = bucketed(double, dims={"x": {0: "t"}}, plan=path)
-        again(torch.ones(20))
-        assert again.stats().hits == {(32,): 1}
-        with pytest.raises(ValueError, match="both given"):
-            bucketed(double, dims={"x": {0: "t"}}, plan=path, buckets=LADDER)
-        path.write_text("{}")
-        with pytest.raises(ValueError, match="is not a buckets file"):
-            bucketed(double, dims={"x": {0: "t"}}, plan=path)
 
     def test_auto_starts_coarse_fits_once_and_freezes(self, backend: Counting) -> None:
         wrapped = bucketed(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchguard import Buckets, PaddingLeakError, bucketed
+from torchguard import Buckets, bucketed
 from torchguard.defects.catalog import find
 
 LADDER = Buckets([8, 16])
@@ -188,70 +188,6 @@ def test_a_bert_classifier(transformers: Any) -> None:
     assert wrapped.stats().graphs == 2
 
 
-@pytest.fixture(scope="module")
-def gpt2(transformers: Any) -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=50,
-        n_positions=32,
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-@pytest.mark.slow
-def test_gpt2_with_labels(gpt2: Any) -> None:
-    wrapped = bucketed(
-        gpt2,
-        dims={"input_ids": {1: "t"}, "labels": {1: "t"}},
-        buckets=LADDER,
-        fill={"labels": -100},
-        mask={"attention_mask": "real"},
-        compile=AOT,
-    )
-    for length in (5, 13):
-        ids = torch.randint(1, 50, (2, length))
-        same_values_and_gradients(
-            gpt2, wrapped, lambda m, ids=ids: m(input_ids=ids, labels=ids).loss
-        )
-        found, expected = wrapped(input_ids=ids, labels=ids), gpt2(input_ids=ids, labels=ids)
-        assert type(found) is type(expected)
-        assert found.logits.shape == (2, length, 50)
-        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_generation_step_padded_on_the_left(gpt2: Any) -> None:
-    def step(ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> Any:
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        return gpt2(**given).logits[:, -1]  # (B, V): the last token is always real
-
-    wrapped = bucketed(
-        step,
-        dims={"ids": {1: "t"}, "mask": {1: "t"}, "positions": {1: "t"}},
-        buckets=LADDER,
-        mask="mask",
-        fill={"positions": 0},
-        side="left",
-        compile=AOT,
-    )
-    gpt2.eval()
-    with torch.no_grad():
-        ids = torch.randint(1, 50, (2, 6))
-        for _ in range(4):  # over the edge of the first bucket
-            mask = torch.ones_like(ids)
-            positions = torch.arange(ids.shape[1]).expand_as(ids)
-            found, expected = wrapped(ids, mask, positions), step(ids, mask, positions)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-            ids = torch.cat([ids, expected.argmax(-1, keepdim=True)], 1)
-    assert wrapped.stats().hits == {(8,): 3, (16,): 1}
-
-
 class Tagger(nn.Module):
     """The part of a recurrent tagger that is not recurrent."""
 
@@ -398,56 +334,3 @@ def test_flex_attention() -> None:
     )
     with torch.no_grad():
         torch.testing.assert_close(wrapped(x), expected, rtol=1e-4, atol=1e-5)
-
-
-# What padding does change.
-
-
-def mean_over_time(x: torch.Tensor) -> torch.Tensor:
-    return x.mean(1)
-
-
-def softmax_over_time(x: torch.Tensor) -> torch.Tensor:
-    return x.softmax(1)
-
-
-def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    return (x - 1).square().sum()
-
-
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "cause"),
-    [
-        (mean_over_time, "first differs after mean, test_bucketed_cases.py"),
-        (softmax_over_time, "first differs after softmax, test_bucketed_cases.py"),
-        (sum_of_squares, "first differs after sum, test_bucketed_cases.py"),
-        (Normalised(), "first differs after native_batch_norm"),
-    ],
-    ids=["mean", "softmax", "sum of squares", "BatchNorm"],
-)
-def test_what_padding_changes_is_refused(function: Any, cause: str) -> None:
-    wrapped = bucketed(function, dims={"x": {1: "t"}}, buckets=LADDER, compile=AOT)
-    x = torch.randn(2, 5, 4)
-    with pytest.raises(PaddingLeakError, match="largest difference") as caught:
-        wrapped(x)
-    assert cause in str(caught.value)
-    assert "output" in str(caught.value)
-    # An exact fit is not padded, so there is nothing to refuse.
-    wrapped(torch.randn(2, 8, 4))
-
-
-@pytest.mark.slow
-def test_batch_norm_that_does_not_train_is_fine() -> None:
-    model = Normalised().eval()
-    wrapped = bucketed(model, dims={"x": {1: "t"}}, buckets=LADDER, compile=AOT)
-    same_values_and_gradients(model, wrapped, lambda m: m(torch.ones(2, 5, 4)).square().sum())

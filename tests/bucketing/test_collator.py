@@ -52,17 +52,6 @@ def test_collates_then_pads_what_is_named() -> None:
     assert batch["lengths"] == {"t": 5, "s": 10}
 
 
-def test_pads_in_the_workers() -> None:
-    data: Any = [sample for length in (3, 5, 9) for sample in samples(length)]
-    loader: Any = DataLoader(
-        data,
-        batch_size=3,
-        num_workers=1,
-        collate_fn=pickle.loads(pickle.dumps(COLLATOR)),  # noqa: S301
-    )
-    assert [batch["ids"].shape[1] for batch in loader] == [4, 8, 16]
-
-
 def ragged() -> list[dict[str, Any]]:
     return [
         {
@@ -115,13 +104,6 @@ def test_samples_are_left_as_they_are() -> None:
     assert isinstance(rows[0]["types"], list)
 
 
-def test_padding_on_the_left_of_each_sample() -> None:
-    collate = BucketCollator(BUCKETS, {"ids": {1: "t"}}, side="left", mask_key="mask")
-    batch = collate([{"ids": torch.tensor([1, 2, 3])}, {"ids": torch.tensor([4])}])
-    assert batch["ids"].tolist() == [[0, 1, 2, 3], [0, 0, 0, 4]]
-    assert batch["mask"].tolist() == [[False, True, True, True], [False, False, False, True]]
-
-
 def test_samples_with_masks_of_their_own() -> None:
     """What a tokenizer gives: lists of numbers, a mask among them."""
     dims = {"input_ids": {1: "t"}, "attention_mask": {1: "t"}, "labels": {1: "t"}}
@@ -131,14 +113,6 @@ def test_samples_with_masks_of_their_own() -> None:
     assert batch["input_ids"].tolist() == [[5, 5, 1, 1, 1, 1, 1, 1], [5] * 7 + [1]]
     assert batch["attention_mask"].sum(1).tolist() == [2, 7]
     assert batch["labels"][0].tolist() == [5, 5] + [-100] * 6
-
-
-def test_ragged_samples_that_are_tensors_or_tuples() -> None:
-    rows = [torch.ones(3, 4), torch.ones(6, 4)]
-    assert BucketCollator(BUCKETS, {1: "t"})(rows).shape == (2, 8, 4)
-    pairs = [(torch.ones(3), 0), (torch.ones(6), 1)]
-    x, y = BucketCollator(BUCKETS, [{1: "t"}, None])(pairs)
-    assert (x.shape, y.tolist()) == ((2, 8), [0, 1])
 
 
 Pair = collections.namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - as torch's own tests do
@@ -170,16 +144,6 @@ def test_rows_of_48_and_55_in_every_nesting(name: str) -> None:
     collate = BucketCollator([64, 128], dims)
     leaves, _ = flatten(collate([make(48), make(55)]))
     assert [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)] == shapes
-
-
-def test_rows_of_48_and_55_out_of_a_worker() -> None:
-    for name in ("list", "tuple in dict", "user dict"):
-        make, dims, shapes = NESTED[name]
-        data: Any = [make(length) for length in (48, 55, 55, 48)]
-        collate = BucketCollator([64, 128], dims)
-        loader: Any = DataLoader(data, batch_size=2, num_workers=1, collate_fn=collate)
-        for batch in loader:
-            assert [tuple(leaf.shape) for leaf in flatten(batch)[0]] == shapes
 
 
 def test_an_empty_list_has_the_dtype_of_the_others() -> None:

@@ -216,13 +216,6 @@ def test_a_large_ladder_is_planned_in_no_time() -> None:
     assert time.process_time() - begun < 5
 
 
-def test_leftovers_move_up_where_that_is_cheaper() -> None:
-    """One item of 4 beside 3 of 5 makes one batch of 5, not two."""
-    sampler = BucketBatchSampler([4, 5, 5, 5], [4, 5], tokens=20, shuffle=False)
-    [batch] = sampler
-    assert sorted(batch) == [0, 1, 2, 3]
-
-
 @settings(max_examples=60, deadline=None)
 @given(lengths_drawn.filter(any), st.integers(20, 90), st.integers(1, 6))
 def test_a_ladder_for_a_budget_is_the_one_whose_epoch_costs_least(
@@ -340,13 +333,6 @@ def test_a_loader_with_workers_is_resumed_exactly(workers: int) -> None:
     rest = [items_of(batch) for batch in loader_of(rows, resumed, workers)]
     assert taken + rest == whole
     assert sorted(index for batch in taken + rest for index in batch) == list(range(150))
-
-
-def test_shapes_of_an_epoch_are_few_and_static() -> None:
-    rows = Rows(np.random.default_rng(4).integers(1, 21, 333).tolist())
-    sampler = BucketBatchSampler(rows.lengths, LADDER, tokens=60)
-    shapes = {tuple(batch["labels"].shape) for batch in loader_of(rows, sampler, 0)}
-    assert shapes == {(15, 4), (7, 8), (5, 12), (3, 20)}
 
 
 # What is refused.

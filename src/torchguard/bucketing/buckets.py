@@ -37,17 +37,7 @@ _VERSION = 1
 
 
 def as_buckets(given: Any, what: str, otherwise: str = "") -> Buckets:
-    """Return a ladder as it is, and a list of sizes as a ladder.
-
-    Args:
-        given: what a caller passed.
-        what: the function and its argument, for the message: ``"pad_to_bucket: buckets"``.
-        otherwise: what else the argument may be, for the message.
-
-    Raises:
-        TypeError: neither of the two.
-        ValueError: sizes that make no ladder.
-    """
+    """Return a ladder as it is, and a list of sizes as a ladder."""
     if isinstance(given, Buckets):
         return given
     if isinstance(given, (list, tuple, range)):
@@ -457,15 +447,7 @@ def _read(given: Any, what: str, otherwise: str) -> GivenBuckets:
 
 
 def all_sizes(buckets: Mapping[tuple[str, ...], Any], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the size of each axis' bucket.
-
-    Args:
-        buckets: what :func:`buckets_by_axes` returned, without ``"auto"``.
-        sizes: of the axes.
-
-    Raises:
-        ValueError: no bucket is large enough.
-    """
+    """Return the size of each axis' bucket."""
     found: dict[str, int] = {}
     for axes, each in buckets.items():
         if isinstance(each, PairBuckets):

@@ -268,12 +268,7 @@ class _Part(NamedTuple):
 
 
 def _lengths(parts: Iterable[_Part]) -> dict[str, int]:
-    """Return the length of each axis.
-
-    Raises:
-        IndexError: a tensor does not have the dimension.
-        ValueError: an axis has two lengths.
-    """
+    """Return the length of each axis."""
     found: dict[str, tuple[int, str]] = {}
     for part in parts:
         for dim, axis in part.dims.items():

@@ -43,12 +43,7 @@ _PASSES = 48
 
 
 def costs_of(sizes: Iterable[int] | _Integers, cost: Cost, operation: str) -> _Floats:
-    """Ask what a call costs at each size.
-
-    Raises:
-        TypeError: ``cost`` is neither a known name nor callable, or returns no number.
-        ValueError: an unknown name, or a cost that is not positive and finite.
-    """
+    """Ask what a call costs at each size."""
     if isinstance(cost, str) and cost in {"linear", "quadratic"}:
         linear = np.asarray(sizes, dtype=np.float64)
         return linear if cost == "linear" else linear * linear
@@ -83,7 +78,6 @@ class Ladder(NamedTuple):
 
     sizes: tuple[int, ...]
     cost: float
-    """The cost of all observations, each at its bucket."""
 
 
 class _Problem(NamedTuple):
@@ -371,9 +365,6 @@ def ladder_with_bound(
 
     Without ``count`` each bucket has a price, as in :func:`ladder_with_compile_cost`. A bucket is
     the largest of its sizes, aligned: no larger one, also where a cost falls.
-
-    Raises:
-        ValueError: ``count`` is too small, or a size can't be aligned within the bound.
     """
     seen = bound.observed.sizes
     sizes, weights = observed_and_prior

@@ -45,12 +45,7 @@ class Observed(NamedTuple):
 
 
 def observe(sizes: Sizes, operation: str) -> Observed:
-    """Count sizes, or raise an error that says which of them is wrong.
-
-    Raises:
-        TypeError: not sizes at all, or one of them is no integer.
-        ValueError: none, a size that is not positive, a bad weight, not 1-D.
-    """
+    """Count sizes, or raise an error that says which of them is wrong."""
     if isinstance(sizes, Mapping):
         return _from_histogram(sizes, operation)
     array = integers(sizes, operation)
@@ -157,17 +152,6 @@ def batch_maxima(sizes: Sizes, batch_size: int, operation: str) -> dict[int, flo
     random: of the C(N, n) batches, C(W, n) hold only the W sequences up to some
     size, so the probability that the maximum is at most that size is their quotient.
 
-    Args:
-        sizes: one size per sequence, or a histogram.
-        batch_size: sequences per batch.
-        operation: for errors.
-
-    Returns:
-        A histogram; its total is the number of batches.
-
-    Raises:
-        TypeError, ValueError: as ``Buckets.fit``; more in a batch than there are sequences.
-
     Example:
         >>> batch_maxima([10, 20, 30], 2, "Buckets.fit")
         {20: 0.5, 30: 1.0}
@@ -245,11 +229,7 @@ _NPY = b"\x93NUMPY"
 def read_sizes(
     stream: BinaryIO, name: str, kind: str | None = None, column: str | None = None
 ) -> Sizes:
-    """Read sizes from an open file; ``kind`` is one of ``FORMATS``, None to tell by the content.
-
-    Raises:
-        ValueError: the content is not what it should be; the message says where.
-    """
+    """Read sizes from an open file; ``kind`` is one of ``FORMATS``, None to tell by the content."""
     content = stream.read()
     if kind is None:
         kind = _kind(content, column)

@@ -130,8 +130,7 @@ def pad_to_bucket(
     elif not missing:
         return Padded(x, length)
     if missing and isinstance(value, (bool, int, float, complex)):
-        if value != 0:  # which every dtype holds
-            _check_number(value, x.dtype)
+        check_number(value, x.dtype)
         if out is None and _one_operator_is_best(x):
             # (0, 0) for each later dimension, then this one's left and right.
             own = (missing, 0) if side == "left" else (0, missing)
@@ -247,9 +246,10 @@ def _check_buffer(x: torch.Tensor, dim: int, size: int, out: torch.Tensor) -> No
         )
 
 
-def _check_number(value: complex, dtype: torch.dtype) -> None:
+def check_number(value: complex, dtype: torch.dtype) -> None:
+    """Raise unless the dtype holds the number."""
     fits = _fits if is_dynamo_compiling() else _fits_cached
-    if not fits(value, dtype):
+    if value != 0 and not fits(value, dtype):
         raise TypeError(f"pad_to_bucket: value={value!r} does not fit {dtype}")
 
 
@@ -338,7 +338,7 @@ def _called(
     with torch.no_grad():
         made = function(x.detach(), missing)
     if isinstance(made, (bool, int, float, complex)):
-        _check_number(made, x.dtype)
+        check_number(made, x.dtype)
         return _constant(made, x).expand(shape)
     if not isinstance(made, torch.Tensor):
         raise TypeError(

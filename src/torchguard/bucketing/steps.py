@@ -137,11 +137,7 @@ def count_steps(
 def epoch_of(
     sizes: Sequence[int], observed: Observed, tokens: int, cost: Cost, operation: str
 ) -> Steps:
-    """Return the steps of an epoch over the items observed, on one rank.
-
-    Raises:
-        TypeError, ValueError: as :func:`full_batches`.
-    """
+    """Return the steps of an epoch over the items observed, on one rank."""
     places = np.searchsorted(sizes, observed.sizes)
     items = np.bincount(places, observed.weights, len(sizes)).round().astype(int).tolist()
     rows = full_batches(

@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-from torchguard._pytree import TreeDef, flatten, key_paths, keystr, unflatten
+from torchguard._pytree import (
+    TreeDef,
+    all_reachable_modules,
+    flatten,
+    key_paths,
+    keystr,
+    unflatten,
+)
 from torchguard._torch import ShapeFormula
-from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
+from torchguard.bucketing.padding import Fill, Side, check_number, pad_to_bucket
 from torchguard.equivalence.outcome import Given
 from torchguard.equivalence.perturb import perturb_
 
@@ -66,7 +73,6 @@ class Signature(NamedTuple):
     positional: int
     """How many of them are given by position."""
     treedefs: tuple[TreeDef, ...]
-    """Of each argument."""
     starts: tuple[int, ...]
     """The index of each argument's first leaf, and how many leaves there are."""
 
@@ -130,15 +136,14 @@ class Call(NamedTuple):
                 found += [keystr(label, path, argument) for path in key_paths(treedef)]
         return found
 
+    def modules(self, function: Callable[..., Any]) -> list[torch.nn.Module]:
+        """Return the modules that a function can reach in this call."""
+        return all_reachable_modules(function, (*self.owner, *self.arguments))
+
     def bind(
         self, extras: Mapping[str, Any] | None = None, leaves: list[Any] | None = None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the positional and the keyword arguments, containers built anew.
-
-        Args:
-            extras: arguments that come besides, or in place of those that are given.
-            leaves: in place of those of the call.
-        """
+        """Return the positional and the keyword arguments, containers built anew."""
         names, positional, treedefs, starts = self.signature
         values = self.leaves if leaves is None else leaves
         # Otherwise each argument is one leaf, and goes as it is.
@@ -165,8 +170,7 @@ class Call(NamedTuple):
 class Input:
     """A tensor of a call that has a dim to pad."""
 
-    index: int
-    """Of the leaf."""
+    index: int  # of the leaf
     label: str
     shape: tuple[int, ...]
     axes: tuple[tuple[int, str], ...]
@@ -175,6 +179,7 @@ class Input:
     declared: bool
     """Whether the fill was declared, or is that of a mask."""
     device: torch.device
+    dtype: torch.dtype
 
     def padded(self, buckets: Sizes) -> tuple[int, ...]:
         """Return its shape after padding."""
@@ -283,13 +288,10 @@ class Known:
 
 
 class Pad(NamedTuple):
-    """How to pad one leaf: functions of the tensor, and of what to put into the padding."""
+    """How to pad one leaf: a function of the tensor, and of what to put into the padding."""
 
-    leaf: int
-    """Its index."""
-    quickly: Callable[..., torch.Tensor]
-    """Once :attr:`carefully` has run for a tensor like this one."""
-    carefully: Callable[..., torch.Tensor]
+    leaf: int  # its index
+    pad: Callable[..., torch.Tensor]
 
 
 def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
@@ -297,28 +299,29 @@ def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
     shape, fill = each.shape, each.fill
     if fill == "repeat-last" and 0 in shape:
         fill = 0  # nothing is there to repeat, and nothing of it will be seen
-    pads = [0] * (2 * len(shape))
-    for dim, size in dims:
-        # constant_pad_nd counts from the last dim, left before right.
-        pads[2 * (len(shape) - 1 - dim) + (side == "right")] = size - shape[dim]
-    number = fill if isinstance(fill, (bool, int, float, complex)) else None
-    pad = torch.constant_pad_nd
 
-    def carefully(x: torch.Tensor, value: Fill = fill) -> torch.Tensor:
+    def pad(x: torch.Tensor, value: Fill = fill) -> torch.Tensor:
         for dim, size in dims:
             x = pad_to_bucket(x, dim, size, value=value, side=side).tensor
         return x
 
-    def quickly(x: torch.Tensor, value: Any = number) -> torch.Tensor:
-        # What pad_to_bucket does in the end; it has checked the first call of this kind.
-        if x.is_cpu and type(x) is torch.Tensor:
-            return pad(x, pads, value)
-        return carefully(x, value)
+    if not isinstance(fill, (bool, int, float, complex)) or math.prod(shape) >= _SMALL:
+        return Pad(each.index, pad)
+    if fill:  # each dtype has a 0
+        check_number(fill, each.dtype)
+    pads = [0] * (2 * len(shape))
+    for dim, size in dims:
+        # constant_pad_nd counts from the last dim, left before right.
+        pads[2 * (len(shape) - 1 - dim) + (side == "right")] = size - shape[dim]
+    constant_pad_nd = torch.constant_pad_nd
 
-    if number is None or math.prod(shape) >= _SMALL:
-        return Pad(each.index, carefully, carefully)
-    # Each dtype has a 0; whether it has another number, pad_to_bucket checks.
-    return Pad(each.index, quickly, carefully if number else quickly)
+    def pad_with_number(x: torch.Tensor, value: Any = fill) -> torch.Tensor:
+        # What pad_to_bucket does in the end.
+        if x.is_cpu and type(x) is torch.Tensor:
+            return constant_pad_nd(x, pads, value)
+        return pad(x, value)
+
+    return Pad(each.index, pad_with_number)
 
 
 @dataclass
@@ -327,7 +330,6 @@ class Plan:
 
     signature: Signature
     labels: list[str]
-    """How to spell each leaf of a call."""
     inputs: tuple[Input, ...]
     sizes: Sizes
     buckets: Sizes
@@ -352,7 +354,6 @@ class Plan:
     padded: int = 1
     kind: Any = None
     """What a proof is of, besides the bucket: what leads the function another way."""
-    _has_padded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         padded = self.inputs if self.buckets else ()
@@ -375,16 +376,9 @@ class Plan:
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
         leaves = list(leaves)
-        # What was checked once holds for all tensors of a plan: they have one shape and dtype.
-        was_checked = self._has_padded
-        for index, quickly, carefully in self.pads:
-            pad = quickly if was_checked else carefully
-            if fills and index in fills:
-                leaves[index] = pad(leaves[index], fills[index])
-            else:
-                leaves[index] = pad(leaves[index])
-        if not was_checked:
-            self._has_padded = True
+        for index, pad in self.pads:
+            leaf = leaves[index]
+            leaves[index] = pad(leaf, fills[index]) if fills and index in fills else pad(leaf)
         return leaves
 
 

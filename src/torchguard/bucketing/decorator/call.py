@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from torchguard import _torch
-from torchguard._pytree import all_reachable_modules, flatten, reachable_modules, unflatten
+from torchguard._pytree import flatten, reachable_modules, unflatten
 from torchguard._torch import uncompiled, warn_user
 from torchguard.bucketing.decorator.bucket import (
     COMPILE_LOCK,
@@ -46,7 +45,6 @@ from torchguard.bucketing.decorator.options import Sizes, Spec, find_buckets, fi
 from torchguard.bucketing.decorator.output_shapes import (
     UNKNOWN,
     OutputShapes,
-    slice_or_learn,
     slice_output,
 )
 from torchguard.bucketing.decorator.prove import check_padding
@@ -58,13 +56,7 @@ _PLANS_KEPT = 8192
 
 
 class Caller:
-    """Runs one function through its buckets.
-
-    Args:
-        compiled: what runs, and how it is compiled.
-        spec: what was declared of it.
-        name: of the function, for messages.
-    """
+    """Runs one function through its buckets."""
 
     def __init__(self, compiled: Compiled, spec: Spec, name: str) -> None:
         self.compiled = compiled
@@ -105,14 +97,14 @@ class Caller:
         """Call the function; ``owner`` comes first in what it is given."""
         plan, leaves, nested = self._look_up(owner, args, kwargs)
         try:
-            if not plan.ready or self._always:
+            first = not plan.ready or self._always
+            if first or nested or plan.extras:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                return self._run_first(plan, call)
-            if nested or plan.extras:
-                call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                return self._run(plan, plan.graph.run, call)
+                return (
+                    self._run_first(plan, call) if first else self._run(plan, plan.graph.run, call)
+                )
             # No container and nothing to add: each argument is a leaf, and goes as it is.
-            for index, pad, _ in plan.pads:
+            for index, pad in plan.pads:
                 leaves[index] = pad(leaves[index])
             if kwargs:
                 count = len(args)
@@ -188,10 +180,8 @@ class Caller:
     def learn(self, plan: Plan, output: Any, *given: Any) -> Any:
         """Take the real part of an output of a new kind."""
         call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
-        modules = all_reachable_modules(self.function, (*call.owner, *call.arguments))
-        find = functools.partial(self.output_shapes.slices, plan, call, modules)
         with COMPILE_LOCK, uncompiled():
-            return slice_or_learn(plan, find, output)
+            return self.output_shapes.slice(plan, call, output)
 
     def _global_state_for(self, owner: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
         """Return what reads whether gradients, inference mode, autocast and training are on."""
@@ -326,10 +316,9 @@ class Caller:
         """
         if not anew and not self._is_unproven(plan):
             return
-        modules = all_reachable_modules(self.function, (*call.owner, *call.arguments))
         known = self.known.setdefault(plan.kind, Known())
         with COMPILE_LOCK, uncompiled():
-            check_padding(self.output_shapes, plan, call, modules, known, anew=anew)
+            check_padding(self.output_shapes, plan, call, known, anew=anew)
 
     def _is_unproven(self, plan: Plan) -> bool:
         when = self.spec.options["check_padding"]

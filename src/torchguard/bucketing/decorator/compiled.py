@@ -30,7 +30,6 @@ class Compilers(NamedTuple):
     """What compiles a function, by kind of graph; None where it runs uncompiled."""
 
     static: Compiler | None = None
-    """For static sizes."""
     dynamic: Compiler | None = None
     """For the sizes above the largest bucket."""
 
@@ -112,12 +111,7 @@ def compiling(graph: Graph, specialization: Specialization) -> Iterator[None]:
 
 
 def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Compilers]:
-    """Split what the user wraps into the function itself and what compiles it.
-
-    Raises:
-        ValueError: compiled twice, or with ``dynamic=True``.
-        TypeError: ``compile`` is no dict and no bool.
-    """
+    """Split what the user wraps into the function itself and what compiles it."""
     found = _torch.compiler_of(given)
     if found is None:
         if not options:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._pytree import all_reachable_modules, flatten
+from torchguard._pytree import flatten
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, uncompiled, user_line
 from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan, sizes_of
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
@@ -67,15 +67,6 @@ def leak_of(  # noqa: PLR0917 - as many as a difference has
 
     The structure of both outcomes is a ``FlatOutput`` of
     :mod:`torchguard.bucketing.decorator.output_shapes`.
-
-    Args:
-        verdict: what differs.
-        expected: the run without padding, or with what is declared in it.
-        got: the other one.
-        case: the call.
-        function: its name.
-        masks: all that were declared.
-        fills: other values in the padding, by index of the leaf.
     """
     plan, others = case.plan, case.others
     what = sizes_of(plan)
@@ -272,8 +263,7 @@ _MOST_TRIED = 8
 class _Suspect(NamedTuple):
     """A dim of a tensor that was not padded, and is as long as an axis that was."""
 
-    leaf: int
-    """Its index."""
+    leaf: int  # its index
     dim: int
     axis: str
     label: str
@@ -322,7 +312,6 @@ def _works(
 ) -> bool:
     """Run the function eagerly, at the sizes of the buckets, with these padded as well."""
     leaves = plan.pad(call.leaves)
-    modules = all_reachable_modules(function, (*call.owner, *call.arguments))
     try:
         for each in suspects:
             # A value that is there: it is a valid one, of labels too.
@@ -330,6 +319,7 @@ def _works(
             leaves[each.leaf] = pad_to_bucket(leaf, each.dim, size, value="repeat-last").tensor
         args, kwargs = call.bind(plan.extras, leaves)
         given = Given(leaves, args, kwargs, {})
+        modules = call.modules(function)
         run_undoing_mutations(function, given, read=lambda _: (None, []), names={}, modules=modules)
     except Exception:  # noqa: BLE001 - whatever it is, it did not work
         return False

@@ -27,14 +27,7 @@ _Kind = TypeVar("_Kind", Buckets, PairBuckets)
 
 
 class _Ladder(Generic[_Kind]):
-    """The buckets of one axis, or of two that share them, which may change.
-
-    Args:
-        axes: the axis, or the two.
-        given: the buckets; ``"auto"`` begins with powers of two, as they are needed, and
-            fits them once to the first calls.
-        growing: whether a size that no bucket holds adds one.
-    """
+    """The buckets of one axis, or of two that share them, which may change."""
 
     def __init__(self, axes: tuple[str, ...], given: Any, *, growing: bool) -> None:
         self.axes = axes
@@ -71,12 +64,7 @@ class _Ladder(Generic[_Kind]):
     def observe(
         self, arrived: Mapping[tuple[int, ...], int], compiled: Iterable[tuple[int, ...]]
     ) -> bool:
-        """Fit automatic buckets once enough calls were seen; return whether they have changed.
-
-        Args:
-            arrived: how often each size did, by axis.
-            compiled: the buckets that have run: they cost nothing more.
-        """
+        """Fit automatic buckets once enough calls were seen; return whether they have changed."""
         seen = {sizes: count for sizes, count in arrived.items() if min(sizes) > 0}
         if not self.fitting or sum(seen.values()) < _OBSERVED_CALLS:
             return False
@@ -197,12 +185,7 @@ class PairLadder(_Ladder[PairBuckets]):
 def ladders_of(
     axes: Iterable[str], given: Any, saved: Any, *, growing: bool
 ) -> dict[str, Ladder | PairLadder]:
-    """Give each axis its ladder; two axes that have their buckets together share one.
-
-    Raises:
-        TypeError: neither buckets nor ``"auto"``.
-        ValueError: an axis without a ladder, or a ladder without an axis.
-    """
+    """Give each axis its ladder; two axes that have their buckets together share one."""
     axes = tuple(dict.fromkeys(axes))
     if not axes:
         raise ValueError("bucketed: dims names no axis to pad")
@@ -228,14 +211,7 @@ _VERSION = 1
 def write_buckets(
     path: str | os.PathLike[str], ladders: Iterable[Ladder | PairLadder], seen: Mapping[Any, int]
 ) -> None:
-    """Write the sizes of buckets to a file, all of it or nothing: no reader sees half of it.
-
-    Args:
-        path: where; a file that is there is replaced. Of several processes that write at the
-            same time one wins.
-        ladders: those that have buckets are written.
-        seen: how often each size was called.
-    """
+    """Write the sizes of buckets to a file, all of it or nothing: no reader sees half of it."""
     known = [each for each in ladders if each.buckets is not None]
     document = {
         "format": _FORMAT,
@@ -258,15 +234,7 @@ def write_buckets(
 def read_buckets(
     path: str | os.PathLike[str],
 ) -> dict[Any, Buckets | PairBuckets] | Buckets:
-    """Read what :func:`write_buckets` wrote, or ``python -m torchguard plan --json``.
-
-    Returns:
-        The buckets by axis, or by two axes that share them; the command's, for every axis.
-
-    Raises:
-        OSError: the file can't be read.
-        ValueError: it is no buckets file.
-    """
+    """Read what :func:`write_buckets` wrote, or ``python -m torchguard plan --json``."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         document = json.loads(text)

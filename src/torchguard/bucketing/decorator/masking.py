@@ -49,15 +49,7 @@ class Mask:
     def make(
         self, shape: tuple[int, ...], length: int, size: int, side: Side, device: torch.device
     ) -> torch.Tensor:
-        """Make the mask for a caller who gave none: (S,), or (B, S) for a batch.
-
-        Args:
-            shape: of what comes before the axis: () or (B,).
-            length: how much is real.
-            size: S.
-            side: where the padding is.
-            device: of the mask.
-        """
+        """Make the mask for a caller who gave none: (S,), or (B, S) for a batch."""
         with torch.inference_mode(False), torch.no_grad():
             mask: torch.Tensor
             [mask] = length_mask([length], size, side=side, device=device)
@@ -170,13 +162,7 @@ def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def real_extras(spec: Spec, plan: Plan, *, with_masks: bool = False) -> dict[str, torch.Tensor]:
-    """Return what a call at the real sizes has to be given besides what the caller gave.
-
-    Args:
-        spec: says what the function can do without.
-        plan: has the sizes.
-        with_masks: whether masks that the function can do without are given, too.
-    """
+    """Return what a call at the real sizes has to be given besides what the caller gave."""
     wanted = {}
     for argument, value in plan.extras.items():
         mask = spec.masks.get(argument)
@@ -258,16 +244,13 @@ def _spread(positions: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Te
     if positions.dim() == 1:
         return positions.to(tensor.device).view(shape)
     size = positions.shape[0]
-    batch = next((d for d in (0, dim - 1, dim + 1) if _is(tensor, d, size) and d != dim), None)
+    others = {d for d in range(tensor.dim()) if d != dim and tensor.shape[d] == size}
+    batch = next((d for d in (0, dim - 1, dim + 1) if d in others), None)
     if batch is None:
         return None
     shape[batch] = size
     positions = positions if batch < dim else positions.T
     return positions.to(tensor.device).reshape(shape)
-
-
-def _is(tensor: torch.Tensor, dim: int, size: int) -> bool:
-    return 0 <= dim < tensor.dim() and tensor.shape[dim] == size
 
 
 def inverted_masks(spec: Spec, plan: Plan) -> Iterator[tuple[Mask, Spec]]:

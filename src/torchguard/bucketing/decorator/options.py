@@ -58,7 +58,6 @@ class Spec:
     """By argument; those behind ``*args`` by position, ``"*2"``."""
     fill: Mapping[str, Any]
     masks: Mapping[str, Mask]
-    """By argument."""
     lengths: Mapping[str, str]
     """The argument that takes the size of an axis, by axis."""
     ladders: dict[str, Ladder | PairLadder]
@@ -66,25 +65,13 @@ class Spec:
     parameters: tuple[str, ...]
     """Names of what can be given by position."""
     required: frozenset[str]
-    """Those without a default."""
     explicit: frozenset[str]
-    """The names in the signature."""
     others: str | None
     """The name of ``**kwargs``, if the function has it."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], options: MaskingOptions, *, bound: bool) -> Spec:
-        """Match options with the arguments of a function.
-
-        Args:
-            function: what is called.
-            options: as ``checked_options`` returned them.
-            bound: leave out the first parameter, ``self``.
-
-        Raises:
-            TypeError: no declaration at all, or a name that the function does not have.
-            ValueError: buckets, masks or lengths that don't fit the axes.
-        """
+        """Match options with the arguments of a function."""
         axes = tuple(dict.fromkeys(_axis_names(options["dims"], "dims")))
         saved = None if options["plan"] is None else read_buckets(options["plan"])
         growing = options["overflow"] == "grow"
@@ -154,11 +141,7 @@ class Spec:
         )
 
     def find(self, name: str, value: Any) -> Iterator[Found]:
-        """Yield the tensors of one argument that have dims to pad.
-
-        Raises:
-            TypeError, IndexError, KeyError: the argument is not what was declared.
-        """
+        """Yield the tensors of one argument that have dims to pad."""
         mask = self.masks.get(name)
         if name in self.dims:
             label = f"argument {name[1:]}" if name.startswith("*") else name
@@ -181,12 +164,7 @@ class Spec:
 
 
 def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
-    """Look at a call: its tensors that have dims to pad, and the size of each axis.
-
-    Raises:
-        TypeError, IndexError, KeyError: an argument is not what was declared.
-        ValueError: an axis has two sizes, or none.
-    """
+    """Look at a call: its tensors that have dims to pad, and the size of each axis."""
     inputs = []
     sizes: dict[str, tuple[int, str]] = {}
     names, _, treedefs, starts = call.signature
@@ -214,6 +192,7 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
                     fill=0 if found.fill is None else found.fill,
                     declared=found.fill is not None,
                     device=found.tensor.device,
+                    dtype=found.tensor.dtype,
                 )
             )
     for axis in spec.ladders:
@@ -231,11 +210,7 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
 
 
 def find_buckets(spec: Spec, sizes: Sizes, inputs: Iterable[Input]) -> Sizes | None:
-    """Return each axis' bucket; None if a size is above the largest and may run without.
-
-    Raises:
-        ValueError: it may not.
-    """
+    """Return each axis' bucket; None if a size is above the largest and may run without."""
     found: Sizes = {}
     # Two axes may share a ladder, which is asked once for both sizes.
     for ladder in dict.fromkeys(spec.ladders.values()):

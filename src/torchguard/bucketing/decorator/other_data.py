@@ -22,32 +22,9 @@ _WHOLE = 31
 """A prime number: no dim that is counted along has all its numbers alike."""
 
 
-def _may_be_probabilities(tensor: torch.Tensor) -> bool:
+def may_be_probabilities(tensor: torch.Tensor) -> bool:
     """Whether another value could end the process: kernels of an accelerator assert 0 <= p <= 1."""
     return bool(((tensor >= 0) & (tensor <= 1)).all())
-
-
-def other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
-    """Return a value other than 0 for the padding of an input; None if there is none to try.
-
-    It is above all data, or below.
-    """
-    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
-        return None
-    if tensor.dtype.is_floating_point:
-        finite = tensor.detach()[tensor.detach().isfinite()]
-        scale = float(finite.abs().max()) if finite.numel() else 1.0
-        if not tensor.is_cpu and _may_be_probabilities(tensor):
-            return 1.0 if largest else None
-        value = 1.0 + 2.0 * scale
-        if value >= torch.finfo(tensor.dtype).max:
-            return None
-        return value if largest else -value
-    # Numbers of tokens: only those that are there are known to be valid.
-    other = tensor[tensor != 0]
-    if not other.numel():
-        return None
-    return int(other.max() if largest else other.min())
 
 
 class OtherData(NamedTuple):
@@ -80,7 +57,7 @@ class OtherData(NamedTuple):
         # On an accelerator a probability, or an index, that is not valid ends the process.
         may_be_index = bool(((tensor >= 0) & (tensor == tensor.trunc())).all())
         if not (tensor.is_cpu or self.keeps_sign) and (
-            _may_be_probabilities(tensor) or may_be_index
+            may_be_probabilities(tensor) or may_be_index
         ):
             return None
         if not bool(tensor.any()):
@@ -92,10 +69,6 @@ class OtherData(NamedTuple):
 def _positive(numbers: torch.Tensor) -> torch.Tensor:
     """Put the largest number in the place of those that are not positive, if it is."""
     return torch.where((numbers <= 0) & (numbers.max() > 0), numbers.max(), numbers)
-
-
-def _negative(numbers: torch.Tensor) -> torch.Tensor:
-    return -_positive(-numbers)
 
 
 def _order(values: torch.Tensor) -> torch.Tensor:
@@ -137,11 +110,6 @@ def _spread(ids: torch.Tensor) -> torch.Tensor:
     return spread
 
 
-def _larger(ids: torch.Tensor) -> torch.Tensor:
-    """Put ids that may not be there, up to 64; one that is not valid raises, and shows nothing."""
-    return _chosen(ids, [*range(int(_LARGER), 0, -3)])
-
-
 def _chosen(ids: torch.Tensor, among: Iterable[int]) -> torch.Tensor:
     """Put other ids, each about as often as the others."""
     if not ids.is_cpu:  # where one that is not valid ends the process
@@ -173,7 +141,7 @@ SIGNS = (
     # They find what other padding can't: one negative number, and ``(x > 0).all()`` is False
     # whatever the padding holds.
     OtherData("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True),
-    OtherData("is negative", lambda x: -x.abs(), _negative),
+    OtherData("is negative", lambda x: -x.abs(), lambda ids: -_positive(-ids)),
 )
 
 
@@ -187,7 +155,12 @@ def whole_numbers(*, masked: bool) -> tuple[OtherData, ...]:
     return (
         OtherData("is a positive whole number", lambda x: _whole(x) * far, _spread),
         OtherData("is a negative whole number", lambda x: -_whole(x) * far, torch.clone),
-        OtherData("is a whole number of either sign", lambda x: _near_and_far(x, far), _larger),
+        OtherData(
+            "is a whole number of either sign",
+            lambda x: _near_and_far(x, far),
+            # Some may not be there; one that is not valid raises, and shows nothing.
+            lambda ids: _chosen(ids, range(int(_LARGER), 0, -3)),
+        ),
     )
 
 
@@ -205,42 +178,40 @@ MAGNITUDES = (
 # ---- ids that the function asks for, such as that of a special token ----
 
 
-class Compared:
-    """The integers that a function compares its integers with."""
+COMPARING = ("eq", "ne", "gt", "ge", "lt", "le", "isin", "clamp", "clamp_min", "clamp_max")
+_MOST_COMPARED = 16
 
-    OPERATORS = ("eq", "ne", "gt", "ge", "lt", "le", "isin", "clamp", "clamp_min", "clamp_max")
-    _MOST = 16
 
-    def __init__(self) -> None:
-        self.numbers: set[int] = set()
+def note_compared(
+    numbers: set[int], _: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Add the integers that an operator compares integers with: numbers, and those of tensors."""
+    given = [*args, *kwargs.values()]
+    tensors = [each for each in given if isinstance(each, torch.Tensor)]
+    if any(each.is_floating_point() or each.is_complex() or each.is_meta for each in tensors):
+        return
+    found = [each for each in given if type(each) is int]
+    # The largest is what is compared.
+    largest = max((each.numel() for each in tensors), default=0)
+    for each in tensors:
+        if each.dtype != torch.bool and each.numel() < min(largest, _MOST_COMPARED + 1):
+            found += each.flatten().tolist()
+    numbers.update(sorted(found, key=abs)[:_MOST_COMPARED])
 
-    def note(self, _: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note what an operator is given: numbers, and tensors of few integers."""
-        given = [*args, *kwargs.values()]
-        tensors = [each for each in given if isinstance(each, torch.Tensor)]
-        if any(each.is_floating_point() or each.is_complex() or each.is_meta for each in tensors):
-            return
-        found = [each for each in given if type(each) is int]
-        # The largest is what is compared.
-        largest = max((each.numel() for each in tensors), default=0)
-        for each in tensors:
-            if each.dtype != torch.bool and each.numel() < min(largest, self._MOST + 1):
-                found += each.flatten().tolist()
-        self.numbers.update(sorted(found, key=abs)[: self._MOST])
 
-    def data(self) -> tuple[OtherData, ...]:
-        """Return ids near these, and ids above all of them."""
-        near = [n + step for n in sorted(self.numbers)[: self._MOST] for step in (0, 1, -1)]
-        above = [max(self.numbers, default=0) + step for step in (1, 2, 3)]
-        return (
-            OtherData(
-                "is near what the function compares it with",
-                torch.clone,
-                lambda ids: _chosen(ids, [*near, *torch.unique(ids).tolist()]),
-            ),
-            OtherData(
-                "is above all that the function compares it with",
-                torch.clone,
-                lambda ids: _chosen(ids, above),
-            ),
-        )
+def near_compared(numbers: set[int]) -> tuple[OtherData, ...]:
+    """Return ids near these numbers, and ids above all of them."""
+    near = [n + step for n in sorted(numbers)[:_MOST_COMPARED] for step in (0, 1, -1)]
+    above = [max(numbers, default=0) + step for step in (1, 2, 3)]
+    return (
+        OtherData(
+            "is near what the function compares it with",
+            torch.clone,
+            lambda ids: _chosen(ids, [*near, *torch.unique(ids).tolist()]),
+        ),
+        OtherData(
+            "is above all that the function compares it with",
+            torch.clone,
+            lambda ids: _chosen(ids, above),
+        ),
+    )

@@ -9,7 +9,6 @@ Shapes: B batch, T the size of an axis.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
 from torchguard._torch import ShapeFormula, SymbolicSizes
 from torchguard.bucketing.decorator.bucket import Call, Plan
-from torchguard.bucketing.decorator.masking import mask_axes, real_extras
+from torchguard.bucketing.decorator.masking import Real, counting, mask_axes, real_extras
 from torchguard.bucketing.decorator.options import Sizes, Spec
 from torchguard.bucketing.decorator.slices import Narrow, Steps, declared_steps
 from torchguard.bucketing.padding import Side
@@ -46,11 +45,7 @@ class FlatOutput:
 
     @classmethod
     def of(cls, whole: Any) -> FlatOutput:
-        """Flatten an output.
-
-        Raises:
-            TypeError: it contains an object that holds tensors, but is no node of a pytree.
-        """
+        """Flatten an output."""
         # Of any class, FakeTensor too: a tensor is one leaf.
         if isinstance(whole, torch.Tensor):
             return cls([whole], [()], whole)
@@ -117,40 +112,10 @@ def slice_output(plan: Plan, whole: Any) -> Any:
     return unflatten(leaves, whole)
 
 
-def slice_or_learn(plan: Plan, find: Callable[[FlatOutput], Slices], whole: Any) -> Any:
-    """Take the real part of an output; ``find`` says what that is for one of a new kind."""
-    real = slice_output(plan, whole)
-    if real is UNKNOWN:
-        plan.slices[kind_of(whole)] = find(FlatOutput.of(whole))
-        real = slice_output(plan, whole)
-    return real
-
-
 def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
     for step in steps:
         tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
     return tensor
-
-
-def real_output(
-    plan: Plan,
-    find: Callable[[FlatOutput], Slices] | None,
-    count: Callable[[FlatOutput, Any], list[Output]] | None,
-    whole: Any,
-) -> tuple[FlatOutput, list[Output]]:
-    """Flatten the real part of an output, to compare it with that of another run.
-
-    Args:
-        plan: of the call.
-        find: as of :func:`slice_or_learn`; None where nothing was padded.
-        count: which elements count, by the real part and the padded output, None where nothing
-            was padded; left out, all do.
-        whole: what the function returned.
-    """
-    output = FlatOutput.of(whole if find is None else slice_or_learn(plan, find, whole))
-    if count is not None:
-        return output, count(output, None if find is None else whole)
-    return output, [Output(leaf) for leaf in output.leaves]
 
 
 def kind_of(whole: Any) -> Any:
@@ -176,22 +141,43 @@ class OutputShapes:
         self.spec = spec
         self.name = name
 
-    def narrows(self, plan: Plan, whole: Any) -> dict[int, list[Narrow]]:
-        """Return what :func:`slice_output` takes of an output like this, by index of its leaf."""
-        found = {
-            index: [step for step in steps if isinstance(step, Narrow)]
-            for index, steps in plan.slices[kind_of(whole)].steps
-        }
-        return {index: narrows for index, narrows in found.items() if narrows}
+    def slice(self, plan: Plan, call: Call, whole: Any) -> Any:
+        """Take the real part of an output, which may be of a new kind."""
+        real = slice_output(plan, whole)
+        if real is UNKNOWN:
+            plan.slices[kind_of(whole)] = self.slices(plan, call, FlatOutput.of(whole))
+            real = slice_output(plan, whole)
+        return real
 
-    def slices(
-        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: FlatOutput
-    ) -> Slices:
-        """Find out what of an output like this one, not sliced, is real.
+    def real_output(
+        self,
+        plan: Plan,
+        call: Call,
+        masks: Sequence[Real],
+        narrows: dict[int, list[Narrow]],
+        whole: Any,
+        *,
+        padded: bool,
+    ) -> tuple[FlatOutput, list[Output]]:
+        """Flatten the real part of an output, and say which elements count by the caller's masks.
 
-        Raises:
-            TypeError, ValueError: it can't be found out.
+        What was sliced of a padded run is noted in ``narrows``, for the run without padding.
         """
+        if padded:
+            kind = kind_of(whole)
+            whole = self.slice(plan, call, whole)
+            for index, steps in plan.slices[kind].steps:
+                narrows[index] = [step for step in steps if isinstance(step, Narrow)]
+        output = FlatOutput.of(whole)
+        found = [Output(leaf) for leaf in output.leaves]
+        for index, taken in narrows.items() if masks else ():
+            leaf = output.leaves[index]
+            if isinstance(leaf, torch.Tensor) and taken:
+                found[index] = Output(leaf, counting(masks, plan.sizes, leaf, taken))
+        return output, found
+
+    def slices(self, plan: Plan, call: Call, output: FlatOutput) -> Slices:
+        """Find out what of an output like this one, not sliced, is real."""
         if all(
             leaf.dim() == 0 if isinstance(leaf, torch.Tensor) else type(leaf) is not int
             for leaf in output.leaves
@@ -203,14 +189,14 @@ class OutputShapes:
             return Slices(declared_steps(declared, output, plan.sizes, plan.buckets, side))
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
         if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
-            slices = self._derived(plan, call, modules, output)
+            slices = self._derived(plan, call, output)
             if slices is not None:
                 return slices
         try:
-            measured = self._run_without_data(plan, call, modules, {})
+            measured = self._run_without_data(plan, call, {})
         except Exception as error:
             if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
-                slices = self._derived(plan, call, modules, output, unconditionally=True)
+                slices = self._derived(plan, call, output, unconditionally=True)
                 if slices is not None:
                     return slices
             raise self._unknown(output, error) from error
@@ -220,16 +206,10 @@ class OutputShapes:
             raise self._unknown(output, error) from error
 
     def _derived(
-        self,
-        plan: Plan,
-        call: Call,
-        modules: Sequence[torch.nn.Module],
-        output: FlatOutput,
-        *,
-        unconditionally: bool = False,
+        self, plan: Plan, call: Call, output: FlatOutput, *, unconditionally: bool = False
     ) -> Slices | None:
         """Slice by formula; None if there is none, or it gives other sizes than the padded run."""
-        formula = self._formula(plan, call, modules, output)
+        formula = self._formula(plan, call, output)
         if formula is None or formula.paths != output.paths:
             return None
         found = formula.at(plan.buckets, plan.sizes, unconditionally=unconditionally)
@@ -246,9 +226,7 @@ class OutputShapes:
             return None
         return _slices_to(output.leaves, real, self.spec.options["side"])
 
-    def _formula(
-        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: FlatOutput
-    ) -> ShapeFormula | None:
+    def _formula(self, plan: Plan, call: Call, output: FlatOutput) -> ShapeFormula | None:
         """Return how outputs depend on the sizes, in this bucket; None if torch can't tell."""
         formulas = plan.bucket.formulas
         key = (plan.shapes, plan.specialization, tuple(output.paths))
@@ -260,14 +238,12 @@ class OutputShapes:
                 for axis, size in plan.sizes.items()
             }
             try:
-                formulas[key] = self._run_without_data(plan, call, modules, hints)
+                formulas[key] = self._run_without_data(plan, call, hints)
             except Exception:  # noqa: BLE001 - torch can't always; a run at each size is left
                 formulas[key] = None
         return formulas[key]
 
-    def _run_without_data(
-        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], hints: Sizes
-    ) -> ShapeFormula:
+    def _run_without_data(self, plan: Plan, call: Call, hints: Sizes) -> ShapeFormula:
         """Run the function on tensors without data, at the real sizes or with symbols."""
         extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
         # A mask is as long as the axis it masks, so its size is a symbol, too.
@@ -276,7 +252,13 @@ class OutputShapes:
             for argument, mask in self.spec.masks.items()
             if hints and argument in extras
         }
-        with running_without_data(modules), SymbolicSizes(hints) as world:
+        modules = call.modules(self.function)
+        # Buffers are real, and written.
+        with (
+            module_state_restored(modules),
+            buffers_restored(modules),
+            SymbolicSizes(hints) as world,
+        ):
             inputs = {
                 each.index: world.empty(each.shape, call.leaves[each.index], each.axes)
                 for each in plan.inputs
@@ -304,20 +286,8 @@ class OutputShapes:
         )
 
 
-@contextlib.contextmanager
-def running_without_data(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let a function run on tensors without data, and leave the modules it reaches as they were."""
-    # Buffers are real, and written.
-    with module_state_restored(modules), buffers_restored(modules):
-        yield
-
-
 def _measured(formula: ShapeFormula, output: FlatOutput, side: Side) -> Slices:
-    """Slice to the sizes of a run at the real sizes, without data.
-
-    Raises:
-        ValueError: that run has returned something else.
-    """
+    """Slice to the sizes of a run at the real sizes, without data."""
     if formula.paths != output.paths:
         raise ValueError("it returns another structure for the real sizes than for the padded ones")
     found = formula.at({})

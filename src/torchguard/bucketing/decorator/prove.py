@@ -19,27 +19,29 @@ from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, give
 from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
 from torchguard.bucketing.decorator.masking import (
     Real,
-    counting,
     given_masks,
     inverted_masks,
     make_extras,
     real_extras,
 )
 from torchguard.bucketing.decorator.other_data import (
+    COMPARING,
     MAGNITUDES,
     SIGNS,
     STEPS,
-    Compared,
-    other_fill,
+    may_be_probabilities,
+    near_compared,
+    note_compared,
     whole_numbers,
 )
-from torchguard.bucketing.decorator.output_shapes import FlatOutput, OutputShapes, real_output
+from torchguard.bucketing.decorator.output_shapes import (
+    OutputShapes,
+)
 from torchguard.bucketing.decorator.shorter import shortened
-from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
-from torchguard.equivalence.outcome import Outcome, Output
+from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import perturbed
 from torchguard.errors import PaddingLeakError
 
@@ -62,14 +64,12 @@ class _First(NamedTuple):
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
     operators: frozenset[str] = frozenset()
-    """The names of those that ran."""
 
 
 def check_padding(
     shapes: OutputShapes,
     plan: Plan,
     call: Call,
-    modules: Sequence[torch.nn.Module],
     known: Known,
     *,
     anew: bool,
@@ -78,20 +78,8 @@ def check_padding(
 
     All ranks of a group make the same runs: what decides about the next ones is agreed on. Compiled
     functions inside have to run eagerly: the caller says so, with ``uncompiled()``.
-
-    Args:
-        shapes: knows what runs, what was declared of it, and how much of an output is real.
-        plan: how the call is padded.
-        call: not padded.
-        modules: those that the function can reach.
-        known: what was found out before; what is now is added to it.
-        anew: whether to try again what was tried before.
-
-    Raises:
-        PaddingLeakError: padding changes something.
-        RuntimeError: it does so on another rank only.
     """
-    checker = _Checker(shapes, plan, call, modules, () if anew else known.neutral)
+    checker = _Checker(shapes, plan, call, () if anew else known.neutral)
     case = Case(plan, call)
     first, failure = _First(None, None, suspicious=False), None
     try:
@@ -121,6 +109,29 @@ def check_padding(
     plan.bucket.add_proof(plan)
 
 
+def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
+    """Return a value other than 0 for the padding of an input; None if there is none to try.
+
+    It is above all data, or below.
+    """
+    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        return None
+    if tensor.dtype.is_floating_point:
+        finite = tensor.detach()[tensor.detach().isfinite()]
+        scale = float(finite.abs().max()) if finite.numel() else 1.0
+        if not tensor.is_cpu and may_be_probabilities(tensor):
+            return 1.0 if largest else None
+        value = 1.0 + 2.0 * scale
+        if value >= torch.finfo(tensor.dtype).max:
+            return None
+        return value if largest else -value
+    # Numbers of tokens: only those that are there are known to be valid.
+    other = tensor[tensor != 0]
+    if not other.numel():
+        return None
+    return int(other.max() if largest else other.min())
+
+
 class _Checker:
     """Makes the runs of one check; ``neutral`` are the inputs that 0 is known to be neutral for."""
 
@@ -129,7 +140,6 @@ class _Checker:
         shapes: OutputShapes,
         plan: Plan,
         call: Call,
-        modules: Sequence[torch.nn.Module],
         neutral: Container[str],
     ) -> None:
         padded = {pad.leaf for pad in plan.pads}
@@ -142,12 +152,13 @@ class _Checker:
         self._shapes = shapes
         self._spec = shapes.spec
         self._group = shapes.spec.options["group"]
-        self._modules = modules
+        self._modules = call.modules(shapes.function)
         # ``self`` may be a dataclass of tensors.
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
-        self._compared = Compared()
+        self._compared: set[int] = set()
+        """The integers that the function compares its integers with."""
 
     def agreed(self, *found: bool) -> list[bool]:
         """Return what any rank has found."""
@@ -169,38 +180,33 @@ class _Checker:
         """Run the call without padding, padded, and padded with other values, above and below."""
         others = self._other_fills(case, self._inputs)
         pair = self._pair_of(case)
-        leak = dependence = None
+        dependence = None
         runs = self._runs(case, [*pair, *others])
         one, two = next(runs), next(runs)
         without, padded = (one, two) if pair[0] is None else (two, one)
         verdict = judge(without, padded, PADDING)
+        leak = None if verdict.equal else self._leak(case, verdict, without, padded, {})
         suspicious = not verdict.equal or verdict.strain > _ROUNDING
-        if not verdict.equal:
-            leak = self._leak(case, verdict, without, padded, {})
         del one, two, without  # a run may hold a gradient of every weight
         for fills in others:
             other = next(runs)
             verdict = judge(padded, other, PADDING)
-            suspicious = suspicious or not verdict.equal or verdict.strain > 0
             if not verdict.equal and dependence is None:
                 dependence = self._leak(case, verdict, padded, other, fills)
+            suspicious |= not verdict.equal or verdict.strain > 0
             del other
         return _First(leak, dependence, suspicious, padded.operators)
 
     def try_other_data(self, case: Case, first: _First, *, depends: bool) -> bool:
-        """Try whether padding with 0 is neutral for other data, too; return whether any was tried.
-
-        Raises:
-            PaddingLeakError: it is not, or it could not be shown.
-        """
+        """Try whether 0 in the padding is neutral for other data; return whether any was tried."""
         tried = False
         names = {name.rpartition("::")[2].rstrip("_") for name in first.operators}
-        steps, compares = self.agreed(bool(STEPS & names), bool(self._compared.numbers))
+        steps, compares = self.agreed(bool(STEPS & names), bool(self._compared))
         battery = [*SIGNS]
         if depends or steps:
             battery += whole_numbers(masked=bool(self._spec.masks))
         if compares:
-            battery += self._compared.data()
+            battery += near_compared(self._compared)
         if depends:
             battery += MAGNITUDES
         for data in battery:
@@ -243,11 +249,7 @@ class _Checker:
         return found or labels
 
     def with_more_padding(self, case: Case) -> Plan:
-        """Compare with the inputs cut short; return the plan that says how short.
-
-        Raises:
-            PaddingLeakError: then padding changes something.
-        """
+        """Compare with the inputs cut short; return the plan that says how short."""
         shorter = shortened(self._spec, case.plan, case.call)
         if shorter is None and self._group is None:
             return case.plan
@@ -259,10 +261,6 @@ class _Checker:
         """Raise a leak if it is there with perturbed weights as well.
 
         All ranks take as many turns as the one that takes most.
-
-        Raises:
-            PaddingLeakError: it is there.
-            RuntimeError: it is there on another rank only.
         """
         found = leak is not None
         for turn in range(1, _TURNS):
@@ -279,31 +277,20 @@ class _Checker:
     # ---- the runs ----
 
     def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
-        """Run without padding and padded; from the second turn on with perturbed weights.
-
-        Returns:
-            The leak, and whether any number is other than in the first turn.
-        """
-        pair = self._pair_of(case)
-        with self._turn(case, turn) as (same, is_new):
+        """Run without padding and padded; from the second turn on with perturbed weights."""
+        pair, same, is_new = self._pair_of(case), case, turn == 0
+        with contextlib.ExitStack() as scope:
+            if turn > 0:
+                # A discontinuous function, such as argmax, does not differ again: see perturb.py.
+                call, is_new = case.call.perturbed(turn)
+                same = replace(case, call=call)
+                held = (p for module in self._modules for p in module.parameters(recurse=False))
+                (without,) = self._runs(same, [None])
+                is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
             one, two = self._runs(same, pair)
         without, padded = (one, two) if pair[0] is None else (two, one)
         verdict = judge(without, padded, PADDING)
         return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
-
-    @contextlib.contextmanager
-    def _turn(self, case: Case, turn: int) -> Iterator[tuple[Case, bool]]:
-        """Yield what to run, and whether any number in it is other than in the first turn."""
-        with contextlib.ExitStack() as scope:
-            is_new = turn == 0
-            if turn > 0:
-                # A discontinuous function, such as argmax, does not differ again: see perturb.py.
-                call, is_new = case.call.perturbed(turn)
-                case = replace(case, call=call)
-                held = (p for module in self._modules for p in module.parameters(recurse=False))
-                (without,) = self._runs(case, [None])
-                is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
-            yield case, is_new
 
     def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
@@ -311,7 +298,7 @@ class _Checker:
             {
                 each.index: fill
                 for each in inputs
-                if (fill := other_fill(case.call.leaves[each.index], largest=largest)) is not None
+                if (fill := _other_fill(case.call.leaves[each.index], largest=largest)) is not None
             }
             for largest in (True, False)
         )
@@ -338,11 +325,10 @@ class _Checker:
         """
         plan, call, shapes = case.plan, case.call, self._shapes
         leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
-        find = functools.partial(shapes.slices, plan, call, self._modules)
-        masks: Sequence[Real] = ()
+        masks: list[Real] = []
         if self._spec.masks:
             masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
-        count = functools.partial(self._count, plan, masks, {}) if masks else None
+        read = functools.partial(shapes.real_output, plan, call, masks, {})
         # Of other data only the padding is in question. Some functions do something else with a
         # mask, even one in which all is real, than without: for transformers position_ids
         # without a mask that do not count up are several packed sequences.
@@ -359,17 +345,17 @@ class _Checker:
                 (fills, given_by(plan, call, real if fills is None else plan.extras, fills, leaves))
                 for fills in variants
             ]
+        observers = dict.fromkeys(COMPARING, functools.partial(note_compared, self._compared))
         while bound:
             fills, given = bound.pop(0)
-            read = functools.partial(real_output, plan, None if fills is None else find, count)
             try:
                 outcome = run_undoing_mutations(
                     function,
                     given,
-                    read=read,
+                    read=functools.partial(read, padded=fills is not None),
                     names=self._names,
                     modules=self._modules,
-                    observers=dict.fromkeys(Compared.OPERATORS, self._compared.note),
+                    observers=observers,
                     held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
                 )
                 lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
@@ -386,32 +372,11 @@ class _Checker:
             yield outcome
             del outcome
 
-    def _count(
-        self,
-        plan: Plan,
-        masks: Sequence[Real],
-        narrows: dict[int, list[Narrow]],
-        output: FlatOutput,
-        padded: Any,
-    ) -> list[Output]:
-        """Pair each leaf with the elements that count by the caller's masks.
-
-        What was sliced of a padded run is noted in ``narrows``, for the run without padding.
-        """
-        if padded is not None:
-            narrows.update(self._shapes.narrows(plan, padded))
-        found = [Output(leaf) for leaf in output.leaves]
-        for index, steps in narrows.items():
-            leaf = output.leaves[index]
-            if isinstance(leaf, torch.Tensor):
-                found[index] = Output(leaf, counting(masks, plan.sizes, leaf, steps))
-        return found
-
     def _leak(
         self, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
     ) -> Leak:
-        spec = self._spec
-        return leak_of(verdict, expected, got, case, self._shapes.name, [*spec.masks], fills)
+        masks = [*self._spec.masks]
+        return leak_of(verdict, expected, got, case, self._shapes.name, masks, fills)
 
     def explained(self, case: Case, leak: Leak) -> PaddingLeakError:
         """Return the error, with the first operator that differs, or an inverted mask."""
@@ -437,7 +402,7 @@ class _Checker:
             extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
             again = replace(plan, inputs=inputs, extras=extras, slices={})
             shapes = OutputShapes(self._shapes.function, spec, self._shapes.name)
-            checker = _Checker(shapes, again, case.call, self._modules, ())
+            checker = _Checker(shapes, again, case.call, ())
             with contextlib.suppress(Exception):
                 found = checker.first(replace(case, plan=again))
                 if found.leak is None and found.dependence is None:

@@ -61,11 +61,7 @@ Steps: TypeAlias = "tuple[Narrow | Fold, ...]"
 def declared_steps(
     declared: Any, output: FlatOutput, sizes: Sizes, buckets: Sizes, side: Side
 ) -> tuple[tuple[int, Steps], ...]:
-    """Return how ``outputs=`` says to slice each leaf, by its index.
-
-    Raises:
-        TypeError, ValueError: it does not fit what the function returned.
-    """
+    """Return how ``outputs=`` says to slice each leaf, by its index."""
     found: list[tuple[int, Steps]] = []
     for index, (leaf, path) in enumerate(zip(output.leaves, output.paths, strict=True)):
         spec = _declared_at(declared, path) if isinstance(leaf, torch.Tensor) else None
@@ -98,7 +94,6 @@ class _DeclaredDim(NamedTuple):
     dim: int
     size: int
     given: int
-    """The dim as it was written."""
     label: str
     sizes: Sizes
     buckets: Sizes

@@ -15,7 +15,6 @@ import torch
 
 from torchguard import _torch
 from torchguard._public import public
-from torchguard._pytree import all_reachable_modules
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input, Plan
 from torchguard.bucketing.decorator.call import Caller
@@ -55,12 +54,7 @@ class WarmupReport:
 def warm_up(
     caller: Caller, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> WarmupReport:
-    """Prove and compile every combination of buckets for an example like this one, and time it.
-
-    Raises:
-        ValueError: an automatic ladder has no bucket yet.
-        torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
-    """
+    """Prove and compile every combination of buckets for an example like this one, and time it."""
     spec = caller.spec
     if caller.compiled.static is None and spec.options["compile"] is None:
         warn_user(
@@ -70,7 +64,7 @@ def warm_up(
     call = Call.of(spec, owner, args, kwargs)
     inputs, own = find_inputs(spec, call)
     combinations = _combinations(spec)
-    modules = all_reachable_modules(caller.function, (*owner, *args))
+    modules = call.modules(caller.function)
     seconds: dict[tuple[int, ...], float] = {}
     errors: dict[tuple[int, ...], Exception] = {}
     for buckets in combinations:
@@ -96,7 +90,15 @@ def warm_up(
         for key, error in errors.items()
     }
     if left_out:
-        _warn_of_left_out(list(spec.ladders), left_out, len(combinations))
+        shown = "; ".join(
+            ", ".join(f"{axis} = {size}" for axis, size in zip(spec.ladders, sizes, strict=True))
+            for sizes in left_out
+        )
+        warn_user(
+            f"bucketed: warmup() left out {len(left_out)} of {len(combinations)} buckets, which do "
+            f"not fit into memory: {shown} ({next(iter(left_out.values()))}). Calls of these sizes "
+            "will run out of memory, too: leave them out of buckets=, or make the batch smaller"
+        )
     graphs = [each for b in caller.buckets.values() for each in b.graphs.values()]
     warmed = [each for each in graphs if each.warmed_for]
     each_took = sum(each.seconds for each in warmed) / max(len(warmed), 1)
@@ -190,20 +192,6 @@ def _planned(
     return caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
 
 
-def _warn_of_left_out(
-    axes: Sequence[str], left_out: Mapping[tuple[int, ...], str], count: int
-) -> None:
-    shown = "; ".join(
-        ", ".join(f"{axis} = {size}" for axis, size in zip(axes, sizes, strict=True))
-        for sizes in left_out
-    )
-    warn_user(
-        f"bucketed: warmup() left out {len(left_out)} of {count} buckets, which do not fit into "
-        f"memory: {shown} ({next(iter(left_out.values()))}). Calls of these sizes will run out of "
-        "memory, too: leave them out of buckets=, or make the batch smaller"
-    )
-
-
 def _timed(caller: Caller, plan: Plan, call: Call) -> float:
     """Run a plan and its backward once; return the seconds, those of the device included."""
     kinds = {leaf.device.type for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
@@ -236,11 +224,7 @@ def _run(caller: Caller, plan: Plan, call: Call) -> None:
 
 
 def _combinations(spec: Spec) -> list[Sizes]:
-    """Return the sizes of each combination of buckets, the largest first.
-
-    Raises:
-        ValueError: an automatic ladder has no bucket yet.
-    """
+    """Return the sizes of each combination of buckets, the largest first."""
     empty = [name for name, ladder in spec.ladders.items() if ladder.buckets is None]
     if empty:
         raise ValueError(

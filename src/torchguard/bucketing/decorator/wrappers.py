@@ -157,11 +157,7 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
             return caller
 
     def __torchguard_compile__(self, settings: _Settings) -> Bucketed[_Arguments, _Result_co]:
-        """Return the same with other settings for ``torch.compile``.
-
-        Args:
-            settings: makes them from what was wrapped and from ``compile=``.
-        """
+        """Return the same with other settings for ``torch.compile``."""
         compile_ = settings(self._given, self._options["compile"])
         return Bucketed(self._original, {**self._options, "compile": compile_})
 
@@ -276,11 +272,7 @@ class BucketedModule(_Methods, _AnyModule):
         return self._bucketed[3], (self._bucketed[0],)
 
     def __torchguard_compile__(self, settings: _Settings) -> Any:
-        """Return this module itself, from now on with other settings for ``torch.compile``.
-
-        Args:
-            settings: makes them from what was wrapped and from ``compile=``.
-        """
+        """Return this module itself, from now on with other settings for ``torch.compile``."""
         module, options, given, _ = self._bucketed
         compile_ = settings(given, options["compile"])
         changed: Any = {**options, "compile": compile_}
@@ -307,12 +299,7 @@ class BucketedModule(_Methods, _AnyModule):
 
 
 def module_around(given: torch.nn.Module, options: MaskingOptions) -> BucketedModule:
-    """Return a bucketed module that shares everything with the one given.
-
-    Raises:
-        TypeError: a scripted module, or a bucketed one.
-        ValueError: it is compiled already, and ``compile=`` is given.
-    """
+    """Return a bucketed module that shares everything with the one given."""
     parts = _parts(given, options)
     module = parts[0]
     # Not by its constructor, which would make parameters of its own.

@@ -1,0 +1,192 @@
+"""What a check compares besides outputs: gradients, buffers and hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from support.bucketed import LADDER
+from torchguard import PaddingLeakError, bucketed
+
+
+class TestWhatIsCompared:
+    def test_gradients_are_compared(self) -> None:
+        class Leaky(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+                ctx.save_for_backward(x)
+                return x * 1
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+                return gradient, ctx.saved_tensors[0].mean()
+
+        weight = torch.ones((), requires_grad=True)
+        apply: Any = Leaky.apply
+        wrapped = bucketed(lambda x: apply(x, weight), dims=({0: "t"},), buckets=LADDER)
+        x = torch.randn(5)
+        with torch.no_grad():
+            wrapped(x)
+        with pytest.raises(PaddingLeakError, match="the gradient of parameter 0"):
+            wrapped(x)
+
+    def test_gradients_of_inputs_are_compared_too(self) -> None:
+        class Leaky(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x * 1
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+                return gradient / gradient.shape[0]
+
+        wrapped = bucketed(
+            Leaky.apply,
+            dims=({0: "t"},),
+            buckets=LADDER,
+        )
+        with pytest.raises(PaddingLeakError, match="the gradient of argument 0"):
+            wrapped(torch.randn(5, requires_grad=True))
+
+    def test_leaves_that_the_function_makes_are_not(self) -> None:
+        class Detaching(nn.Module):
+            """As wav2vec2 with gradient checkpointing."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(3, 3)
+                self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+            def forward(self, x: torch.Tensor) -> Any:
+                hidden = self.frozen(x)
+                hidden.requires_grad = True
+                return self.linear(hidden)
+
+        module = Detaching()
+        wrapped = bucketed(module, dims={"x": {1: "t"}}, buckets=LADDER)
+        x = torch.randn(2, 5, 3)
+        torch.testing.assert_close(wrapped(x), module(x))
+
+    def test_a_parameter_that_only_the_padded_run_reaches_is(self) -> None:
+        linear = nn.Linear(3, 3)
+
+        def by_size(x: torch.Tensor) -> torch.Tensor:
+            return x + (linear.bias * 0 if x.shape[1] == 8 else 0) + x.shape[1] * 0
+
+        class Bias(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.bias = nn.Parameter(torch.zeros(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + self.bias if x.shape[1] == 8 else x + 0
+
+        bucketed(by_size, dims={"x": {1: "t"}}, buckets=LADDER)(
+            torch.randn(2, 5, 3)
+        )  # a gradient of 0
+        with pytest.raises(PaddingLeakError, match="gradient of bias"):
+            bucketed(Bias(), dims={"x": {1: "t"}}, buckets=LADDER)(torch.randn(2, 5, 3))
+
+    def test_statistics_that_see_padding_are(self) -> None:
+        class Averaging(nn.Module):
+            avg: torch.Tensor
+
+            def __init__(self, how: str) -> None:
+                super().__init__()
+                self.how = how
+                self.register_buffer("avg", torch.zeros(()))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.how == "in place":
+                    self.avg.mul_(0.9).add_(0.1 * x.detach().mean())
+                else:
+                    self.avg = 0.9 * self.avg + 0.1 * x.detach().mean()
+                return x * 2
+
+        for how in ("in place", "replaced"):
+            module = Averaging(how)
+            with pytest.raises(PaddingLeakError, match="changes the buffer avg that"):
+                bucketed(module, dims={"x": {1: "t"}}, buckets=LADDER)(torch.randn(2, 5))
+            assert float(module.avg) == 0
+
+        class Aside(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.BatchNorm1d(3)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.norm(x)
+                return x * 2
+
+        wrapped = bucketed(Aside(), dims={"x": {2: "t"}}, buckets=LADDER)
+        with pytest.raises(PaddingLeakError, match=r"the buffer norm\.running_"):
+            wrapped(torch.randn(2, 3, 5))
+        wrapped.eval()
+        wrapped(torch.randn(2, 3, 5))
+
+    def test_counters_and_tables_as_long_as_the_input_are_no_leak(self) -> None:
+        class Counting(nn.Module):
+            steps: torch.Tensor
+            positions: torch.Tensor
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+                self.register_buffer("positions", torch.zeros(1))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.steps += 1
+                self.positions = torch.arange(x.shape[1], dtype=x.dtype)
+                return x + self.positions
+
+        ways: tuple[dict[str, Any], ...] = ({}, {"check_padding": "never"})
+        for options in ways:
+            module = Counting()
+            wrapped = bucketed(module, dims={"x": {1: "t"}}, buckets=LADDER, **options)
+            for length in (5, 12):
+                wrapped(torch.randn(2, length))
+            assert int(module.steps) == 2  # the run without data counts nothing
+            assert module.steps._version == 2
+
+    @pytest.mark.parametrize("removes", [False, True])
+    def test_hooks_go_back_with_the_attributes_that_tell_of_them(self, removes: bool) -> None:
+        class Recording(nn.Module):
+            """As transformers with output_hidden_states: hooks are registered at the first call."""
+
+            installed = False
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(3, 3)
+                self.first = self.linear.register_forward_hook(lambda *_: None)
+                self.linear.register_forward_hook(lambda *_: None)
+
+            def forward(self, x: torch.Tensor) -> Any:
+                if not self.installed:
+                    if removes:
+                        self.first.remove()
+                    self.linear.register_forward_hook(lambda *args: self.seen.append(args[2]))
+                    self.installed = True
+                self.seen: list[torch.Tensor] = []
+                return self.linear(x), tuple(self.seen)
+
+        ways: tuple[dict[str, Any], ...] = ({}, {"check_padding": "never"})
+        for options in ways:
+            module = Recording()
+            before = list(module.linear._forward_hooks)
+            wrapped = bucketed(module, dims={"x": {1: "t"}}, buckets=LADDER, **options)
+            for length in (5, 12, 7):
+                _, seen = wrapped(torch.randn(2, length, 3))
+                assert [each.shape for each in seen] == [(2, length, 3)]
+            now = list(module.linear._forward_hooks)
+            assert now[:-1] == before[removes:]
+
+    def test_a_module_without_its_sizes_becomes_what_it_becomes(self) -> None:
+        module = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
+        wrapped = bucketed(module, dims=({1: "t"},), buckets=LADDER)
+        x = torch.randn(2, 5, 3)
+        torch.testing.assert_close(wrapped(x), module(x))
+        assert not module[0]._forward_pre_hooks

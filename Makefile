@@ -14,16 +14,19 @@ OUT ?= gpu-results
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor test lint types docs dist gpu format matrix clean
+.PHONY: help demo doctor test lint types docs dist gpu format matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/test.stamp ## show five failures, on bare torch and guarded
+	$(BIN)/python -m torchguard demo
 
 doctor: $(VENV)/test.stamp ## show which defects torch has and whether the guards close them
 	$(BIN)/python -m torchguard doctor $(DOCTOR_OPTIONS)
 
 test: $(VENV)/test.stamp ## run the whole test suite
-	$(BIN)/python -m pytest -n auto $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(PYTEST_OPTIONS)
 
 lint: $(VENV)/dev.stamp ## check style and formatting
 	$(BIN)/python -m ruff check .

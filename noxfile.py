@@ -2,8 +2,9 @@
 
 Each version is a download of gigabytes, so this is not part of CI. What a session
 finds goes to ``.nox/results``; ``python docs/make_compatibility.py`` turns that into
-the tables of ``docs/compatibility.md``. Options after ``--`` go to pytest:
-``nox -s "matrix(torch-2.8.0)" -- -k resize``.
+the table of ``docs/compatibility.md``. What does not depend on a version (``tests/repository``:
+pages, records, layout, package) is part of ``make test`` and left out here. Options after ``--``
+go to pytest: ``nox -s "matrix(torch-2.8.0)" -- -k resize``.
 """
 
 from pathlib import Path
@@ -44,5 +45,8 @@ def examine(session: nox.Session, name: str) -> None:
     with (RESULTS / f"{name}.json").open("w", encoding="utf-8") as report:
         doctor = ("python", "-m", "torchguard", "doctor", "--json")
         session.run(*doctor, stdout=report, success_codes=[0, 1])
-    junit = f"--junitxml={RESULTS / f'{name}.xml'}"
-    session.run("python", "-m", "pytest", "-n", "auto", junit, *session.posargs)
+    described = session.run("git", "describe", "--always", "--dirty", external=True, silent=True)
+    named = f"junit_suite_name={str(described).strip()}"
+    junit = (f"--junitxml={RESULTS / f'{name}.xml'}", "-o", named)
+    tests = ("-n", "auto", "--dist", "loadgroup", "--ignore", "tests/repository", *junit)
+    session.run("python", "-m", "pytest", *tests, *session.posargs)

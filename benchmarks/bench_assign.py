@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 from benchmarks.harness import AddedTarget, Comparison, Side, Target, measure
 from benchmarks.machine import keep_freed_memory
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.tables import Row, Table
 from torchguard import sliced_assign
 
 COLUMNS = 64
@@ -219,12 +221,44 @@ def run(setting: Setting) -> Results:
     return {"freed_memory_is_kept": kept, "rows": rows}
 
 
+def _across_sizes(record: Row, device: str) -> list[Row]:
+    """Return a row for each way, with a column for each size."""
+    parts = r"(.+)-1e(\d+)-((?:compiled-)?(?:forward|backward))-(\w+)(?:-over-(\w+))?$"
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in record["rows"]:
+        match = re.match(parts, row["id"])
+        if match is not None and row["device"] == device:
+            kind, power, step, way, over = match.groups("")
+            cells = found.setdefault((kind, step.replace("-", ", "), way, over), {})
+            missed = (row["verdict"] or "").startswith("missed")
+            cells[power] = f"{row['ratio']['median']:.2f}" + " (missed)" * missed
+    return [
+        {"kind": kind, "step": step, "way": way, "against": f"`{over}`" if over else "statements"}
+        | cells
+        for (kind, step, way, over), cells in found.items()
+    ]
+
+
 BENCHMARK = Benchmark(
     "assign",
     "What does an indexed assignment cost, spelled in seven ways, eager and compiled?",
     run,
     rounds=51,
     add_options=_add_options,
+    tables=(
+        Table(
+            {
+                "index": "{kind}",
+                "step": "{step}",
+                "way": "`{way}`",
+                "against": "{against}",
+                **{f"10^{power}": f"{{{power}}}" for power in range(3, 9)},
+            },
+            lead="Times over those of `out = t.clone(); out[index] = value`, or of `index_put`, "
+            "for tensors of 10^3 to 10^8 elements.",
+            rows=_across_sizes,
+        ),
+    ),
 )
 main = BENCHMARK.main
 

@@ -44,6 +44,7 @@ from benchmarks.counting import recordings
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.stream import Stream
+from benchmarks.tables import Table
 from torchguard import Buckets, bucketed
 from torchguard._torch import graphs_compiled
 from torchguard.bucketing.histogram import batch_maxima
@@ -457,6 +458,29 @@ BENCHMARK = Benchmark(
     add_options=_add_options,
     check_options=_check_options,
     afterwards=_afterwards,
+    tables=(
+        Table(
+            {
+                "": "{row}",
+                "phase": "{phase}",
+                "all batches, from cold": "{total_s:.1f} s",
+                "a step later": "{steady_ms:.2f} ms",
+                "graphs": "{graphs}",
+                "recompiles": "{recompiles}",
+                "waste": "{waste:percent}",
+                "CUDA graphs": "{cuda_graphs}",
+                "memory reserved": "{gpu_bytes:bytes}",
+            }
+        ),
+        Table(
+            {
+                "buckets": "{buckets}",
+                "`bucketed` adds to an exact fit": "{added_exact_us:.1f} µs",
+                "to a padded call": "{added_padded_us:.1f} µs",
+            },
+            rows="overhead",
+        ),
+    ),
 )
 main = BENCHMARK.main
 

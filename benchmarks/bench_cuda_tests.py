@@ -23,6 +23,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 
 from benchmarks.machine import ROOT
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.tables import Row, Table
 
 _TOLD = "TORCHGUARD_TESTS_TOLD_TO"  # a file descriptor that the plug-in below writes to
 _GRACE = 2.0  # seconds that pytest gets to end by itself
@@ -56,6 +57,14 @@ def pytest_runtest_logreport(report: Any) -> None:
         os.write(int(os.environ[_TOLD]), (json.dumps(line) + "\n").encode())
 
 
+def pytest_collectreport(report: Any) -> None:
+    """Tell of a file that can't be imported: its tests would be missing without a word."""
+    if _TOLD in os.environ and report.failed:
+        line = {"test": report.nodeid, "outcome": "error", "seconds": 0.0}
+        line["why"] = report.longreprtext[-2000:]
+        os.write(int(os.environ[_TOLD]), (json.dumps(line) + "\n").encode())
+
+
 def files() -> list[str]:
     """Return the files that have such tests; the others need not be imported."""
     marked = re.compile(r"\bmark\.cuda\b")
@@ -71,7 +80,15 @@ def results(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
     """Run them in a process of its own; it is ended when time is up."""
     reading, writing = os.pipe()
     line = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider"]
-    line += ["-p", "no:xdist", "-p", "benchmarks.bench_cuda_tests", "--tb=short", *files()]
+    line += [
+        "-p",
+        "no:xdist",
+        "-p",
+        "benchmarks.bench_cuda_tests",
+        "--tb=short",
+        "--continue-on-collection-errors",
+        *files(),
+    ]
     line += [f"--deselect={test}" for test in sorted(done)]
     with subprocess.Popen(  # noqa: S603 - our own tests
         line, cwd=ROOT, env={**os.environ, _TOLD: str(writing)}, pass_fds=(writing,)
@@ -100,6 +117,17 @@ def run(setting: Setting) -> Results:
     return {"rows": rows}
 
 
+def _listed(record: Row, _: str) -> list[Row]:
+    """Return how many passed, and each test that did not."""
+    rows = record["rows"]
+    passed = sum(row["outcome"] == "passed" for row in rows)
+    others = [row | {"last": (row["why"].splitlines() or [""])[-1]} for row in rows]
+    return [
+        {"test": f"{passed} of {len(rows)}", "outcome": "passed"},
+        *(row for row in others if row["outcome"] != "passed"),
+    ]
+
+
 BENCHMARK = Benchmark(
     "cuda_tests",
     "Do the tests that need a GPU pass on one?",
@@ -109,6 +137,7 @@ BENCHMARK = Benchmark(
     devices=("cuda",),
     rehearsed_on=("cpu",),
     rounds_of="not used: each test runs once",
+    tables=(Table({"test": "`{test}`", "": "{outcome}", "why": "{last}"}, rows=_listed),),
 )
 main = BENCHMARK.main
 

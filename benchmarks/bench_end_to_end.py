@@ -37,6 +37,7 @@ from benchmarks.models import Convolutions, Decoder, DecoderSize, Perceptron
 from benchmarks.paired import Variant, calls_for, ratios, take_turns
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.spread import Interval, Spread
+from benchmarks.tables import AIM, Table
 from torchguard._torch import graphs_compiled
 
 NOTHING, CONTROL = "nothing", "nothing, once more"
@@ -427,6 +428,24 @@ BENCHMARK = Benchmark(
     rounds=101,
     quick_rounds=2,
     rounds_of="rounds per workload",
+    tables=(
+        Table(
+            {
+                "model": "{what}",
+                "step": "{phase}, {mode}",
+                "with": "{scope}",
+                "nothing takes": "{nothing_ms.median:.4g} ms",
+                "longer": "{ratio.median:change}",
+                "95 %": "[{ratio.low:change}, {ratio.high:change}]",
+                "memory": "{more_bytes:+d} B",
+                "compiled again": "{compiled_again}",
+                "target": AIM,
+            },
+            lead="The ratio is that of a round, the scope's time over that of nothing in the same "
+            "round, with the 95 % interval of a bootstrap of the median. An interval that holds 0 "
+            "found no difference. Memory is what a step needs more at its peak.",
+        ),
+    ),
 )
 main = BENCHMARK.main
 

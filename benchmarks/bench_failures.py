@@ -32,6 +32,8 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 import torchguard
 from benchmarks.harness import Scope
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.tables import Row, Table
+from torchguard.rollback.consistency import is_consistent
 
 NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
 PREFERRED = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64)
@@ -208,7 +210,7 @@ def tried(case: Case, scope: Scope, device: str) -> str:
             return "did not fail"
     if device == "cuda":
         torch.cuda.synchronize()
-    if [state(out) for out in outs] == before and all(map(torchguard.is_consistent, outs)):
+    if [state(out) for out in outs] == before and all(map(is_consistent, outs)):
         return "as it was"
     return f"corrupt after {kind}"
 
@@ -258,6 +260,28 @@ def run(setting: Setting) -> Results:
     return {"rows": rows}
 
 
+def _counts(record: Row, device: str) -> list[Row]:
+    """Count how the calls ended, for each way to make them."""
+    counts: list[Row] = []
+    for name, what in (
+        ("torch", "plain torch"),
+        ("guarded", "`guarded()`"),
+        ("installed", "`install()`"),
+    ):
+        rows = (row for row in record["rows"] if row["device"] == device)
+        found = [row[name] for row in rows if row[name] != "not patched"]
+        corrupt = sum(each.startswith("corrupt") for each in found)
+        kept, no = found.count("as it was"), found.count("did not fail")
+        counts.append(
+            {"what": what, "calls": len(found), "corrupt": corrupt, "kept": kept, "no": no}
+        )
+    return counts
+
+
+def _unfinished(record: Row, _: str) -> list[Row]:
+    return [{"operator": name} for name in record.get("unfinished", [])]
+
+
 BENCHMARK = Benchmark(
     "failures",
     "Does a failed call of any operator with `out=` leave its output as it was?",
@@ -265,6 +289,21 @@ BENCHMARK = Benchmark(
     rounds=1,
     quick_rounds=1,
     rounds_of="not used: each operator fails once in each scope",
+    tables=(
+        Table(
+            {
+                "with": "{what}",
+                "calls": "{calls}",
+                "corrupt": "{corrupt}",
+                "as they were": "{kept}",
+                "did not fail": "{no}",
+            },
+            lead="Each output is an empty tensor in memory that belongs to another library, so it "
+            "can't grow. Compared are shape, stride, offset, storage and every byte.",
+            rows=_counts,
+        ),
+        Table({"begun and not ended": "`{operator}`"}, rows=_unfinished),
+    ),
 )
 main = BENCHMARK.main
 

@@ -22,6 +22,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.spread import Spread
+from benchmarks.tables import AIM, Table
 
 TARGET_MS = 30.0
 
@@ -99,6 +100,19 @@ BENCHMARK = Benchmark(
     quick_rounds=1,
     rounds_of="processes",
     devices=("cpu",),
+    tables=(
+        Table(
+            {
+                "": "`{what}`",
+                "on the clock [quartiles]": "{clock_ms.median:.1f} ms [{clock_ms.q1:.1f}, "
+                "{clock_ms.q3:.1f}]",
+                "of the processor": "{processor_ms.median:.1f} ms",
+                "modules": "{modules}",
+                "target": AIM,
+            },
+            lead="Medians of {n} processes.",
+        ),
+    ),
 )
 main = BENCHMARK.main
 

@@ -27,6 +27,7 @@ import torchguard
 from benchmarks.counting import Counts, counted
 from benchmarks.harness import Scope
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.tables import Table
 
 CLAIM = "no operator, no kernel and no byte more"
 # Asks what a tensor is and computes nothing; listed where it is called more often, and allowed.
@@ -221,6 +222,19 @@ BENCHMARK = Benchmark(
     rounds=1,
     quick_rounds=1,
     rounds_of="not used: counts are exact",
+    tables=(
+        Table(
+            {
+                "": "{what}",
+                "operators": "{operators:listed}",
+                "kernels": "{kernels:listed}",
+                "copies": "{copies:listed}",
+                "bytes at the peak": "{peak_bytes:listed}",
+                "more": "{more:counted}",
+                "claim": "{verdict}",
+            }
+        ),
+    ),
 )
 main = BENCHMARK.main
 

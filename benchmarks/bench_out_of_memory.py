@@ -31,6 +31,8 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 import torchguard
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.tables import Table
+from torchguard.rollback.consistency import is_consistent
 
 MIB = 2**20
 BEGIN = MIB // 4  # elements of the cache: 1 MiB
@@ -140,7 +142,7 @@ def ended(way: str, device: str, allowed: int) -> dict[str, Any]:
         if grows_again:
             with contextlib.suppress(RuntimeError):
                 resize(cache, BEGIN)
-            grows_again = cache.numel() == BEGIN and torchguard.is_consistent(cache)
+            grows_again = cache.numel() == BEGIN and is_consistent(cache)
         for _ in range(STEPS_AFTER):
             training.step()
     if device == "cuda":
@@ -174,7 +176,7 @@ def _until_it_fails(
             failed, error = time.perf_counter() - start, type(caught).__name__
             break
         elements = asked
-    consistent = torchguard.is_consistent(cache)
+    consistent = is_consistent(cache)
     expected = torch.arange(BEGIN, dtype=torch.float32, device=cache.device)
     return {
         "error": error,
@@ -185,7 +187,7 @@ def _until_it_fails(
         "same_shape": tuple(cache.shape) == (elements,),
         "same_memory": cache.untyped_storage().data_ptr() == before,
         "same_elements": bool(torch.equal(cache[:BEGIN], expected)) if consistent else None,
-        "view_consistent": torchguard.is_consistent(view),
+        "view_consistent": is_consistent(view),
         "failed_us": round(1e6 * failed, 1),
     }
 
@@ -230,6 +232,21 @@ BENCHMARK = Benchmark(
     rounds=1,
     quick_rounds=1,
     rounds_of="not used: each way runs once",
+    tables=(
+        Table(
+            {
+                "resized by": "{way}",
+                "allowed": "{allowed_bytes:bytes}",
+                "fails with": "{error} at {asked_bytes:bytes}",
+                "says and has": "{says_bytes:bytes} of {holds_bytes:bytes}",
+                "same memory": "{same_memory:yes}",
+                "same elements": "{same_elements:yes}",
+                "can be resized after": "{grows_again:yes}",
+                "training equals a run without": "{training_equal:yes}",
+                "then": "{verdict}",
+            }
+        ),
+    ),
 )
 main = BENCHMARK.main
 

@@ -39,6 +39,7 @@ if __package__ in {None, ""}:
 
 from benchmarks.bench_fit import generated, real
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.tables import Row, Table
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.sampler import BucketBatchSampler
 
@@ -223,6 +224,16 @@ def run(setting: Setting) -> Results:
     return {"tokens": TOKENS, "epochs": epochs, "summary": totals, "rows": rows}
 
 
+def _totals(record: Row, _: str) -> list[Row]:
+    """Return a row for each rule; the summary has a list of rules for each figure."""
+    summary = record["summary"]
+    names = ("mean_waste_percent", "mean_shapes", "largest_step_over_mean")
+    return [
+        {"rule": rule, **{name: summary[name][rule] for name in names}}
+        for rule in summary["mean_waste_percent"]
+    ]
+
+
 BENCHMARK = Benchmark(
     "sampler",
     "How much padding does an epoch of `BucketBatchSampler` compute on, against other ways to "
@@ -233,6 +244,22 @@ BENCHMARK = Benchmark(
     rounds_of="epochs per rule",
     devices=("cpu",),
     threads=None,
+    tables=(
+        Table(
+            {
+                "batches": "{rule}",
+                "waste, mean": "{mean_waste_percent:.1f} %",
+                "shapes, mean": "{mean_shapes}",
+                "largest step": "{largest_step_over_mean:.1f}",
+            },
+            lead="What an epoch computes beyond its real tokens, at about {tokens:,} padded tokens "
+            "per step in the mean; {epochs} epochs of each kind of lengths. A rule is followed by "
+            "what lengths are rounded up to: the longest of the batch, multiples of 64, or the "
+            "best ladder of so many sizes for what the rule made. The largest step is over the "
+            "mean one: what memory has to hold.",
+            rows=_totals,
+        ),
+    ),
 )
 main = BENCHMARK.main
 

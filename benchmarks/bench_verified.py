@@ -29,6 +29,7 @@ from benchmarks.harness import AddedTarget, Comparison, Side, measure
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.spread import Spread
+from benchmarks.tables import AIM, COMPARISONS, Table
 from torchguard import verified_backend
 
 # B batch, T time, D features
@@ -220,6 +221,21 @@ BENCHMARK = Benchmark(
     quick_rounds=1,
     rounds_of="first calls a row",
     add_options=_add_options,
+    tables=(
+        Table(
+            {
+                "first calls": "{id}",
+                "checks": "{checks}",
+                "plain → checked": "{plain_seconds.median:.2f} → {checked_seconds.median:.2f} s",
+                "ratio": "{ratio.median:times}",
+                "processor": "{processor_ratio.median:times}",
+                "memory": "{memory_ratio.median:times}",
+                "target": AIM,
+            },
+            rows="first_calls",
+        ),
+        Table({"workload": "{id}", **COMPARISONS}),
+    ),
 )
 main = BENCHMARK.main
 

@@ -1,56 +1,39 @@
-"""Every benchmark, in the order in which the page tells of them."""
+"""Every benchmark, in the order in which the page tells of them.
+
+A new one is a file ``bench_NAME.py`` with its ``BENCHMARK``, whose ``tables`` say how its results
+are shown, and its name in this list.
+"""
 
 from __future__ import annotations
 
-from benchmarks import (
-    bench_assign,
-    bench_buckets,
-    bench_checkpoint,
-    bench_cold_start,
-    bench_cuda_tests,
-    bench_doctor,
-    bench_end_to_end,
-    bench_failures,
-    bench_fit,
-    bench_host,
-    bench_import,
-    bench_kernels,
-    bench_out_of_memory,
-    bench_padding,
-    bench_resize,
-    bench_sampler,
-    bench_stream,
-    bench_transaction,
-    bench_verified,
-    bench_walk,
-)
+import importlib
+
 from benchmarks.program import Benchmark
 
 __all__ = ["BENCHMARKS"]
 
+_NAMES = (
+    "end_to_end",
+    "host",
+    "kernels",
+    "resize",
+    "out_of_memory",
+    "buckets",
+    "padding",
+    "fit",
+    "sampler",
+    "assign",
+    "verified",
+    "transaction",
+    "recompute",
+    "overlap",
+    "checkpoint",
+    "import",
+    "failures",
+    "cuda_tests",
+)
+
 BENCHMARKS: dict[str, Benchmark] = {
-    benchmark.name: benchmark
-    for benchmark in (
-        bench_end_to_end.BENCHMARK,
-        bench_host.BENCHMARK,
-        bench_kernels.BENCHMARK,
-        bench_resize.BENCHMARK,
-        bench_out_of_memory.BENCHMARK,
-        bench_buckets.BENCHMARK,
-        bench_stream.BENCHMARK,
-        bench_cold_start.BENCHMARK,
-        bench_padding.BENCHMARK,
-        bench_fit.BENCHMARK,
-        bench_sampler.BENCHMARK,
-        bench_assign.BENCHMARK,
-        bench_verified.BENCHMARK,
-        bench_transaction.BENCHMARK,
-        bench_checkpoint.BENCHMARK,
-        bench_import.BENCHMARK,
-        bench_walk.BENCHMARK,
-        bench_failures.BENCHMARK,
-        bench_doctor.BENCHMARK,
-        bench_cuda_tests.BENCHMARK,
-    )
+    name: importlib.import_module(f"benchmarks.bench_{name}").BENCHMARK for name in _NAMES
 }
 """By name; ``python -m benchmarks run NAME``."""

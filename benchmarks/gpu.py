@@ -47,12 +47,11 @@ _GROUP: dict[str, Any] = (
 )
 
 PARTS = {
-    "a": "the doctor on the GPU: which defects are live, which are closed",
+    "a": "the tests marked cuda; the doctor is one of them",
     "b": "exception safety: operators that fail, memory that runs out, training that goes on",
     "c": "what a call costs: CUDA events, the host's time, kernels counted",
     "d": "whole steps of three models, with the guards on and off by turns",
     "e": "buckets: CUDA graphs recorded per bucket, per shape, with dynamic=True",
-    "f": "the tests marked cuda",
 }
 
 
@@ -76,7 +75,7 @@ class Piece:
 
 
 PIECES = (
-    Piece("a", "doctor", 60, ("--timeout", "45"), ("--timeout", "60")),
+    Piece("a", "cuda_tests", 105),
     Piece("b", "out_of_memory", 45),
     Piece("b", "failures", 50),
     Piece("b", "transaction", 45, ("--rounds", "9")),
@@ -95,7 +94,6 @@ PIECES = (
             *("--rows", "bucketed fit 8,compile dynamic=True,compile"),
         ),
     ),
-    Piece("f", "cuda_tests", 45),
 )
 
 

@@ -6,7 +6,6 @@ The PNG carries which record it shows, and ``shows`` reads that back without mat
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -23,7 +22,6 @@ BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = (
 )  # fmt: skip
 PLAIN, GUARDED = BLUE, RED
 COLOURS = (BLUE, RED, GREEN, PURPLE, YELLOW, CYAN, "#222222", GREY)
-OTHERS = tuple(color for color in COLOURS if color != RED)
 _DOTS = 130  # per inch
 _SOURCE = b"Source"
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -159,38 +157,6 @@ def _end_to_end(record: Record, device: str, to: Path) -> None:
     _save(figure, record, to)
 
 
-def _out_of_memory(record: Record, device: str, to: Path) -> None:
-    """Draw what the tensor says it has beside what it has, after the allocation failed."""
-    plt = _pyplot()
-    rows = of_device(record, "rows", device)
-    figure, axes = plt.subplots(figsize=(8.5, 0.75 * len(rows) + 1.4), layout="constrained")
-    for height, row in zip(range(len(rows), 0, -1), rows, strict=True):
-        says, holds = row["says_bytes"] / 2**20, row["holds_bytes"] / 2**20
-        axes.barh(height + 0.19, says, 0.34, color=RED if says > holds else BLUE)
-        axes.barh(height - 0.19, holds, 0.34, color=GREY)
-        axes.annotate(
-            row["verdict"], (max(says, holds), height), xytext=(8, 0),
-            textcoords="offset points", va="center", fontsize=9,
-        )  # fmt: skip
-    axes.set_yticks(range(len(rows), 0, -1), [row["way"] for row in rows])
-    axes.set_xlim(0, 1.3 * max(row["says_bytes"] for row in rows) / 2**20)
-    axes.set_xlabel("MiB")
-    for color, name in (
-        (BLUE, "the shape says, rightly"), (RED, "the shape says, wrongly"), (GREY, "there is"),
-    ):  # fmt: skip
-        axes.barh(0, 0, color=color, label=name)
-    axes.set_ylim(0.4, len(rows) + 0.6)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8.5, frameon=False)
-    _bare(axes)
-    axes.tick_params(axis="y", length=0)
-    axes.set_title(
-        f"A tensor after memory ran out while it grew: {_machine(record, device)}",
-        fontsize=10,
-        loc="left",
-    )
-    _save(figure, record, to)
-
-
 def _buckets(record: Record, device: str, to: Path) -> None:
     """Draw total seconds against batches, a panel per phase."""
     plt = _pyplot()
@@ -219,172 +185,12 @@ def _buckets(record: Record, device: str, to: Path) -> None:
     _save(figure, record, to)
 
 
-def _stream(record: Record, device: str, to: Path) -> None:
-    """Draw the seconds so far against the calls, and twice the best row in hindsight."""
-    plt = _pyplot()
-    rows = of_device(record, "rows", device)
-    [summary] = of_device(record, "summary", device)
-    figure, axes = plt.subplots(figsize=(9, 5.2), layout="constrained")
-    totals = {row["row"]: list(accumulate(row["seconds"])) for row in rows}
-    for number, (name, total) in enumerate(totals.items()):
-        auto = name == "bucketed auto"
-        axes.plot(
-            range(1, len(total) + 1), total, label=name, lw=2.4 if auto else 1.2,
-            color=RED if auto else OTHERS[number % len(OTHERS)], ls="-" if auto else "--",
-        )  # fmt: skip
-    others = [total for name, total in totals.items() if name != "bucketed auto"]
-    bound = [2 * min(each) for each in zip(*others, strict=True)]
-    axes.fill_between(
-        range(1, len(bound) + 1), bound, color="0.9", zorder=0,
-        label="at most twice the best in hindsight",
-    )  # fmt: skip
-    for each in summary["phases"]:
-        axes.axvline(each["start"], color="0.6", lw=0.8)
-        axes.text(each["start"], axes.get_ylim()[1], f" {each['phase']}", va="top", fontsize=9)
-    axes.set(xlabel="calls", ylabel="seconds since the start", ylim=0, xlim=0)
-    _bare(axes, keep=("bottom", "left"))
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    axes.set_title(
-        f"A stream of sizes from cold, less is better: {_machine(record, device)}",
-        fontsize=10, loc="left",
-    )  # fmt: skip
-    _save(figure, record, to)
-
-
-def _fit(record: Record, device: str, to: Path) -> None:
-    """Draw the waste of every rule on every kind of lengths, at 8 buckets and linear cost."""
-    plt = _pyplot()
-    rows = [row for row in record["rows"] if (row["cost"], row["count"]) == ("linear", 8)]
-    rules = list(record["summary"]["mean_waste_percent"])
-    figure, axes = plt.subplots(figsize=(10, 0.5 * len(rows) + 1.7), layout="constrained")
-    for number, rule in enumerate(rules):
-        ours = rule == "optimal"
-        axes.plot(
-            [row["waste_percent"][rule] for row in rows], range(len(rows), 0, -1),
-            "D" if ours else "o", color=RED if ours else OTHERS[number % len(OTHERS)],
-            mfc=RED if ours else "none", ms=8 if ours else 6, label=rule, zorder=3 if ours else 2,
-        )  # fmt: skip
-    axes.set_yticks(range(len(rows), 0, -1), [row["kind"] for row in rows])
-    axes.set_xscale("log")
-    axes.set_xticks([1, 3, 10, 30, 100, 300], ["1 %", "3 %", "10 %", "30 %", "100 %", "300 %"])
-    axes.grid(color="0.93")
-    _bare(axes)
-    axes.tick_params(axis="y", length=0)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
-    axes.set_title(
-        f"Held-out waste of 8 buckets, less is better: {_machine(record, device)}",
-        fontsize=10,
-        loc="left",
-    )
-    _save(figure, record, to)
-
-
-def _sampler(record: Record, device: str, to: Path) -> None:
-    """Draw the waste of every rule on every kind of lengths, with its number of shapes."""
-    plt = _pyplot()
-    kinds = list(dict.fromkeys(row["kind"] for row in record["rows"]))
-    rules = [
-        rule
-        for rule in record["summary"]["mean_waste_percent"]
-        if rule.endswith(("r, 8 sizes", "r, 16 sizes", "r, 32 sizes", "longest"))
-    ]
-    found = {(row["kind"], row["rule"]): row["waste_percent"] for row in record["rows"]}
-    figure, axes = plt.subplots(figsize=(10, 0.5 * len(kinds) + 1.9), layout="constrained")
-    marks = {"8 sizes": "D", "16 sizes": "s", "32 sizes": "^"}
-    for number, rule in enumerate(rules):
-        what = rule.partition(", ")[2]
-        ours = what in marks
-        shapes = record["summary"]["mean_shapes"][rule]
-        axes.plot(
-            [found[kind, rule] for kind in kinds], range(len(kinds), 0, -1), marks.get(what, "o"),
-            color=RED if ours else OTHERS[number % len(OTHERS)], ls="",
-            mfc=RED if ours else "none", ms=7 if ours else 6, zorder=3 if ours else 2,
-            label=f"{rule}: {shapes} shapes",
-        )  # fmt: skip
-    axes.set_yticks(range(len(kinds), 0, -1), kinds)
-    axes.set_xscale("log")
-    axes.set_xticks([1, 3, 10, 30, 100, 300, 1000],
-                    ["1 %", "3 %", "10 %", "30 %", "100 %", "300 %", "1000 %"])  # fmt: skip
-    axes.minorticks_off()
-    axes.grid(color="0.93")
-    _bare(axes)
-    axes.tick_params(axis="y", length=0)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8.5, frameon=False)
-    axes.set_title(
-        f"Padding that an epoch computes on, less is better: {_machine(record, device)}",
-        fontsize=10,
-        loc="left",
-    )
-    _save(figure, record, to)
-
-
-_ASSIGN = re.compile(
-    r"(?P<kind>\w+)-(?P<size>1e\d+)-(?P<compiled>compiled-)?(?P<direction>forward|backward)"
-    r"-(?P<way>\w+)$"
-)
-
-
-def _assign(record: Record, device: str, to: Path) -> None:
-    """Draw each way's ratio to the two statements against the size, a panel per kind of step."""
-    plt = _pyplot()
-    found = [(_ASSIGN.match(row["id"]), row) for row in of_device(record, "rows", device)]
-    cells = [(match.groupdict(), row) for match, row in found if match]
-    kinds = list(dict.fromkeys(cell["kind"] for cell, _ in cells))
-    steps = list(dict.fromkeys((cell["compiled"], cell["direction"]) for cell, _ in cells))
-    ways = list(dict.fromkeys(cell["way"] for cell, _ in cells))
-    figure, panels = plt.subplots(
-        len(kinds), len(steps), figsize=(3 * len(steps), 2.4 * len(kinds) + 0.8),
-        squeeze=False, sharex=True, sharey=True, layout="constrained",
-    )  # fmt: skip
-    for kind, line in zip(kinds, panels, strict=True):
-        for (compiled, direction), axes in zip(steps, line, strict=True):
-            for way in ways:
-                points = [
-                    (float(cell["size"]), row["ratio"]["median"])
-                    for cell, row in cells
-                    if (cell["kind"], cell["compiled"], cell["direction"], cell["way"])
-                    == (kind, compiled, direction, way)
-                ]
-                if points:
-                    color = RED if way == "sliced_assign" else COLOURS[2 + ways.index(way)]
-                    axes.plot(*zip(*points, strict=True), "o-", color=color, ms=4, label=way)
-            axes.axhline(1, color="0.5", lw=0.8)
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-            axes.set_yticks([0.3, 0.5, 1, 2, 5, 10], ["0.3", "0.5", "1", "2", "5", "10"])
-            axes.minorticks_off()
-            axes.grid(color="0.94")
-            mode = "compiled" if compiled else "eager"
-            axes.set_title(f"{kind}, {mode}, {direction}", fontsize=9)
-            _bare(axes, keep=("bottom", "left"))
-    labels: dict[str, Any] = {}
-    for axes in panels.flat:
-        labels.update(dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)))
-    figure.legend(
-        labels.values(), labels.keys(), loc="outside lower center", ncols=5, fontsize=8.5,
-        frameon=False,
-    )  # fmt: skip
-    for axes in panels[-1]:
-        axes.set_xlabel("elements", fontsize=9)
-    figure.suptitle(
-        "Time over that of `out = t.clone(); out[index] = value`, less is better: "
-        + _machine(record, device),
-        fontsize=10,
-    )
-    _save(figure, record, to)
-
-
 Draw = Callable[[Record, str, Path], None]
 
 PLOTS: dict[str, Draw] = {
     "end_to_end": _end_to_end,
     "resize": _per_call,
-    "out_of_memory": _out_of_memory,
     "buckets": _buckets,
-    "stream": _stream,
     "padding": _per_call,
-    "fit": _fit,
-    "sampler": _sampler,
-    "assign": _assign,
 }
 """By the benchmark's name."""

@@ -18,6 +18,7 @@ import torch
 from benchmarks.clocks import gpu_facts
 from benchmarks.machine import NOT_ON_A_GPU, context
 from benchmarks.stream import NO_GPU, Stream, text
+from benchmarks.tables import Table
 
 __all__ = ["Benchmark", "Results", "Setting", "write_record"]
 
@@ -76,6 +77,9 @@ class Benchmark:
 
     afterwards: Callable[[dict[str, Any]], Iterator[str]] = lambda _: iter(())
     """Says, line by line, what the whole record shows; it may add to the record."""
+
+    tables: tuple[Table, ...] = ()
+    """How the page shows its records; empty: each list in a record as it is."""
 
     @property
     def file(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+import torchguard
 from torchguard.cli.doctor import guards_as_code
 from torchguard.defects.catalog import Defect, built_in
 
@@ -19,9 +20,15 @@ _UPSTREAM = re.compile(r"https://github\.com/([^/]+/[^/]+)/(?:issues|pull)/(\d+)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Say where the repository is; mkdocs calls this with what mkdocs.yml says."""
-    config.repo_url = _repository()
-    config.repo_name = config.repo_url.removeprefix("https://github.com/")
+    """Link to the repository; mkdocs calls this with what mkdocs.yml says.
+
+    Not by ``repo_url``, for which the theme asks api.github.com how many stars there are:
+    https://squidfunk.github.io/mkdocs-material/setup/adding-a-git-repository/
+    """
+    link = {"icon": "fontawesome/brands/github", "link": _repository(), "name": "Repository"}
+    config.extra["social"] = [link]
+    # What writes the reference finds what dir() lists, which leaves out what functions return.
+    vars(torchguard)["__dir__"] = lambda: [*torchguard._HOME, "errors"]  # type: ignore[attr-defined]
     return config
 
 
@@ -63,7 +70,8 @@ def _readme() -> str:
     }
     for before, after in pages.items():
         text = text.replace(files + before, f"]({after}")
-    return text
+    # The site fetches nothing: its pictures are its own.
+    return text.replace(f"]({_repository()}/raw/main/docs/", "](")
 
 
 def _repository() -> str:

@@ -10,7 +10,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-import hypothesis
+# A compiler's helper processes would take turns on the cores that xdist has filled.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from _pytest._io.saferepr import SafeRepr
@@ -36,20 +39,22 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 # Before anything here imports torchguard.
 RESIDUE = Residue()
 
-from support.benchmarks import benchmarks_can_be_imported  # noqa: E402, F401 - a fixture
 from support.bucketed import backend  # noqa: E402, F401 - a fixture
 from support.dynamo import fresh_dynamo, fresh_reports  # noqa: E402, F401 - fixtures
 from support.planted import planted_folder, plugin, report  # noqa: E402, F401 - fixtures
 
-hypothesis.settings.register_profile(
-    "ci",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+with contextlib.suppress(ImportError):  # the tests of `python -m benchmarks gpu` need it not
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "ci",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def residue() -> list[str]:

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _OPTION = "--torchguard"
+_OVERLAP = "--torchguard-overlap"
 _NAME = "torchguard"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--torchguard``."""
+    """Add ``--torchguard`` and ``--torchguard-overlap``."""
     parser.getgroup("torchguard").addoption(
         _OPTION,
         nargs="?",
@@ -33,11 +34,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "as --torchguard=resize,out), and fail a test that leaves a tensor behind whose shape "
         "needs more memory than its storage has",
     )
+    parser.getgroup("torchguard").addoption(
+        _OVERLAP,
+        action="store_true",
+        help="install the guard overlap as well, and fail a test in which an operation reads "
+        "memory that it writes, before it writes (torchguard.OverlapWarning as an error)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Install what was asked for."""
     asked = config.getoption(_OPTION)
+    if config.getoption(_OVERLAP):
+        asked = "overlap" if asked is None else f"{asked},overlap"
+        # Put before those of the project's own settings, which may say otherwise for a test.
+        config.addinivalue_line("filterwarnings", "error::torchguard.OverlapWarning")
     if asked is None:
         return
     import torchguard  # noqa: PLC0415  only a session that asks for it pays for torch
@@ -86,7 +97,7 @@ def _broken() -> list[Tensor]:
     """Find the inconsistent tensors of the process."""
     import torch  # noqa: PLC0415
 
-    from torchguard import is_consistent  # noqa: PLC0415
+    from torchguard.rollback.consistency import is_consistent  # noqa: PLC0415
 
     return [
         each

@@ -1,8 +1,34 @@
 """torchguard: failed operations lose nothing, and compiled code does what it says.
 
-Three ways in, each complete without the others: call a helper
-(:func:`safe_resize_`), guard a scope (:func:`guarded`), or switch the guards on
-for the whole process (:func:`install`).
+Compile
+    :func:`verified` checks each compiled graph against eager and goes on with what is right
+    (:func:`verified_backend`, :func:`verification_report`). :func:`no_recompile` raises where
+    something compiles.
+
+Training step
+    :func:`transaction` undoes a step that failed. :func:`save`, :func:`load`,
+    :func:`load_state_dict` and :func:`checkpoint_folder` keep files whole.
+    :func:`safe_checkpoint` recomputes activations as they were computed first.
+    Several ranks: :func:`load_sharded`, :func:`verify_checkpoint`, :func:`replicas_agree`.
+    :func:`checked` raises where an index, a label or a divisor is out of range.
+
+Sizes
+    :func:`bucketed` pads to the sizes of :class:`Buckets`; :class:`BucketBatchSampler` and
+    :class:`BucketCollator` make batches of them (:class:`PairBuckets`, :func:`packed`,
+    :func:`pad_to_bucket`, :func:`unpad`, :func:`length_mask`).
+
+Operations that fail
+    :func:`guarded` and :func:`rollback_on_error` are scopes; :func:`safe_resize_`,
+    :func:`safe_resize_as_` and :func:`safe_set_` single calls; :func:`check_consistent` and
+    :func:`repair_` are for what is spoiled already. :func:`at`, :func:`sliced_assign` and
+    :func:`sliced_assign_` assign by index and keep the gradient.
+
+The whole process
+    :func:`install` puts guards in place for code that does not import torchguard, and
+    :func:`uninstall` takes them away (:func:`installed`, :func:`get_original`).
+    :func:`doctor` shows which defects this torch has.
+
+Errors are in :mod:`torchguard.errors`. ``python -m torchguard`` lists the commands.
 
 A public name imports its module when it is first used (PEP 562). ``import torchguard`` alone
 imports nothing else, torch included.
@@ -11,6 +37,7 @@ imports nothing else, torch included.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from torchguard._public import __version__
@@ -22,59 +49,84 @@ _PUBLIC = {
     "bucketing.buckets": ("Buckets",),
     "bucketing.collator": ("BucketCollator",),
     "bucketing.decorator.api": ("bucketed",),
-    "bucketing.decorator.compile": ("no_recompile",),
-    "bucketing.decorator.stats": ("BucketedReport", "BucketedStats", "WarmupReport"),
+    "bucketing.decorator.no_recompile": ("no_recompile",),
     "bucketing.masks": ("length_mask",),
     "bucketing.packed": ("packed",),
-    "bucketing.padding": ("Padded", "PaddedPair", "pad_to_bucket", "unpad"),
+    "bucketing.padding": ("pad_to_bucket", "unpad"),
     "bucketing.pairs": ("PairBuckets",),
     "bucketing.sampler": ("BucketBatchSampler",),
     "checkpoint.loading": ("load", "load_state_dict"),
     "checkpoint.saving": ("save",),
-    "checkpoint.whole_file": ("checkpoint_folder",),
-    "defects.doctor": ("DoctorReport", "doctor"),
+    "checkpoint.sharded": ("load_sharded",),
+    "checkpoint.verify": ("verify_checkpoint",),
+    "checkpoint.folder": ("checkpoint_folder",),
+    "defects.doctor": ("doctor",),
     "errors": (
         "DamagedFileError",
         "InconsistentTensorError",
-        "MiscompilationError",
         "MiscompilationWarning",
-        "NonResizableStorageError",
-        "OptimizerStateError",
+        "OverlapWarning",
         "PaddingLeakError",
-        "PatchConflictError",
-        "PeerFailedError",
-        "ReadOnlyMemoryError",
-        "RecompileError",
-        "ReplayMismatchError",
-        "SaveError",
-        "SharedViewError",
         "TorchGuardError",
-        "TornSaveError",
         "UnrecoverableStepError",
     ),
-    "patching.install": (
-        "Installation",
-        "get_original",
-        "install",
-        "installed",
-        "uninstall",
-    ),
+    "patching.install": ("get_original", "install", "installed", "uninstall"),
+    "replicas": ("replicas_agree",),
     "rollback.block": ("rollback_on_error",),
-    "rollback.consistency": ("check_consistent", "is_consistent", "repair_"),
+    "rollback.consistency": ("check_consistent", "repair_"),
+    "rollback.recompute": ("safe_checkpoint",),
     "rollback.resize": ("safe_resize_", "safe_resize_as_", "safe_set_"),
     "rollback.scope": ("guarded",),
-    "transactions.retry": ("halved",),
     "transactions.api": ("transaction",),
-    "transactions.step": ("TransactionStats",),
     "verification.backend": ("verified_backend",),
     "verification.decorator": ("verified",),
-    "verification.report": ("GraphRecord", "VerificationReport", "verification_report"),
+    "verification.report": ("verification_report",),
 }
-_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
-_ROOMS = ("assignment", "bucketing", "checkpoint", "defects", "equivalence", "interop", "patching",
-          "rollback", "transactions", "verification")  # fmt: skip
+# What the functions above return, for annotations: nobody makes one, so dir() leaves them out.
+_RETURNED = {
+    "bucketing.decorator.stats": ("BucketedStats",),
+    "bucketing.decorator.warmup": ("WarmupReport",),
+    "bucketing.decorator.wrappers": ("Bucketed", "BucketedModule"),
+    "bucketing.padding": ("Padded", "PaddedPair"),
+    "defects.doctor": ("DoctorReport",),
+    "patching.install": ("Installation",),
+    "transactions.step": ("Transaction", "TransactionStats"),
+    "verification.decorator": ("Verified", "VerifiedModule"),
+    "verification.report": ("GraphRecord", "VerificationReport"),
+}
+_HOME = {
+    name: module
+    for table in (_PUBLIC, _RETURNED)
+    for module, names in table.items()
+    for name in names
+}
+_FOLDERS = ("assignment", "bucketing", "checkpoint", "defects", "equivalence", "interop",
+            "patching", "rollback", "transactions", "verification")  # fmt: skip
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604 - they are the strings of _PUBLIC
+# Names that were here, for one release: what to type.
+_GONE = {
+    "BucketedReport": "stats() of what is bucketed, which is a torchguard.BucketedStats",
+    "halved": 'retry="halve": step.run(loss_of, batch, retry="halve")',
+    "is_consistent": "torchguard.check_consistent(tensor), which raises InconsistentTensorError",
+    **{
+        name: f"torchguard.errors.{name}"
+        for name in (
+            "MiscompilationError",
+            "NonResizableStorageError",
+            "OptimizerStateError",
+            "PatchConflictError",
+            "PeerFailedError",
+            "ReadOnlyMemoryError",
+            "RecompileError",
+            "ReplayMismatchError",
+            "SaveError",
+            "SharedViewError",
+            "TornSaveError",
+        )
+    },
+}
+
+__all__ = ["__version__", *(name for names in _PUBLIC.values() for name in names)]  # noqa: PLE0604 - strings
 
 
 def __getattr__(name: str) -> Any:
@@ -82,10 +134,22 @@ def __getattr__(name: str) -> Any:
         found = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
         globals()[name] = found  # so that __getattr__ is asked once
         return found
-    if name in _ROOMS:
+    if name == "errors" or name in _FOLDERS:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _GONE:
+        text = f"torchguard.{name} is gone; type {_GONE[name]}"
+        # `from torchguard import halved` would say "cannot import name" in place of an
+        # AttributeError's text: https://docs.python.org/3/reference/simple_stmts.html#import
+        imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise ImportError(text, name=__name__) if imported else AttributeError(text)
+    text = f"module {__name__!r} has no attribute {name!r}"
+    if not name.startswith("_"):
+        from difflib import get_close_matches  # noqa: PLC0415 - rarely needed
+
+        close = get_close_matches(name, _HOME, n=1)
+        text += f"; did you mean torchguard.{close[0]}?" if close else ""
+    raise AttributeError(text)
 
 
 def __dir__() -> list[str]:
-    return sorted((*__all__, *_ROOMS))
+    return sorted((*__all__, "errors"))

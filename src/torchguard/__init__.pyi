@@ -1,90 +1,70 @@
 # What torchguard holds, for type checkers: __init__.py imports each name when it is used.
+from torchguard import errors as errors
 from torchguard._public import __version__
 from torchguard.assignment.assign import sliced_assign, sliced_assign_
 from torchguard.assignment.at import at
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
-from torchguard.bucketing.decorator.compile import no_recompile
-from torchguard.bucketing.decorator.stats import BucketedReport, BucketedStats, WarmupReport
+from torchguard.bucketing.decorator.no_recompile import no_recompile
+from torchguard.bucketing.decorator.stats import BucketedStats as BucketedStats
+from torchguard.bucketing.decorator.warmup import WarmupReport as WarmupReport
+from torchguard.bucketing.decorator.wrappers import Bucketed as Bucketed
+from torchguard.bucketing.decorator.wrappers import BucketedModule as BucketedModule
 from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.packed import packed
-from torchguard.bucketing.padding import Padded, PaddedPair, pad_to_bucket, unpad
+from torchguard.bucketing.padding import Padded as Padded
+from torchguard.bucketing.padding import PaddedPair as PaddedPair
+from torchguard.bucketing.padding import pad_to_bucket, unpad
 from torchguard.bucketing.pairs import PairBuckets
 from torchguard.bucketing.sampler import BucketBatchSampler
+from torchguard.checkpoint.folder import checkpoint_folder
 from torchguard.checkpoint.loading import load, load_state_dict
 from torchguard.checkpoint.saving import save
-from torchguard.checkpoint.whole_file import checkpoint_folder
-from torchguard.defects.doctor import DoctorReport, doctor
+from torchguard.checkpoint.sharded import load_sharded
+from torchguard.checkpoint.verify import verify_checkpoint
+from torchguard.defects.doctor import DoctorReport as DoctorReport
+from torchguard.defects.doctor import doctor
 from torchguard.errors import (
     DamagedFileError,
     InconsistentTensorError,
-    MiscompilationError,
     MiscompilationWarning,
-    NonResizableStorageError,
-    OptimizerStateError,
+    OverlapWarning,
     PaddingLeakError,
-    PatchConflictError,
-    PeerFailedError,
-    ReadOnlyMemoryError,
-    RecompileError,
-    ReplayMismatchError,
-    SaveError,
-    SharedViewError,
     TorchGuardError,
-    TornSaveError,
     UnrecoverableStepError,
 )
-from torchguard.patching.install import (
-    Installation,
-    get_original,
-    install,
-    installed,
-    uninstall,
-)
+from torchguard.patching.install import Installation as Installation
+from torchguard.patching.install import get_original, install, installed, uninstall
+from torchguard.replicas import replicas_agree
 from torchguard.rollback.block import rollback_on_error
-from torchguard.rollback.consistency import check_consistent, is_consistent, repair_
+from torchguard.rollback.consistency import check_consistent, repair_
+from torchguard.rollback.recompute import safe_checkpoint
 from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.rollback.scope import guarded
 from torchguard.transactions.api import transaction
-from torchguard.transactions.retry import halved
-from torchguard.transactions.step import TransactionStats
+from torchguard.transactions.step import Transaction as Transaction
+from torchguard.transactions.step import TransactionStats as TransactionStats
 from torchguard.verification.backend import verified_backend
+from torchguard.verification.decorator import Verified as Verified
+from torchguard.verification.decorator import VerifiedModule as VerifiedModule
 from torchguard.verification.decorator import verified
-from torchguard.verification.report import GraphRecord, VerificationReport, verification_report
+from torchguard.verification.report import GraphRecord as GraphRecord
+from torchguard.verification.report import VerificationReport as VerificationReport
+from torchguard.verification.report import verification_report
 
 __all__ = [
     "BucketBatchSampler",
     "BucketCollator",
-    "BucketedReport",
-    "BucketedStats",
     "Buckets",
     "DamagedFileError",
-    "DoctorReport",
-    "GraphRecord",
     "InconsistentTensorError",
-    "Installation",
-    "MiscompilationError",
     "MiscompilationWarning",
-    "NonResizableStorageError",
-    "OptimizerStateError",
-    "Padded",
-    "PaddedPair",
+    "OverlapWarning",
     "PaddingLeakError",
     "PairBuckets",
-    "PatchConflictError",
-    "PeerFailedError",
-    "ReadOnlyMemoryError",
-    "RecompileError",
-    "ReplayMismatchError",
-    "SaveError",
-    "SharedViewError",
     "TorchGuardError",
-    "TornSaveError",
-    "TransactionStats",
     "UnrecoverableStepError",
-    "VerificationReport",
-    "WarmupReport",
     "__version__",
     "at",
     "bucketed",
@@ -93,18 +73,19 @@ __all__ = [
     "doctor",
     "get_original",
     "guarded",
-    "halved",
     "install",
     "installed",
-    "is_consistent",
     "length_mask",
     "load",
+    "load_sharded",
     "load_state_dict",
     "no_recompile",
     "packed",
     "pad_to_bucket",
     "repair_",
+    "replicas_agree",
     "rollback_on_error",
+    "safe_checkpoint",
     "safe_resize_",
     "safe_resize_as_",
     "safe_set_",
@@ -117,4 +98,5 @@ __all__ = [
     "verification_report",
     "verified",
     "verified_backend",
+    "verify_checkpoint",
 ]

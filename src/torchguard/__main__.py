@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 
 from torchguard._public import __version__
-from torchguard.cli import write
+from torchguard.cli import DOCUMENTATION, demo, doctor, fuzz, plan, run, verify
+
+# None of them imports torch before it runs: `--help` has to be quick.
+_COMMANDS = {
+    "demo": demo,
+    "doctor": doctor,
+    "run": run,
+    "plan": plan,
+    "fuzz": fuzz,
+    "verify": verify,
+}
+
+_EXAMPLES = f"""examples:
+  python -m torchguard demo                           bare torch beside guarded, five times
+  python -m torchguard doctor                         what this torch has: some minutes
+  python -m torchguard doctor --only resize-locked    one defect, by its id
+  python -m torchguard run --guards resize,out train.py --epochs 3
+  python -m torchguard plan lengths.npy --buckets 8
+  python -m torchguard verify checkpoint              whether a checkpoint is whole
+  python -m torchguard COMMAND --help                 its options; of doctor, all ids
+
+documentation: {DOCUMENTATION}
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status; bad usage exits with 2."""
-    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
-        write(f"torchguard {__version__}\n")  # without the commands, which import torch: seconds
-        return 0
-
-    from torchguard.cli import doctor, fuzz, plan, run  # noqa: PLC0415
-
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
-        prog="python -m torchguard", description="A seat belt for PyTorch."
+        prog="python -m torchguard",
+        description="Checks what torch.compile compiled, and undoes what failed.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"torchguard {__version__}")
     commands = parser.add_subparsers(metavar="command")
-    for command in (doctor, run, plan, fuzz):
+    for command in _COMMANDS.values():
         command.add_parser(commands)
+    wanted = arguments[0] if arguments else ""
+    if wanted and not wanted.startswith("-") and wanted not in _COMMANDS:
+        close = difflib.get_close_matches(wanted, _COMMANDS, n=1)
+        meant = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(_COMMANDS)}"
+        parser.error(f"invalid choice: {wanted!r}; {meant}")
     options = parser.parse_args(arguments)
     if not hasattr(options, "command"):  # nothing was asked for
         parser.print_help()

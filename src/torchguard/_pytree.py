@@ -13,8 +13,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -186,48 +188,74 @@ def keystr(name: str, path: KeyPath, tree: Any = None) -> str:
 def reachable_modules(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
     """Return the modules a function can reach, without what is inside them.
 
-    Arguments, what it is bound to, its closure and the globals it names, and what is right
-    inside these: a model in a list, or an attribute of the object a method belongs to.
+    Arguments, what it is bound to, its closure, the globals it names, functions beside it, and
+    what is inside these: a model in a list, or an attribute of the object a method belongs to.
     """
-    found = {
-        id(each): each
-        for each in _candidates(function, arguments)
-        if isinstance(each, torch.nn.Module)
-    }
-    return list(found.values())
+    return [each for each in reachable(function, arguments) if isinstance(each, torch.nn.Module)]
 
 
 def reachable_tensors(function: Any, arguments: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors a function can reach, as :func:`reachable_modules` the modules."""
-    return [each for each in _candidates(function, arguments) if isinstance(each, torch.Tensor)]
+    return [each for each in reachable(function, arguments) if isinstance(each, torch.Tensor)]
 
 
-def _candidates(function: Any, arguments: Iterable[Any]) -> list[Any]:
-    # One level deep: what lies further inside is reached through the modules found here.
-    candidates = [*_around(function), *arguments]
-    for candidate in list(candidates):
-        inside = children(candidate)
-        if inside is not None:
-            candidates += [part for _, part in inside]
-        elif not isinstance(candidate, (type, torch.Tensor, torch.nn.Module, ModuleType)):
-            candidates += vars(candidate).values() if hasattr(candidate, "__dict__") else ()
-    return candidates
+_ATOMS = {int, float, bool, str, bytes, type(None), complex}
+_MOST = 1000
+"""A container of more holds data, and no modules are looked for in it."""
+
+
+def reachable(function: Any, arguments: Iterable[Any]) -> list[Any]:
+    """Return what a function can reach, each object once, without what is inside modules."""
+    found: dict[int, Any] = {}
+    # An object is opened where a function or a container holds it, not inside another object.
+    waiting = deque((each, True) for each in (function, *arguments))
+    while waiting:
+        node, opens = waiting.popleft()
+        if type(node) in _ATOMS or id(node) in found:
+            continue
+        found[id(node)] = node
+        if isinstance(node, (torch.Tensor, torch.nn.Module, type, ModuleType)):
+            continue
+        if isinstance(node, (FunctionType, MethodType, functools.partial)):
+            waiting.extend((each, True) for each in _around(node))
+        elif not isinstance(node, Collection) or len(node) <= _MOST:
+            inside = children(node)
+            if inside is not None:
+                waiting.extend((part, opens) for _, part in inside)
+            elif opens and hasattr(node, "__dict__"):
+                waiting.extend((part, False) for part in vars(node).values())
+    return list(found.values())
 
 
 def _around(function: Any) -> list[Any]:
-    """Return a function and what it holds."""
+    """Return what a function holds."""
     if isinstance(function, functools.partial):
-        return [*_around(function.func), *function.args, *function.keywords.values()]
-    owner = getattr(function, "__self__", None)
-    function = getattr(function, "__func__", function)
-    found = [function, owner]
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # a cell that is still empty
-                found.append(cell.cell_contents)
-        found += [function.__globals__.get(name) for name in code.co_names]
+        return [function.func, *function.args, *function.keywords.values()]
+    if isinstance(function, MethodType):
+        return [function.__self__, function.__func__]
+    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    found.append(getattr(function, "__wrapped__", None))
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            found.append(cell.cell_contents)
+    owners = function.__globals__
+    if not is_torchs(function):
+        values = (owners.get(name) for name in names_in(function.__code__))
+        # Of functions those beside it: a library's lead to all that the library has.
+        found += [v for v in values if getattr(v, "__globals__", owners) is owners]
     return found
+
+
+def is_torchs(function: FunctionType) -> bool:
+    """Whether a function is defined in torch."""
+    return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """Return the names of globals and attributes in a function and in those it defines."""
+    nested = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return tuple(dict.fromkeys(itertools.chain(code.co_names, *nested)))
 
 
 def all_reachable_modules(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:

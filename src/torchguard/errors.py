@@ -2,6 +2,9 @@
 
 Where torch itself raises, torchguard lets torch's exception through unchanged,
 so ``except RuntimeError`` and out-of-memory retry loops go on working.
+
+All of them are here; those that programs catch are at the front door too, as
+``torchguard.DamagedFileError``.
 """
 
 from torchguard._public import public
@@ -16,7 +19,6 @@ class TorchGuardError(Exception):
 # working: a RuntimeError of an operator, an AssertionError of a check, a UserWarning.
 
 
-@public
 class NonResizableStorageError(TorchGuardError, RuntimeError):
     """Raised, before anything is touched, where torch would kill the process.
 
@@ -32,17 +34,14 @@ class InconsistentTensorError(TorchGuardError, RuntimeError):
     """Raised when a tensor's shape describes memory its storage does not have."""
 
 
-@public
 class PatchConflictError(TorchGuardError, RuntimeError):
     """Raised when undoing a patch would overwrite that of other code."""
 
 
-@public
 class PeerFailedError(TorchGuardError, RuntimeError):
     """Raised by ``step.run`` with ``group=`` when another rank failed; nothing has changed."""
 
 
-@public
 class MiscompilationError(TorchGuardError, RuntimeError):
     """Raised with ``on_mismatch="raise"`` when a graph that was compiled wrong is to run."""
 
@@ -53,21 +52,23 @@ class MiscompilationWarning(UserWarning):
 
 
 @public
+class OverlapWarning(UserWarning):
+    """An operation reads memory that it writes; names the line, and what to type."""
+
+
+@public
 class PaddingLeakError(TorchGuardError, AssertionError):
     """Raised when padding an input to its bucket changes the answer or a gradient."""
 
 
-@public
 class RecompileError(TorchGuardError, RuntimeError):
     """Raised when something compiles where nothing may."""
 
 
-@public
 class SaveError(TorchGuardError, RuntimeError):
     """Raised when a file can't be replaced in one step; what was there is as it was."""
 
 
-@public
 class TornSaveError(SaveError):
     """Raised when a tensor was changed in place while it was being saved."""
 
@@ -77,17 +78,22 @@ class DamagedFileError(TorchGuardError, RuntimeError):
     """Raised when a checkpoint is not whole: cut off, or other bytes than were written."""
 
 
-@public
+class ShardedCheckpointError(TorchGuardError, RuntimeError):
+    """Raised on all ranks when a sharded checkpoint is not whole or not that of this state."""
+
+
+class ReplicasDisagreeError(TorchGuardError, RuntimeError):
+    """Raised on all ranks when copies of a tensor differ that have to be the same."""
+
+
 class ReadOnlyMemoryError(TorchGuardError, RuntimeError):
     """Raised with ``readonly="raise"`` when a tensor would share read-only memory."""
 
 
-@public
 class SharedViewError(TorchGuardError, RuntimeError):
     """Raised when memory that a numpy array looks at would be moved to shared memory."""
 
 
-@public
 class OptimizerStateError(TorchGuardError, RuntimeError):
     """Raised, before anything is written, where a fused optimizer would write other memory."""
 
@@ -97,6 +103,5 @@ class UnrecoverableStepError(TorchGuardError, RuntimeError):
     """Raised from the original exception when a training step failed and can't be undone."""
 
 
-@public
 class ReplayMismatchError(TorchGuardError, RuntimeError):
     """Raised when forward and backward, run twice on one batch, do not give the same bits."""

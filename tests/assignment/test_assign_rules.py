@@ -82,14 +82,6 @@ def test_meta_tensors_and_devices() -> None:
     }
 
 
-@pytest.mark.cuda
-def test_indices_on_the_cpu_for_a_tensor_on_a_gpu() -> None:
-    t = torch.zeros(3, 4, device="cuda")
-    for index in (torch.tensor([0, 2]), torch.tensor([True, False, True]), [0, 2], slice(1, 2)):
-        out = sliced_assign(t, index, torch.tensor(1.0))
-        assert torch.equal(out, plain(t, index, torch.tensor(1.0)))
-
-
 # --- errors carry the call
 
 

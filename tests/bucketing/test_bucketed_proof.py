@@ -203,7 +203,7 @@ class TestFillZero:
             stats = wrapped.stats()
             assert stats.relies_on_fill_0 == ("x",)
             assert stats.as_dict()["relies_on_fill_0"] == ["x"]
-            assert "relies on fill 0 in the padding of x" in str(wrapped.report())
+            assert "relies on fill 0 in the padding of x" in str(stats)
 
     def test_is_not_relied_on_where_nothing_reads_it(self) -> None:
         wrapped = padded(lambda x: x * 2)

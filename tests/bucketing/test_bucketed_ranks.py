@@ -17,7 +17,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torchguard import Buckets, PaddingLeakError, bucketed
 
-leak_check = importlib.import_module("torchguard.bucketing.decorator.leak_check")
+leak_check = importlib.import_module("torchguard.bucketing.decorator.prove")
 rank, port = int(sys.argv[1]), sys.argv[2]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
 dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))

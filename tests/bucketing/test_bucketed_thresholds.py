@@ -57,14 +57,11 @@ WRONG: dict[str, Function] = {
     "relu-of-quotient": lambda x: (x / 50 - 3).relu().mean(1),
     "relu-of-root": lambda x: (x.abs().sqrt() - 7).relu().mean(1),
     "share-above": lambda x: (x > 40).float().mean(1),
-    "share-far-above": lambda x: (x > 20_000).float().mean(1),
     "share-of-product": lambda x: (x * 0.01 > 3).float().mean(1),
     "share-of-square": lambda x: (x * x > 10_000).float().mean(1),
     "all-above": lambda x: (x > 20).all(1),
     "all-far-above": lambda x: (x > 40).all(1),
     "all-far-below": lambda x: (x < -40).all(1),
-    "equal": lambda x: (x == 50).float().mean(1),
-    "isin": lambda x: torch.isin(x, torch.tensor([50.0, 70.0])).float().mean(1),
     "clamp": lambda x: x.clamp(min=7).amin(1),
     "where": lambda x: torch.where(x < -50, x, 0.0).mean(1),
     "masked-fill": lambda x: x.masked_fill(x < 64, 0).mean(1),
@@ -131,15 +128,15 @@ class TestFloats:
             padded(lambda x: (x > 40).float().mean(1))(x)
         padded(lambda x: (x > 40).float().sum(1))(x)
 
-    def test_cost_no_run_where_the_data_reaches_them(self, monkeypatch: Any) -> None:
+    def test_cost_runs_once(self, monkeypatch: Any) -> None:
         runs = counted(monkeypatch)
-        padded(lambda x: x.relu() * 2, outputs={1: "t"})(torch.randn(2, 5))
+        plain = padded(lambda x: x * 2, outputs={1: "t"})
+        plain(torch.randn(2, 5))
         assert runs == [8]  # four, and two each of positive and of negative numbers
-
-    def test_cost_six_runs_where_it_does_not(self, monkeypatch: Any) -> None:
-        runs = counted(monkeypatch)
-        padded(lambda x: (x - 5).relu() * 2, outputs={1: "t"})(torch.rand(2, 5))
-        assert runs == [12]  # four, two of negative numbers, and the six
+        plain(torch.randn(2, 12))
+        assert runs == [12]
+        padded(lambda x: x.relu() * 2, outputs={1: "t"})(torch.randn(2, 5))
+        assert runs == [26]  # two each of three kinds of whole numbers besides
 
 
 WRONG_OF_IDS: dict[str, Function] = {
@@ -218,7 +215,7 @@ class TestIds:
 def counted(monkeypatch: Any) -> list[int]:
     """Count the runs of a check."""
     runs = [0]
-    leak_check: Any = importlib.import_module("torchguard.bucketing.decorator.leak_check")
+    leak_check: Any = importlib.import_module("torchguard.bucketing.decorator.prove")
     make = leak_check.run_undoing_mutations
 
     def counting(*args: Any, **kwargs: Any) -> Any:

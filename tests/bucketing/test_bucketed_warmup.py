@@ -1,4 +1,4 @@
-"""warmup(): the largest first, what does not fit is left out, and what is measured is a cost."""
+"""warmup(): the largest first, what does not fit is left out, and what it leaves is proven."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from torchguard import Buckets, RecompileError, WarmupReport, bucketed, no_recompile
+from torchguard import Buckets, PaddingLeakError, bucketed, no_recompile
+from torchguard.errors import RecompileError
 
 EAGER: Any = {"compile": {"backend": "eager"}}
 
@@ -73,7 +72,6 @@ class TestWhatIsMeasured:
         assert all(seconds > 0 for seconds in report.seconds.values())
         assert 0 < report.compile_seconds <= wrapped.stats().compile_seconds
         assert wrapped.stats().calls == 0
-        assert Buckets.fit([3, 5, 7], 2, cost=report).sizes[-1] >= 7
         again = wrapped.warmup(torch.ones(2, 5))  # compiled already: only timed
         assert len(sizes) == 10
         assert again.seconds.keys() == report.seconds.keys()
@@ -93,44 +91,82 @@ class TestWhatIsMeasured:
         wrapped = bucketed(lambda x: x * 2, dims={"x": {0: "b", 1: "t"}}, buckets=pairs, **EAGER)
         report = wrapped.warmup(torch.ones(2, 2))
         assert sorted(report.seconds) == [(2, 8), (8, 2)]
-        assert len(Buckets.fit_pairs([(8, 2), (2, 8)], 2, cost=report)) == 2
 
-    @given(
-        seconds=st.dictionaries(st.integers(1, 50), st.floats(0.01, 9), min_size=1, max_size=5),
-        size=st.integers(1, 80),
-    )
-    def test_is_a_positive_cost_and_that_of_a_bucket_there(
-        self, seconds: dict[int, float], size: int
-    ) -> None:
-        report = WarmupReport(("t",), {(n,): each for n, each in seconds.items()}, 1.0, {})
-        assert report(size) > 0
-        for bucket, each in seconds.items():
-            assert report(bucket) == pytest.approx(each)
-        assert Buckets.fit([size, 80], 2, cost=report).sizes[-1] >= 80
 
-    @given(
-        seconds=st.dictionaries(
-            st.tuples(st.integers(1, 9), st.integers(1, 9)), st.floats(0.01, 9), min_size=1
-        ),
-        a=st.integers(1, 12),
-        b=st.integers(1, 12),
-    )
-    def test_of_two_sizes_never_falls(
-        self, seconds: dict[tuple[int, int], float], a: int, b: int
-    ) -> None:
-        report = WarmupReport(("b", "t"), seconds, 1.0, {})
-        assert 0 < report(a, b) <= report(a + 1, b) * (1 + 1e-12)
-        assert report(a, b) <= report(a, b + 1) * (1 + 1e-12)
+class TestWhatIsProven:
+    @staticmethod
+    def counted(function: Any, **options: Any) -> tuple[Any, list[int]]:
+        """Return a bucketed function, and the size of each of its eager runs."""
+        runs: list[int] = []
 
-    def test_two_points_make_a_line(self) -> None:
-        report = WarmupReport(("t",), {(10,): 2.0, (20,): 3.0}, 1.0, {})
-        assert [report(n) for n in (5, 10, 15, 20, 30)] == pytest.approx([1.5, 2, 2.5, 3, 4.5])
+        def noted(x: torch.Tensor) -> Any:
+            runs.append(x.shape[1])
+            return function(x)
 
-    def test_nothing_measured_is_no_cost(self) -> None:
-        with pytest.raises(ValueError, match="timed in 0 buckets"):
-            WarmupReport(("t",), {}, 0.0, {})(8)
-        with pytest.raises(ValueError, match=r"says nothing of \(8,\)"):
-            WarmupReport(("b", "t"), {(2, 8): 1.0}, 0.0, {})(8)
+        options = {"dims": {"x": {1: "t"}}, "buckets": [4, 8, 16], **options}
+        return bucketed(noted, **options), runs
+
+    @pytest.mark.parametrize("example", [3, 7, 16])
+    def test_no_call_is_checked_after_it(self, example: int) -> None:
+        wrapped, runs = self.counted(lambda x: x.cumsum(1), compile=False)
+        wrapped.warmup(torch.randn(2, example))
+        assert wrapped.stats().proven == ((4,), (8,), (16,))
+        assert "padding is proven for 4, 8, 16" in str(wrapped.stats())
+        for length in range(1, 17):
+            runs.clear()
+            x = torch.randn(2, length)
+            torch.testing.assert_close(wrapped(x), x.cumsum(1))
+            assert len(runs) == 1, length
+
+    def test_no_call_compiles_after_an_example_longer_than_a_bucket(self) -> None:
+        """A part of the example has its strides, for which a graph would be compiled alone."""
+        wrapped = bucketed(
+            lambda x: x * 2, dims={"x": {1: "t"}}, buckets=[4, 8, 16], compile={"backend": "eager"}
+        )
+        wrapped.warmup(torch.randn(2, 10))
+        with no_recompile():
+            for length in range(1, 17):
+                wrapped(torch.randn(2, length))
+        assert wrapped.stats().graphs == 3
+
+    def test_a_function_that_takes_no_short_input_is_proven_with_longer_ones(self) -> None:
+        wrapped, runs = self.counted(
+            lambda x: torch.nn.functional.conv1d(x[:, None], torch.ones(1, 1, 5)), compile=False
+        )
+        wrapped.warmup(torch.randn(2, 12))
+        assert wrapped.stats().proven == ((8,), (16,))
+        runs.clear()
+        assert wrapped(torch.randn(2, 13)).shape == (2, 1, 9)
+        assert len(runs) == 1
+
+    def test_sizes_of_outputs_are_derived_where_nothing_is_checked(self) -> None:
+        wrapped, runs = self.counted(lambda x: x[:, ::2], compile=False, check_padding="never")
+        wrapped.warmup(torch.randn(2, 5))
+        runs.clear()
+        assert wrapped(torch.randn(2, 7)).shape == (2, 4)
+        assert len(runs) == 1
+        assert wrapped.stats().proven == ()
+
+    def test_a_leak_is_a_warning_and_an_exact_fit_runs(self) -> None:
+        wrapped, _ = self.counted(lambda x: x.mean(1), compile=False)
+        with pytest.warns(UserWarning, match=r"padding changes .* Found by warmup\(\)"):
+            wrapped.warmup(torch.randn(2, 5))
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(wrapped(x), x.mean(1))
+        with pytest.raises(PaddingLeakError):
+            wrapped(torch.randn(2, 7))
+
+    def test_a_mask_of_the_callers_is_cut_where_each_row_has_something_real(self) -> None:
+        def mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return (x * mask).sum(1) / mask.sum(1)
+
+        mask = torch.ones(2, 6)
+        mask[1, :4] = 0
+        wrapped = bucketed(
+            mean, dims={"x": {1: "t"}, "mask": {1: "t"}}, buckets=[8], mask="mask", compile=False
+        )
+        wrapped.warmup(torch.randn(2, 6), mask)
+        assert wrapped.stats().proven == ((8,),)
 
 
 def test_no_recompile_quotes_the_guard_alone() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from support.bucketed import LADDER, double
-from torchguard import RecompileError, bucketed, no_recompile
+from torchguard import bucketed, no_recompile
+from torchguard.errors import RecompileError
 
 
 class TestNoRecompile:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from torchguard import BucketBatchSampler, BucketCollator, Buckets
-from torchguard.bucketing.steps import plan_steps
+from torchguard.bucketing.steps import count_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -203,7 +203,7 @@ def test_leftovers_stay_or_move_up_whichever_costs_least(
     items = [own for own, _ in drawn]
     rows = sorted((each for _, each in drawn), reverse=True)
     prices = [float(2 + 3 * place) for place in range(len(drawn))]
-    found = plan_steps(items, rows, prices, ranks=world)
+    found = count_steps(items, rows, prices, ranks=world)
     assert found.cost == brute_force(items, rows, prices, world)
 
 

@@ -6,6 +6,7 @@ import functools
 import os
 import pickle
 import random
+import struct
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -109,6 +110,56 @@ class TestLoad:
             torch.serialization.set_crc32_options(True)
         assert same(torchguard.load(tmp_path / "model.pt"), OLD)
 
+    def test_a_file_that_is_filled_later(self, tmp_path: Path) -> None:
+        """skip_data() leaves room for the elements, whose checksums stay 0."""
+        path = tmp_path / "model.pt"
+        with torch.serialization.skip_data():
+            torch.save(OLD, path)
+        content = bytearray(path.read_bytes())
+        with zipfile.ZipFile(path) as archive:
+            (record,) = (each for each in archive.infolist() if each.filename.endswith("data/0"))
+        begin = content.index(b"PK\x03\x04", record.header_offset)
+        begin += 30 + sum(struct.unpack("<HH", content[begin + 26 : begin + 30]))
+        values = OLD["weight"].numpy().tobytes()  # type: ignore[attr-defined]
+        content[begin : begin + len(values)] = values
+        path.write_bytes(content)
+        assert same(torch.load(path), OLD)
+        assert same(torchguard.load(path), OLD)
+        content[content.index(b"weight")] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(torchguard.DamagedFileError, match=r"data\.pkl"):
+            torchguard.load(path)
+
+    @pytest.mark.parametrize("weights_only", [True, False])
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7\n", "git lfs pull"),
+            ("<!DOCTYPE html>\n<html>Sign in", "a web page.*<!DOCTYPE html>"),
+            ('{"error": "not found"}', "text, and no checkpoint.*not found"),
+            ("step, loss\n1, 2\n", "text, and no checkpoint.*step, loss"),
+            ("Grüße aus " + "ü" * 200, "text, and no checkpoint.*Grüße"),
+            ("\n" * 3, "text, and no checkpoint"),
+        ],
+    )
+    def test_text_in_the_place_of_a_checkpoint(
+        self, tmp_path: Path, content: str, message: str, weights_only: bool
+    ) -> None:
+        path = tmp_path / "model.pt"
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(torchguard.DamagedFileError, match=message) as refused:
+            torchguard.load(path, weights_only=weights_only)
+        assert str(path) in str(refused.value)
+        assert refused.value.__cause__ is not None
+
+    def test_a_pickle_that_is_text(self, tmp_path: Path) -> None:
+        """Protocol 0 is; what torch says of it stays."""
+        path = tmp_path / "model.pt"
+        torch.save(1, path, pickle_protocol=0, _use_new_zipfile_serialization=False)
+        assert torchguard.load(path, weights_only=False) == 1
+        with pytest.raises(pickle.UnpicklingError):
+            torchguard.load(path, weights_only=True)
+
     def test_errors_that_are_no_damage_are_torchs(self, tmp_path: Path) -> None:
         path = tmp_path / "model.pt"
         torch.save(OrderedDict(a=Path("x")), path)
@@ -119,11 +170,10 @@ class TestLoad:
         torch.save(OrderedDict(a=Path("x")), path, _use_new_zipfile_serialization=False)
         with pytest.raises(pickle.UnpicklingError):
             torchguard.load(path, weights_only=True)
-        for name in ("other.npz", "words.txt"):
-            (tmp_path / name).write_bytes(b"not a checkpoint, and no pickle")
+        (tmp_path / "other.bin").write_bytes(bytes(range(200, 256)))
         with zipfile.ZipFile(tmp_path / "other.npz", "w") as archive:
             archive.writestr("x", "y")
-        for name in ("other.npz", "words.txt"):
+        for name in ("other.npz", "other.bin"):
             with pytest.raises(Exception, match=r".") as refused:
                 torchguard.load(tmp_path / name)
             assert not isinstance(refused.value, torchguard.DamagedFileError)
@@ -198,7 +248,7 @@ class TestFolder:
         opened = os.open
 
         def open_(path: Any, *arguments: Any, **options: Any) -> int:
-            if not taken and Path(path).name.startswith("checkpoint.torchguard-"):
+            if not taken and Path(path).name.startswith(".torchguard-"):
                 taken.append(path)
                 Path(path).rmdir()
             return opened(path, *arguments, **options)
@@ -211,7 +261,7 @@ class TestFolder:
 
     def test_refuses_what_it_has_not_made(self, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
-        with pytest.raises(torchguard.SaveError, match="has not made"):
+        with pytest.raises(torchguard.errors.SaveError, match="has not made"):
             with torchguard.checkpoint_folder(tmp_path / "mine"):
                 pass
         with pytest.raises(ValueError, match="keep is 0"):

@@ -17,7 +17,7 @@ from support.planted import distribution, only, planted, row
 from support.terminal import Terminal, on_a_terminal
 from torchguard.__main__ import main
 from torchguard.cli import doctor as doctor_command
-from torchguard.cli.doctor import lines, shown_on, table
+from torchguard.cli.doctor import lines, shown_on, table, wrapped
 from torchguard.defects.doctor import DoctorProgress, DoctorReport
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
@@ -84,6 +84,13 @@ class TestTable:
             "planted-detected: crash (SIGSEGV), detected; planted: detected; "
             "guard: check_consistent(); look before you read"
         )
+
+    def test_lines_on_a_terminal(self, report: DoctorReport) -> None:
+        """Without rich they fit its width, word for word."""
+        shown = wrapped(lines(report), 60)
+        assert max(map(len, shown.splitlines())) < 60
+        assert shown.split() == lines(report).split()
+        assert "\n\n" in shown
 
 
 class TestExitStatus:

@@ -11,6 +11,8 @@ import pytest
 
 import torchguard
 from torchguard.__main__ import main
+from torchguard.cli import DOCUMENTATION
+from torchguard.defects.catalog import built_in, built_in_ids
 
 
 def test_version() -> None:
@@ -21,7 +23,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("start", [["-m", "torchguard"], ["torchguard"]], ids=["module", "script"])
-def test_version_is_quick(start: list[str], tmp_path: Path) -> None:
+def test_nothing_that_prints_a_text_imports_torch(start: list[str], tmp_path: Path) -> None:
     """torch takes seconds to import; here it would raise."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
     script = tmp_path / "torchguard"  # what pip makes of [project.scripts]
@@ -36,7 +38,9 @@ def test_version_is_quick(start: list[str], tmp_path: Path) -> None:
         )
 
     assert run("--version").stdout == f"torchguard {torchguard.__version__}\n"
-    assert "torch was imported" in run("doctor", "--help").stderr  # the test can fail
+    for command in ("", "demo", "doctor", "run", "plan", "fuzz"):
+        assert run(*command.split(), "--help").stdout.startswith("usage: "), command
+    assert "torch was imported" in run("run", "x.py").stderr  # the test can fail
 
 
 def test_version_of_another_program(tmp_path: Path) -> None:
@@ -67,12 +71,24 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "doctor" in shown
     assert "run" in shown
+    assert "python -m torchguard doctor --only resize-locked" in shown
+    assert f"documentation: {DOCUMENTATION}" in shown
+
+
+def test_help_of_the_doctor_has_the_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are read from the files of the probes: importing those takes seconds."""
+    ids = sorted(row.id for row in built_in())
+    assert built_in_ids() == ids
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    assert ", ".join(ids) in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["docter"], "invalid choice: 'docter'"),
+        (["docter"], "invalid choice: 'docter'; did you mean 'doctor'?"),
+        (["qwertz"], "invalid choice: 'qwertz'; choose from demo, doctor, run, plan, fuzz"),
         (["--colour"], "unrecognized arguments: --colour"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.child_process import END_RANK
+from torchguard.__main__ import main
 from torchguard.patching.guards import GUARDS
 
 if TYPE_CHECKING:
@@ -56,8 +57,6 @@ print(sys.path[0], os.getcwd(), sys.modules["__main__"].__file__)
 ENDINGS = {
     "a number": "import sys; sys.exit(3)",
     "a text": "import sys; sys.exit('all lost')",
-    "nothing": "import sys; sys.exit()",
-    "True": "raise SystemExit(True)",
     "an error": """
         def first():
             second()
@@ -65,14 +64,7 @@ ENDINGS = {
             raise ValueError("two\\nlines")
         first()
     """,
-    "an error while another is handled": """
-        try:
-            {}["missing"]
-        except KeyError as error:
-            raise RuntimeError("no such thing") from error
-    """,
     "a syntax error": "x = (1,\nprint('never')\n1 1",
-    "a tab error": "if 1:\n\tpass\n        pass",
     "an error in an import": "import broken_module",
     "an exception hook": """
         import sys
@@ -103,7 +95,7 @@ ENDINGS = {
 
 
 class TestScript:
-    @pytest.mark.parametrize("name", ["mirror.py", "./mirror.py", "sub/../mirror.py", "sub/in.py"])
+    @pytest.mark.parametrize("name", ["mirror.py", "sub/../sub/in.py"])
     def test_mirror(self, tmp_path: Path, name: str) -> None:
         """It sees what ``python`` shows it."""
         write(tmp_path / "mirror.py", MIRROR)
@@ -191,7 +183,7 @@ class TestModule:
         assert "'-m', '--guards', 'x'" in python.stdout
         assert guarded.stdout == python.stdout, guarded.stderr
 
-    @pytest.mark.parametrize("name", ["missing", "package.missing", "empty", "missing.inside"])
+    @pytest.mark.parametrize("name", ["package.missing", "empty"])
     def test_not_runnable(self, folder: Path, name: str) -> None:
         """A module that can't be run says why, as ``python -m`` does."""
         python, guarded = both("-m", name, folder=folder)
@@ -313,16 +305,14 @@ class TestGuards:
         ("switches", "expected"),
         [
             ([], {"resize"}),
-            (["--guards", "out"], {"out"}),
-            (["--guards=resize, out"], {"resize", "out"}),
+            (["--guards=setitem, out"], {"setitem", "out"}),
         ],
     )
     def test_names(self, tmp_path: Path, switches: list[str], expected: set[str]) -> None:
         """They are the default ones, or those asked for."""
         program = """
             import torchguard
-            for name in ("resize", "out"):
-                print(name if name in torchguard.installed() else "")
+            print(*torchguard.installed())
         """
         write(tmp_path / "asks.py", program)
         done = execute(*RUN, *switches, "asks.py", folder=tmp_path)
@@ -340,15 +330,19 @@ class TestBadUsage:
             (["--fast", "x.py"], r"unrecognized arguments: --fast"),
         ],
     )
-    def test_message(self, arguments: list[str], message: str, tmp_path: Path) -> None:
+    def test_message(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """It ends with 2 and says what is wrong."""
-        write(tmp_path / "x.py", "print('the program ran')")
-        done = execute(*RUN, *arguments, folder=tmp_path)
-        assert done.returncode == 2
-        assert re.search(message, done.stderr), done.stderr
-        assert done.stdout == ""
+        with pytest.raises(SystemExit) as ended:
+            main(["run", *arguments])
+        assert ended.value.code == 2
+        shown = capsys.readouterr()
+        assert re.search(message, shown.err), shown.err
+        assert shown.out == ""
 
-    def test_guards(self, tmp_path: Path) -> None:
+    def test_guards(self, capsys: pytest.CaptureFixture[str]) -> None:
         """The error names the guards."""
-        done = execute(*RUN, "--guards", "none", "x.py", folder=tmp_path)
-        assert f"the guards are {', '.join(GUARDS)}" in done.stderr
+        with pytest.raises(SystemExit):
+            main(["run", "--guards", "none", "x.py"])
+        assert f"the guards are {', '.join(GUARDS)}" in capsys.readouterr().err

@@ -147,3 +147,31 @@ def test_import() -> None:
     line = [sys.executable, "-c", program]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+OVERLAPS = """
+    import torch
+
+    def test_shifts():
+        x = torch.arange(8.0)[::2]
+        before = x.clone()
+        try:
+            x[1:] = x[:-1]
+        finally:
+            assert x.equal(before)  # nothing is written where it is an error
+
+    def test_innocent():
+        x = torch.arange(8.0)
+        x[::2] += x[1::2]
+"""
+
+
+def test_overlap(run: Run) -> None:
+    """--torchguard-overlap fails the test that reads what it writes, and no other."""
+    assert "OverlapWarning" not in run(OVERLAPS).stdout
+    done = run(OVERLAPS, "--torchguard-overlap")
+    assert "torchguard: installed overlap" in done.stdout, done.stderr
+    assert "FAILED test_it.py::test_shifts - torchguard" in done.stdout, done.stdout
+    assert "1 failed, 1 passed" in done.stdout
+    both = run(OVERLAPS, "--torchguard", "--torchguard-overlap")
+    assert "torchguard: installed resize, overlap" in both.stdout, both.stderr

@@ -116,7 +116,7 @@ def test_helpers_need_no_install(name: str) -> None:
     assert HELPERS[name](array).data_ptr() == array.ctypes.data
     array.flags.writeable = False
     assert HELPERS[name](array).data_ptr() != array.ctypes.data
-    with pytest.raises(torchguard.ReadOnlyMemoryError, match=name):
+    with pytest.raises(torchguard.errors.ReadOnlyMemoryError, match=name):
         HELPERS[name](array, readonly="raise")
     with pytest.warns(UserWarning, match="is a copy") as caught:
         HELPERS[name](array, readonly="warn")
@@ -142,7 +142,7 @@ def test_asarray_that_must_not_copy() -> None:
     assert numpy_memory.asarray(array, copy=False).data_ptr() == array.ctypes.data
     array.flags.writeable = False
     for obj in (array, memoryview(b"123")):
-        with pytest.raises(torchguard.ReadOnlyMemoryError):
+        with pytest.raises(torchguard.errors.ReadOnlyMemoryError):
             numpy_memory.asarray(obj, copy=False)
 
 
@@ -216,11 +216,11 @@ def test_share_memory_under_an_array_raises(installed: None) -> None:
     array = tensor.numpy()
     view = array[1:]
     for shared_too in (tensor, tensor[1:], tensor.detach()):
-        with pytest.raises(torchguard.SharedViewError, match="numpy"):
+        with pytest.raises(torchguard.errors.SharedViewError, match="numpy"):
             shared_too.share_memory_()
     assert view.tolist() == [1, 2, 3]
     del array
-    with pytest.raises(torchguard.SharedViewError):
+    with pytest.raises(torchguard.errors.SharedViewError):
         tensor.share_memory_()
     del view
     tensor.share_memory_()
@@ -238,7 +238,7 @@ def test_share_memory_under_an_array_raises(installed: None) -> None:
 def test_a_parameter_that_is_looked_at(installed: None) -> None:
     layer = torch.nn.Linear(2, 2)
     array = layer.weight.detach().numpy()
-    with pytest.raises(torchguard.SharedViewError):
+    with pytest.raises(torchguard.errors.SharedViewError):
         layer.share_memory()
     del array
     layer.share_memory()

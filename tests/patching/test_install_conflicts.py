@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from support.install import locked, resize_is_safe, same, snapshot
-from torchguard import PatchConflictError, install, installed, uninstall
 from torchguard import get_original as torch_has
+from torchguard import install, installed, uninstall
 from torchguard._torch import is_wrapped_builtin
+from torchguard.errors import PatchConflictError
 from torchguard.patching.guards import GUARDS
 
 if TYPE_CHECKING:

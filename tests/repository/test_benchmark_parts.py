@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.__main__ import main
+from benchmarks.bench_end_to_end import Paired, _judged
+from benchmarks.bench_host import COSTS, bound_of, entered
+from benchmarks.bench_kernels import Case, compare
+from benchmarks.counting import counted
+from benchmarks.harness import AddedTarget, Row, Target
+from benchmarks.paired import Variant, _order, ratios, take_turns
+from benchmarks.spread import Interval, Spread
 
 import torchguard
 from support.child_process import output_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-pytestmark = pytest.mark.usefixtures("benchmarks_can_be_imported")
 
 
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,11 +41,6 @@ def test_list_names_every_benchmark_and_what_it_answers() -> None:
     assert all(line.endswith("?") for line in lines)
 
 
-def test_the_committed_page_and_its_plots_say_what_the_records_say() -> None:
-    done = program("report", "--check")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -52,7 +53,6 @@ def test_the_committed_page_and_its_plots_say_what_the_records_say() -> None:
 def test_bad_usage_ends_with_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks.__main__ import main  # noqa: PLC0415
 
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -61,8 +61,6 @@ def test_bad_usage_ends_with_2(
 
 
 def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
-    from benchmarks.spread import Interval  # noqa: PLC0415
-
     random = np.random.default_rng(5)
     held = 0
     for _ in range(100):
@@ -79,8 +77,6 @@ def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_every_variant_stands_in_every_place_equally_often() -> None:
-    from benchmarks.paired import Variant, _order  # noqa: PLC0415
-
     variants = [Variant(name, lambda: None, contextlib.nullcontext) for name in "abc"]
     orders = ["".join(each.name for each in _order(variants, number)) for number in range(6)]
     assert orders == ["abc", "cba", "bca", "acb", "cab", "bac"]
@@ -89,8 +85,6 @@ def test_every_variant_stands_in_every_place_equally_often() -> None:
 
 
 def test_variants_take_turns_inside_their_scopes_and_the_ratio_is_of_one_round() -> None:
-    from benchmarks.paired import Variant, ratios, take_turns  # noqa: PLC0415
-
     seen: list[str] = []
     inside: list[str] = []
 
@@ -117,8 +111,6 @@ def test_variants_take_turns_inside_their_scopes_and_the_ratio_is_of_one_round()
 
 
 def test_what_a_call_makes_torch_do_is_counted() -> None:
-    from benchmarks.counting import counted  # noqa: PLC0415
-
     x = torch.ones(256)
     before = torch.ones(256)
 
@@ -150,8 +142,6 @@ def test_what_a_call_makes_torch_do_is_counted() -> None:
 
 
 def test_a_claim_that_does_not_hold_is_found() -> None:
-    from benchmarks.bench_kernels import Case, compare  # noqa: PLC0415
-
     x = torch.ones(8)
     same = compare(Case("the same", lambda: x * x, lambda: x * x), "cpu")
     assert same.verdict == "holds"
@@ -163,9 +153,6 @@ def test_a_claim_that_does_not_hold_is_found() -> None:
 
 
 def test_targets_say_by_how_much_they_are_missed() -> None:
-    from benchmarks.harness import AddedTarget, Row, Target  # noqa: PLC0415
-    from benchmarks.spread import Spread  # noqa: PLC0415
-
     def row(before: float, after: float) -> Row:
         return Row(
             *("id", "what", "cpu", "a", "b", 1, 1),
@@ -182,8 +169,6 @@ def test_targets_say_by_how_much_they_are_missed() -> None:
 
 
 def test_a_miss_within_the_noise_says_so() -> None:
-    from benchmarks.harness import AddedTarget, Target  # noqa: PLC0415
-
     steady = [(100.0, 110.0)] * 9
     assert Target(1.05).noise(steady) == ""
     assert AddedTarget(microseconds=0.005).noise(steady) == ""
@@ -216,9 +201,6 @@ def test_freed_memory_stays_with_the_process() -> None:
 def test_a_step_on_a_gpu_is_judged_by_time_and_by_memory() -> None:
     from dataclasses import replace  # noqa: PLC0415
 
-    from benchmarks.bench_end_to_end import Paired, _judged  # noqa: PLC0415
-    from benchmarks.spread import Interval, Spread  # noqa: PLC0415
-
     row = Paired(
         *("model", "training", "eager", "install()", "cuda", 1, 1),
         nothing_ms=Spread.of([1.0]),
@@ -241,8 +223,6 @@ def test_a_step_on_a_gpu_is_judged_by_time_and_by_memory() -> None:
 
 
 def test_every_call_that_enters_a_guard_is_counted_however_it_is_reached() -> None:
-    from benchmarks.bench_host import bound_of, entered  # noqa: PLC0415
-
     x, y = torch.ones(3), torch.empty(3)
     with torchguard.install("resize", "out", only_if_needed=False):
         held = torch.add  # as a module that imported it by name holds it
@@ -270,8 +250,6 @@ def test_every_call_that_enters_a_guard_is_counted_however_it_is_reached() -> No
 
 
 def test_a_call_of_a_checked_graph_is_counted() -> None:
-    from benchmarks.bench_host import COSTS, entered  # noqa: PLC0415
-
     checked = torch.compile(
         lambda x: x + 1, backend=torchguard.verified_backend("aot_eager"), dynamic=False
     )

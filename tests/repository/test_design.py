@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.bench_walk import walked
 
 import torchguard
+from support.walk import PACKAGE, bucketed, verified, walked
 
-PACKAGE = Path(torchguard.__file__).parent
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "design.md").read_text(encoding="utf-8")
 
 
@@ -43,19 +42,6 @@ def out() -> Callable[[], None]:
     return call
 
 
-def bucketed() -> Callable[[], torch.Tensor]:
-    x = torch.ones(3)
-    double = torchguard.bucketed(lambda x: 2 * x, dims={"x": {0: "t"}}, buckets=[4, 8])
-    return lambda: double(x)
-
-
-def verified() -> Callable[[], torch.Tensor]:
-    torch.compiler.reset()
-    x = torch.ones(3)
-    double = torchguard.verified(lambda x: 2 * x, backend="eager")
-    return lambda: double(x)
-
-
 @pytest.mark.parametrize(
     ("title", "make"),
     [
@@ -73,7 +59,7 @@ def test_walks(title: str, make: Callable[[], Callable[[], object]]) -> None:
     ]
     assert len(listed) >= 5
     make()()  # the imports
-    entered = walked(make(), PACKAGE).entered
+    entered = walked(make()).entered
     position = 0
     for each in listed:
         assert each in entered[position:], each

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import torchguard
+from support.child_process import run_file
 from support.document import blocks, faults
 from torchguard.__main__ import main
 
@@ -32,11 +33,10 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_code(page: Path) -> None:
+def test_code(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code on a page runs and prints what its comments say."""
-    program = ROOT / "tests" / "support" / "document.py"
-    command = [sys.executable, "-W", "ignore", str(program), str(page)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    monkeypatch.chdir(ROOT)
+    done = run_file(ROOT / "tests" / "support" / "document.py", str(page))
     assert done.returncode == 0, done.stderr
 
 
@@ -89,16 +89,22 @@ def _names_from_elsewhere(code: str) -> set[str]:
     return used - bound
 
 
-def _continues(code: str) -> bool:
-    return code.startswith("# continues the ")
-
-
-def test_continued_blocks() -> None:
-    """A block of the README that uses names of another says so."""
+def test_blocks_are_complete() -> None:
+    """A block of the README uses no name of another: nobody has to compile twice to try one."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     code = [block.code for block in blocks(page) if block.language == "python"]
-    assert [each for each in code if bool(_names_from_elsewhere(each)) != _continues(each)] == []
-    assert sum(map(_continues, code)) == len(code) - 1
+    assert len(code) > 2
+    assert [each for each in code if _names_from_elsewhere(each)] == []
+
+
+def test_blocks_can_be_pasted() -> None:
+    """The interactive prompt ends a function at an empty line, and only there."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = "".join(block.code for block in blocks(page) if block.language == "python")
+    line = [sys.executable, "-i", "-q", "-W", "ignore"]
+    done = subprocess.run(line, input=code, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == re.findall(r"# -> (.*)$", code, re.MULTILINE)
+    assert "Error" not in done.stderr
 
 
 def test_names_from_elsewhere() -> None:
@@ -113,6 +119,10 @@ def test_names_from_elsewhere() -> None:
 def _is_target(arguments: list[str]) -> bool:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return all(re.search(rf"^{re.escape(name)}:", makefile, re.MULTILINE) for name in arguments)
+
+
+def _is_clone(arguments: list[str]) -> bool:
+    return arguments == ["clone", REPOSITORY, "&&", "cd", "torchguard"]
 
 
 def _is_install(arguments: list[str]) -> bool:
@@ -143,7 +153,7 @@ def _offers(command: str, options: list[str]) -> bool:
     return done.returncode == 0 and all(option in done.stdout for option in options)
 
 
-COMMANDS = {"make": _is_target, "pip": _is_install, "python": _is_python}
+COMMANDS = {"git": _is_clone, "make": _is_target, "pip": _is_install, "python": _is_python}
 
 
 def _exists(line: str) -> bool:
@@ -304,6 +314,18 @@ def test_reference() -> None:
     """The reference has every public name, and no other."""
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     listed = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
-    # A function that has the name of its module is found by the module's name and its own.
-    names = [path.rpartition(".")[2] for path in listed]
-    assert sorted(names) == sorted(name for name in torchguard.__all__ if name != "__version__")
+    returned = {name for names in torchguard._RETURNED.values() for name in names}  # type: ignore[attr-defined]
+    errors = {f"errors.{name}" for name in vars(torchguard.errors) if name.endswith("Error")}
+    names = {path.removeprefix("torchguard.") for path in listed}
+    assert len(names) == len(listed)
+    assert {*torchguard.__all__} - names == {"__version__"}
+    assert names - {*torchguard.__all__} <= returned | errors
+    assert {name.rpartition(".")[2] for name in errors} <= {n.rpartition(".")[2] for n in names}
+
+
+def test_site_fetches_nothing() -> None:
+    """With ``repo_url`` the theme asks api.github.com, with ``font`` Google, for every reader."""
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "\n  font: false" in settings
+    assert "repo_url:" not in settings
+    assert "config.repo_url" not in (ROOT / "docs" / "site.py").read_text(encoding="utf-8")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from pathlib import Path
+
+import pytest
 
 import torchguard
 from support.child_process import output_of
@@ -13,7 +16,7 @@ STUB = Path(torchguard.__file__).with_suffix(".pyi")
 
 
 def test_the_stub_has_the_same_names_from_the_same_modules() -> None:
-    """Type checkers read the stub, Python the table in __init__.py."""
+    """Type checkers read the stub, Python the tables in __init__.py."""
     stub = ast.parse(STUB.read_text(encoding="utf-8"))
     imported = {
         alias.name: node.module
@@ -22,28 +25,64 @@ def test_the_stub_has_the_same_names_from_the_same_modules() -> None:
         for alias in node.names
     }
     homes = {name: f"torchguard.{module}" for name, module in torchguard._HOME.items()}  # type: ignore[attr-defined]
-    assert imported == {**homes, "__version__": "torchguard._public"}
+    assert imported == {
+        **homes,
+        "__version__": "torchguard._public",
+        "errors": "torchguard",
+    }
     [listed] = [node.value for node in stub.body if isinstance(node, ast.Assign)]
     assert ast.literal_eval(listed) == sorted(torchguard.__all__)
 
 
 def test_public_objects_say_that_they_are_torchguards() -> None:
     """In a repr, in a traceback and in a pickle."""
-    for name in torchguard._HOME:  # type: ignore[attr-defined]
+    for name in torchguard.__all__[1:]:  # after __version__
         found = getattr(torchguard, name)
         assert found.__module__ == "torchguard", name
         assert pickle.loads(pickle.dumps(found)) is found  # noqa: S301 - made here
 
 
-def test_dir_shows_the_public_names_and_the_rooms() -> None:
-    rooms = {name for name in dir(torchguard) if name not in torchguard.__all__}
-    folders = {
-        path.parent.name
-        for path in STUB.parent.glob("*/__init__.py")
-        if not path.parent.name.startswith("_")
-    }
-    assert rooms == folders - {"cli", "integrations"}
-    assert all(getattr(torchguard, name) is not None for name in dir(torchguard))
+def test_few_names_are_at_the_front_door_and_dir_shows_them_alone() -> None:
+    """No folder is among them; ``errors`` has the exceptions that few catch."""
+    assert len(torchguard.__all__) <= 48
+    assert dir(torchguard) == sorted([*torchguard.__all__, "errors"])
+    errors = [name for name in torchguard.__all__ if name.endswith(("Error", "Warning"))]
+    assert len([name for name in errors if name != "OverlapWarning"]) <= 6
+    assert torchguard.__doc__ is not None
+    for name in torchguard.__all__[1:]:
+        assert f"`{name}`" in torchguard.__doc__ or name in {*errors, *torchguard._GONE}, name  # type: ignore[attr-defined]
+
+
+def test_what_functions_return_can_be_named() -> None:
+    """For annotations, which Python may evaluate."""
+    for name in ("Transaction", "Bucketed", "BucketedModule", "Verified", "VerifiedModule"):
+        assert name not in torchguard.__all__
+        assert isinstance(getattr(torchguard, name), type)
+    with pytest.raises(TypeError):
+        isinstance(1, torchguard.VerifiedModule)
+
+
+@pytest.mark.parametrize("name", torchguard._GONE)  # type: ignore[attr-defined]
+def test_a_name_that_went_says_what_to_type(name: str) -> None:
+    if name in torchguard.__all__:
+        return
+    with pytest.raises(AttributeError, match=f"torchguard.{name} is gone; type ") as raised:
+        getattr(torchguard, name)
+    with pytest.raises(ImportError, match=f"torchguard.{name} is gone; type "):
+        exec(f"from torchguard import {name}")  # noqa: S102 - the name is the test's own
+    for typed in re.findall(r"torchguard\.([\w.]+)", str(raised.value))[1:]:
+        found: object = torchguard
+        for part in typed.split("."):
+            found = getattr(found, part)
+
+
+def test_errors_that_few_catch_are_in_one_module() -> None:
+    """In a traceback, in a pickle, and for ``except torchguard.errors.SaveError``."""
+    for name, error in vars(torchguard.errors).items():
+        if isinstance(error, type) and issubclass(error, (Exception, Warning)):
+            home = "torchguard" if name in torchguard.__all__ else "torchguard.errors"
+            assert error.__module__ == home, name
+            assert pickle.loads(pickle.dumps(error)) is error  # noqa: S301 - made here
 
 
 def test_importing_torchguard_imports_neither_torch_nor_a_room() -> None:
@@ -51,8 +90,18 @@ def test_importing_torchguard_imports_neither_torch_nor_a_room() -> None:
         "import sys, torchguard; print(sorted(name for name in sys.modules "
         "if name.partition('.')[0] in ('torch', 'numpy', 'torchguard')))"
     )
-    assert output_of(program) == "['torchguard', 'torchguard._public']\n"
+    assert output_of(program, fresh=True) == "['torchguard', 'torchguard._public']\n"
 
 
 def test_a_name_that_is_not_there_raises_attribute_error() -> None:
+    assert not hasattr(torchguard, "__wrapped__")
     assert not hasattr(torchguard, "resise")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("bucketd", "bucketed"), ("Bucket", "Buckets"), ("transactions_", "transaction")],
+)
+def test_a_name_that_is_misspelled_is_told_the_right_one(typed: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=rf"; did you mean torchguard\.{meant}\?$"):
+        getattr(torchguard, typed)

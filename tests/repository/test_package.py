@@ -16,6 +16,7 @@ import pytest
 import torchguard
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+pytestmark = pytest.mark.xdist_group("package")
 PACKAGES = ("torchguard", "pytest_torchguard")
 NEVER = ("torch._dynamo", "torch._inductor", "matplotlib", "rich", "transformers", "pytest")
 
@@ -144,7 +145,7 @@ def test_tests_of_the_wheel(dist: dict[str, Path], installed: Path, tmp_path: Pa
     unpack(dist[".gz"], tmp_path)
     [source] = [path for path in tmp_path.iterdir() if path.is_dir()]
     shutil.rmtree(source / "src")
-    files = ["tests/rollback/test_consistency.py", "tests/bucketing/test_padding.py"]
+    files = ["tests/rollback/test_shared_memory.py"]
     options = ("-p", "no:cacheprovider", "-q", "-m", "not slow")
     shown = run_installed(installed, "-m", "pytest", *options, *files, folder=source)
     assert " passed" in shown

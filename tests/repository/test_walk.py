@@ -6,7 +6,8 @@ import functools
 from pathlib import Path
 
 import pytest
-from benchmarks.bench_walk import Walk, walked, walks
+
+from support.walk import Walk, walked, walks
 
 counted = functools.lru_cache(walks)
 
@@ -25,7 +26,7 @@ COMPARED = "verification/backend.py:__eq__"
 
 @pytest.mark.parametrize("name", AT_MOST)
 def test_the_walk_of_a_call_is_not_longer_than_it_was(name: str) -> None:
-    """Files entered and changes of file, as ``python benchmarks/bench_walk.py`` prints them."""
+    """Files entered and changes of file, as ``python tests/support/walk.py`` prints them."""
     walk = counted()[name]
     files, changes = AT_MOST[name]
     detours = walk.entered.count(FALLBACK)

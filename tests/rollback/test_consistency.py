@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from support import kinds
 from support.kinds import Kind, Wrapper, locked, named, plain, state
 from support.ways import differences, ends_the_process, outcome_of
-from torchguard import InconsistentTensorError, check_consistent, is_consistent, repair_
+from torchguard import InconsistentTensorError, check_consistent, repair_
+from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -19,7 +19,8 @@ import torchguard
 from support.gpu import each_device, little_memory, out_of_memory
 from support.kinds import state
 from support.ways import Way, differences, each_way, outcome_of
-from torchguard import Buckets, bucketed, guarded, is_consistent, rollback_on_error, verified
+from torchguard import Buckets, bucketed, guarded, rollback_on_error, verified
+from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -388,3 +389,12 @@ def test_indexed_assignment_has_the_gradient_of_the_two_statements(device: str) 
         found = torch.autograd.grad(ours.square().sum(), (t, value))
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one)
+
+
+@pytest.mark.cuda
+def test_indices_on_the_cpu_for_a_tensor_on_a_gpu() -> None:
+    t = torch.zeros(3, 4, device="cuda")
+    for index in (torch.tensor([0, 2]), torch.tensor([True, False, True]), [0, 2], slice(1, 2)):
+        expected = t.clone()
+        expected[index] = 1.0
+        assert torch.equal(torchguard.sliced_assign(t, index, torch.tensor(1.0)), expected)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchguard import RecompileError, guarded, no_recompile, verified
+from torchguard import guarded, no_recompile, verified
+from torchguard.errors import RecompileError
 
 
 def grow(out: torch.Tensor) -> torch.Tensor:
@@ -73,6 +74,6 @@ def test_verified() -> None:
     assert double.__name__ == "double"
     assert again(torch.ones(3)).sum() == 6
     assert again.stats().verified == 1
-    layer = verified(torch.nn.Linear(2, 2), backend="aot_eager")
+    layer: torch.nn.Module = verified(torch.nn.Linear(2, 2), backend="aot_eager")
     assert type(layer) is torch.nn.Linear
     assert layer(torch.ones(1, 2)).shape == (1, 2)

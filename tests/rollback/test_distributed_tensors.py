@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, RowwiseParallel, parallelize_module,
 )
-from torchguard import (
-    check_consistent, guarded, install, is_consistent, rollback_on_error, safe_resize_,
-)
+from torchguard import (check_consistent, guarded, install, rollback_on_error, safe_resize_)
+from torchguard.rollback.consistency import is_consistent
 from torch.distributed.fsdp import fully_shard
 
 rank, port = int(sys.argv[1]), sys.argv[2]

@@ -14,12 +14,9 @@ import torch
 import torchguard
 from support.kinds import locked, plain
 from support.ways import outcome_of
-from torchguard import (
-    InconsistentTensorError,
-    NonResizableStorageError,
-    PatchConflictError,
-    TorchGuardError,
-)
+from torchguard import InconsistentTensorError, TorchGuardError
+from torchguard.errors import NonResizableStorageError, PatchConflictError
+from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
         ("rollback_on_error", "objects[1]", "int", "tensor", "module"),
     ),
     "is_consistent of a module": (
-        lambda: torchguard.is_consistent(torch.nn.ReLU()),  # type: ignore[arg-type]
+        lambda: is_consistent(torch.nn.ReLU()),  # type: ignore[arg-type]
         TypeError,
         ("is_consistent", "tensor", "ReLU", "torchguard.check_consistent"),
     ),

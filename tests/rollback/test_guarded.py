@@ -15,7 +15,7 @@ from support.child_process import output_of
 from support.kinds import empty_locked, plain
 from support.scopes import is_on
 from torchguard import guarded
-from torchguard.rollback.mutation import writes_of
+from torchguard._torch.mutation import writes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -151,10 +151,7 @@ class TestTheSameGraphsAndResults:
     @pytest.mark.parametrize(
         "scopes",
         [
-            ("guarded", "guarded"),
-            ("guarded(data=True)", "guarded"),
             ("torch", "guarded", "torch"),
-            ("guarded", "torch", "guarded"),
             ("guarded", "guarded(data=True)", "torch"),
         ],
         ids=", ".join,

@@ -15,7 +15,8 @@ from support import kinds
 from support.kinds import Kind, empty_locked, named, state
 from support.scopes import each_scope
 from support.ways import differences, ends_the_process, outcome_of
-from torchguard import NonResizableStorageError, guarded
+from torchguard import guarded
+from torchguard.errors import NonResizableStorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

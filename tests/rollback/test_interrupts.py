@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-import torchguard
 from torchguard import guarded, install, rollback_on_error, safe_resize_
 from torchguard.rollback import interrupts, snapshot
+from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -285,4 +285,4 @@ class TestABlock:
                 tensor.zero_()
             assert tensor.tolist() == [0, 0, 0]
         assert tensor.tolist() == [0, 0, 0]
-        assert torchguard.is_consistent(tensor)
+        assert is_consistent(tensor)

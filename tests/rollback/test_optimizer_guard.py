@@ -155,7 +155,7 @@ def test_moments_of_another_shape_are_named() -> None:
     optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
     with torchguard.install("optimizer"):
         with pytest.raises(
-            torchguard.OptimizerStateError, match="exp_avg of param_groups"
+            torchguard.errors.OptimizerStateError, match="exp_avg of param_groups"
         ) as error:
             optimizer.step()
     assert "torch.Size([4])" in str(error.value)
@@ -167,7 +167,7 @@ def test_an_expanded_parameter_is_refused_before_a_fused_kernel_writes_past_it()
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
     with torchguard.install("optimizer"):
-        with pytest.raises(torchguard.OptimizerStateError, match="share memory"):
+        with pytest.raises(torchguard.errors.OptimizerStateError, match="share memory"):
             optimizer.step()
     assert parameter.tolist() == [0, 0, 0]
 

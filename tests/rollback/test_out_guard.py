@@ -392,7 +392,7 @@ def test_an_output_in_shared_memory_that_would_have_to_grow_does_not_kill_the_pr
             torchguard.install("out")
         try:
             {GROWING_SHARED[name]}
-        except torchguard.NonResizableStorageError as error:
+        except torchguard.errors.NonResizableStorageError as error:
             print(error)
     """
     assert run_python(program).returncode < 0, "plain torch survived: this proves nothing"

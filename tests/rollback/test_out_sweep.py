@@ -13,12 +13,17 @@ import torchguard
 from support.kinds import state
 from support.sweep import InPlaceCase, by_name, in_place_cases, out_cases, places
 from support.ways import differences, outcome_of
+from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("operators"),  # the database is read once
+]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +58,7 @@ def corrupted_operators(
             error = outcome_of(lambda: case.call(outs, function)).error  # noqa: B023
             changed = [differences(old, state(out)) for old, out in zip(before, outs, strict=True)]
             failed += error is not None
-            if any(changed) or not all(torchguard.is_consistent(out) for out in outs):
+            if any(changed) or not all(is_consistent(out) for out in outs):
                 corrupted[case.name] = changed
     return corrupted, failed
 
@@ -154,4 +159,4 @@ def test_a_failed_operator_has_changed_nothing_or_moved_the_version_on() -> None
 def test_the_inputs_of_the_sweep_are_as_they_were() -> None:
     tensors = [arg for case in out_cases() for arg in case.args if isinstance(arg, torch.Tensor)]
     assert len(tensors) > 300
-    assert all(torchguard.is_consistent(tensor) for tensor in tensors)
+    assert all(is_consistent(tensor) for tensor in tensors)

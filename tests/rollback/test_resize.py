@@ -10,7 +10,7 @@ import torch
 
 from support import kinds
 from support.child_process import output_of
-from support.kinds import Kind, empty_locked, locked, named, plain, state, values
+from support.kinds import Kind, empty_locked, named, plain, state, values
 from support.ways import (
     BARE,
     BOTH,
@@ -22,7 +22,8 @@ from support.ways import (
     ends_the_process,
     outcome_of,
 )
-from torchguard import NonResizableStorageError, safe_resize_
+from torchguard import safe_resize_
+from torchguard.errors import NonResizableStorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -336,7 +337,7 @@ class TestSharedMemory:
                         tensor = torch.ones(4).share_memory_()
                         try:
                             eval(prefix + line)
-                        except torchguard.NonResizableStorageError as error:
+                        except torchguard.errors.NonResizableStorageError as error:
                             intact = tensor.tolist() == [1, 1, 1, 1] and len(tensor) == 4
                             name = line.partition("(")[0]
                             ours = str(error).startswith(f"safe_{{name}}: ")
@@ -416,58 +417,3 @@ class TestSharedMemory:
         with pytest.raises(RuntimeError) as caught:
             safe_resize_(kind.make(), 1000)
         assert not isinstance(caught.value, NonResizableStorageError)
-
-
-class TestTheVersionCounter:
-    def saved_for_backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weight = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
-        saved = locked([5.0, 7.0])
-        return weight, saved, (weight * saved).sum()
-
-    @each_way
-    @pytest.mark.parametrize("operation", ["resize_", "resize_as_", "set_"])
-    def test_lets_backward_go_on_after_a_failure(self, way: Way, operation: str) -> None:
-        weight, saved, loss = self.saved_for_backward()
-        arguments: dict[str, tuple[Any, ...]] = {
-            "resize_": (1000,),
-            "resize_as_": (torch.empty(1000),),
-            "set_": (saved.untyped_storage(), 0, (1000,), (1,)),
-        }
-        with way.scope(), pytest.raises(RuntimeError):
-            getattr(way, operation)(saved, *arguments[operation])
-        loss.backward()
-        assert weight.grad is not None
-        assert weight.grad.tolist() == [5, 7]
-
-    def test_is_not_what_saves_plain_torch(self) -> None:
-        weight, saved, loss = self.saved_for_backward()
-        with pytest.raises(RuntimeError):
-            saved.resize_(1000)
-        spoiled = outcome_of(loss.backward).error is not None
-        wrong = weight.grad is None or weight.grad.tolist() != [5, 7]
-        assert spoiled or wrong or saved.shape == (1000,)
-
-    @each_way
-    def test_moves_on_when_it_succeeds(self, way: Way) -> None:
-        weight = torch.tensor([2.0, 3.0], requires_grad=True)
-        saved = torch.tensor([5.0, 7.0])
-        loss = (weight * saved).sum()
-        twin = torch.tensor([5.0, 7.0])
-        twin.resize_(1)
-        with way.scope():
-            way.resize_(saved, 1)
-        assert saved._version == twin._version
-        if twin._version:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-
-    @each_way
-    def test_is_shared_with_views_and_comes_back_for_them_too(self, way: Way) -> None:
-        base = locked([1.0, 2.0, 3.0, 4.0])
-        view = base[1:3]
-        base.add_(1)
-        versions = base._version, view._version
-        with way.scope(), pytest.raises(RuntimeError):
-            way.resize_(view, 1000)
-        assert (base._version, view._version) == versions
-        assert view.tolist() == [3, 4]

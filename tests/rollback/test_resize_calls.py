@@ -16,6 +16,7 @@ from support.kinds import locked, plain, state
 from support.modes import DispatchMode, FunctionMode
 from support.ways import BARE, HELPERS, INSTALLED, Way, differences, each_way, outcome_of
 from torchguard import safe_resize_, safe_resize_as_, safe_set_
+from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -235,7 +236,7 @@ def test_a_tensor_that_was_corrupt_before_can_be_resized_back() -> None:
     tensor = locked([1.0, 2.0])
     with pytest.raises(RuntimeError):
         tensor.resize_(100)
-    assert not torchguard.is_consistent(tensor)
+    assert not is_consistent(tensor)
     assert safe_resize_(tensor, 2).tolist() == [1, 2]
 
 

@@ -9,7 +9,8 @@ import torch
 
 from support.kinds import state
 from support.ways import differences, ends_the_process, outcome_of
-from torchguard import NonResizableStorageError, guarded, install
+from torchguard import guarded, install
+from torchguard.errors import NonResizableStorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

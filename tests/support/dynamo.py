@@ -24,10 +24,26 @@ def fresh_dynamo() -> Iterator[None]:
 def fresh_reports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_dynamo: None
 ) -> Iterator[None]:
-    """Likewise, and what ``verified`` writes about a wrong graph goes to a folder of the test."""
+    """Forget what was compiled; what ``verified`` writes goes to a folder of the test."""
     del fresh_dynamo
     monkeypatch.setenv("TORCHGUARD_REPRODUCERS", str(tmp_path / "reproducers"))
     # torch's own warning, of Python 3.13.0, would be counted with those of a wrong graph.
     known = hasattr(torch._dynamo.config, "issue_3_13_0_warning")
     with torch._dynamo.config.patch({"issue_3_13_0_warning": False} if known else {}):
         yield
+
+
+def traces_autocast() -> bool:
+    """Whether what begins and ends an autocast region is traced, and does not break the graph."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        entered = torch.amp.autocast_mode._enter_autocast("cpu", None, False, None)
+        y = x + 1
+        torch.amp.autocast_mode._exit_autocast(entered)
+        return y
+
+    try:
+        torch.compile(region, backend="eager", fullgraph=True)(torch.ones(1))
+    except Exception:  # noqa: BLE001 - torch has other classes for it in other versions
+        return False
+    return True

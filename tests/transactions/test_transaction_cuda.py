@@ -62,7 +62,7 @@ def test_a_batch_that_finds_no_memory_is_run_in_parts(device: str) -> None:
                 raise
             return loss
 
-        step.run(loss_of, (x_bf, y_b), retry=torchguard.halved(), before_step=before_step)
+        step.run(loss_of, (x_bf, y_b), retry="halve", before_step=before_step)
     assert len(errors) == 1
     assert step.stats().commits == 1
     for gradient, parameter in zip(gradients, whole.parameters(), strict=True):

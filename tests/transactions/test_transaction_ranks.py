@@ -131,7 +131,7 @@ for name, flags in IMPLEMENTATIONS.items():
         found = "none"
         try:
             second_step(training, fault)
-        except (InjectedError, torchguard.PeerFailedError) as error:
+        except (InjectedError, torchguard.errors.PeerFailedError) as error:
             found = type(error).__name__
         where = f"{{name}}, point {{point}} of rank {{failing}}: {{found}}"
         committed = training.step.committed
@@ -163,14 +163,14 @@ def limited(x):
         torch.empty(2**58)
     return training.loss_of(x)
 for number in range(2):
-    training.run(number, limited, retry=torchguard.halved())
+    training.run(number, limited, retry="halve")
 result["sizes"] = sizes
 
 # 4. Out of memory on one rank, another error on the other: no rank tries again.
 def different(x):
     raise ValueError("a bad batch") if rank == 1 else torch.OutOfMemoryError("out of memory")
 try:
-    training.run(0, different, retry=torchguard.halved())
+    training.run(0, different, retry="halve")
 except Exception as error:
     result["different"] = type(error).__name__
 

@@ -133,7 +133,7 @@ class TestOutOfMemory:
             loss = made.step.run(
                 too_large_for(made.loss_of, 3, sizes),
                 made.batch,
-                retry=torchguard.halved(),
+                retry="halve",
                 before_step=note(made, gradients[1]),
             )
         assert sizes == [8, 4, 2, 2, 2, 2]
@@ -150,9 +150,7 @@ class TestOutOfMemory:
                 expected = plain_step(whole)
                 continue
             with pytest.warns(RuntimeWarning, match="parts of 4"):
-                loss = each.step.run(
-                    too_large_for(each.loss_of, 4, []), part, retry=torchguard.halved()
-                )
+                loss = each.step.run(too_large_for(each.loss_of, 4, []), part, retry="halve")
         torch.testing.assert_close(loss, expected)
         for a, b in zip(plain.model.parameters(), made.model.parameters(), strict=True):
             torch.testing.assert_close(a, b)
@@ -161,9 +159,7 @@ class TestOutOfMemory:
         made = setup()
         sizes: list[int] = []
         for _ in range(3):
-            made.step.run(
-                too_large_for(made.loss_of, 4, sizes), made.batch, retry=torchguard.halved()
-            )
+            made.step.run(too_large_for(made.loss_of, 4, sizes), made.batch, retry="halve")
         assert sizes == [8, 4, 4, 4, 4, 4, 4]
         assert len([w for w in recwarn if "ran out of memory" in str(w.message)]) == 1
 
@@ -172,10 +168,8 @@ class TestOutOfMemory:
         before = copy.deepcopy(made.model.state_dict())
         sizes: list[int] = []
         with pytest.raises(RuntimeError, match="can't allocate memory"):
-            made.step.run(
-                too_large_for(made.loss_of, 0, sizes), made.batch, retry=torchguard.halved(2)
-            )
-        assert sizes == [8, 4, 2]
+            made.step.run(too_large_for(made.loss_of, 0, sizes), made.batch, retry="halve")
+        assert sizes == [8, 4, 2, 1]
         for name, value in made.model.state_dict().items():
             assert torch.equal(value, before[name])
         assert not made.optimizer.state
@@ -194,7 +188,7 @@ class TestOutOfMemory:
             raise RuntimeError("shape mismatch")
 
         with pytest.raises(RuntimeError, match="shape mismatch"):
-            made.step.run(wrong, made.batch, retry=torchguard.halved())
+            made.step.run(wrong, made.batch, retry="halve")
 
     def test_in_before_step_takes_the_whole_step_back(self) -> None:
         plain, made = setup(), setup()
@@ -207,7 +201,7 @@ class TestOutOfMemory:
 
         plain_step(plain)
         with pytest.warns(RuntimeWarning, match="parts of 4"):
-            made.step.run(made.loss_of, made.batch, retry=torchguard.halved(), before_step=once)
+            made.step.run(made.loss_of, made.batch, retry="halve", before_step=once)
         assert len(calls) == 2
         for a, b in zip(plain.model.parameters(), made.model.parameters(), strict=True):
             torch.testing.assert_close(a, b)
@@ -231,7 +225,7 @@ class TestOutOfMemory:
         gc.disable()
         try:
             with pytest.warns(RuntimeWarning, match="parts of 2"):
-                made.step.run(loss_of, made.batch, retry=torchguard.halved())
+                made.step.run(loss_of, made.batch, retry="halve")
         finally:
             gc.enable()
         assert alive[:3] == [0, 0, 0]
@@ -250,10 +244,10 @@ class TestOutOfMemory:
     def test_is_known_by_class_or_by_message(self, error: Exception, expected: bool) -> None:
         assert is_out_of_memory(error) is expected
 
-    @pytest.mark.parametrize("at_least", [0, -1, 1.5, True])
-    def test_at_least_has_to_be_a_number_of_samples(self, at_least: Any) -> None:
-        with pytest.raises(ValueError, match="at_least"):
-            torchguard.halved(at_least)
+    def test_what_is_no_retry_is_refused(self) -> None:
+        made = setup()
+        with pytest.raises(ValueError, match="retry is 'half', expected 'halve' or None"):
+            made.step.run(made.loss_of, made.batch, retry="half")  # type: ignore[arg-type]
 
 
 @dataclass

@@ -272,7 +272,8 @@ def test_a_model_that_fsdp_has_sharded_is_refused() -> None:
         try:
             torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
         except TypeError as error:
-            print(str(error).partition(",")[0])
+            print(str(error).partition(".")[0])
+            assert "load_sharded after a restart" in str(error)
     dist.destroy_process_group()
     {END_RANK}
     """
@@ -324,7 +325,7 @@ def test_replay_runs_twice_and_leaves_one_run() -> None:
 def test_replay_names_the_first_gradient_that_differs() -> None:
     training = begin()
     before = fingerprint(training)
-    with pytest.raises(torchguard.ReplayMismatchError, match=r"gradient of model.head.bias"):
+    with pytest.raises(torchguard.errors.ReplayMismatchError, match=r"gradient of model.head.bias"):
         for run in training.step.replay(2):
             training.forward_backward()
             dict(training.model.named_parameters())["head.bias"].grad[0] += run * 1e-3  # type: ignore[index]

@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from support.dynamo import traces_autocast
 from support.miscompiling import inputs, one_value, spoiling, workload
-from torchguard import MiscompilationError, MiscompilationWarning, verified, verified_backend
+from torchguard import MiscompilationWarning, verified, verified_backend
+from torchguard.errors import MiscompilationError
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.minify import Case, minified
 
@@ -300,8 +302,10 @@ def test_the_reproducer_shows_the_difference(tmp_path: Path) -> None:
     with pytest.warns(MiscompilationWarning) as caught:
         norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).backward()
     script = tmp_path / "reproducers" / "RunningNorm.py"
-    assert f"reproducer: {script}" in str(caught[0].message)
-    assert "torchguard" not in script.read_text()
+    assert f"reproducer: {script} (--minify makes it smaller)" in str(caught[0].message)
+    text = script.read_text()
+    assert "torchguard" not in text.partition('["--minify"]')[0]
+    assert text.count("torchguard") == 2
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
     )
@@ -320,22 +324,32 @@ class LongNorm(RunningNorm):
         return super().forward(batch), other, other.sum(), batch.cos()
 
 
-def test_the_reproducer_holds_little_else_than_the_fault(tmp_path: Path) -> None:
+def test_the_smaller_reproducer_holds_little_else_than_the_fault(tmp_path: Path) -> None:
     norm = verified(backend="aot_eager")(LongNorm())
     with pytest.warns(MiscompilationWarning):
         norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))[0].backward()
-    script = (tmp_path / "reproducers" / "LongNorm.py").read_text()
+    whole = tmp_path / "reproducers" / "LongNorm.py"
+    done = subprocess.run(
+        [sys.executable, str(whole), "--minify"], capture_output=True, text=True, check=False
+    )
+    if not traces_autocast():
+        assert "it stays whole: this torch compiles it as 2 graphs" in done.stderr
+        return
+    assert done.returncode == 1, done.stderr
+    script = Path(done.stdout.strip()).read_text()
     assert "lerp_" in script
     assert ".sin()" not in script
     assert ".cos()" not in script
     # What a mode is set with is never left out: half of a pair would set it for good.
-    assert script.count("_enter_autocast(") == script.count("_exit_autocast(") == 1
+    entered = script.count("_enter_autocast(") + script.count("autocast_increment_nesting(")
+    left = script.count("_exit_autocast(") + script.count("autocast_decrement_nesting(")
+    assert entered == left > 0
     done = output_and_status(script)
     assert done.returncode == 1, done.stderr
     assert "the largest difference is" in done.stdout
 
 
-def test_what_stays_after_minifying_shows_the_fault_and_time_is_kept() -> None:
+def test_what_stays_after_minifying_shows_the_fault() -> None:
     def two_writes(x: torch.Tensor, y: torch.Tensor, unused: torch.Tensor) -> Any:
         a = x.sin() + unused
         y.add_(1)
@@ -352,10 +366,8 @@ def test_what_stays_after_minifying_shows_the_fault_and_time_is_kept() -> None:
 
     given = [torch.randn(4), torch.randn(4), torch.randn(4)]
     torch.compile(two_writes, backend=keeping)(*(value.clone() for value in given))
-    tried = []
 
     def exp_is_wrong(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
-        tried.append(1)
         spoiled = copy_graph(graph)
         for node in spoiled.graph.nodes:
             if node.target == "exp":
@@ -364,20 +376,11 @@ def test_what_stays_after_minifying_shows_the_fault_and_time_is_kept() -> None:
         return spoiled.forward
 
     case = Case(graphs[0], exp_is_wrong(graphs[0], []), given)
-    small, ended_early = minified(case, exp_is_wrong, seconds=60, first=0)
-    assert not ended_early
+    small = minified(case, exp_is_wrong)
     statements = [node.target for node in small.graph.graph.nodes if node.op.startswith("call_")]
     assert statements == ["exp"]
     assert len(small.inputs) == 1
     assert small.differences(small.inputs)
-    # The whole graph would take ten seconds once more, the end of it does not.
-    small, ended_early = minified(case, exp_is_wrong, seconds=5, first=10)
-    assert [node.target for node in small.graph.graph.nodes if node.op.startswith("call_")] == [
-        "exp"
-    ]
-    tried.clear()
-    assert minified(case, exp_is_wrong, seconds=1, first=100) == (case, True)
-    assert tried == []
 
 
 def output_and_status(script: str) -> subprocess.CompletedProcess[str]:

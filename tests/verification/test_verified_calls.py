@@ -14,10 +14,9 @@ import torch
 from support.child_process import JOIN_RANKS, output_of, run_ranks
 from support.miscompiling import spoiling
 from torchguard import MiscompilationWarning, verified_backend
-from torchguard.verification.backend import Options, Sizes
+from torchguard.verification.backend import Options, SizesChecked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
@@ -79,7 +78,7 @@ def test_most_of_many_sizes_are_trusted_and_a_later_call_looks_up_its_sizes() ->
 
 def test_sizes_that_compiled_code_can_tell_apart_are_all_checked() -> None:
     for each in (0, 64):
-        sizes = Sizes(Options())
+        sizes = SizesChecked(Options())
         sizes.EACH = each
         for number in range(16, 2048, 16):  # multiples of 16 only, however many
             if sizes.lacking(number, writes=False):
@@ -98,7 +97,7 @@ def test_a_graph_that_writes_its_inputs_is_not_trusted_with_more_sizes_than_were
     """Then inductor keeps the writes out of the graph; here a stand-in says that it does."""
     fallback = importlib.import_module("torchguard.verification.fallback")
     monkeypatch.setattr(fallback, "_AOT_EAGER", fallback._AOT_EAGER._replace(name=fallback.OUTSIDE))
-    monkeypatch.setattr(Sizes, "EACH_WRITING", 10)
+    monkeypatch.setattr(SizesChecked, "EACH_WRITING", 10)
     for writes in (False, True):
         torch._dynamo.reset()
         backend = verified_backend(spoiling(lambda outputs, _: outputs))
@@ -381,72 +380,3 @@ def test_eight_threads_that_begin_together_get_right_results_and_no_exception() 
 @pytest.mark.slow
 def test_eight_threads_that_begin_together_with_inductor() -> None:
     assert output_of(THREADS, "inductor", "1") == "{'right': 96}\n"
-
-
-# --- ids that all differ in the first call
-
-
-class _Overwriting(torch.autograd.Function):
-    """Look rows up; the gradient of an id that occurs twice is that of its last occurrence."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight, ids)
-        return weight[ids]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        weight, ids = ctx.saved_tensors
-        return torch.zeros_like(weight).index_put((ids,), gradient), None
-
-
-def _overwriting(_: Any, examples: list[Any]) -> Callable[..., Any]:
-    """Compile ``weight[ids]``, wrongly, as torch 2.6 does for one thread on a CPU.
-
-    https://github.com/pytorch/pytorch/issues/147848
-    """
-    place = [example.is_floating_point() for example in examples].index(True)
-    lookup: Any = _Overwriting.apply
-    return lambda *inputs: [lookup(inputs[place], inputs[1 - place])]
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_gradient_that_is_wrong_for_an_id_that_occurs_twice_is_found_before_one_does(
-    dtype: torch.dtype,
-) -> None:
-    def rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return weight[ids]
-
-    compiled = torch.compile(rows, backend=verified_backend(_overwriting))
-    weight = torch.randn(5, 2, requires_grad=True)
-    with pytest.warns(MiscompilationWarning, match="gradient of input"):
-        compiled(weight, torch.tensor([2, 0, 4], dtype=dtype))
-    for ids in ([2, 0, 4], [3, 3, 1]):
-        found = compiled(weight, torch.tensor(ids, dtype=dtype)).sum()
-        expected = weight[torch.tensor(ids)].sum()
-        for got, wanted in zip(
-            *(torch.autograd.grad(e, weight) for e in (found, expected)), strict=True
-        ):
-            assert torch.equal(got, wanted)
-
-
-def test_a_write_at_an_index_that_never_occurs_twice_raises_no_false_alarm() -> None:
-    """Which of two values stays is undefined, and a backend may choose the other."""
-
-    def permuted(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(x).index_put((order,), x)
-
-    def last_first(graph: Any, _: list[Any]) -> Callable[..., Any]:
-        def run(*inputs: Any) -> Any:
-            return graph.forward(*(value.flip(0) for value in inputs))
-
-        return run
-
-    backend = verified_backend(last_first)
-    compiled = torch.compile(permuted, backend=backend)
-    x = torch.randn(3, 2, requires_grad=True)
-    order = torch.tensor([2, 0, 1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(compiled(x, order), permuted(x, order))
-    assert [graph.status for graph in backend.stats().graphs] == ["verified"]

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import operator
+import runpy
 import sys
 import threading
 import warnings
@@ -15,10 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+from support.dynamo import traces_autocast
 from torchguard import MiscompilationWarning, verified, verified_backend
 from torchguard._torch import dynamo_backend
 from torchguard.equivalence.compare import same_strides
-from torchguard.verification.graph import copy_graph, quiet, why_not_twice
+from torchguard.verification.graph import copy_graph, unlogged, why_not_twice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -288,12 +290,6 @@ def registered(name: str, backend: Any) -> Iterator[str]:
         table.pop(name, None)
 
 
-@pytest.fixture
-def erf_is_wrong() -> Iterator[str]:
-    with registered("torchguard_tests_erf", wrong_where("erf")) as name:
-        yield name
-
-
 def writes_are_wrong(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """Add 1 to whatever is written into, as soon as it is."""
     spoiled = copy_graph(graph)
@@ -341,7 +337,18 @@ class Deep(nn.Module):
         return x, x.sum(), self.queue * 2
 
 
-def test_a_fault_in_an_autocast_region_is_minified_without_a_trace() -> None:
+def minified(script: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """Run ``python SCRIPT --minify``, here, where the backend is registered."""
+    monkeypatch.setattr(sys, "argv", [str(script), "--minify"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    small = script.with_name(f"{script.stem}-small.py")
+    return int(ended.value.code or 0), small.read_text() if small.exists() else ""
+
+
+def test_a_fault_in_an_autocast_region_is_minified_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What the minifier computes stops inside the region; autocast warns of double precision."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -358,31 +365,81 @@ def test_a_fault_in_an_autocast_region_is_minified_without_a_trace() -> None:
     with registered("torchguard_tests_autocast", compile_) as backend:
         with pytest.warns() as caught:
             verified(backend=backend)(function)(torch.randn(4, 4))
+        before = len(enabled)
+        script = tmp_path / "reproducers" / "function.py"
+        with warnings.catch_warnings(record=True) as while_minifying:
+            status, text = minified(script, monkeypatch)
     assert [warning.category for warning in caught] == [MiscompilationWarning]
-    assert len(enabled) > 2  # the graph, in double precision, and smaller ones
+    assert while_minifying == []
+    if not traces_autocast():
+        assert status == 2
+        return
+    assert status == 1
+    assert "erf" in text
+    assert "matmul" not in text
+    assert len(enabled) > before + 2  # the graph, and smaller ones
     assert not any(enabled)
+    assert not torch.is_autocast_enabled("cpu")
 
 
-def test_the_reproducer_of_a_large_graph_is_small(erf_is_wrong: str, tmp_path: Path) -> None:
-    deep = verified(backend=erf_is_wrong)(Deep())
-    with pytest.warns(MiscompilationWarning) as caught:
-        deep(torch.randn(3, 4))
-    assert [warning.category for warning in caught] == [MiscompilationWarning]
-    text = (tmp_path / "reproducers" / "Deep.py").read_text()
-    assert f"reproducer: {tmp_path / 'reproducers' / 'Deep.py'}" in str(caught[0].message)
+def test_a_large_graph_is_written_whole_and_compiled_again_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled.append(1)
+        return wrong_where("erf")(graph, inputs)
+
+    with registered("torchguard_tests_erf", counted) as backend:
+        with pytest.warns(MiscompilationWarning) as caught:
+            verified(backend=backend)(Deep())(torch.randn(3, 4))
+        script = tmp_path / "reproducers" / "Deep.py"
+        assert f"reproducer: {script} (--minify makes it smaller)" in str(caught[0].message)
+        assert len(compiled) <= 2  # the graph, and once more in double precision
+        assert "linear" in script.read_text()
+        status, text = minified(script, monkeypatch)
+    assert status == 1
+    assert capsys.readouterr().out == f"{script.with_name('Deep-small.py')}\n"
     assert text.count("erf") == 2  # in the code, and in the backend's name
     assert "linear" not in text
     assert "queue" not in text
+    assert "torchguard." not in text  # it is for an issue of PyTorch's
     assert len(text) < 4000
 
 
-def test_the_warning_names_minifying_that_ended_early(
-    erf_is_wrong: str, monkeypatch: pytest.MonkeyPatch
+def test_what_does_not_differ_has_nothing_to_be_made_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reproduce = importlib.import_module("torchguard.verification.reproduce")
-    monkeypatch.setattr(reproduce, "MOST_SECONDS_TO_MINIFY", 0.0)
-    with pytest.warns(MiscompilationWarning, match=r"Deep\.py \(minifying it ended early"):
-        verified(backend=erf_is_wrong)(Deep())(torch.randn(3, 4))
+    """A script that was written for another machine, or another torch."""
+    with registered("torchguard_tests_erf", wrong_where("erf")) as backend:
+        with pytest.warns(MiscompilationWarning):
+            verified(backend=backend)(lambda x: torch.special.erf(x) * 2)(torch.randn(3))
+    (script,) = (tmp_path / "reproducers").glob("*.py")
+    with registered("torchguard_tests_erf", dynamo_backend("aot_eager")):
+        assert minified(script, monkeypatch) == (0, "")
+    assert capsys.readouterr().out == "no difference\n"
+
+
+def test_an_interrupt_ends_minifying_with_the_smallest_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def impatient(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        tries.append(1)
+        if len(tries) == 6:
+            raise KeyboardInterrupt
+        return wrong_where("erf")(graph, inputs)
+
+    with registered("torchguard_tests_erf", impatient) as backend:
+        with pytest.warns(MiscompilationWarning):
+            verified(backend=backend)(Deep())(torch.randn(3, 4))
+        tries.clear()
+        status, text = minified(tmp_path / "reproducers" / "Deep.py", monkeypatch)
+    assert status == 1
+    assert "erf" in text
+    assert len(text) < len((tmp_path / "reproducers" / "Deep.py").read_text())
 
 
 def test_the_warning_names_why_there_is_no_reproducer() -> None:
@@ -390,23 +447,12 @@ def test_the_warning_names_why_there_is_no_reproducer() -> None:
         verified(backend=off_by_one)(inner)(torch.ones(3))
 
 
-def test_only_this_thread_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_this_thread_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("torch.something")
-
-    def speak(who: str) -> None:
-        sys.stderr.write(f"{who}\n")
-        log.error("%s logs", who)
-
-    before = sys.stderr
-    with quiet():
-        speak("this thread")
-        warnings.warn("this thread warns", stacklevel=1)
-        other = threading.Thread(target=speak, args=["another"])
+    with unlogged():
+        log.error("this thread")
+        other = threading.Thread(target=log.error, args=["another thread"])
         other.start()
         other.join()
-    assert sys.stderr is before
-    speak("afterwards")
-    printed = capsys.readouterr().err
-    assert "this thread" not in printed
-    assert "another\n" in printed
-    assert "afterwards\n" in printed
+    log.error("afterwards")
+    assert [record.message for record in caplog.records] == ["another thread", "afterwards"]

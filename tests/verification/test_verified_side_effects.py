@@ -50,7 +50,7 @@ def test_gradients_are_accumulated_once_and_hooks_called_once() -> None:
     first = nn.Linear(4, 4)
     model = nn.Sequential(first, nn.BatchNorm1d(4), nn.GELU(), nn.Linear(4, 2))
     eager = copy.deepcopy(model)
-    checked = verified(backend="aot_eager")(model)
+    checked: nn.Module = verified(backend="aot_eager")(model)
     assert checked is model
     calls = []
     first.weight.register_hook(lambda gradient: calls.append("tensor"))

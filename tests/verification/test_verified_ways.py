@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import pickle
 from pathlib import Path
@@ -25,8 +24,6 @@ from torchguard import (
 )
 from torchguard._torch import compiled_call, settings_of_compiled
 
-reproduce = importlib.import_module("torchguard.verification.reproduce")
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,11 +43,11 @@ def test_a_function_stays_a_function_and_has_stats() -> None:
 
 
 def test_a_module_stays_what_it_was() -> None:
-    module = nn.Linear(3, 2)
-    keys, original = list(module.state_dict()), module
-    module = verified(backend="aot_eager")(module)
+    original = nn.Linear(3, 2)
+    keys = list(original.state_dict())
+    module: nn.Module = verified(backend="aot_eager")(original)
     assert module is original
-    assert type(module) is nn.Linear
+    assert type(original) is nn.Linear
     assert list(module.state_dict()) == keys
     module(torch.ones(1, 3))
     assert stats(module).verified == 1
@@ -166,16 +163,12 @@ def by_install(function: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
-def test_the_everyday_lines_are_wrong_bare_and_right_each_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One way minifies the graphs for its scripts; the others would minify the same ones."""
+def test_the_everyday_lines_are_wrong_bare_and_right_each_way() -> None:
     assert wrong_everyday_lines(bare) != []
     for way in (by_decorator, around_compiled, by_backend, by_install):
         before = len(verification_report().graphs)
         assert wrong_everyday_lines(way) == [], way.__name__
         assert len(verification_report().graphs) == before + len(EVERYDAY), way.__name__
-        monkeypatch.setattr(reproduce, "MOST_SECONDS_TO_MINIFY", 0.0)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 Nothing public reads or writes a tensor's version counter, steps around
 ``__torch_function__`` without a call, or tells what ``torch.compile`` kept of a
-function. ``tests/repository/test_internals.py`` checks each name here on the torch at hand,
+function. ``tests/patching/test_internals.py`` checks each name here on the torch at hand,
 and that nothing private is used anywhere else.
 """
 
@@ -10,6 +10,7 @@ and that nothing private is used anywhere else.
 from torchguard._torch.compile import *
 from torchguard._torch.dynamo import *
 from torchguard._torch.modes import *
+from torchguard._torch.overlap import *
 from torchguard._torch.schemas import *
 from torchguard._torch.symbolic_shapes import *
 from torchguard._torch.tensors import *

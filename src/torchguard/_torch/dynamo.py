@@ -29,6 +29,7 @@ __all__ = [
     "follow_in_torchscript",
     "forget_in_torchscript",
     "frame_callback",
+    "frame_of_user",
     "keep_whole_in_graph",
     "mark_untraced",
     "on_import",
@@ -40,7 +41,7 @@ __all__ = [
     "tracing_again",
     "tracing_context",
     "tracing_unseen",
-    "uncompiled",
+    "user_line",
     "warn_at_compiled_call",
     "warn_user",
 ]
@@ -60,7 +61,7 @@ TENSOR_VARIABLE = "torch._dynamo.variables.tensor.TensorVariable"
 
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/output_graph.py
 CALL_USER_COMPILER = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
-"""It hands Dynamo's graph to the backend."""
+"""The method that hands Dynamo's graph to the backend."""
 
 
 _registered: set[tuple[str, Callable[[ModuleType], None]]] = set()
@@ -82,16 +83,6 @@ def dynamo_is_imported() -> bool:
     if "torch._dynamo" in sys.modules:
         importlib.import_module("torch._dynamo")
     return hasattr(sys.modules.get("torch._dynamo"), "optimize")
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled functions inside eagerly; the stance is that of the whole process."""
-    if not dynamo_is_imported():
-        yield  # nothing is compiled yet, and set_stance() would import Dynamo: seconds
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def rebuild_dynamo_tables() -> None:
@@ -421,6 +412,17 @@ _INTERNAL_FOLDERS = tuple(
 # The frames of every call into compiled code have one of this file among them. Where torch renames
 # it, the warning is at the innermost line of the user's, which is in the compiled function.
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
+
+
+def user_line() -> str:
+    """Return the innermost line that is neither of torch nor of torchguard: ``model.py:130``."""
+    frame = _first_of_user(sys._getframe(1))
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def frame_of_user() -> FrameType | None:
+    """Return the innermost frame that is neither of torch nor of torchguard."""
+    return _first_of_user(sys._getframe(1))
 
 
 def warn_user(text: str) -> None:

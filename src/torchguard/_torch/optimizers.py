@@ -282,3 +282,8 @@ def _cell_of_step(kind: type) -> CellType | None:
     if not getattr(step, "hooked", False) or "func" not in names:
         return None
     return step.__closure__[names.index("func")]  # type: ignore[no-any-return]
+
+
+def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook changes the state that ``load_state_dict`` is given."""
+    return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))

@@ -36,7 +36,7 @@ class AttributeOverlay:
 
         self._makes = makes
         self._made: dict[str, tuple[Any, Any]] = {}
-        """By name: what stood there (or ``ABSENT``), and what is put there."""
+        """What stood under each name (or ``ABSENT``), and what is put there."""
 
         for name in makes:
             self._make(name, vars(owner).get(name, ABSENT))

@@ -36,7 +36,7 @@ Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Computed(NamedTuple):
-    """In place of a :data:`Make`: an attribute of instances that is computed when it is read.
+    """An attribute of instances, computed when it is read; stands in place of a :data:`Make`.
 
     The class has nothing of that name before; instances go on keeping what is
     assigned to them in ``vars(instance)``.
@@ -55,7 +55,7 @@ class Computed(NamedTuple):
 
 
 ABSENT: Any = object()
-"""In the place of an attribute that is not there."""
+"""Stands for an attribute that is not there."""
 
 lock = threading.RLock()
 """Held by whoever reads the table in order to change it."""

@@ -35,10 +35,10 @@ __all__ = [
 
 
 PYTHON_NAMESPACE: Any = torch._VF
-"""Where functions of torch written in Python find the builtins they stand for."""
+"""The namespace in which functions of torch written in Python find their builtins."""
 
 C_NAMESPACE: Any = torch._C._nn
-"""Where ``torch.nn.functional`` finds its builtins."""
+"""The namespace in which ``torch.nn.functional`` finds its builtins."""
 
 OPERATOR_CLASSES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """What ``torch.ops.aten.add.Tensor`` and ``torch.ops.aten.add`` are."""

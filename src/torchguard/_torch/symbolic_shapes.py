@@ -1,14 +1,16 @@
-"""Sizes as symbols: how outputs depend on them, how to mark them, and what torch does wrong."""
+"""A function that runs for its answer alone: not compiled, or on tensors without data.
+
+Of the latter sizes are symbols: how sizes of outputs depend on sizes of inputs.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +20,22 @@ from typing_extensions import Self
 __all__ = [
     "ShapeFormula",
     "SymbolicSizes",
-    "autotunes",
-    "bounds_of_padding_are_wrong",
-    "call_around_backward",
-    "compile_failures",
-    "marked_dynamic",
     "shape_guards",
+    "uncompiled",
 ]
 
 
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled functions inside eagerly; the stance is that of the whole process."""
+    if "torch._dynamo" not in sys.modules:
+        yield  # nothing is compiled yet, and set_stance() would import Dynamo: seconds
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class SymbolicSizes:
@@ -63,12 +71,13 @@ class SymbolicSizes:
         self._mode.__enter__()
         # torch logs pages about an operation that fails on tensors without data; who runs a
         # function here expects that it may.
-        self._level = _LOGGER.level
-        _LOGGER.setLevel(logging.CRITICAL + 1)
+        this_thread = threading.get_ident()
+        self._filter = lambda record: record.thread != this_thread
+        _LOGGER.addFilter(self._filter)
         return self
 
     def __exit__(self, *failure: object) -> None:
-        _LOGGER.setLevel(self._level)
+        _LOGGER.removeFilter(self._filter)
         self._mode.__exit__(*failure)
 
     def empty(
@@ -116,47 +125,6 @@ class ShapeFormula:
     paths: list[tuple[Any, ...]]
     """Of each leaf."""
 
-    @classmethod
-    def from_json(cls, document: Any, names: Iterable[str]) -> ShapeFormula:
-        """Read what :meth:`as_json` has returned, maybe in another process.
-
-        Raises:
-            ValueError: it is no formula, or this torch has no such function of sizes.
-        """
-        if "error" in document:
-            raise ValueError(document["error"])
-        sympy: Any = importlib.import_module("sympy")
-        symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in names}
-        sizes = [
-            tuple(_from_json(size, symbols) for size in each)
-            if type(each) is list
-            else each and _from_json(each["is"], symbols)
-            for each in document["sizes"]
-        ]
-        conditions = tuple(_from_json(each, symbols) for each in document["conditions"])
-        paths = [tuple(path) for path in document["paths"]]
-        return cls(symbols, tuple(sizes), conditions, paths)
-
-    def as_json(self) -> dict[str, Any] | None:
-        """Return it as lists, numbers and names, which JSON can hold; None if that can't be."""
-        # Nor can a key that is neither a text nor a number.
-        if any(type(key) not in (str, int) for path in self.paths for key in path):
-            return None
-        names = {symbol: name for name, symbol in self.symbols.items()}
-        try:
-            sizes = [
-                [_to_json(size, names) for size in each]
-                if isinstance(each, tuple)
-                else each
-                if each is None
-                else {"is": _to_json(each, names)}
-                for each in self.sizes
-            ]
-            conditions = [_to_json(each, names) for each in self.conditions]
-        except ValueError:
-            return None
-        return {"paths": self.paths, "sizes": sizes, "conditions": conditions}
-
     def at(
         self, *sizes: Mapping[str, int], unconditionally: bool = False
     ) -> list[list[Any]] | None:
@@ -185,17 +153,6 @@ class ShapeFormula:
         return found
 
 
-def _from_json(document: Any, symbols: Mapping[str, Any]) -> Any:
-    if type(document) is int or type(document) is bool:
-        return _sympified(document)
-    if isinstance(document, str) and document in symbols:
-        return symbols[document]
-    if isinstance(document, list) and document and isinstance(document[0], str):
-        inner = [_from_json(each, symbols) for each in document[1:]]
-        return _function_of_sizes(document[0])(*inner)
-    raise ValueError(f"{document!r} is no expression of sizes")
-
-
 def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
     """Put sizes in; None if something else is in the expression too."""
     if isinstance(expression, int):
@@ -204,36 +161,6 @@ def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
     if result.free_symbols:
         return None
     return bool(result) if result.is_Boolean else int(result)
-
-
-def _to_json(expression: Any, names: dict[Any, str]) -> Any:
-    if isinstance(expression, int):
-        return expression
-    if expression in names:
-        return names[expression]
-    if getattr(expression, "is_Integer", False):
-        return int(expression)
-    if getattr(expression, "is_Rational", False):
-        return ["Rational", int(expression.p), int(expression.q)]
-    if expression == _sympified(True) or expression == _sympified(False):
-        return bool(expression)
-    kind = type(expression).__name__
-    if not expression.args or _function_of_sizes(kind) is not type(expression):
-        raise ValueError(f"{expression} has no form in JSON")
-    return [kind, *(_to_json(each, names) for each in expression.args)]
-
-
-def _sympified(value: int | bool) -> Any:
-    return importlib.import_module("sympy").sympify(value)
-
-
-def _function_of_sizes(name: str) -> Any:
-    """Return the class of sympy's, or of torch's own, that makes expressions."""
-    for home in ("torch.utils._sympy.functions", "sympy"):
-        found = getattr(importlib.import_module(home), name, None)
-        if isinstance(found, type) and issubclass(found, importlib.import_module("sympy").Basic):
-            return found
-    raise ValueError(f"there is no {name!r} of sizes")
 
 
 def shape_guards(context: Any) -> int | None:
@@ -250,130 +177,3 @@ def shape_guards(context: Any) -> int | None:
 def _names_the_largest_integer(guard: Any) -> bool:
     numbers = [atom for atom in guard.expr.atoms() if atom.is_Integer]
     return any(abs(int(number)) >= 2**63 - 2 for number in numbers)
-
-
-# ---- sizes between two bounds, and what torch does wrong with them ----
-
-
-@contextlib.contextmanager
-def marked_dynamic(marks: Iterable[tuple[torch.Tensor, int, int, int | None]]) -> Iterator[None]:
-    """Let ``torch.compile`` make these sizes symbols, between two bounds, in this scope.
-
-    ``torch._dynamo.mark_dynamic`` is documented, and writes attributes on the tensor that stay:
-    whatever else compiled the tensor later would find them. So they are taken off again, and
-    marks of the caller's own come back. What was compiled in the scope runs for tensors without
-    marks too: Dynamo's guard asks that a tensor has no other marks than the graph was made for.
-    https://pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
-
-    Args:
-        marks: (tensor, dim, smallest, largest); None for a largest that is not known.
-    """
-    dynamo: Any = importlib.import_module("torch._dynamo")
-    before: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
-    log, this_thread = logging.getLogger("torch._guards"), threading.get_ident()
-
-    def is_of_another_thread(record: logging.LogRecord) -> bool:
-        return record.thread != this_thread
-
-    # It logs a page for sizes that can't be symbols, before it raises what the caller handles.
-    log.addFilter(is_of_another_thread)
-    try:
-        for tensor, dim, smallest, largest in marks:
-            if id(tensor) not in before:
-                # Copied: mark_dynamic() adds to the sets and dicts that are there.
-                kept = {name: copy.copy(value) for name, value in _marks_of(tensor).items()}
-                before[id(tensor)] = (tensor, kept)
-            # With one bound it wants the other too.
-            above = sys.maxsize - 1 if largest is None else largest
-            dynamo.mark_dynamic(tensor, dim, min=smallest, max=above)
-        yield
-    finally:
-        log.removeFilter(is_of_another_thread)
-        for tensor, kept in before.values():
-            for name in _marks_of(tensor):
-                if name not in kept:
-                    delattr(tensor, name)
-            vars(tensor).update(kept)
-
-
-# https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/decorators.py
-_MARKS = (
-    "_dynamo_dynamic_indices",
-    "_dynamo_dynamic_range",
-    "_dynamo_hint_overrides",
-    "_has_dynamo_dim_marking",
-    "_specialize_on",
-)
-"""What ``mark_dynamic`` writes, on one release or another."""
-
-
-def _marks_of(tensor: torch.Tensor) -> dict[str, Any]:
-    attributes = vars(tensor)
-    return {name: attributes[name] for name in _MARKS if name in attributes}
-
-
-def compile_failures() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that ``torch.compile`` raises where it can't compile.
-
-    ``ConstraintViolationError`` says that a graph would hold for fewer sizes than were marked.
-    """
-    shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    dynamo: Any = importlib.import_module("torch._dynamo.exc")
-    named = [
-        getattr(shapes, "ConstraintViolationError", None),
-        getattr(shapes, "GuardOnDataDependentSymNode", None),
-        getattr(dynamo, "TorchDynamoException", None),
-    ]
-    return tuple(each for each in named if each is not None)
-
-
-def bounds_of_padding_are_wrong() -> bool:
-    """Whether torch bounds ``-n % 16`` by [-15, 0], so that padded sizes seem no larger than n.
-
-    Inductor relies on it where a size is a symbol, and writes behind the end of a buffer. True
-    where torch is built differently. https://github.com/pytorch/pytorch/issues/169760
-    """
-    try:
-        ranges: Any = importlib.import_module("torch.utils._sympy.value_ranges")
-        functions: Any = importlib.import_module("torch.utils._sympy.functions")
-        sympy: Any = importlib.import_module("sympy")
-        size = sympy.Symbol("n", integer=True, positive=True)
-        bound = ranges.bound_sympy(
-            functions.PythonMod(-size, 16), {size: ranges.ValueRanges(2, 64)}
-        )
-        return int(bound.upper) < 15  # noqa: PLR2004 - of -n % 16
-    except Exception:  # noqa: BLE001 - built differently
-        return True
-
-
-def autotunes(compiled: Callable[..., Any]) -> bool:
-    """Whether a compiled function tries several kernels and keeps the fastest (max-autotune)."""
-    config: Any = getattr(compiled, "get_compiler_config", lambda: None)()
-    if isinstance(config, dict) and "max_autotune" in config:
-        return bool(config["max_autotune"])
-    settings: Any = importlib.import_module("torch._inductor.config")
-    return bool(getattr(settings, "max_autotune", False))
-
-
-def call_around_backward(
-    outputs: Iterable[torch.Tensor], begin: Callable[[], None], end: Callable[[], None]
-) -> None:
-    """Call ``begin`` when the first gradient of these reaches them, ``end`` after that backward.
-
-    Both are called once. Where the engine does not take callbacks neither is called.
-    """
-    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if not hasattr(engine, "queue_callback"):
-        return
-    begun = False
-
-    def notice(_: Any) -> None:
-        nonlocal begun
-        if not begun:
-            begun = True
-            begin()
-            engine.queue_callback(end)
-
-    nodes = {id(each.grad_fn): each.grad_fn for each in outputs if each.grad_fn is not None}
-    for node in nodes.values():
-        node.register_prehook(notice)

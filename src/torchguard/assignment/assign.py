@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchguard._public import public
-from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
+from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph, separated
 
 Index = Any
 """Whatever stands between the brackets of ``t[...]``."""
@@ -103,11 +103,17 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         if whole is not None:
             t.copy_(whole)
         else:
-            t[index] = value
+            # A value that overlaps what is written is copied first, installed or not.
+            given, _ = separated(torch.Tensor.__setitem__, (t, index, value), {}, _say_nothing)
+            t[given[1]] = given[2]
     except Exception as error:
         name_the_call(error, "sliced_assign_", t, index, value)
         raise
     return t
+
+
+def _say_nothing(_: object) -> None:
+    """Take what :func:`separated` has found."""
 
 
 keep_whole_in_graph(sliced_assign, sliced_assign_)
@@ -272,7 +278,7 @@ class Part(NamedTuple):
 
     item: Any
     place: int
-    """Where it stands in the tuple."""
+    """The item's position in the tuple."""
 
     dim: int
     """The first dimension it takes."""

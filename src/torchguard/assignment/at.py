@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -90,6 +90,16 @@ class At:
         if isinstance(index, tuple):
             return Selection(self._t, tuple([_without_array(item) for item in index]))
         return Selection(self._t, _without_array(index))
+
+    if not TYPE_CHECKING:  # type checkers find it themselves
+
+        def __getattr__(self, name: str) -> Any:
+            if name in vars(Selection) and not name.startswith("_"):
+                raise AttributeError(
+                    f"at: the index is missing: write at(x)[index].{name}(...), or "
+                    f"at(x)[...].{name}(...) for all elements"
+                )
+            raise AttributeError(f"'At' object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return f"at({describe_tensor(self._t)})"

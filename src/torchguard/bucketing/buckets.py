@@ -195,7 +195,7 @@ class Buckets:
                 raise ValueError(
                     f"Buckets.fit: maximum is {top}, but a size of {largest} was observed"
                 )
-        # The plan is for what may come, the bound for what was seen.
+        # The ladder is for what may come, the bound for what was seen.
         planned = with_prior(observed, top, _prior(prior, maximum))
         bound = None if max_padding is None else fit.Bound(_share(max_padding), observed)
         if count is not None:
@@ -207,13 +207,17 @@ class Buckets:
             count = positive_integer(count, "count", "Buckets.fit")
             aligned: Any = {"cost": cost, "multiple_of": multiple_of, "top": top}
             if bound is not None:
-                return cls(fit.plan_with_bound(planned, bound, count=count, **aligned))
+                return cls(fit.ladder_with_bound(planned, bound, count=count, **aligned))
             if tokens is None:
-                return cls(fit.plan(planned, count, **aligned).sizes)
-            plans = fit.plans(planned, count, **aligned)
+                return cls(fit.best_ladder(planned, count, **aligned).sizes)
+            ladders = fit.best_ladders(planned, count, **aligned)
             # More sizes leave more batches that are not full, so the most may not be the best.
-            epochs = [epoch_of(plan.sizes, observed, tokens, cost, "Buckets.fit") for plan in plans]
-            return cls(min(zip(epochs, plans, strict=True), key=lambda pair: pair[0].cost)[1].sizes)
+            epochs = [
+                epoch_of(ladder.sizes, observed, tokens, cost, "Buckets.fit") for ladder in ladders
+            ]
+            return cls(
+                min(zip(epochs, ladders, strict=True), key=lambda pair: pair[0].cost)[1].sizes
+            )
         aligned = {
             "cost": cost,
             "multiple_of": multiple_of,
@@ -223,9 +227,9 @@ class Buckets:
             "already_compiled": _compiled(already_compiled, maximum),
         }
         if bound is not None:
-            return cls(fit.plan_with_bound(planned, bound, count=None, **aligned))
+            return cls(fit.ladder_with_bound(planned, bound, count=None, **aligned))
         reach = largest if maximum is None else top
-        return cls(fit.plan_with_compile_cost(planned, reach=reach, **aligned).sizes)
+        return cls(fit.ladder_with_compile_cost(planned, reach=reach, **aligned).sizes)
 
     fit_pairs = staticmethod(fit_pairs)
 

@@ -78,12 +78,12 @@ def costs_of(sizes: Iterable[int] | _Integers, cost: Cost, operation: str) -> _F
     return answers
 
 
-class Plan(NamedTuple):
+class Ladder(NamedTuple):
     """The cheapest ladder of at most so many buckets."""
 
     sizes: tuple[int, ...]
     cost: float
-    """Of all observations, each at its bucket."""
+    """The cost of all observations, each at its bucket."""
 
 
 class _Problem(NamedTuple):
@@ -135,19 +135,19 @@ def _problem(observed: Observed, cost: Cost, multiple_of: int, top: int) -> _Pro
     return _Problem(sizes, candidates[best], costs[best], below)
 
 
-def plan(
+def best_ladder(
     observed: Observed,
     count: int,
     *,
     cost: Cost = "linear",
     multiple_of: int = 1,
     top: int,
-) -> Plan:
+) -> Ladder:
     """Return the cheapest ladder of at most ``count`` buckets, the largest of them ``top``."""
-    return plans(observed, count, cost=cost, multiple_of=multiple_of, top=top)[-1]
+    return best_ladders(observed, count, cost=cost, multiple_of=multiple_of, top=top)[-1]
 
 
-def plans(
+def best_ladders(
     observed: Observed,
     count: int,
     *,
@@ -155,7 +155,7 @@ def plans(
     multiple_of: int = 1,
     top: int,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Plan]:
+) -> list[Ladder]:
     """Return the cheapest ladders of at most 1, 2, ... ``count`` buckets.
 
     There are fewer than ``count`` of them where one more bucket would save nothing.
@@ -235,7 +235,7 @@ def _slope(xs: Sequence[float], ys: Sequence[float], left: int, right: int) -> f
     return (ys[right] - ys[left]) / (xs[right] - xs[left])
 
 
-def _read(problem: _Problem, cuts: list[NDArray[np.int32]], cost: float) -> Plan:
+def _read(problem: _Problem, cuts: list[NDArray[np.int32]], cost: float) -> Ladder:
     """Walk back from the last size to the first, collecting each run's bucket."""
     end = len(problem.costs)
     sizes = set()
@@ -245,10 +245,10 @@ def _read(problem: _Problem, cuts: list[NDArray[np.int32]], cost: float) -> Plan
             sizes.add(int(problem.targets[end - 1]))
         end = begin
     sizes.add(int(problem.targets[end - 1]))
-    return Plan(tuple(sorted(sizes)), cost)
+    return Ladder(tuple(sorted(sizes)), cost)
 
 
-def plan_with_compile_cost(
+def ladder_with_compile_cost(
     observed: Observed,
     *,
     compile_cost: float,
@@ -258,7 +258,7 @@ def plan_with_compile_cost(
     multiple_of: int = 1,
     top: int,
     reach: int,
-) -> Plan:
+) -> Ladder:
     """Return the ladder with the least sum of running and compiling; ``cost`` is that sum.
 
     The same lines as above, each bucket one price dearer unless it is compiled already.
@@ -293,11 +293,11 @@ def plan_with_compile_cost(
     while last:
         sizes.add(ends[last - 1].bucket)
         last = came_from[last]
-    return Plan(tuple(sorted(sizes)), total)
+    return Ladder(tuple(sorted(sizes)), total)
 
 
 class _End(NamedTuple):
-    """Where a run of sizes may end, and what its bucket would be."""
+    """A place at which a run of sizes may end, and the bucket it would have."""
 
     size: int
     bucket: int
@@ -329,11 +329,11 @@ def _ends(
 
 
 class Bound(NamedTuple):
-    """What :func:`plan_with_bound` is to keep to."""
+    """What :func:`ladder_with_bound` is to keep to."""
 
     max_padding: float
     observed: Observed
-    """The sizes that it is about; those planned may have a prior among them."""
+    """The sizes that it is about; those observed_and_prior may have a prior among them."""
 
     def limits(self, sizes: NDArray[Any]) -> _Floats:
         """Return the largest bucket of each size; 1.15 * 20 is 22.999999999999996, not 23."""
@@ -342,7 +342,7 @@ class Bound(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Where the runs of sizes that a bucket may serve begin and end."""
+    """The runs of sizes that a bucket may serve: where they begin and end."""
 
     bucket: int
     begin: int
@@ -352,11 +352,11 @@ class _Window(NamedTuple):
 
 
 _Cuts: TypeAlias = dict[int, tuple[int, int]]
-"""By the position where a run ends, where it begins and its bucket."""
+"""The beginning of a run and its bucket, by the position of the run's end."""
 
 
-def plan_with_bound(
-    planned: Observed,
+def ladder_with_bound(
+    observed_and_prior: Observed,
     bound: Bound,
     *,
     cost: Cost,
@@ -369,14 +369,14 @@ def plan_with_bound(
 ) -> tuple[int, ...]:
     """Return the cheapest ladder within a bound, of ``count`` buckets at most.
 
-    Without ``count`` each bucket has a price, as in :func:`plan_with_compile_cost`. A bucket is
+    Without ``count`` each bucket has a price, as in :func:`ladder_with_compile_cost`. A bucket is
     the largest of its sizes, aligned: no larger one, also where a cost falls.
 
     Raises:
         ValueError: ``count`` is too small, or a size can't be aligned within the bound.
     """
     seen = bound.observed.sizes
-    sizes, weights = planned
+    sizes, weights = observed_and_prior
     # The largest bucket has to reach top, even where no size up there was observed: no weight.
     if sizes[-1] < top and top - sizes[-1] >= multiple_of:
         sizes, weights = np.append(sizes, top), np.append(weights, 0.0)

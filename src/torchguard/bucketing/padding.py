@@ -40,7 +40,7 @@ class Padded(NamedTuple):
 
     tensor: torch.Tensor
     length: int
-    """Of the real part, along the padded dimension."""
+    """The length of the real part, along the padded dimension."""
 
 
 @public
@@ -49,7 +49,7 @@ class PaddedPair(NamedTuple):
 
     tensor: torch.Tensor
     lengths: tuple[int, int]
-    """Of the real part, along the two padded dimensions."""
+    """The lengths of the real part, along the two padded dimensions."""
 
 
 @overload

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchguard._public import public
-from torchguard.bucketing.fit import plan
+from torchguard.bucketing.fit import best_ladder
 from torchguard.bucketing.histogram import Observed, observe, positive_integer, sums
 
 Pairs: TypeAlias = Iterable[tuple[int, int]] | Mapping[tuple[int, int], float]
@@ -199,7 +199,7 @@ def _candidates(sizes: _Integers, weights: _Floats, step: int, maximum: int | No
                 f"fit_pairs: maximum is {top}, but a size of {distinct[-1]} was observed"
             )
     observed = Observed(distinct, sums(where, weights))
-    return np.array(plan(observed, _CANDIDATES, multiple_of=step, top=top).sizes)
+    return np.array(best_ladder(observed, _CANDIDATES, multiple_of=step, top=top).sizes)
 
 
 class _Search:
@@ -247,8 +247,8 @@ class _Search:
         along = self.prices[:, -1] if axis == 0 else self.prices[-1]
         present, where = np.unique(self.pairs[:, axis], return_inverse=True)
         observed = Observed(present + 1, sums(where, self.weights))
-        planned = plan(observed, count, cost=lambda place: along[place - 1], top=len(along))
-        return np.array(planned.sizes) - 1
+        ladder = best_ladder(observed, count, cost=lambda place: along[place - 1], top=len(along))
+        return np.array(ladder.sizes) - 1
 
     def _covering(self, shapes: _Integers, count: int | None = None) -> _Integers:
         """Make the last bucket large enough for every pair that fits no other."""

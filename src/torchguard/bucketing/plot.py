@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchguard.bucketing.fit import Cost, costs_of, plans
+from torchguard.bucketing.fit import Cost, best_ladders, costs_of
 from torchguard.bucketing.histogram import Observed
 
 if TYPE_CHECKING:
@@ -36,26 +36,6 @@ def draw(
     _draw_curve(curve, buckets, observed, cost, waste)
     for axes in (histogram, shares, curve):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-
-
-def draw_pairs(
-    shapes: Sequence[tuple[int, int]],
-    observed: Mapping[tuple[int, int], float],
-    path: str | os.PathLike[str],
-) -> None:
-    """Draw where pairs of sizes fall, and each bucket as a rectangle from the origin."""
-    figure = _figure(6.0)
-    axes = figure.subplots()
-    first, second = zip(*observed, strict=True)
-    most = max(observed.values())
-    areas = [6 + 54 * count / most for count in observed.values()]
-    axes.scatter(first, second, areas, color=_BLUE, alpha=0.5, linewidths=0)
-    for a, b in shapes:
-        axes.plot([a, a, 0], [0, b, b], color=_RED, linewidth=1)
-    axes.set(xlim=(0, None), ylim=(0, None), xlabel="first size", ylabel="second size")
-    axes.set_title(f"{sum(observed.values()):,.0f} observed pairs and {len(shapes)} buckets (red)")
-    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
 
@@ -105,8 +85,8 @@ def _draw_curve(
     axes: Axes, buckets: Sequence[int], observed: Observed, cost: Cost, waste: float
 ) -> None:
     useful = float(costs_of(observed.sizes, cost, "Buckets.plot") @ observed.weights)
-    best = plans(observed, _COUNTS, cost=cost, top=int(observed.sizes[-1]))
-    values = [100 * (plan.cost / useful - 1) for plan in best]
+    best = best_ladders(observed, _COUNTS, cost=cost, top=int(observed.sizes[-1]))
+    values = [100 * (each.cost / useful - 1) for each in best]
     axes.plot(range(1, len(values) + 1), values, color=_BLUE, marker=".", label="optimal")
     axes.plot(
         [len(buckets)],

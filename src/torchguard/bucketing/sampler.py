@@ -18,7 +18,7 @@ from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets, as_buckets
 from torchguard.bucketing.fit import Cost, costs_of
 from torchguard.bucketing.histogram import integers, positive_integer
-from torchguard.bucketing.steps import draw_steps, full_batches, plan_steps
+from torchguard.bucketing.steps import count_steps, draw_steps, full_batches
 
 _NAME = "BucketBatchSampler"
 _Integers = NDArray[np.int64]
@@ -94,8 +94,10 @@ class BucketBatchSampler(Sampler[list[int]]):
         self.drop_last = bool(drop_last)
         self.batch_sizes = dict(zip(sizes, rows, strict=True))
         prices = costs_of(sizes, cost, _NAME).tolist()
-        self._plan = plan_steps(items, rows, prices, ranks=self._ranks, drop_last=self.drop_last)
-        self._steps = sum(self._plan.counts)
+        self._counted = count_steps(
+            items, rows, prices, ranks=self._ranks, drop_last=self.drop_last
+        )
+        self._steps = sum(self._counted.counts)
         if not self._steps:
             raise ValueError(
                 f"{_NAME}: drop_last leaves out all {len(places)} items, too few for a step of "
@@ -197,7 +199,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         """Return the steps of an epoch, in order: (W, rows) each."""
         # Of seed and epoch alone: all ranks draw the same order, and so does a run that resumes.
         random = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
-        steps = list(draw_steps(self._items, self._plan, self._ranks, random))
+        steps = list(draw_steps(self._items, self._counted, self._ranks, random))
         return steps if random is None else [steps[n] for n in random.permutation(len(steps))]
 
     def _refuse_another_sharding(self, caller: Any) -> None:

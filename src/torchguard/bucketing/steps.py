@@ -28,16 +28,16 @@ class Steps(NamedTuple):
     """How many steps of each bucket an epoch has."""
 
     rows: tuple[int, ...]
-    """(K,) of a full batch of each bucket."""
+    """(K,) the rows of a full batch of each bucket."""
 
     counts: tuple[int, ...]
-    """(K,) of each bucket, those that are not full included."""
+    """(K,) the batches of each bucket, those that are not full included."""
 
     ends: tuple[bool, ...]
     """(K,) whether what is left over stays in its bucket; else it moves up."""
 
     cost: float
-    """Of all steps, each counted as full."""
+    """The cost of all steps, each counted as full."""
 
 
 def full_batches(
@@ -82,7 +82,7 @@ def full_batches(
     return [max(1, int(tokens // price)) for price in prices]
 
 
-def plan_steps(
+def count_steps(
     items: Sequence[int],
     rows: Sequence[int],
     prices: Sequence[float],
@@ -147,12 +147,12 @@ def epoch_of(
     rows = full_batches(
         sizes, items, tokens=tokens, batch_size=None, cost=cost, operation=operation
     )
-    return plan_steps(items, rows, costs_of(sizes, cost, operation).tolist())
+    return count_steps(items, rows, costs_of(sizes, cost, operation).tolist())
 
 
 def draw_steps(
     items: Sequence[_Integers],
-    plan: Steps,
+    steps: Steps,
     ranks: int,
     random: np.random.Generator | None,
 ) -> Iterator[_Integers]:
@@ -160,23 +160,23 @@ def draw_steps(
 
     Args:
         items: (K,) the indices of the items of each bucket.
-        plan: of these items.
+        steps: the batches of these items.
         ranks: how many batches a step has.
         random: shuffles the items; without it they stay in order.
     """
     moved: _Integers = np.empty(0, np.int64)
-    for own, each, count, is_end in zip(items, *plan[:3], strict=True):
+    for own, each, count, is_end in zip(items, *steps[:3], strict=True):
         shuffled = own if random is None else random.permutation(own)
         # Where others have moved up, each batch begins with an item of the bucket's own.
         first = count * ranks if moved.size else 0
         leaders = shuffled[:first]
-        others: _Integers = np.concatenate((moved, shuffled[first:]))
+        followers: _Integers = np.concatenate((moved, shuffled[first:]))
         if moved.size and random is not None:
-            others = random.permutation(others)
+            followers = random.permutation(followers)
         share = ranks * each - (ranks if first else 0)
         for number in range(count):
             leading = leaders[number * ranks : (number + 1) * ranks]
-            step = np.concatenate((leading, others[number * share : (number + 1) * share]))
+            step = np.concatenate((leading, followers[number * share : (number + 1) * share]))
             # resize repeats the first items where the ranks would not get equally many.
             yield np.resize(step, (-(-len(step) // ranks), ranks)).T
-        moved = others[:0] if is_end else others[count * share :]
+        moved = followers[:0] if is_end else followers[count * share :]

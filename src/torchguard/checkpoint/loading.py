@@ -17,6 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from torchguard._public import public
 from torchguard._torch import patch, tensors_loaded_by_copies
+from torchguard.checkpoint.optimizer_state import (
+    copy_of_attributes,
+    load_optimizer,
+    restore_attributes,
+)
+from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
 from torchguard.errors import DamagedFileError
 from torchguard.rollback.block import rollback_on_error
 
@@ -29,6 +35,7 @@ _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse
 # https://github.com/pytorch/pytorch/blob/main/torch/serialization.py
 _OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the second byte is the protocol
 _PICKLES = 5
+_OLDER_TEXT, _SHOWN = f"L{0x1950A86A20F9469CFC6C}", 80  # pickle_protocol=0 is text; characters
 _MARKED_AS_FOLDER = 0x10
 _CHUNK = 1 << 20
 
@@ -75,9 +82,9 @@ def guard_load(original: Callable[..., Any], check: bool | None = None) -> Calla
             if _ZIP_BEGINS.startswith(first_bytes):
                 _check_zip(path, size, checksums=checksums)
             return original(f, *args, **options)
+        except DamagedFileError:
+            raise
         except Exception as error:
-            if isinstance(error, DamagedFileError):
-                raise
             damage = _damage_of(path, size, error, is_zip=first_bytes == _ZIP_BEGINS)
             if damage is not None:
                 raise damage from error
@@ -90,6 +97,8 @@ def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> Damag
     """Say what is wrong with a file that could not be read; None if it may be whole."""
     import zipfile  # noqa: PLC0415  with the first load
 
+    if (instead := _text_instead(path)) is not None:
+        return instead
     if is_zip:
         if any(text in str(error) for text in _UNREADABLE):
             return DamagedFileError(f"{path} is damaged: its directory is not what was written")
@@ -98,6 +107,23 @@ def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> Damag
     elif zipfile.is_zipfile(path):  # looks for the directory, which is at the end
         return DamagedFileError(f"{path} is damaged: its first bytes are not what was written")
     return None
+
+
+def _text_instead(path: str) -> DamagedFileError | None:
+    """Say what a file that is text begins with: it came in the place of a checkpoint."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_SHOWN).strip()
+    except UnicodeDecodeError:
+        return None
+    if text.startswith(_OLDER_TEXT) or not "".join(text.split()).isprintable():
+        return None
+    what = "text, and no checkpoint"
+    if text.startswith("version https://git-lfs"):
+        what = "a git-lfs pointer; fetch the file it stands for with: git lfs pull"
+    elif text.startswith("<"):
+        what = "a web page; the download needs a login, or another address"
+    return DamagedFileError(f"{path} is {what}. It begins with {text!r}")
 
 
 def _ends_early(path: str) -> bool:
@@ -128,11 +154,10 @@ def _check_zip(path: str, size: int, *, checksums: bool) -> None:
 
     try:
         with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-            # torch writes zeros after torch.serialization.set_crc32_options(False).
-            checksums = checksums and any(record.CRC for record in records)
-            for record in records:
-                _check_record(archive, record, path, checksums=checksums)
+            for record in archive.infolist():
+                # torch writes zeros after torch.serialization.set_crc32_options(False), and for
+                # what was left out under torch.serialization.skip_data(), to be filled later.
+                _check_record(archive, record, path, checksums=checksums and record.CRC != 0)
     except zipfile.BadZipFile as error:  # the directory is at the end of the file
         raise _cut_off(path, size) from error
     except (NotImplementedError, UnicodeDecodeError) as error:  # versions and names are in it
@@ -168,12 +193,6 @@ def _cut_off(path: str, size: int) -> DamagedFileError:
 _MORE_INTERRUPTS = 10  # for a user who goes on pressing Ctrl-C
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-# The tensors of torch.optim's states that have the shape of their parameter. (Adafactor keeps
-# sums of rows and columns, LBFGS one vector for all parameters.)
-_LIKE_PARAMETER = {
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
-    *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
-}
 
 
 @public
@@ -188,10 +207,15 @@ def load_state_dict(
     Equals ``target.load_state_dict(state, strict=strict, assign=assign)`` on success (without
     ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
     exception is torch's own, with everything that does not match in one message, and every
-    parameter, buffer, moment and group is as it was. Names and shapes are compared before the
+    parameter, buffer, moment and group is as it was. Tied parameters stay one parameter, with
+    ``assign=True`` too. Names and shapes are compared before the
     first write; a load that Ctrl-C interrupts after that is finished first. Where a module has
     hooks or a loader of its own that might raise later, a copy of its tensors is kept while it
     loads, and put back.
+
+    An optimizer's state goes to the parameters of the same names, where both sides carry names
+    (``Adam(model.named_parameters())``, from torch 2.6 on); torch goes by position all the same.
+    Where one side lacks names it goes by position too, and a warning says so.
 
     Args:
         target: a module or an optimizer.
@@ -201,8 +225,10 @@ def load_state_dict(
 
     Raises:
         TypeError: ``target`` is none of these.
-        ValueError: an optimizer's state has tensors of another shape than its parameters. torch
-            accepts them, and a fused ``step()`` then writes past their end.
+        RuntimeError: torch's own, or a tied parameter has two values in ``state``.
+        ValueError: an optimizer's state has tensors of another shape than its parameters (torch
+            accepts them, and a fused ``step()`` then writes past their end), or both have names,
+            and they are not the same.
     """
     if isinstance(target, torch.nn.Module):
         return _load_module(
@@ -210,7 +236,7 @@ def load_state_dict(
             *(target, state, strict, assign),
         )
     if isinstance(target, torch.optim.Optimizer):
-        return _load_optimizer(lambda: target.load_state_dict(dict(state)), target, state)
+        return load_optimizer(lambda given: target.load_state_dict(dict(given)), target, state)
     raise TypeError(
         f"load_state_dict: target is of type {type(target).__name__}, expected a torch.nn.Module "
         "or a torch.optim.Optimizer"
@@ -235,7 +261,7 @@ def guard_optimizer_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``torch.optim.Optimizer.load_state_dict`` what :func:`load_state_dict` is."""
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
-        return _load_optimizer(lambda: original(self, state_dict), self, state_dict)
+        return load_optimizer(lambda given: original(self, given), self, state_dict)
 
     return load_state_dict
 
@@ -253,11 +279,16 @@ def _load_module(
     if not isinstance(state, Mapping):
         return call()  # which says so
     tensors = None if assign else tensors_loaded_by_copies(module)
+    ties = ties_of(named_tensors(module) if tensors is None else tensors)
+    if not assign:
+        require_one_value(module, ties, state)
     matching = [(tensor, state[name]) for name, tensor in tensors or () if name in state]
     fitting = [(t, v) for t, v in matching if isinstance(v, torch.Tensor) and t.shape == v.shape]
     if tensors is None or not all(_copy_succeeds(*pair) for pair in fitting):
         with _put_back(module, state):
-            return call()
+            result = call()
+            tie_again(module, ties, state)
+            return result
     if len(fitting) != len(tensors) or (strict and len(state) != len(tensors)):
         # torch says what names and shapes do not match before anything is written. What it
         # accepts, such as a checkpoint of an older version, it will accept again.
@@ -326,7 +357,7 @@ def _has_no_overlap(tensor: torch.Tensor) -> bool:
 def _put_back(module: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Keep copies of a module's tensors; put them, and what it held, back if the block raises."""
     modules = list(module.modules())
-    held = [(each, _copy_of_attributes(each)) for each in modules]
+    held = [(each, copy_of_attributes(each)) for each in modules]
     # assign=True gives the parameters of the state the requires_grad of the module's.
     flags = [(v, v.requires_grad) for v in state.values() if isinstance(v, torch.nn.Parameter)]
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
@@ -335,89 +366,7 @@ def _put_back(module: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[Non
             yield
     except BaseException:
         for each, attributes in held:
-            _restore_attributes(each, attributes)
+            restore_attributes(each, attributes)
         for parameter, requires_grad in flags:
             parameter.requires_grad_(requires_grad)
         raise
-
-
-def _copy_of_attributes(obj: object) -> dict[str, Any]:
-    """Copy what an object holds, and the dicts of a module's tensors and modules."""
-    return {
-        name: (value, value.copy()) if isinstance(value, (dict, set)) else (value, None)
-        for name, value in vars(obj).items()
-    }
-
-
-def _restore_attributes(obj: object, attributes: dict[str, Any]) -> None:
-    now = vars(obj)
-    for name in [name for name in now if name not in attributes]:
-        del now[name]
-    for name, (value, contents) in attributes.items():
-        if contents is not None:
-            value.clear()
-            value.update(contents)
-        now[name] = value
-
-
-# ---- optimizers ----
-
-
-def _load_optimizer(
-    call: Callable[[], Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> Any:
-    _compare_shapes(optimizer, state)
-    attributes = _copy_of_attributes(optimizer)
-    groups = [(group, group.copy()) for group in optimizer.param_groups]
-    states = [(each, each.copy()) for each in optimizer.state.values() if isinstance(each, dict)]
-    listed = list(optimizer.param_groups)
-    try:
-        return call()
-    except BaseException:
-        # torch makes new dicts; a hook may have written to the old ones.
-        _restore_attributes(optimizer, attributes)
-        optimizer.param_groups[:] = listed
-        for each, contents in (*groups, *states):
-            each.clear()
-            each.update(contents)
-        raise
-
-
-def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    try:
-        saved = [index for group in state["param_groups"] for index in group["params"]]
-        loaded = dict(state["state"])
-    except (KeyError, TypeError, ValueError):
-        return  # torch says what is missing
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(saved) != len(parameters):
-        return
-    faults = [
-        f"{key} of parameter {index} has shape {tuple(value.shape)}, expected {tuple(expected)}"
-        for index, parameter in zip(saved, parameters, strict=True)
-        for key, value in _tensors_of(loaded.get(index))
-        if (expected := _expected_shape(optimizer, parameter, key)) is not None
-        and value.shape != expected
-    ]
-    if faults:
-        raise ValueError(
-            f"load_state_dict: the state is not that of these parameters of "
-            f"{type(optimizer).__name__}: {'; '.join(faults)}. It belongs to a model of other "
-            "sizes; leave the state of these parameters out, and the optimizer makes it again"
-        )
-
-
-def _tensors_of(entry: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for key, value in entry.items() if isinstance(entry, Mapping) else ():
-        if isinstance(value, torch.Tensor) and value.dim():
-            yield key, value
-
-
-def _expected_shape(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
-) -> torch.Size | None:
-    own = optimizer.state.get(parameter, {}).get(key)
-    if isinstance(own, torch.Tensor):
-        return own.shape
-    known = type(optimizer).__module__.startswith("torch.optim") and key in _LIKE_PARAMETER
-    return parameter.shape if known else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import pickle
 import shutil
@@ -13,16 +15,17 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from torchguard._files import is_replaceable, is_temporary, replace_file
 from torchguard._public import public
 from torchguard._torch import patch, version_of, versions_after, without_torch_function
-from torchguard.checkpoint.whole_file import is_replaceable, is_temporary, replace_file
 from torchguard.errors import SaveError, TornSaveError
-from torchguard.rollback.consistency import tensors_in
+from torchguard.rollback.consistency import is_container, tensors_in
 
 OnTorn = Literal["raise", "retry", "ignore"]
 
 # A zip archive begins with a record and ends with 22 bytes that say where its directory is.
 _ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22
+_MANY = 20_000  # objects, of which most checkpoints have fewer
 _TRIES = 5  # with on_torn="retry": a loop that steps faster than it saves would never end
 
 
@@ -225,26 +228,20 @@ def _write_watched(
             return
 
 
-_Watched = tuple[torch.Tensor, int | None, str]
-"""A tensor, its version counter before it was saved, and its name."""
-
-
 class _Versions:
     """The version counters of the tensors that are saved, from before the first is read."""
 
     def __init__(self, obj: Any) -> None:
+        self._obj = obj
         # The tensors are held, so that no id is used again.
-        self._before: dict[int, _Watched] = {}
+        self._before = {id(each): (each, version_of(each)) for each in _tensors_around(obj)}
         self._saved: dict[int, torch.Tensor] = {}
-        with without_torch_function():
-            for name, tensor in tensors_in(obj, "obj", {}):
-                self._before.setdefault(id(tensor), (tensor, version_of(tensor), name))
 
     def saved(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor is part of what is saved."""
+        """Note that a tensor is part of what is saved; its elements are read later."""
         self._saved[id(tensor)] = tensor
-        name = f"a tensor of shape {tuple(tensor.shape)}"
-        self._before.setdefault(id(tensor), (tensor, version_of(tensor), name))
+        if id(tensor) not in self._before:  # in an object that only pickle looks into
+            self._before[id(tensor)] = tensor, version_of(tensor)
 
     def compare(self, path: str, size: int) -> None:
         """Raise if one of the tensors has been written to since, or is being written to.
@@ -254,7 +251,7 @@ class _Versions:
             size: of the file, in bytes.
         """
         saved = [self._before[key] for key in self._saved]
-        self._raise_if_changed(saved, map(version_of, self._saved.values()), path)
+        self._raise_if_changed(saved, [version_of(tensor) for tensor, _ in saved], path)
         if _another_thread_runs():
             # torch increments a version counter when the operation has ended, and runs it without
             # the GIL. While this thread sleeps with the GIL, those that run end, and none begins.
@@ -263,18 +260,59 @@ class _Versions:
             counted = [each for each in saved if each[1] is not None]
             seconds = min(0.02 + size / 4e9, 0.1)
             with without_torch_function():
-                now = versions_after(seconds, [tensor for tensor, _, _ in counted])
+                now = versions_after(seconds, [tensor for tensor, _ in counted])
             self._raise_if_changed(counted, now, path)
 
-    @staticmethod
-    def _raise_if_changed(saved: list[_Watched], now: Iterable[int | None], path: str) -> None:
-        for (_, before, name), version in zip(saved, now, strict=True):
+    def _raise_if_changed(
+        self,
+        saved: list[tuple[torch.Tensor, int | None]],
+        now: Iterable[int | None],
+        path: str,
+    ) -> None:
+        for (tensor, before), version in zip(saved, now, strict=True):
             if version != before:
                 raise TornSaveError(
-                    f"save: {name} was changed in place while it was being saved, so the file "
-                    f"would have held parts of two states; {path} is as it was. Let the thread "
-                    "that changes it wait, save a copy, or pass on_torn='retry'"
+                    f"save: {_name_of(tensor, self._obj)} was changed in place while it was being "
+                    "saved, so the file would have held parts of two states; "
+                    f"{path} is as it was. Let the thread that changes it wait, save a copy, or "
+                    "pass on_torn='retry'"
                 )
+
+
+def _tensors_around(obj: Any) -> list[torch.Tensor]:
+    """Return the tensors in containers, modules and optimizers, however deep.
+
+    What is in other objects, or behind very many containers, is seen when pickle meets it: an
+    object may have a million of them, and to look at each takes as long as to save it.
+    """
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    candidates = [obj]
+    while candidates and len(seen) < _MANY:
+        inside: list[Any] = []
+        for each in candidates[:_MANY]:
+            kind = _kind(type(each))  # type: ignore[arg-type]  # a class can be hashed
+            if kind is not None and id(each) not in seen:
+                seen.add(id(each))
+                (found if kind is torch.Tensor else inside).append(each)
+        candidates = gc.get_referents(*inside)
+    return found
+
+
+@functools.cache
+def _kind(cls: type) -> type | None:
+    """Return what a class is to :func:`_tensors_around`; None for what has no tensors in it."""
+    kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, tuple, set)
+    return next((kind for kind in kinds if issubclass(cls, kind)), None)
+
+
+def _name_of(tensor: torch.Tensor, obj: Any) -> str:
+    """Say which tensor it is, for an error."""
+    with without_torch_function():
+        names = tensors_in(obj, "obj", {}) if is_container(obj) else ()
+        name = next((name for name, each in names if each is tensor), None)
+        shape = f"{tensor.numel()} elements" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+        return name or f"a tensor of {shape}"
 
 
 def _another_thread_runs() -> bool:
@@ -294,12 +332,13 @@ def _pickle_module_calling(pickle_module: Any, saved: Callable[[torch.Tensor], N
     if not isinstance(base, type):
         return pickle_module
 
+    inherited = getattr(base, "reducer_override", lambda *_: NotImplemented)
+
     class Pickler(base):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor):
                 saved(obj)
-            inherited = getattr(super(), "reducer_override", None)
-            return NotImplemented if inherited is None else inherited(obj)
+            return inherited(self, obj)
 
     module = ModuleType(pickle_module.__name__)
     module.__dict__.update(vars(pickle_module), Pickler=Pickler)

@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 
+DOCUMENTATION = "https://github.com/torchguard/torchguard/tree/main/docs"
+
 
 def positive_int(text: str) -> int:
     """Read an option that counts something, for argparse."""

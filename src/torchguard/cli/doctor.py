@@ -10,11 +10,12 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from torchguard.cli import interrupted, positive_float, positive_int, write
-from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_defects
+from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_defects, built_in_ids
 from torchguard.defects.doctor import (
     DoctorProgress,
     DoctorReport,
@@ -34,10 +35,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "doctor",
         help="show which defects this torch has and whether the guards close them",
-        description="Run the probe of every known defect in a process of its own, on bare torch "
-        "and with the guards, and show a table.",
-        epilog="Exit status: 0 when every live defect that has a guard is closed, 1 when one of "
-        "those is open, 2 on bad usage.",
+        description="Run the probe of every known defect in a process of its own, on bare torch\n"
+        "and with the guards, and show a table. It takes minutes; one id takes seconds.",
+        epilog="examples:\n  python -m torchguard doctor --only resize-locked\n"
+        "  python -m torchguard doctor --family memory --json > report.json\n\n"
+        "Exit status: 0 when every live defect that has a guard is closed, 1 when one of\n"
+        "those is open, 2 on bad usage.\n\n"
+        + textwrap.fill(f"ids: {', '.join(built_in_ids())}", 80, break_on_hyphens=False),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     parser.add_argument(
@@ -83,6 +88,9 @@ def _main(options: argparse.Namespace) -> int:
     elif _draws(sys.stdout):
         width = shutil.get_terminal_size((100, 24)).columns
         write(table(report, width=width, color=_colors(options)))
+    elif sys.stdout.isatty():
+        width = shutil.get_terminal_size((100, 24)).columns
+        write(wrapped(lines(report), width) + "\nfor a table: pip install rich\n")
     else:
         write(lines(report))
     return report.exit_status
@@ -194,6 +202,14 @@ def lines(report: DoctorReport) -> str:
         parts = (one_line(row), detail, guard, _note(row), *row.upstream)
         shown.append("; ".join(filter(None, parts)))
     return "\n".join((*shown, "", *_summary(report), "", *_environment(report.environment), ""))
+
+
+def wrapped(text: str, width: int) -> str:
+    """Fit lines to a terminal; what is left of a line is indented."""
+    return "".join(
+        f"{textwrap.fill(line, width - 1, subsequent_indent='    ', break_on_hyphens=False)}\n"
+        for line in text.splitlines()
+    )
 
 
 def one_line(row: Row) -> str:

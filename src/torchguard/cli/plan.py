@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from torchguard._files import write_text
 from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.fit import costs_of, plans
+from torchguard.bucketing.fit import best_ladders, costs_of
 from torchguard.bucketing.histogram import (
     FORMATS,
     Observed,
@@ -22,6 +23,7 @@ from torchguard.bucketing.histogram import (
 )
 from torchguard.bucketing.steps import epoch_of
 from torchguard.cli import interrupted, positive_int
+from torchguard.errors import SaveError
 
 _COUNTS = 32
 
@@ -72,15 +74,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _main(options: argparse.Namespace) -> int:
     try:
-        _run(options)
-    except (OSError, ValueError, TypeError, ImportError) as error:
+        _print_buckets(options)
+    except (OSError, ValueError, TypeError, ImportError, SaveError) as error:
         options.parser.error(str(error))  # exits with 2
     except KeyboardInterrupt:
         return interrupted("plan")
     return 0
 
 
-def _run(options: argparse.Namespace) -> None:
+def _print_buckets(options: argparse.Namespace) -> None:
     name = "standard input" if options.file == "-" else options.file
     sizes = _read(options, name)
     observed = observe(sizes, name)
@@ -109,7 +111,7 @@ def _run(options: argparse.Namespace) -> None:
         )
         # The table ends at the same largest size, so that its waste can be compared.
         top = buckets.sizes[-1]
-        curve = plans(
+        curve = best_ladders(
             observed,
             _COUNTS,
             cost=options.cost,
@@ -117,7 +119,7 @@ def _run(options: argparse.Namespace) -> None:
             top=top,
             progress=show,
         )
-    costs = [plan.cost for plan in curve]
+    costs = [ladder.cost for ladder in curve]
     # To standard error, if the buckets themselves go to standard output.
     target = sys.stderr if options.json == Path("-") else sys.stdout
     target.write(_report(options, _summary(name, single), observed, buckets, costs))
@@ -126,7 +128,7 @@ def _run(options: argparse.Namespace) -> None:
         if options.json == Path("-"):
             sys.stdout.write(document)
         else:
-            options.json.write_text(document, encoding="utf-8")
+            write_text(options.json, document)
     if options.plot is not None:
         buckets.plot(_histogram(observed), options.plot, cost=options.cost)
 

@@ -16,11 +16,10 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from torchguard.patching.guards import GUARDS, GuardName
-from torchguard.patching.install import install
-
 if TYPE_CHECKING:
     import argparse
+
+    from torchguard.patching.guards import GuardName
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--guards",
         metavar="NAMES",
-        help=f"guards to install, separated by commas, of: {', '.join(GUARDS)} "
+        help="guards to install, separated by commas, as the doctor names them "
         "(default: what install() installs)",
     )
     # Everything after the program's name is the program's, whatever it looks like.
@@ -67,6 +66,9 @@ def _main(options: argparse.Namespace) -> int:
 def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
     if options.guards is None:
         return ()
+
+    from torchguard.patching.guards import GUARDS  # noqa: PLC0415 - imports torch, in seconds
+
     guards = tuple(name.strip() for name in options.guards.split(","))
     unknown = [name for name in guards if name not in GUARDS]
     if unknown:
@@ -93,7 +95,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     else:
         program = _container(path, importer)
         _set_first_path(path)
-    _run(program)
+    _execute(program)
 
 
 def run_module(name: str, arguments: list[str]) -> None:
@@ -101,7 +103,7 @@ def run_module(name: str, arguments: list[str]) -> None:
     sys.argv = ["-m", *arguments]  # what packages imported on the way see, as under `python -m`
     program = _module(name)
     sys.argv[0] = program.file
-    _run(program)
+    _execute(program)
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def _of_spec(spec: importlib.machinery.ModuleSpec, code: types.CodeType) -> _Pro
     return _Program(code, spec.origin or "", spec.loader, spec, spec.cached)
 
 
-def _run(program: _Program) -> None:
+def _execute(program: _Program) -> None:
     """Make the program ``__main__`` and run it."""
     module = types.ModuleType("__main__")
     module.__dict__.update(
@@ -237,6 +239,8 @@ def install_everywhere(guards: tuple[GuardName, ...]) -> None:
     that was done before it ran. What multiprocessing sends it first is a dictionary; an entry
     of that which installs when it is unpickled comes before the program's own imports.
     """
+    from torchguard.patching.install import install  # noqa: PLC0415 - imports torch, in seconds
+
     install(*guards)
     original = spawn.get_preparation_data
 

@@ -7,11 +7,13 @@ loads to one :class:`Defect` or to an iterable of them. A plug-in that can't be 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Literal, get_args
 
 Family = Literal["memory", "compile", "gradient"]
@@ -121,6 +123,25 @@ def find(identifier: str) -> Defect:
             if isinstance(row, Defect) and row.id == identifier:
                 return row
     raise LookupError(f"the catalog has no defect called {identifier!r}")
+
+
+def built_in_ids() -> list[str]:
+    """Return the ids of torchguard's own defects, by name, without importing torch.
+
+    They are the functions of ``probes/`` that a decorator makes a defect of.
+    """
+    folder = Path(__file__).parent / "probes"
+    functions = [
+        node
+        for file in folder.glob("[!_]*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return sorted(
+        function.name.replace("_", "-")
+        for function in functions
+        if function.decorator_list and not function.name.startswith("_")
+    )
 
 
 def built_in() -> list[Defect | BrokenDefect]:

@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
+from torchguard._files import write_text
 from torchguard.defects.catalog import CALLED_GUARDS, Defect, NotRunHere, built_in, error_text, find
 
 _LOOK = 1.0  # seconds after which processes are looked at even if nothing was reported
@@ -413,9 +414,7 @@ def run_task(task: Task, verdict_path: Path, log_path: Path, channel: int | None
         traceback.print_exc()  # into the log of this process
         verdict = Verdict("broken", error_text(error))
     # A probe may die while it writes elsewhere; half a verdict must not look like one.
-    unfinished = verdict_path.with_suffix(".part")
-    unfinished.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
-    unfinished.replace(verdict_path)
+    write_text(verdict_path, json.dumps(asdict(verdict)), fsync=False)
     sys.stdout.flush()
     sys.stderr.flush()
     # What the probe has spoiled must not crash the interpreter's shutdown: the verdict is in.

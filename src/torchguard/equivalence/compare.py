@@ -21,12 +21,12 @@ class Tolerance(NamedTuple):
     """How far a value may be off: the sum of the three."""
 
     relative: float = 0.0
-    """As a share of the value."""
+    """The part that is a share of the value."""
 
     absolute: float = 0.0
 
     of_largest: float = 0.0
-    """As a share of the largest value of the tensor."""
+    """The part that is a share of the tensor's largest value."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Policy:
     """What counts as a difference."""
 
     tolerances: Mapping[torch.dtype | None, Tolerance]
-    """By floating-point dtype, that of the parts of complex numbers; None: every other one."""
+    """A tolerance for each floating-point dtype (of complex numbers, that of their parts); under
+    None, that of every other dtype."""
 
     metadata: bool
     """Whether dtypes, devices, strides and shared memory have to be the same too."""
@@ -62,7 +63,7 @@ COMPILING = Policy(
     },
     metadata=True,
 )
-"""For a compiled graph: the same operations in another order."""
+"""The policy for a compiled graph: the same operations in another order."""
 
 PADDING = Policy(
     # Sums over a padded length are taken in another order, and what is small may be a
@@ -77,7 +78,7 @@ PADDING = Policy(
     metadata=False,
     gradient_floor=1e-2,
 )
-"""For a padded call: the same operations on longer tensors, whose outputs were cut."""
+"""The policy for a padded call: the same operations on longer tensors, whose outputs were cut."""
 
 _MULTIPLE = 4.0
 """How many times eager's own rounding error a compiled result may be off."""
@@ -101,16 +102,16 @@ class Difference:
     what: str
     kind: Literal["error", "value", "shape", "metadata", "strides", "memory", "numbers"]
     largest: float = 0.0
-    """Of numbers, the largest absolute difference; it may be infinite or NaN."""
+    """The largest absolute difference of numbers; it may be infinite or NaN."""
 
     scale: float = 0.0
-    """Of numbers, the largest finite one of the reference."""
+    """The largest finite number of the reference."""
 
     finite: bool = False
     """Whether it is one of numbers, and each of them is finite, or not, in both."""
 
     strides: tuple[int, ...] | None = None
-    """Of an output whose strides alone have been compared so far, those of the reference."""
+    """The reference's strides, where those of an output are all that has been compared so far."""
 
     def __str__(self) -> str:
         return f"{_NAMES[self.part].format(self.key)}: {self.what}"

@@ -25,6 +25,7 @@ from torchguard._torch import (
 )
 from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.outcome import Gradient, Outcome
+from torchguard.equivalence.reference import reference_of
 
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
 
@@ -44,7 +45,7 @@ class Copies:
     """What to call the graph with."""
 
     sources: list[Any]
-    """For every value where its gradient arrives, or None: taken before the run writes to it."""
+    """Where each value's gradient arrives: a tensor, taken before the run writes to it, or None."""
 
 
 def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -290,8 +291,10 @@ def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]
 def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:
     outcome = Outcome(inputs=copies.values)
     given = copies.values[owned:]
-    # Called as a module, a graph that raises prints a traceback of its own.
-    called = function.forward if isinstance(function, fx.GraphModule) else function
+    called = function
+    if isinstance(function, fx.GraphModule):
+        # Not warned of here: a warning may be an error, and that is none of the graph's.
+        called = reference_of(function, outcome.overlaps.append)
     with isolated() as has_drawn:
         before = [
             (place, value, version_of(value), value.grad_fn)

@@ -34,6 +34,7 @@ from torchguard.equivalence.outcome import (
     counted,
     send_backward,
 )
+from torchguard.equivalence.reference import OperandsFirst
 
 
 @contextlib.contextmanager
@@ -67,7 +68,7 @@ class ThreadModes(NamedTuple):
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    """Of each device, whether it is on and to which dtype it casts."""
+    """For each device, whether autocast is on and to which dtype it casts."""
 
     caches: bool
     nesting: int
@@ -111,12 +112,12 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
     Scopes that follow each other draw the same numbers. Yields a function that returns whether
     torch has drawn any.
     """
-    generators = rng_generators()
+    generators = all_generators()
     states = [get_state() for get_state, _ in generators]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one
+    of_torch = len(generators) - 2
 
     def has_drawn() -> bool:
-        pairs = zip(states, generators, strict=True)
+        pairs = zip(states[:of_torch], generators, strict=False)
         return any(not torch.equal(state, get_state()) for state, (get_state, _) in pairs)
 
     try:
@@ -124,11 +125,16 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
     finally:
         for state, (_, set_state) in zip(states, generators, strict=True):
             set_state(state)
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
 
 
-_Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]
+_Generator = tuple[Callable[[], Any], Callable[[Any], None]]
+"""Reads where a generator stands, and sets it back there."""
+
+
+def all_generators() -> list[_Generator]:
+    """Return those of torch, the CPU's first, and then the global ones of Python and numpy."""
+    numpy = functools.partial(np.random.get_state, legacy=False), np.random.set_state
+    return [*rng_generators(), (random.getstate, random.setstate), numpy]
 
 
 def rng_generators() -> list[_Generator]:
@@ -203,7 +209,7 @@ _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 def _restore_in_order(changed: dict[int, Any], before: dict[int, Any]) -> None:
-    """Likewise, where the order counts: hooks run in that in which they were registered."""
+    """Put a table back in its order: hooks run in the order in which they were registered."""
     removed = before.keys() - changed.keys()
     _restore(changed, before)
     if removed:
@@ -239,7 +245,7 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 Observers = Mapping[str, Callable[[str, Any, Any], None]]
-"""By the name of an operator, in place or not, what is called with its arguments before it runs."""
+"""What is called with an operator's arguments before it runs, by its name, in place or not."""
 
 
 class UndoMutations(TorchDispatchMode):
@@ -389,7 +395,7 @@ def run_undoing_mutations(
     buffers = _buffers_of(modules)
     with isolated(modules):
         try:
-            with watch:
+            with watch, OperandsFirst():
                 returned = function(*given.args, **given.kwargs)
             watch.observers = {}
             structure, outputs = read(returned)

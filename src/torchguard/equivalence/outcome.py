@@ -36,12 +36,12 @@ class Given(NamedTuple):
     """What a function is called with."""
 
     leaves: list[Any]
-    """Of the arguments; a write to one counts as the mutation of an input."""
+    """The leaves of the arguments; a write to one counts as the mutation of an input."""
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     sources: Mapping[int, torch.Tensor]
-    """Where gradients arrive, by position: leaves of autograd's graph in place of the caller's
-    tensors, so that a gradient does not run on into what made these."""
+    """The tensors at which gradients arrive, by position: leaves of autograd's graph in place of
+    the caller's tensors, so that a gradient does not run on into what made these."""
 
 
 class Output(NamedTuple):
@@ -64,10 +64,11 @@ class Outcome:
     """The inputs after the run; empty if its mutations were undone."""
 
     gradients: dict[Hashable, Gradient] = field(default_factory=dict)
-    """By position of an input, or by ``("leaf", id)`` of another; empty if none is computed."""
+    """Gradients by the position of an input, or by ``("leaf", id)`` of another leaf; empty if none
+    is computed."""
 
     buffers: dict[str, Buffer] = field(default_factory=dict)
-    """By name, those that the run has written; they are as before again."""
+    """The buffers that the run has written, by name; in the module they are as before again."""
 
     sharing: frozenset[tuple[str, str]] = frozenset()
     """Pairs of an output and an input or another output that overlap in memory."""
@@ -80,6 +81,9 @@ class Outcome:
 
     operators: frozenset[str] = frozenset()
     """The names of the operators that ran, where they were watched."""
+
+    overlaps: list[Any] = field(default_factory=list)
+    """The calls of a reference whose operands overlapped what they wrote, for ``warn_of``."""
 
     error: Exception | None = None
     """What the run has raised."""

@@ -125,9 +125,9 @@ def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Call
         _refuse_or_warn("asarray", "raise" if options.get("copy") is False else readonly)
         if is_array:
             return original(obj.copy(order="K"), **options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is not writable: it is copied
+        if hasattr(obj, "__dlpack__"):  # torch asks for it first, and does not warn
             return original(obj, **{**options, "copy": True})
+        return original(_writable_copy(obj), **options)
 
     return asarray
 
@@ -150,12 +150,16 @@ def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> C
         if not view.readonly:
             return original(view, **options)
         _refuse_or_warn("frombuffer", readonly)
-        requires_grad = options.pop("requires_grad", False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is not writable: it is copied
-            return original(view, **options).clone().requires_grad_(requires_grad)
+        return original(_writable_copy(view), **options)
 
     return frombuffer
+
+
+def _writable_copy(buffer: Any) -> Any:
+    """Return a copy that torch may look at: of a read-only buffer it warns, copied or not."""
+    with memoryview(buffer) as view:
+        # torch refuses another order of the elements, and says so.
+        return bytearray(view) if view.c_contiguous else buffer
 
 
 _CONVERSIONS: dict[str, Callable[..., Callable[..., Any]]] = {
@@ -258,12 +262,5 @@ def changed() -> None:
 
 
 def not_needed() -> str | None:
-    """Try the defect: why the guard is not needed, or None if it is."""
-    array = np.zeros(1)
-    array.flags.writeable = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tensor = patch.original("torch.from_numpy")(array)
-    if np.shares_memory(patch.original("torch.Tensor.numpy")(tensor), array):
-        return None
-    return "a tensor made from a read-only array is a copy on this torch"
+    """Return None: every release so far has the defects, and to try the first makes torch warn."""
+    return None

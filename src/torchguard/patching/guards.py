@@ -36,14 +36,26 @@ from torchguard.checkpoint.saving import (
     guard_save_file,
     guard_serialize_file,
 )
+from torchguard.checkpoint.ties import guard_to_empty
 from torchguard.interop import numpy_memory
+from torchguard.rollback import overlap, recompute
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
 from torchguard.transactions import hooks as optimizer_guard
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
-    "load", "numpy", "optimizer", "out", "resize", "save", "setitem", "slice_scatter", "verified"
+    "load",
+    "numpy",
+    "optimizer",
+    "out",
+    "overlap",
+    "recompute",
+    "resize",
+    "save",
+    "setitem",
+    "slice_scatter",
+    "verified",
 ]
 """The names that ``install()`` takes: the keys of :data:`GUARDS`, for type checkers."""
 
@@ -63,7 +75,7 @@ class Guard:
     """Whether it has to wait until something imports Dynamo; it is tried again then."""
 
     in_modules: Mapping[str, Mapping[str, patch.Make]] = field(default_factory=dict)
-    """By module that may be imported later, paths to patch as soon as it is."""
+    """Paths to patch as soon as a module is imported, by that module's name."""
 
     changed: Callable[[], None] = lambda: None
     """Called after the guard's paths were patched or put back."""
@@ -175,6 +187,31 @@ _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
 }
 
 
+def _dcp(name: str) -> patch.Make:
+    """Return what makes the guard; its module imports torch.distributed.checkpoint."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        from torchguard.checkpoint import sharded  # noqa: PLC0415
+
+        guarded: Callable[..., Any] = getattr(sharded, name)(original)
+        return guarded
+
+    return make
+
+
+# Both names, once the package is imported: it imports its modules, and what they define, itself.
+_DCP = "torch.distributed.checkpoint"
+
+
+def _dcp_paths(name: str, module: str) -> Mapping[str, Mapping[str, patch.Make]]:
+    make = _dcp(f"guard_dcp_{name}")
+    return {_DCP: {f"{_DCP}.{name}": make, f"{_DCP}.{module}.{name}": make}}
+
+
+_SAVE_IN_PACKAGES = {**_SAVE_IN_PACKAGES, **_dcp_paths("save", "state_dict_saver")}
+_LOAD_IN_PACKAGES = _dcp_paths("load", "state_dict_loader")
+
+
 def _save_not_needed() -> str | None:
     """Save twice: a file that is replaced is another file afterwards."""
     save = patch.original("torch.save")
@@ -192,6 +229,7 @@ def _save_not_needed() -> str | None:
 _LOAD = {
     "torch.load": guard_load,
     "torch.nn.Module.load_state_dict": guard_module_load,
+    "torch.nn.Module.to_empty": guard_to_empty,
     "torch.optim.Optimizer.load_state_dict": guard_optimizer_load,
 }
 
@@ -216,6 +254,7 @@ GUARDS: dict[str, Guard] = {
         Guard(
             "out", _out_replacements, _out_not_needed, in_modules={_QUANTIZATION: _IN_QUANTIZATION}
         ),
+        Guard("overlap", overlap.replacements, overlap.not_needed, changed=overlap.changed),
         Guard("setitem", setitem_replacements, setitem_not_needed, patches_dynamo=True),
         Guard(
             "slice_scatter",
@@ -231,7 +270,7 @@ GUARDS: dict[str, Guard] = {
             _save_not_needed,
             in_modules=_SAVE_IN_PACKAGES,
         ),
-        Guard("load", lambda: _LOAD, _load_not_needed),
+        Guard("load", lambda: _LOAD, _load_not_needed, in_modules=_LOAD_IN_PACKAGES),
         Guard(
             "numpy",
             numpy_memory.replacements,
@@ -243,6 +282,12 @@ GUARDS: dict[str, Guard] = {
             optimizer_guard.replacements,
             optimizer_guard.not_needed,
             changed=optimizer_guard.changed,
+        ),
+        Guard(
+            "recompute",
+            recompute.replacements,
+            recompute.not_needed,
+            in_modules=recompute.IN_MODULES,
         ),
     )
 }

@@ -98,13 +98,18 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         eager before it is trusted, as ``verified()`` does.
         ``"save"``: ``torch.save``, safetensors' ``save_file`` and ``save_model``, and what writes
         through fsspec, as Lightning does, replace a file whole or not at all, as ``save()`` does.
+        ``dcp.save`` onto a link of ``checkpoint_folder`` replaces it whole, and onto any other
+        checkpoint raises.
         ``"load"``: ``torch.load`` says what is wrong with a file, as ``load()`` does, and
-        ``load_state_dict`` of modules and optimizers loads whole or not at all.
+        ``load_state_dict`` of modules and optimizers loads whole or not at all. Tied parameters
+        stay tied, in ``Module.to_empty`` too. ``dcp.load`` compares first, as ``load_sharded``.
         ``"optimizer"``: an optimizer's ``step()`` that raises has changed nothing. Fused kernels
         are called with state that is made and checked before; for any other step the parameters
         and the state are copied, where half of the free memory is enough for it.
         Fused kernels on the CPU get copies of what they misread: other layouts of gradients and
         state, and half precision in SGD.
+        ``"recompute"``: a block under ``torch.utils.checkpoint`` runs in backward as it ran the
+        first time, as :func:`safe_checkpoint` says, whoever has imported ``checkpoint`` before.
         ``"numpy"``: a tensor never writes to a read-only array or buffer, ``frombuffer`` keeps
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 

@@ -144,7 +144,7 @@ def rollback_on_error(
         data: copy the elements on entry and put them back on failure.
 
     Raises:
-        TypeError: one of ``objects`` is none of these.
+        TypeError: there are no ``objects``, or one is none of these.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
 
@@ -161,6 +161,11 @@ def rollback_on_error(
     """
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
+    if not objects:
+        raise TypeError(
+            "rollback_on_error: there is nothing to put back, expected what the block changes: "
+            "`with torchguard.rollback_on_error(tensor, module):`"
+        )
     for position, each in enumerate(objects):
         if not isinstance(each, torch.Tensor):
             require_container(each, f"rollback_on_error: objects[{position}]")

@@ -26,7 +26,6 @@ from torchguard.rollback.snapshot import (
 _ELEMENTS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 
 
-@public
 def is_consistent(tensor: torch.Tensor) -> bool:
     """Whether every element of ``tensor`` lies inside its storage.
 
@@ -157,14 +156,15 @@ def _strided_fault(tensor: torch.Tensor) -> str | None:
 
 def require_container(obj: object, name: str) -> None:
     """Raise where :func:`tensors_in` looks for no tensors."""
-    if not isinstance(obj, torch.Tensor) and not _is_container(obj):
+    if not isinstance(obj, torch.Tensor) and not is_container(obj):
         raise TypeError(
             f"{name} is of type {type(obj).__name__}, expected a tensor, a module, an optimizer, "
             "or a dict, list, tuple or data class of these"
         )
 
 
-def _is_container(obj: object) -> bool:
+def is_container(obj: object) -> bool:
+    """Whether :func:`tensors_in` looks for tensors inside."""
     return isinstance(
         obj, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, set, frozenset)
     ) or (dataclasses.is_dataclass(obj) and not isinstance(obj, type))
@@ -185,7 +185,7 @@ def tensors_in(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[s
         return
     seen[id(obj)] = obj
     for step, child in _children(obj):
-        if isinstance(child, torch.Tensor) or _is_container(child):
+        if isinstance(child, torch.Tensor) or is_container(child):
             yield from tensors_in(child, path + step, seen)
 
 

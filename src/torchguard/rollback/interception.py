@@ -31,8 +31,7 @@ from torchguard._torch import (
     overriding,
     patch,
 )
-from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
-from torchguard.rollback.mutation import (
+from torchguard._torch.mutation import (
     DUNDERS,
     KEEP_SHAPE,
     Writes,
@@ -40,11 +39,13 @@ from torchguard.rollback.mutation import (
     writes_statistics,
     written_tensors,
 )
+from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
 from torchguard.rollback.operation import Operation, lacks_allocator, undo_out, undo_write
+from torchguard.rollback.overlap import cloned
 from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
 from torchguard.rollback.snapshot import capture
 
-_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
+NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
 _REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_, "set_": refuse_set_}
 _NOT_SHOWN = "set_"  # the one method that torch shows to no subclass and no mode
 # x &= y and the other bitwise ones are left out: they check everything before they write, and a
@@ -74,14 +75,17 @@ class Scope:
     everywhere when it is left.
     """
 
-    __slots__ = ("around", "data", "open", "owner", "plain")
+    __slots__ = ("around", "data", "open", "overlap", "owner", "plain")
 
-    def __init__(self, *, data: bool, owner: object, around: Scope | None) -> None:
+    def __init__(
+        self, *, data: bool, owner: object, around: Scope | None, overlap: bool = False
+    ) -> None:
         self.data = data
+        self.overlap = overlap
         self.owner = owner
         self.around = around
         self.open = True
-        self.plain: bool = not data and (around is None or around.plain)
+        self.plain: bool = not (data or overlap) and (around is None or around.plain)
         """Open, and no scope around it asks for copies: the common case, in one attribute."""
 
     def copies(self) -> bool | None:
@@ -95,6 +99,13 @@ class Scope:
                 found = False
             scope = scope.around
         return found
+
+    def copies_operands(self) -> bool:
+        """Whether operands that overlap what is written are copied first, here or around it."""
+        scope: Scope | None = self
+        while scope is not None and not (scope.open and scope.overlap):
+            scope = scope.around
+        return scope is not None
 
 
 _innermost: ContextVar[Scope | None] = ContextVar("torchguard.rollback", default=None)
@@ -111,9 +122,9 @@ def innermost_open(owner: object = None) -> Scope | None:
     return scope
 
 
-def enter(*, data: bool, owner: object) -> Scope:
+def enter(*, data: bool, owner: object, overlap: bool = False) -> Scope:
     """Open a scope in this context."""
-    scope = Scope(data=data, owner=owner, around=innermost_open())
+    scope = Scope(data=data, owner=owner, around=innermost_open(), overlap=overlap)
     _innermost.set(scope)
     return scope
 
@@ -125,7 +136,7 @@ def leave(scope: Scope) -> None:
     while inner is not None:
         if inner.around is scope:
             inner.around = scope.around
-        inner.plain = inner.open and inner.copies() is False
+        inner.plain = inner.open and inner.copies() is False and not inner.copies_operands()
         inner = inner.around
     _innermost.set(innermost_open())
 
@@ -171,7 +182,7 @@ def overlays() -> tuple[patch.Overlay, ...]:
 def _modules() -> list[patch.Overlay]:
     return [
         ModuleOverlay(module, makes, current)
-        for module in (*_NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
+        for module in (*NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
         if (makes := dict(_functions(module)))
     ]
 
@@ -179,11 +190,11 @@ def _modules() -> list[patch.Overlay]:
 def _methods() -> Iterator[tuple[str, patch.Make]]:
     for name in dir(torch.Tensor):
         if name in _OPERATORS or (name.endswith("_") and not name.endswith("__")):
-            shown = None if name == _NOT_SHOWN else _shown(name)
+            shown = None if name == _NOT_SHOWN else shown_for(name)
             yield name, functools.partial(_guard_method, name, shown)
 
 
-def _shown(name: str) -> Any:
+def shown_for(name: str) -> Any:
     """Return what a subclass is shown for a method: for ``__iadd__`` that is ``add_``."""
     method = getattr(torch.Tensor, name)
     if name not in DUNDERS or name == "__setitem__":
@@ -229,7 +240,7 @@ def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback
     is_operator = name in _OPERATORS and name != "__setitem__"
     takes_index = name in {"__setitem__", "index_put_"}
 
-    def method(*args: Any, **kwargs: Any) -> Any:  # noqa: C901  in one frame: see above
+    def method(*args: Any, **kwargs: Any) -> Any:  # noqa: C901, PLR0912  in one frame: see above
         call = original
         if (
             has_torch_function(args)
@@ -241,10 +252,12 @@ def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback
                 and has_torch_function(args[1])
             )
         ) and shown is not None:
-            call = _show(shown, args, kwargs, is_operator=is_operator)
+            call = show_overriding(shown, args, kwargs, is_operator=is_operator)
         scope = current()
         if scope is None or not args:
             return call(*args, **kwargs)
+        if not scope.plain and scope.copies_operands():
+            args, kwargs = cloned(original, args, kwargs)
         saved = None
         if not (
             short
@@ -292,7 +305,7 @@ def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback
 
 
 class _Elements(NamedTuple):
-    """As :class:`Operation`, for a call that changes no shape: nothing is read before it."""
+    """A call that writes and changes no shape: unlike :class:`Operation`, it reads nothing."""
 
     writes: Writes
     args: tuple[Any, ...]
@@ -357,6 +370,8 @@ def _undoing(original: Callable[..., Any], begin: _Begin) -> Callable[..., Any]:
 
     def function(*args: Any, **kwargs: Any) -> Any:
         scope = current()
+        if scope is not None and not scope.plain and scope.copies_operands():
+            args, kwargs = cloned(original, args, kwargs)
         operation = None if scope is None else begin(scope, args, kwargs)
         if operation is None:
             return original(*args, **kwargs)
@@ -379,7 +394,7 @@ def _undoing(original: Callable[..., Any], begin: _Begin) -> Callable[..., Any]:
     return function
 
 
-def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:  # noqa: C901  in one frame
     """Guard a function that writes to ``out=``, and to nothing else."""
 
     def function(*args: Any, out: Any = None, **kwargs: Any) -> Any:
@@ -401,6 +416,9 @@ def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         data = None if scope is None else scope.copies()
         if data is None:
             return original(*args, out=out, **kwargs)
+        if scope is not None and scope.copies_operands():
+            args, kwargs = cloned(original, args, {**kwargs, "out": out})
+            del kwargs["out"]
         operation = Operation(None, args, {**kwargs, "out": out}, data=data and not is_recorded())
         try:
             try:
@@ -435,7 +453,7 @@ def _script_outside(original: Callable[..., Any]) -> Callable[..., Any]:
 _operator_writes = functools.lru_cache(maxsize=4096)(writes_of)
 
 
-def _show(
+def show_overriding(
     shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_operator: bool
 ) -> Callable[..., Any]:
     """Return what calls ``__torch_function__`` as torch does."""

@@ -24,10 +24,12 @@ Nothing here costs anything as long as nothing fails.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -54,6 +56,19 @@ def finish(undo: Callable[..., None], *args: Any) -> None:
         raise interrupt
 
 
+_failures: ContextVar[list[str] | None] = ContextVar("torchguard.rollback.failures", default=None)
+
+
+@contextlib.contextmanager
+def failures_in(found: list[str]) -> Iterator[None]:
+    """Let :func:`retry_or_warn` append what it would warn of, in this thread or task."""
+    token = _failures.set(found)
+    try:
+        yield
+    finally:
+        _failures.reset(token)
+
+
 def retry_or_warn(step: Callable[..., None], *args: Any, failure: str) -> None:
     """Call ``step(*args)``; if torch refuses it, warn with ``failure`` and go on.
 
@@ -67,7 +82,11 @@ def retry_or_warn(step: Callable[..., None], *args: Any, failure: str) -> None:
         try:
             step(*args)
         except Exception as error:  # noqa: BLE001  whatever it is, see above
-            warnings.warn(f"{failure}: {error}", RuntimeWarning, stacklevel=4)
+            found = _failures.get()
+            if found is None:
+                warnings.warn(f"{failure}: {error}", RuntimeWarning, stacklevel=4)
+            else:
+                found.append(f"{failure}: {error}")
         else:
             if not isinstance(first, RuntimeError):
                 raise first

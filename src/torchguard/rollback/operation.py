@@ -21,9 +21,9 @@ from torchguard._torch import (
     version_of,
     without_torch_function,
 )
+from torchguard._torch.mutation import Writes, out_tensors, writes_statistics, written_tensors
 from torchguard.errors import NonResizableStorageError
 from torchguard.rollback.interrupts import finish
-from torchguard.rollback.mutation import Writes, out_tensors, writes_statistics, written_tensors
 from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture, read_stride_and_offset
 
 

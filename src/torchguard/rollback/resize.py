@@ -323,7 +323,7 @@ def _begin_set(
     kwargs: dict[str, Any],
     operation: str = "set_",
 ) -> Snapshot:
-    """As :func:`_begin`, for the storage the tensor is to get."""
+    """Check a call of ``set_`` and take a snapshot; the storage is the one that the tensor gets."""
     _require_tensor(tensor, operation)
     saved = capture(tensor)
     # A whole storage or tensor fits itself.

@@ -94,13 +94,13 @@ def _remove_overlays(*, inert: bool) -> None:
 class Guarded(contextlib.ContextDecorator):
     """What :func:`guarded` returns: a context manager and a decorator, usable again and again."""
 
-    def __init__(self, *, data: bool) -> None:
-        self._data = data
+    def __init__(self, *, data: bool, overlap: bool) -> None:
+        self._data, self._overlap = data, overlap
         self._entered: list[Scope] = []
 
     def __enter__(self) -> None:
         _begin()
-        self._entered.append(interception.enter(data=self._data, owner=self))
+        self._entered.append(interception.enter(data=self._data, owner=self, overlap=self._overlap))
 
     def __exit__(
         self,
@@ -179,11 +179,11 @@ class Guarded(contextlib.ContextDecorator):
 
 
 @overload
-def guarded(function: _Function, /, *, data: bool = False) -> _Function: ...
+def guarded(function: _Function, /, *, data: bool = False, overlap: bool = False) -> _Function: ...
 @overload
-def guarded(function: None = None, /, *, data: bool = False) -> Guarded: ...
+def guarded(function: None = None, /, *, data: bool = False, overlap: bool = False) -> Guarded: ...
 @public
-def guarded(function: Any = None, /, *, data: bool = False) -> Any:
+def guarded(function: Any = None, /, *, data: bool = False, overlap: bool = False) -> Any:
     """Make every operation in a scope exception-safe, each ``out=`` variant included.
 
     Equals the same code without the scope as long as nothing fails: same results,
@@ -216,6 +216,8 @@ def guarded(function: Any = None, /, *, data: bool = False) -> Any:
         data: also put the elements back, and then the version counter. Whatever
             an operation is about to write in place is copied first, every time:
             that costs its memory once more and the time of a ``clone()``.
+        overlap: compute an operation that reads what it writes (``x -= x[:, :1]``) as if its
+            operands were copied first, as ``install("overlap")`` does for the whole process.
 
     Raises:
         NonResizableStorageError: a tensor in shared memory would have to grow;
@@ -237,7 +239,8 @@ def guarded(function: Any = None, /, *, data: bool = False) -> Any:
     # Not is_compiling(): that is True as well while another thread compiles.
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext() if function is None else function
-    return Guarded(data=data) if function is None else Guarded(data=data)(function)
+    scope = Guarded(data=data, overlap=overlap)
+    return scope if function is None else scope(function)
 
 
 # ---- torch.compile ----
@@ -256,10 +259,10 @@ def guarded(function: Any = None, /, *, data: bool = False) -> Any:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.frame: FrameType | None = None
-        """Where the compiled code began in which this thread is."""
+        """The frame at which the compiled code began that this thread is in."""
 
         self.scope: Scope | None = None
-        """The innermost scope there."""
+        """The innermost scope at that frame."""
 
 
 _thread = _Thread()

@@ -16,11 +16,13 @@ from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.state import TrainingState
 from torchguard.transactions.step import Transaction
 
+_MISSING: Any = object()
+
 
 @public
 def transaction(
     model: nn.Module | Iterable[nn.Module],
-    optimizer: Optimizer | Iterable[Optimizer],
+    optimizer: Optimizer | Iterable[Optimizer] = _MISSING,
     scaler: Any = None,
     scheduler: Any = None,
     *,
@@ -84,17 +86,28 @@ def transaction(
         ...     print(model.weight.grad)
         None
     """
+    if optimizer is _MISSING:
+        raise TypeError(
+            "transaction: optimizer is missing, expected transaction(model, optimizer): "
+            "step = torchguard.transaction(model, optimizer)"
+        )
     models = _several(model, nn.Module, "model")
     optimizers = [_innermost(each) for each in _several(optimizer, Optimizer, "optimizer")]
     if undo not in get_args(Undo):
         raise ValueError(f"transaction: undo is {undo!r}, expected one of {get_args(Undo)}")
     for each in models:
         _refuse_model(each)
+    own = {id(parameter) for each in models for parameter in each.parameters()}
     for each in optimizers:
         if isinstance(each, torch.optim.LBFGS):
             raise TypeError(
                 "transaction: LBFGS runs forward and backward many times inside step(), so there "
                 "is no point at which its step is prepared and not begun"
+            )
+        if not any(id(p) in own for group in each.param_groups for p in group["params"]):
+            raise ValueError(
+                f"transaction: {type(each).__name__} has no parameter of the model, whose step it "
+                "would be: make it from model.parameters(), after the model was replaced or moved"
             )
     _require("scaler", _several(scaler), "unscale_", "a torch.amp.GradScaler")
     if skip_nonfinite and scaler is not None and scaler.is_enabled():
@@ -136,7 +149,8 @@ def _require(name: str, values: Iterable[Any], method: str, expected: str) -> No
     for value in values:
         if not hasattr(value, method):
             found = f"{name} is of type {type(value).__name__}"
-            raise TypeError(f"transaction: {found}, expected {expected}")
+            hint = "; a scheduler goes by its name: scheduler=" if hasattr(value, "step") else ""
+            raise TypeError(f"transaction: {found}, expected {expected}{hint}")
 
 
 def _saved(also: Any) -> list[Any]:
@@ -173,8 +187,10 @@ def _refuse_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, kinds):
             raise TypeError(
-                f"transaction: {name or 'model'} is sharded by FSDP, whose parameters lie on "
-                "several ranks; only whole parameters can be put back"
+                f"transaction: {name or 'model'} is sharded by FSDP. When a rank fails, its peers "
+                "wait inside a collective that Python can't revoke, so no rank can be put back. "
+                "Save with checkpoint_folder(group=) every so many steps, compare copies with "
+                "replicas_agree, and load_sharded after a restart"
             )
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):

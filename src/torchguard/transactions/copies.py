@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import operator
 import pickle
 import random
-import struct
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -110,10 +109,17 @@ class Containers:
 
     Goes into dicts, lists, tuples and sets, and into what holds state of its own inside a
     scheduler (another scheduler, a schedule that ``LambdaLR`` calls), but not into modules and
-    optimizers.
+    optimizers. ``into`` says of other objects whether to go into their attributes.
     """
 
-    def __init__(self, roots: Iterable[Any], *, skip: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        *,
+        skip: Iterable[Any] = (),
+        into: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self._into = _has_state if into is None else into
         self.copies: list[tuple[Any, Any]] = []
         self.tensors: list[Snapshot] = []
         seen = set(map(id, skip))
@@ -136,9 +142,13 @@ class Containers:
             return node
         elif isinstance(node, set):
             self.copies.append((node, set(node)))
+        elif isinstance(node, np.ndarray):
+            self.copies.append((node, node.copy()))
+        elif isinstance(node, torch.Generator):
+            self.copies.append((node, node.get_state()))
         elif isinstance(node, tuple):
             return node
-        elif _has_state(node):
+        elif self._into(node):
             return (vars(node),)
         return ()
 
@@ -151,7 +161,11 @@ class Containers:
 
 
 _ATOMS = {int, float, bool, str, bytes, type(None), complex}
-_STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType)
+_STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType)
+
+
+def _has_attributes(node: Any) -> bool:
+    return not isinstance(node, _STATELESS) and hasattr(node, "__dict__")
 
 
 def _has_state(node: Any) -> bool:
@@ -159,10 +173,8 @@ def _has_state(node: Any) -> bool:
 
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py#L352
     """
-    return (
-        not isinstance(node, _STATELESS)
-        and hasattr(node, "__dict__")
-        and (callable(node) or (hasattr(node, "state_dict") and hasattr(node, "load_state_dict")))
+    return _has_attributes(node) and (
+        callable(node) or (hasattr(node, "state_dict") and hasattr(node, "load_state_dict"))
     )
 
 
@@ -180,6 +192,10 @@ def restore_container(container: Any, before: Any) -> None:
         if container != before:
             container.clear()
             container.update(before)
+    elif isinstance(container, np.ndarray):
+        container[...] = before
+    elif isinstance(container, torch.Generator):
+        container.set_state(before)
     elif not same_objects(list(container), before):
         container.clear()
         container.extend(before)
@@ -204,25 +220,39 @@ def comparison_of(values: Iterable[Any]) -> Callable[[Any, Any], bool]:
 
 
 class StateContainers:
-    """The dicts of an optimizer's state, each with a shallow copy."""
+    """The dicts of an optimizer's state, each with a shallow copy, and what else is in it.
+
+    torch's optimizers keep a dict of tensors and numbers for each parameter. Others keep a tensor
+    there, a number under a name, or lists and objects in the dict.
+    """
 
     lists: FusedLists | None = None
     """The lists of a fused step, made from this state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         state = optimizer.state
-        self._entries = list(state.values())
+        values = list(state.values())
+        self._entries = [each for each in values if isinstance(each, dict)]
         self._entry_copies = list(map(dict.copy, self._entries))
         # Optimizers that are not torch's may count steps in a number of Python, and two equal ones
         # may be two objects; tensors are never compared by their elements.
         self._same_values = comparison_of(chain.from_iterable(map(dict.values, self._entry_copies)))
         self.copies: list[tuple[Any, Any]] = [(state, dict(state))]
         self.copies += zip(self._entries, self._entry_copies, strict=True)
+        inside = [*values, *chain.from_iterable(map(dict.values, self._entry_copies))]
+        # Tensors are copied with the parameters, in bulk; a dict of the state is copied above.
+        self._others = Containers(
+            [each for each in inside if type(each) not in _ATOMS and not isinstance(each, Tensor)],
+            skip=self._entries,
+            into=_has_attributes,  # what state_dict() copies is data, whatever its class
+        )
+        self._is_plain = not self._others.copies and len(values) == len(self._entries)
 
     def are_current(self, optimizer: Optimizer) -> bool:
         """Whether the dicts hold the very same tensors and numbers."""
         return (
-            optimizer.state is self.copies[0][0]
+            self._is_plain
+            and optimizer.state is self.copies[0][0]
             and same_objects(list(optimizer.state.values()), self._entries)
             and self._same_values(self._entries, self._entry_copies)
         )
@@ -231,6 +261,7 @@ class StateContainers:
         """Let the dicts hold what they held."""
         for container, before in self.copies:
             restore_container(container, before)
+        self._others.restore()
 
 
 _last_state: weakref.WeakKeyDictionary[Optimizer, StateContainers] = weakref.WeakKeyDictionary()
@@ -255,17 +286,25 @@ class OptimizerSnapshot:
         groups = optimizer.param_groups
         self._containers: list[tuple[Any, Any]] = [(groups, groups.copy())]
         # Hooks among them, and the defaults of the options; the state has a copy of its own.
-        self._containers += [
-            (value, dict(value))
+        options: list[Any] = [
+            value
             for name, value in self.attributes.items()
-            if isinstance(value, dict) and name != "state"
+            if type(value) not in _ATOMS and name not in {"state", "param_groups"}
         ]
-        options: list[Any] = []
         for group in groups:
             parameters = group["params"]
             self._containers += [(group, group.copy()), (parameters, parameters.copy())]
             options += [each for each in group.values() if type(each) not in _ATOMS]
-        self._options = Containers(options, skip=[group["params"] for group in groups])
+        # Among the attributes may be a logger: what is of another package stays as it is.
+        package = type(optimizer).__module__.partition(".")[0]
+        self._options = Containers(
+            options,
+            skip=[group["params"] for group in groups],
+            into=lambda node: (
+                _has_state(node)
+                or (type(node).__module__.partition(".")[0] == package and _has_attributes(node))
+            ),
+        )
 
     def restore(self) -> None:
         """Put them back."""
@@ -286,7 +325,7 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
             found.append(node)
         elif isinstance(node, dict):
             waiting.extend(node.values())
-        elif isinstance(node, (list, tuple)):
+        elif isinstance(node, (list, tuple, set, deque)):
             waiting.extend(node)
     return found
 
@@ -336,84 +375,17 @@ def _generators() -> list[_Generator]:
     in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), numpy, bit_generator
     if in_use != _known[0]:
         of_numpy = [] if numpy is None else [_of_numpy(numpy, bit_generator)]
-        _known = in_use, [*rng_generators(), _of_python(), *of_numpy]
+        _known = in_use, [*rng_generators(), (random.getstate, random.setstate), *of_numpy]
     return _known[1]
 
 
-# To ask Python for its state takes 10 microseconds and numpy 45, a number object for each of 624
-# words. Both are objects in C that hold the words in their own memory, whose bytes are read here in
-# one; numbers are made of them when the generator is set back.
-_WORDS = 624
-_MT19937_BYTES = _WORDS * 4 + 4
-
-
-def _memory(address: int, length: int) -> memoryview:
-    """Return a view of bytes in memory; the caller has to keep their owner alive."""
-    return memoryview((ctypes.c_char * length).from_address(address))
-
-
-def _of_python() -> _Generator:
-    """Return how to read Python's generator: its memory is ``int index; uint32_t state[624]``."""
-    # https://github.com/python/cpython/blob/v3.13.0/Modules/_randommodule.c#L110
-    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-    c_type: Any = random.Random.__mro__[1]
-    header = object.__basicsize__
-    if c_type.__basicsize__ - header < _MT19937_BYTES:
-        return random.getstate, random.setstate
-    memory = _memory(id(generator) + header, _MT19937_BYTES)
-
-    def read() -> Any:
-        return memory.tobytes(), generator.gauss_next
-
-    def numbers_of(found: Any) -> Any:
-        position, *words = struct.unpack(f"=i{_WORDS}I", found[0])
-        return random.Random.VERSION, (*words, position), found[1]
-
-    if numbers_of(read()) == random.getstate():
-        return read, lambda found: random.setstate(numbers_of(found))
-    return random.getstate, random.setstate  # an interpreter that keeps them elsewhere
-
-
 def _of_numpy(numpy: Any, bit_generator: Any) -> _Generator:
-    """Return how to read numpy's generator: ``uint32_t key[624]; int pos``, and a variate."""
-    get_state = numpy.random.get_state
-    place = _place_of_variate(numpy)
-
     def set_state(state: Any) -> None:
         if bit_generator is not None and numpy.random.get_bit_generator() is not bit_generator:
             numpy.random.set_bit_generator(bit_generator)
         numpy.random.set_state(state)
 
-    if type(bit_generator).__name__ != "MT19937" or place is None:
-        return lambda: get_state(legacy=False), set_state
-    # The address that numpy documents for other languages.
-    memory = _memory(bit_generator.ctypes.state_address, _MT19937_BYTES)
-    left_over = _memory(id(get_state.__self__) + place, struct.calcsize(_VARIATE))
-
-    def read() -> Any:
-        return memory.tobytes(), left_over.tobytes()
-
-    def set_back(found: Any) -> None:
-        *words, position = struct.unpack(f"={_WORDS}Ii", found[0])
-        has_variate, variate = struct.unpack(_VARIATE, found[1])
-        key = numpy.array(words, dtype=numpy.uint32)
-        state = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
-        set_state({**state, "has_gauss": has_variate, "gauss": variate})
-
-    return read, set_back
-
-
-_VARIATE = "=i4xd"  # struct { int has_gauss; double gauss; }, aligned
-
-
-def _place_of_variate(numpy: Any) -> int | None:
-    """Return where in a RandomState the normal variate lies that is left over; one is tried."""
-    header = object.__basicsize__
-    probe = numpy.random.RandomState(0)
-    probe.standard_normal()
-    memory = _memory(id(probe) + header, type(probe).__basicsize__ - header).tobytes()
-    found = memory.find(struct.pack(_VARIATE, 1, probe.get_state(legacy=False)["gauss"]))
-    return None if found < 0 else header + found
+    return partial(numpy.random.get_state, legacy=False), set_state
 
 
 # --- what also= names ------------------------------------------------------------------------

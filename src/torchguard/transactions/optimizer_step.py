@@ -5,7 +5,8 @@ It is undone or finished when it raises, and skipped when what it would apply is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from torchguard.rollback.interrupts import DeferredSignals, finish
 from torchguard.transactions.copies import (
     Containers,
     Copies,
+    OptimizerSnapshot,
     StateContainers,
     state_of,
     state_tensors,
@@ -40,9 +42,8 @@ def steps_in_one_call(optimizer: Optimizer) -> bool:
 
     A fused SGD with dampening is not among them: its first step makes the momentum buffers.
     """
-    step: Any = type(optimizer).step
     return (
-        step.__module__.startswith("torch.optim.")
+        is_of_torch(optimizer)
         and has_fused_lists(optimizer)
         and all(
             group.get("fused")
@@ -53,6 +54,12 @@ def steps_in_one_call(optimizer: Optimizer) -> bool:
             for group in optimizer.param_groups
         )
     )
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether ``step()`` is written in torch; a scheduler has wrapped that of an instance."""
+    step: Any = type(optimizer).step
+    return bool(step.__module__.startswith("torch.optim."))
 
 
 class OptimizerStep:
@@ -72,6 +79,10 @@ class OptimizerStep:
         self._counts: bool | None = None
         self.copies: Copies | None = None
         """Of parameters and state: with them the step can be undone even after it went through."""
+        self._own: OptimizerSnapshot | None = None
+        """Of an optimizer that is not torch's: its step may change its attributes and groups."""
+        if not is_of_torch(optimizer):
+            self._own = OptimizerSnapshot(optimizer)
         if copies:
             self._state = state_of(optimizer)
             written = [each for group in optimizer.param_groups for each in group["params"]]
@@ -108,6 +119,8 @@ class OptimizerStep:
 
     def undo(self) -> None:
         """Put parameters and state back from their copies."""
+        if self._own is not None:
+            self._own.restore()
         if self._state is not None:
             self._state.restore()
         if self.copies is not None:
@@ -249,6 +262,7 @@ class AtCommit:
 def finish_step(
     training: TrainingState,
     snapshot: TrainingSnapshot,
+    stepped: Sequence[OptimizerStep],
     at_commit: AtCommit | None,
     exception: BaseException | None,
 ) -> None:
@@ -257,6 +271,13 @@ def finish_step(
     ``at_commit`` is None if an interrupt came while it was read: nothing has run since then.
     """
     notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
+    times = Counter(id(each.optimizer) for each in stepped)
+    notes += [
+        f"{type(optimizer).__name__} had stepped {times[id(optimizer)]} times in this block, and "
+        "all of these steps stay"
+        for optimizer in training.optimizers
+        if times[id(optimizer)] > 1
+    ]
     for optimizer in training.optimizers:
         # What scaler.step() hands to a fused optimizer, and deletes at its end: a scale that stays
         # is multiplied with the next one.
@@ -341,6 +362,8 @@ class NonfiniteGate:
         """Where it is not finite, the steps of this block are skipped, whatever the gradients."""
         self._found: Tensor | None = None
         self._gradients: list[tuple[Tensor, Tensor]] = []
+        self.called_without_gradients = False
+        """Whether the host has read that the step is skipped, and it is called all the same."""
         self._totals: dict[torch.device, Tensor] = {}
 
     @property
@@ -362,6 +385,7 @@ class NonfiniteGate:
             self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
             for parameter, _ in self._gradients:
                 parameter.grad = None
+            self.called_without_gradients = True
 
     def after(self, optimizer: Optimizer, restore_where: Callable[[Tensor], None]) -> None:
         """Call ``restore_where(skipped)``, to put buffers back where it is True, and count."""
@@ -388,6 +412,7 @@ class NonfiniteGate:
 
     def _end(self, optimizer: Optimizer) -> None:
         self.restore_gradients()
+        self.called_without_gradients = False
         if self._found is not None and vars(optimizer).get("found_inf") is self._found:
             del optimizer.found_inf  # type: ignore[attr-defined]
         self._found = None

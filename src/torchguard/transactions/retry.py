@@ -7,8 +7,7 @@ import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from torchguard._public import public
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch import is_out_of_memory
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
@@ -28,29 +26,7 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONSTANTS = (*_SCALARS, torch.Size, torch.dtype, torch.device)
 
 
-@dataclass(frozen=True)
-class Halved:
-    """What :func:`halved` returns."""
-
-    at_least: int = 1
-
-
-@public
-def halved(at_least: int = 1) -> Halved:
-    """Retry a step that ran out of memory in parts of half the size.
-
-    For ``retry=`` of ``step.run``. A batch of 64 samples is run whole, then as 2 parts of 32, as
-    4 of 16 and so on, until a step succeeds or a part of ``at_least`` samples runs out of memory.
-
-    Args:
-        at_least: the fewest samples in a part; the last part of a batch may have fewer.
-
-    Raises:
-        ValueError: ``at_least`` is less than 1.
-    """
-    if isinstance(at_least, bool) or not isinstance(at_least, int) or at_least < 1:
-        raise ValueError(f"halved: at_least={at_least!r}, expected an integer of at least 1")
-    return Halved(at_least)
+Retry = Literal["halve"]
 
 
 def run(
@@ -58,15 +34,15 @@ def run(
     loss_of: Callable[[Any], torch.Tensor],
     batch: Any,
     *,
-    retry: Halved | None,
+    retry: Retry | None,
     before_step: Callable[[], Any] | None,
 ) -> torch.Tensor:
     """Do what ``Transaction.run`` says."""
-    _check(step)
+    _check(step, retry)
     samples = size = 0  # B, and the size of a part; 0 until the batch has been looked at
 
     def may_halve(error: BaseException) -> bool:
-        return retry is not None and size > retry.at_least and is_out_of_memory(error)
+        return retry is not None and size > 1 and is_out_of_memory(error)
 
     def code_of(error: BaseException) -> int:
         return OUT_OF_MEMORY if may_halve(error) else FAILED
@@ -103,8 +79,7 @@ def run(
         # Outside of the except clause: until there the exception holds the frames of the failed
         # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
         _empty_caches()
-        assert retry is not None  # else no rank says OUT_OF_MEMORY
-        size = max(retry.at_least, (size + 1) // 2)
+        size = (size + 1) // 2
 
 
 def _train(
@@ -166,7 +141,9 @@ def _backward(
     return total
 
 
-def _check(step: Transaction) -> None:
+def _check(step: Transaction, retry: object) -> None:
+    if retry not in {None, *get_args(Retry)}:
+        raise ValueError(f"run: retry is {retry!r}, expected 'halve' or None")
     for scheduler in step.schedulers:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
@@ -229,20 +206,20 @@ def _samples(batch: Any) -> int:
     rows = [(name, len(leaf)) for name, leaf in leaves if _has_rows(leaf)]
     if not rows:
         raise TypeError(
-            "run: retry=halved() found no tensor to split in the batch; expected tensors whose "
+            "run: retry='halve' found no tensor to split in the batch; expected tensors whose "
             "dimension 0 counts the samples, in lists, tuples, mappings or dataclasses"
         )
     first, samples = rows[0]
     for name, leaf in leaves:
         if _has_rows(leaf) and len(leaf) != samples:
             raise TypeError(
-                f"run: retry=halved() can't split {name} of shape {tuple(leaf.shape)}: expected "
+                f"run: retry='halve' can't split {name} of shape {tuple(leaf.shape)}: expected "
                 f"{samples} in dimension 0, as {first} has; let loss_of close over what is not "
                 "one row per sample"
             )
         if not _has_rows(leaf) and not _is_constant(leaf):
             raise TypeError(
-                f"run: retry=halved() can't split {name}, of type {type(leaf).__name__}"
+                f"run: retry='halve' can't split {name}, of type {type(leaf).__name__}"
                 f"{_layout(leaf)}; let loss_of close over it, or pass the tensors it is made of"
             )
     return samples
@@ -289,10 +266,19 @@ def _parts(batch: Any, samples: int, size: int) -> Iterator[tuple[Any, float]]:
         yield _slice(batch, begin, end, samples), (end - begin) / samples
 
 
+def _is_one_each(node: Any, samples: int) -> bool:
+    """Whether this is a list of one string or number for each sample, which a collator makes.
+
+    A tuple of strings may be one too; one of numbers is ``size=(224, 224)``.
+    """
+    if type(node) not in {list, tuple} or len(node) != samples:
+        return False
+    kinds = _SCALARS if type(node) is list else (str, bytes)
+    return all(isinstance(each, kinds) for each in node)
+
+
 def _slice(node: Any, begin: int, end: int, samples: int) -> Any:
-    # A list of a string or number for each sample is split too: a collate function makes it.
-    one_each = type(node) in {list, tuple} and len(node) == samples
-    if _has_rows(node) or (one_each and all(isinstance(each, _SCALARS) for each in node)):
+    if _has_rows(node) or _is_one_each(node, samples):
         return node[begin:end]
     inside = children(node)
     if inside is None:

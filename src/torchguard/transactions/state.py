@@ -24,7 +24,7 @@ from torchguard._torch.optimizers import (
     same_tensors,
     versions_of,
 )
-from torchguard.rollback.snapshot import capture
+from torchguard.rollback.snapshot import Snapshot, capture
 from torchguard.transactions.copies import (
     Containers,
     Copies,
@@ -183,6 +183,33 @@ def _parted(
     return parts
 
 
+@dataclass(eq=False)
+class BufferCopies:
+    """The buffers as they were, to put back without asking the device whether."""
+
+    survey: _Survey
+    copies: list[Tensor]
+    versions: list[int | None]
+    odd: list[Snapshot]
+    """Of buffers that are not copied in bulk."""
+
+    def restore_where(self, skipped: Tensor) -> None:
+        """Put buffers back if ``skipped`` is True; contiguous ones without asking the device."""
+        call_unseen(self._split_where, skipped)
+        restore_versions(self.survey.buffers, self.versions)
+        if self.odd and bool(skipped):
+            for saved in self.odd:
+                saved.restore()
+
+    def _split_where(self, skipped: Tensor) -> None:
+        now = concatenated(self.survey.flat_buffers)
+        for each, before in zip(now, self.copies, strict=True):
+            condition = skipped.to(each.device, non_blocking=True)
+            torch.where(condition, before, each, out=each)
+        for tensors, kept in self.survey.split(now):
+            copy_all(tensors, list(kept))
+
+
 class TrainingSnapshot:
     """The training as it was when this was made."""
 
@@ -206,11 +233,13 @@ class TrainingSnapshot:
         self._requires_grad = [each.requires_grad for each in survey.all_parameters]
         self._gradients = [each.grad for each in survey.all_parameters]
         present = [each for each in self._gradients if each is not None]
+        self.has_gradients = bool(present)
         self._gradient_copies = Copies(present) if present else None
         self._buffer_versions = versions_of(survey.buffers)
         self._buffers = buffers
-        self._odd = [capture(each, data=True) for each in survey.other_buffers]
-        self._odd += [capture(each, data=parameters) for each in survey.other_parameters]
+        odd = [capture(each, data=True) for each in survey.other_buffers]
+        self.buffers = BufferCopies(survey, buffers, self._buffer_versions, odd)
+        self._odd = odd + [capture(each, data=parameters) for each in survey.other_parameters]
         self._also = undos_of(training.also)
         self._copies: Copies | None = None
         if parameters:
@@ -287,22 +316,6 @@ class TrainingSnapshot:
         # Autocast keeps its cast of a weight by the weight, whatever its version.
         # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
         yield torch.clear_autocast_cache
-
-    def restore_buffers_where(self, skipped: Tensor) -> None:
-        """Put buffers back if ``skipped`` is True; contiguous ones without asking the device."""
-        call_unseen(self._split_where, skipped)
-        restore_versions(self._survey.buffers, self._buffer_versions)
-        if self._odd and bool(skipped):
-            for saved in self._odd:
-                saved.restore()
-
-    def _split_where(self, skipped: Tensor) -> None:
-        now = concatenated(self._survey.flat_buffers)
-        for each, before in zip(now, self._buffers, strict=True):
-            condition = skipped.to(each.device, non_blocking=True)
-            torch.where(condition, before, each, out=each)
-        for tensors, kept in self._survey.split(now):
-            copy_all(tensors, list(kept))
 
     def _restore_modules(self) -> None:
         survey = self._survey

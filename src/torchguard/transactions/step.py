@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,8 @@ from torchguard._torch.optimizers import call_unseen, close_checkpoints
 from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import ReplayMismatchError, UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
-from torchguard.rollback.interrupts import DeferredSignals, finish
+from torchguard.rollback.interrupts import DeferredSignals, failures_in, finish
+from torchguard.rollback.scope import guarded
 from torchguard.transactions.hooks import opened, step_is_compiled, watch
 from torchguard.transactions.optimizer_step import (
     AtCommit,
@@ -29,11 +29,12 @@ from torchguard.transactions.optimizer_step import (
     Undo,
     finish_step,
     is_gated_on_device,
+    is_of_torch,
     steps_in_one_call,
 )
 from torchguard.transactions.ranks import Ranks
-from torchguard.transactions.retry import Halved, differs_in_parts, run
-from torchguard.transactions.state import TrainingSnapshot, TrainingState
+from torchguard.transactions.retry import Retry, differs_in_parts, run
+from torchguard.transactions.state import BufferCopies, TrainingSnapshot, TrainingState
 
 
 @public
@@ -98,6 +99,8 @@ class Transaction:
         self._rollbacks: Counter[str] = Counter()
         self._put_back: Counter[str] = Counter()
         self._seconds = 0.0
+        self._accumulation: BufferCopies | None = None
+        """Those of the first block since the last step, for ``skip_nonfinite``."""
         self.committed = False
         """Whether the last block counts: it went through, or every optimizer had stepped."""
         self.saved: list[_Block] = []
@@ -108,7 +111,7 @@ class Transaction:
         loss_of: Callable[[Any], Tensor],
         batch: Any,
         *,
-        retry: Halved | None = None,
+        retry: Retry | None = None,
         before_step: Callable[[], Any] | None = None,
     ) -> Tensor:
         """Run one training step: forward, backward, optimizers, scaler, schedulers, zero_grad.
@@ -124,7 +127,7 @@ class Transaction:
             scheduler.step()
             optimizer.zero_grad()
 
-        With ``retry=halved()``, a step that runs out of memory is undone and run again in parts of
+        With ``retry="halve"``, a step that runs out of memory is undone and run again in parts of
         half the size. The loss of each part is weighted by its share of the samples, so that the
         gradient is that of the whole batch up to rounding. Statistics over the batch (BatchNorm)
         are those of the parts. The size is kept for the batches after it, and a warning says so.
@@ -177,7 +180,8 @@ class Transaction:
                 if number:
                     # Dropout has to draw the same numbers, BatchNorm to begin with the same mean.
                     finish(snapshot.restore)
-                yield number
+                with guarded(overlap=True):  # else the order of threads would show
+                    yield number
                 if number:
                     call_unseen(_compare, first, self.training, number)
                 else:
@@ -201,6 +205,11 @@ class Transaction:
             "strong: whatever the block raises before every optimizer has stepped, everything is "
             "as it was; after that the step counts, wholly"
         )
+        if self._undo_option != "copy":
+            strong += (
+                "; but what the block itself writes to parameters through .data (SAM, weight "
+                "noise) stays, for which undo='copy' keeps copies"
+            )
         return strong + "".join(self._limits())
 
     def _limits(self) -> Iterable[str]:
@@ -269,6 +278,8 @@ class Transaction:
                 self._settle(block, None)  # the block has caught what optimizer.step() raised
                 self.committed = True
                 self._commits += 1
+                if self.gate is not None:
+                    self._note_accumulation(block)
         finally:
             self._close()
             not_needed = undo_if_dropped()
@@ -294,6 +305,13 @@ class Transaction:
             opened.remove(self)
         self.saved.clear()
 
+    def _note_accumulation(self, block: _Block) -> None:
+        """Keep the buffers of the first block whose gradients wait for a step in a later one."""
+        if block.stepped:
+            self._accumulation = None
+        elif self._accumulation is None or not block.snapshot.has_gradients:
+            self._accumulation = block.snapshot.buffers
+
     def _settle(self, block: _Block, exception: BaseException | None) -> None:
         """Undo or finish a step that has raised. May be called again, after an interrupt."""
         pending = block.pending
@@ -305,7 +323,12 @@ class Transaction:
 
     def _has_stepped(self, block: _Block, pending: OptimizerStep) -> None:
         if self.gate is not None:
-            self.gate.after(pending.optimizer, block.snapshot.restore_buffers_where)
+            if self.gate.called_without_gradients and not is_of_torch(pending.optimizer):
+                finish(pending.undo)  # one that is not torch's may count the step
+            began = block.snapshot.buffers
+            if self._accumulation is not None and block.snapshot.has_gradients:
+                began = self._accumulation
+            self.gate.after(pending.optimizer, began.restore_where)
         if pending not in block.stepped:
             block.stepped.append(pending)
         block.pending = None
@@ -319,7 +342,11 @@ class Transaction:
         if self._all_have_stepped(block):
             self.committed = True
             self._commits += 1
-            finish(finish_step, self.training, block.snapshot, block.at_commit, exception)
+            self._accumulation = None
+            finish(
+                finish_step,
+                *(self.training, block.snapshot, block.stepped, block.at_commit, exception),
+            )
             return
         cause = "interrupt" if exception is None else type(exception).__name__
         self._rollbacks[cause] += 1
@@ -336,8 +363,7 @@ class Transaction:
         if block.changed is None:
             with contextlib.suppress(Exception):  # a number for stats() is not worth an undo
                 block.changed = block.snapshot.changed()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)  # what retry_or_warn() says of a failure
+        with failures_in(problems):
             for step in reversed(block.stepped):
                 _attempt(step.undo, problems)
             if block.foreign is not None:

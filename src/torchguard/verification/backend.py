@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -154,9 +153,7 @@ class VerifiedBackend:
         symbols = [symbols_of(context, value) for value in example_inputs]
         dynamic = any(isinstance(value, SYMBOLIC) for value in example_inputs)
         fakes = fake_inputs(context, example_inputs, symbols) if dynamic else None
-        start = time.monotonic()
         compiled = first.compile(graph, example_inputs)
-        compile_seconds = time.monotonic() - start
         self._graphs.append(record)
         ALL_GRAPHS.append(record)
         if reason is not None:
@@ -178,7 +175,6 @@ class VerifiedBackend:
             compiled,
             draws_like_eager=first.name in UNCOMPILED
             or (first.name == "inductor" and inductor_draws_like_eager(first.compile)),
-            compile_seconds=compile_seconds,
         )
         numbers = numbers_in(traced, example_inputs)
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
@@ -277,7 +273,7 @@ backend = verified_backend()
 # ---- which calls of a graph with dynamic shapes are checked ----
 
 
-class Sizes:
+class SizesChecked:
     """The sizes with which a graph with dynamic shapes was checked.
 
     A combination of sizes holds one number for each symbol of the graph: dims, strides, and
@@ -382,7 +378,7 @@ class _Calls:
 
     def _restart(self) -> None:
         """Forget all sizes: what runs now was checked with none of them."""
-        self._checked = Sizes(self.check.options)
+        self._checked = SizesChecked(self.check.options)
         # None: whatever the sizes are, nothing is left to check.
         known: set[Hashable] | None = set()
         sizes_of = self.sizes_of_call

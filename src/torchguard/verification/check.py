@@ -20,10 +20,11 @@ from torchguard.equivalence.copies import (
     with_a_repeated_id,
 )
 from torchguard.equivalence.outcome import Outcome
+from torchguard.equivalence.reference import warn_of
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import Options
 from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
-from torchguard.verification.graph import quiet
+from torchguard.verification.graph import unlogged
 from torchguard.verification.report import GraphRecord, first_of, message_of
 from torchguard.verification.reproduce import reproducer_of
 from torchguard.verification.rounding import exact, not_by_rounding, right_in_double
@@ -59,9 +60,6 @@ class GraphCheck:
     draws_like_eager: bool
     """Whether what the backend made draws the random numbers that eager draws."""
 
-    compile_seconds: float
-    """How long the backend took."""
-
     conclusive: bool = True
     """Whether the last check could tell: eager did not raise."""
 
@@ -69,6 +67,7 @@ class GraphCheck:
     _settled: bool = False  # there is nothing left to check
     _mutates: bool = False  # a check has seen the graph write its inputs
     _stays_inside: bool = False  # and the fallback that writes them outside was not right
+    _overlaps: list[Any] = field(default_factory=list)  # to be warned of
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: int | None = None  # the one that holds the lock
 
@@ -99,9 +98,12 @@ class GraphCheck:
         try:
             warning = look(inputs)
             function = self.runs
+            overlaps, self._overlaps = self._overlaps, []
         finally:
             self._thread = None
             self._lock.release()
+        for found in overlaps:
+            warn_of(*found)
         if warning is not None:
             # Not under the lock: who shows warnings may call anything. As an error it comes out.
             warn_at_compiled_call(warning, MiscompilationWarning)
@@ -210,6 +212,7 @@ class GraphCheck:
         if reason is not None:
             return reason
         eager = run_on_copies(self.traced.graph, inputs, self.traced.owned)
+        self._overlaps = eager.overlaps or self._overlaps
         if eager.random and not self.draws_like_eager:
             # No inputs will change that. Ranks that check together do so until all of them have.
             self._settled = self.options.group is None
@@ -285,17 +288,14 @@ class GraphCheck:
         first, record, wrong = self.fallbacks[0], self.record, self.runs
         action = self.options.on_mismatch
         if action == "fallback":
-            with quiet():
+            with unlogged():
                 self._fall_back(eager, inputs, self._position + 1)
         record.status = "mismatched"
         record.runs = self.fallbacks[self._position].name
         record.differences = tuple(map(str, found))
         reproducer = record.reproducer
         if reproducer is None:
-            seconds = self.compile_seconds
-            reproducer = reproducer_of(
-                self.traced, wrong, inputs, first, record=record, compile_seconds=seconds
-            )
+            reproducer = reproducer_of(self.traced, wrong, inputs, first, record)
         text = message_of(record, first, found, action, reproducer)
         self._settled |= action != "fallback"
         if action != "raise":

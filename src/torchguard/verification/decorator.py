@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeVar, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 from typing_extensions import ParamSpec, Self
@@ -22,7 +22,6 @@ from torchguard.verification.backend import CheckEach, OnMismatch, Options, Veri
 from torchguard.verification.report import VerificationReport
 
 _Arguments = ParamSpec("_Arguments")
-_Module = TypeVar("_Module", bound=torch.nn.Module)
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
 
@@ -42,7 +41,7 @@ class CompilesInside(Protocol):
         ...
 
 
-class Checked(Protocol[_Arguments, _Result_co]):
+class Verified(Protocol[_Arguments, _Result_co]):
     """A function or a method as it was, and what was found when it was checked."""
 
     __name__: str
@@ -61,16 +60,32 @@ class Checked(Protocol[_Arguments, _Result_co]):
         ...
 
 
+if TYPE_CHECKING:
+
+    class VerifiedModule(torch.nn.Module):
+        """A module whose compiled graphs are checked: the one that was given, with ``stats()``."""
+
+        stats: Callable[[], VerificationReport]
+
+        # Its own attributes are of types that nobody can name here.
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+
+    class VerifiedModule(Protocol):
+        """The module that was given, of its own class."""
+
+
 class Decorator(Protocol):
     """What ``verified(...)`` is before it gets something to check."""
 
     # A module is a callable too, and the first of the two that fits is meant.
     @overload
-    def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
+    def __call__(self, function: torch.nn.Module, /) -> VerifiedModule: ...
     @overload
     def __call__(
         self, function: Callable[_Arguments, _Result], /
-    ) -> Checked[_Arguments, _Result]: ...
+    ) -> Verified[_Arguments, _Result]: ...
     def __call__(self, function: Any, /) -> Any:
         """Compile and check it."""
         ...
@@ -78,11 +93,11 @@ class Decorator(Protocol):
 
 # A module is a callable too, and the first that fits is meant.
 @overload
-def verified(function: _Module, /, **options: Any) -> _Module: ...
+def verified(function: torch.nn.Module, /, **options: Any) -> VerifiedModule: ...
 @overload
 def verified(
     function: Callable[_Arguments, _Result], /, **options: Any
-) -> Checked[_Arguments, _Result]: ...
+) -> Verified[_Arguments, _Result]: ...
 @overload
 def verified(
     function: None = None,

@@ -19,6 +19,7 @@ from torchguard._torch import (
     shape_guards,
     tracing_again,
 )
+from torchguard.equivalence.reference import reference_of
 from torchguard.verification.graph import SYMBOLIC, copy_graph
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -34,7 +35,7 @@ class Fallback(NamedTuple):
     """The arguments for ``torch.compile`` that stand for it in a script; None if there are none."""
 
 
-EAGER = Fallback("eager", lambda graph, _: graph.forward)
+EAGER = Fallback("eager", lambda graph, _: reference_of(graph))
 UNCOMPILED = {"eager", "aot_eager"}
 """The backends that run torch's own operators, and so draw random numbers as eager does."""
 
@@ -129,6 +130,7 @@ class TracedGraph:
     symbols: list[Any]
     """What it had decided about the sizes of each input."""
 
+    _eager: Callable[..., Any] | None = None
     _guards: int | None = None
     """How many guards on sizes there were when Dynamo wrote its own."""
 
@@ -138,8 +140,10 @@ class TracedGraph:
         return any(isinstance(example, SYMBOLIC) for example in self.examples)
 
     def eager(self, *inputs: Any) -> Any:
-        """Run the graph as Dynamo traced it."""
-        return self.graph.forward(*inputs)
+        """Run the graph as Dynamo traced it; operands that it overwrites are copied first."""
+        if self._eager is None:
+            self._eager = reference_of(self.graph)
+        return self._eager(*inputs)
 
     def compile(self, fallback: Fallback, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         """Compile with a fallback; None if it can't, or only under guards that are never evaluated.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import linecache
 import random
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ _WRITES = (
     "F.dropout({a}, 0.5, training=False).add_({c})",
     "({a} + 0).mul_(2)",
 )
+_COPIED = re.compile(r"(\] = \w+\[[^]]*\])\.clone\(\)")
 _SWAP = "{new} = {a}.clone(); {a}.copy_({b}); {b}.copy_({new})"
 _VALUES = (
     "{a}.clone()",
@@ -134,6 +136,13 @@ class Program:
         exec(compile(self.source, file, "exec"), scope)  # noqa: S102 - it was written here
         function: Callable[..., Any] = scope["program"]
         return function
+
+    def without_copies(self) -> Program:
+        """Return the program that writes what it reads: ``x[1:] = x[:-1].clone()`` less the copy.
+
+        It means the same, and plain eager computes something else.
+        """
+        return replace(self, source=_COPIED.sub(r"\1", self.source))
 
     def inputs(self, call: int = 0, rows: int = ROWS) -> list[torch.Tensor]:
         """Return the inputs of a call; each call has other numbers."""
@@ -215,13 +224,21 @@ class Trial:
     """What the caller saw that eager does not do; empty if it is right."""
 
 
-def attempt(program: Program, compile_: Callable[..., Any], sizes: Sequence[int] = SIZES) -> Trial:
+def attempt(
+    program: Program,
+    compile_: Callable[..., Any],
+    sizes: Sequence[int] = SIZES,
+    *,
+    compiles: Program | None = None,
+) -> Trial:
     """Compile the program with ``compile_`` and compare calls with eager.
+
+    ``compiles`` is compiled in its place where it is given: :meth:`Program.without_copies` of it.
 
     There are two calls with the first number of rows, the second with numbers that no check
     has seen, and then one with each of the others: from there on the graph is dynamic.
     """
-    eager, compiled = program.function(), compile_(program.function())
+    eager, compiled = program.function(), compile_((compiles or program).function())
     wrong: list[str] = []
     for call, rows in enumerate((sizes[0], *sizes)):
         want = _seen(eager, program, call, rows)

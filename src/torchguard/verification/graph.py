@@ -7,9 +7,7 @@ import copy
 import logging
 import operator
 import re
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from types import BuiltinFunctionType
 from typing import Any, TypeAlias
@@ -218,48 +216,13 @@ def _reason_of_python(function: Any) -> str | None:
 
 
 # ---- graphs that may fail ----
-#
-# FX, fake tensors and Dynamo print to standard error, or log, what goes wrong in a graph, though
-# the exception is caught. Only what the thread that tries the graph would print is suppressed.
-
-
-# One thread at a time: each restores the stream that it has found.
-_lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress what this thread prints to ``sys.stderr``, logs under ``torch`` or warns of."""
+def unlogged() -> Iterator[None]:
+    """Suppress what this thread logs under ``torch``: pages about a graph that fails, and may."""
     thread = threading.get_ident()
-    with _lock, warnings.catch_warnings(), _without_logs(thread):
-        warnings.simplefilter("ignore")
-        before = sys.stderr
-        sys.stderr = _OtherThreads(before, thread)
-        try:
-            yield
-        finally:
-            sys.stderr = before
 
-
-class _OtherThreads:
-    """A stream for all threads but one."""
-
-    def __init__(self, stream: Any, thread: int) -> None:
-        self._stream = stream
-        self._thread = thread
-
-    def write(self, text: str) -> int:
-        if threading.get_ident() == self._thread:
-            return len(text)
-        written: int = self._stream.write(text)
-        return written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextlib.contextmanager
-def _without_logs(thread: int) -> Iterator[None]:
     def from_others(record: logging.LogRecord) -> bool:
         return record.thread != thread or record.name.partition(".")[0] != "torch"
 

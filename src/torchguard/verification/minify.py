@@ -4,14 +4,13 @@ Compiling is what takes the time, so large cuts come first. The whole graph is c
 the value of every statement as a result; then graphs of one, two, four statements and so on are
 tried that end with the first wrong one, with what they read as inputs. Where no value is wrong
 (a gradient is, or what is written into an input), the end is found by bisection. At last results
-and statements are left out in halves, quarters and so on, as delta debugging does, until the time
-is up.
+and statements are left out in halves, quarters and so on, as delta debugging does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,43 +53,31 @@ class Case:
         return verdict.differences if steady else ()
 
 
-def minified(case: Case, compile_: _Compile, seconds: float, first: float) -> tuple[Case, bool]:
+def minified(case: Case, compile_: _Compile) -> Case:
     """Return a case with fewer results, statements and inputs that still shows a difference.
 
-    Also return whether the time was up before all had been tried.
+    It compiles many graphs; Ctrl-C ends it with the smallest so far.
 
     Args:
         case: one that shows it.
         compile_: compiles a graph; a graph that it refuses shows nothing.
-        seconds: how long this may take.
-        first: how long compiling the whole graph took: a smaller one is expected to take as
-            much less as it has fewer statements, and is not tried where that is too long.
     """
-    minifier = _Minifier(case, compile_, time.monotonic() + seconds, first)
-    try:
+    minifier = _Minifier(case, compile_)
+    with contextlib.suppress(KeyboardInterrupt):
         if not minifier.end_at_wrong_value():
             minifier.keep_wrong_results()
             minifier.cut_the_end()
             minifier.cut_the_beginning()
         minifier.leave_out_parts()
-    except _TimeIsUpError:
-        return minifier.case, True
-    return minifier.case, False
-
-
-class _TimeIsUpError(Exception):
-    """The next try would take too long."""
+    return minifier.case
 
 
 class _Minifier:
     """Holds the smallest case so far."""
 
-    def __init__(self, case: Case, compile_: _Compile, end: float, first: float) -> None:
+    def __init__(self, case: Case, compile_: _Compile) -> None:
         self.case = case
         self._compile = compile_
-        self._end = end
-        self._paced = max(len(_statements(case.graph)) // 4, 1)
-        self._pace = first / max(len(_statements(case.graph)), 1)
         found = case.differences(case.inputs)
         # Strides alone are no fault, they are corrected: no smaller case may end up with them.
         self._strides_will_do = all(each.strides is not None for each in found)
@@ -99,20 +86,12 @@ class _Minifier:
     def _try(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[Case, tuple[Difference, ...]]:
         """Compile a graph and return what it does otherwise than eager; nothing if it fails."""
         graph.recompile()
-        statements = max(len(_statements(graph)), 1)
-        began = time.monotonic()
-        if began + self._pace * statements > self._end:
-            raise _TimeIsUpError
         case = Case(graph, graph.forward, inputs)
         try:
             case = Case(graph, self._compile(copy_graph(graph), inputs), inputs)
             return case, case.differences(inputs)
         except Exception:  # noqa: BLE001 - whatever goes wrong here, the larger case is there
             return case, ()
-        finally:
-            # What a compiler takes for the smallest graph must not count for each statement.
-            if statements > self._paced:
-                self._pace, self._paced = (time.monotonic() - began) / statements, statements
 
     def _shows(self, graph: fx.GraphModule, inputs: list[Any]) -> bool:
         """Take a smaller graph if it shows a difference as well."""
@@ -125,10 +104,7 @@ class _Minifier:
 
     def end_at_wrong_value(self) -> bool:
         """Make the first wrong value the result; whether that could be done."""
-        try:
-            last = self._first_wrong_value()
-        except _TimeIsUpError:  # smaller graphs may take less than what is left
-            last = self._first_wrong_result()
+        last = self._first_wrong_value()
         return last is not None and self._shows_window(self.case, last)
 
     def _first_wrong_value(self) -> int | None:
@@ -142,11 +118,6 @@ class _Minifier:
         _, found = self._try(graph, self.case.inputs)
         wrong = [each.key for each in found if each.finite and each.part == "outputs"]
         return places[min(wrong)] if wrong else None
-
-    def _first_wrong_result(self) -> int | None:
-        nodes, results = list(self.case.graph.graph.nodes), _results(self.case.graph)
-        wrong = [nodes.index(results[place]) for place in self._wrong_results]
-        return min((place for place in wrong if _is_statement(nodes[place])), default=None)
 
     def _shows_window(self, whole: Case, last: int) -> bool:
         """Try 1, 2, 4 ... statements that end with one."""

@@ -105,7 +105,7 @@ class VerificationReport:
 
 
 ALL_GRAPHS: list[GraphRecord] = []
-"""Of every backend of this process. Appending to a list is one step, so it needs no lock."""
+"""The graphs of every backend of this process. Appending is one step, so it needs no lock."""
 
 
 @public

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from torchguard._torch import tracing_again
-from torchguard.verification.fallback import Fallback, TracedGraph
-from torchguard.verification.graph import numbers_in, quiet
+from torchguard.equivalence.copies import copy_inputs
+from torchguard.verification.fallback import Fallback, TracedGraph, fallbacks_of
+from torchguard.verification.graph import copy_graph, numbers_in, unlogged
 from torchguard.verification.minify import Case, minified
 from torchguard.verification.report import GraphRecord
 
@@ -31,7 +32,7 @@ _SCRIPT = '''"""torch.compile and eager differ here. torch {version}.
 {differences}
 """
 
-import torch
+{import_sys}import torch
 from torch import device, inf, nan
 
 NoneType = type(None)
@@ -65,7 +66,7 @@ def run(function):
 
 graph = {root}()
 {grad_mode}
-    eager, eager_shared = run(graph)
+{minify}    eager, eager_shared = run(graph)
     compiled, compiled_shared = run(torch.compile({arguments}))
 wrong = []
 for name, want in eager.items():
@@ -84,10 +85,9 @@ raise SystemExit(bool(wrong))
 '''
 
 
-SECONDS_TO_MINIFY, MOST_SECONDS_TO_MINIFY = 10.0, 60.0
-"""How long the graph of a script may be made smaller: the caller is waiting.
-
-Where compiling took long, twice as long as that, so that there is time for some tries.
+_MINIFY = """    if sys.argv[1:] == ["--minify"]:  # a smaller one; needs torchguard
+        from torchguard.verification.reproduce import minify
+        raise SystemExit(minify(__file__, graph, inputs(){arguments}))
 """
 
 
@@ -100,9 +100,7 @@ def reproducer_of(
     wrong: Callable[..., Any],
     inputs: Sequence[Any],
     backend: Fallback,
-    *,
     record: GraphRecord,
-    compile_seconds: float,
 ) -> str:
     """Write a script that shows the difference; return where it is, or why there is none.
 
@@ -112,7 +110,6 @@ def reproducer_of(
         inputs: of the call that has shown a difference.
         backend: what has compiled it.
         record: names the graph, and keeps the script's path.
-        compile_seconds: how long compiling took.
     """
     if backend.source is None:
         return f"none: {backend.name} is a callable, which a script can't name"
@@ -120,59 +117,87 @@ def reproducer_of(
         return "none: the graph holds tensors of its own, such as an optimizer's parameters"
     if record.checks and numbers_in(traced.graph, inputs):
         return "none: a script does not show what needs a float that changes between calls"
-    with quiet():
+    # A graph of Dynamo's symbols would be another one without them, so that one stays whole.
+    minify = "" if traced.is_dynamic else _MINIFY
+    name = record.function if record.function.isidentifier() else "graph"
+    with unlogged():
         case = Case(traced.graph, wrong, list(inputs))
-        small, ended_early = _smaller(traced, case, backend, compile_seconds)
         try:
-            path = _write(small, backend.source, record)
+            text = _script(case, _inputs_that_show(case), backend.source, minify)
+            record.reproducer = _write(text, _folder() / f"{name}.py")
         except _NoScriptError as reason:
             return f"none: {reason}"
-    record.reproducer = path
-    return f"{path} (minifying it ended early: its time was up)" if ended_early else path
+        except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
+            return f"none: writing it raised {type(error).__name__}: {error}"
+    return f"{record.reproducer}{' (--minify makes it smaller)' if minify else ''}"
 
 
-def _smaller(
-    traced: TracedGraph, case: Case, backend: Fallback, compile_seconds: float
-) -> tuple[Case, bool]:
-    if traced.is_dynamic:
-        # Without Dynamo's symbols it would be another graph.
-        return case, False
-    seconds = min(max(SECONDS_TO_MINIFY, 2 * compile_seconds), MOST_SECONDS_TO_MINIFY)
-    try:
-        with tracing_again(None):
-            return minified(case, backend.compile, seconds, compile_seconds)
-    except Exception:  # noqa: BLE001 - the large one is there
-        return case, False
+def minify(script: str, graph: torch.nn.Module, inputs: list[Any], **settings: Any) -> int:
+    """Write a smaller script that shows a difference too: ``python reproducer.py --minify``.
 
-
-def _write(case: Case, arguments: str, record: GraphRecord) -> str:
-    """Write the script and return its path.
-
-    Inputs are random, of the shapes, strides and sharing they had. Where random ones do not
-    show a difference and there are few elements, the script has their values.
+    Each try compiles a graph, so it may take minutes; Ctrl-C ends it with the smallest so far.
 
     Args:
-        case: what differs.
-        arguments: those for ``torch.compile``, as in source code.
-        record: names the graph.
+        script: the path of the script that calls this.
+        graph: what it compiles.
+        inputs: what it calls that with.
+        settings: the arguments of its ``torch.compile``.
 
-    Raises:
-        _NoScriptError: the graph can't be written as a script, or the script not to its folder.
-
+    Returns:
+        The script's exit status: 0 where there is no difference to make smaller.
     """
+    traced: list[Case] = []
+
+    def keep(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            traced.append(Case(graph, graph.forward, copy_inputs(given).values))
+            return graph.forward(*given)
+
+        return run
+
     try:
-        text = _script(case, _inputs_that_show(case), arguments)
-        path = _folder() / f"{record.function if record.function.isidentifier() else 'graph'}.py"
-        number = 1
-        while path.exists():
-            number += 1
-            path = path.with_name(f"{path.stem.rpartition('-')[0] or path.stem}-{number}.py")
-        path.write_text(text, encoding="utf-8")
-    except _NoScriptError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
-        raise _NoScriptError(f"writing it raised {type(error).__name__}: {error}") from None
+        torch.compile(graph, backend=keep, dynamic=False)(*inputs)
+    except Exception as error:  # noqa: BLE001 - of Dynamo, or of the graph
+        sys.stderr.write(f"it stays whole: this torch can't trace it again: {error}\n")
+        return 2
+    if len(traced) != 1:
+        # Dynamo of torch 2.6 and 2.8 does not trace what begins and ends an autocast region.
+        sys.stderr.write(f"it stays whole: this torch compiles it as {len(traced)} graphs\n")
+        return 2
+    inner = settings.pop("backend", "inductor")
+    compile_ = fallbacks_of(inner, settings, dynamic=None)[0].compile
+    source = ", ".join(f"{key}={value!r}" for key, value in ({"backend": inner} | settings).items())
+    whole = traced[0]
+    with unlogged(), tracing_again(None):
+        compiled = compile_(copy_graph(whole.graph), whole.inputs)
+        case = Case(whole.graph, compiled, whole.inputs)
+        small = minified(case, compile_) if case.differences(case.inputs) else None
+        text = "" if small is None else _script(small, _inputs_that_show(small), source)
+    if small is None:
+        sys.stdout.write("no difference\n")
+        return 0
+    path = Path(script)
+    sys.stdout.write(f"{_write(text, path.with_name(f'{path.stem}-small.py'))}\n")
+    return 1
+
+
+def _write(text: str, path: Path) -> str:
+    """Write a script, under another name where there is one already; return its path."""
+    number, stem = 1, path.stem
+    while not _write_new(path, text):
+        number += 1
+        path = path.with_name(f"{stem}-{number}.py")
     return str(path)
+
+
+def _write_new(path: Path, text: str) -> bool:
+    """Write a file that is not there; False if there is one, perhaps of another process."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
 
 
 @functools.cache
@@ -186,7 +211,21 @@ def _folder() -> Path:
     return folder
 
 
-def _script(case: Case, inputs: str, arguments: str) -> str:
+def _script(case: Case, inputs: str, arguments: str, minify: str = "") -> str:
+    """Write the script.
+
+    Inputs are random, of the shapes, strides and sharing they had. Where random ones do not
+    show a difference and there are few elements, the script has their values.
+
+    Args:
+        case: what differs.
+        inputs: the lines that make them.
+        arguments: those for ``torch.compile``, as in source code.
+        minify: the lines that make it smaller, with a place for the arguments.
+
+    Raises:
+        _NoScriptError: the graph can't be written as a script.
+    """
     imports: dict[str, str] = {}
     classes: list[str] = []
     root = _class_of(case.graph, "Graph", imports, classes)
@@ -201,6 +240,8 @@ def _script(case: Case, inputs: str, arguments: str) -> str:
         inputs=inputs,
         root=root,
         arguments=f"graph, {arguments}" if arguments else "graph",
+        import_sys="import sys\n\n" if minify else "",
+        minify=minify.format(arguments=f", {arguments}" if arguments else ""),
         grad_mode="with torch.enable_grad():"
         if torch.is_grad_enabled()
         else "with torch.no_grad():",

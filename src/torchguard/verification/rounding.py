@@ -28,10 +28,10 @@ from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import can_be_perturbed, perturb_
 from torchguard.verification.fallback import Compiler
-from torchguard.verification.graph import copy_graph, quiet
+from torchguard.verification.graph import copy_graph, unlogged
 
 _RUNS = 16
-"""With how many different perturbations of its inputs eager runs at most."""
+"""How many runs eager makes at most, each with its inputs perturbed otherwise."""
 
 _MULTIPLE = 2.0
 """How many times further than eager from itself the compiled result may be from eager."""
@@ -81,7 +81,7 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
     if wide is None:
         return False
     try:
-        with quiet():
+        with unlogged():
             eager = run_on_copies(wide, inputs, cast=_wider)
             if eager.error is not None or eager.backward_error is not None:
                 return False
@@ -99,7 +99,7 @@ def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
         return None
     try:
         # Autocast warns of double precision, which the program does not ask for.
-        with quiet():
+        with unlogged():
             return run_on_copies(wide, inputs, cast=_wider)
     except torch.OutOfMemoryError:
         return None
@@ -107,7 +107,7 @@ def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
 
 @dataclass
 class _Places:
-    """Where a tensor of the compiled graph is not what eager has."""
+    """The elements of a tensor at which the compiled graph and eager differ."""
 
     part: Part
     key: Any
@@ -179,6 +179,10 @@ def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule |
                     return None
             elif node.op == "call_method" and node.target in _CASTS:
                 node.target = _CASTS[str(node.target)]
+            elif getattr(node.target, "__name__", "") == "_enter_autocast":
+                # It does nothing in double precision, and warns of it: device, dtype, enabled.
+                node.args = (*node.args[:2], False, *node.args[3:])
+                continue
             node.args = tuple(_doubled(value) for value in node.args)
             node.kwargs = {name: _doubled(value) for name, value in node.kwargs.items()}
         part.recompile()

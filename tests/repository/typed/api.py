@@ -19,21 +19,27 @@ import torchguard
 from torchguard import (
     BucketBatchSampler,
     BucketCollator,
-    BucketedReport,
     BucketedStats,
     Buckets,
     DamagedFileError,
     GraphRecord,
     InconsistentTensorError,
     Installation,
-    MiscompilationError,
     MiscompilationWarning,
-    NonResizableStorageError,
-    OptimizerStateError,
     Padded,
     PaddedPair,
     PaddingLeakError,
     PairBuckets,
+    TorchGuardError,
+    TransactionStats,
+    UnrecoverableStepError,
+    VerificationReport,
+    WarmupReport,
+)
+from torchguard.errors import (
+    MiscompilationError,
+    NonResizableStorageError,
+    OptimizerStateError,
     PatchConflictError,
     PeerFailedError,
     ReadOnlyMemoryError,
@@ -41,13 +47,9 @@ from torchguard import (
     ReplayMismatchError,
     SaveError,
     SharedViewError,
-    TorchGuardError,
     TornSaveError,
-    TransactionStats,
-    UnrecoverableStepError,
-    VerificationReport,
-    WarmupReport,
 )
+from torchguard.rollback.consistency import is_consistent
 from torchguard.verification.backend import VerifiedBackend
 
 
@@ -61,6 +63,7 @@ def mutation() -> None:
     assert_type(torchguard.safe_set_(t, torch.zeros(6), 0, (2, 3), (3, 1)), torch.Tensor)
     assert_type(torchguard.safe_set_(t), torch.Tensor)
     torchguard.safe_set_(t, torch.zeros(6).untyped_storage())
+    torchguard.safe_checkpoint(torch.sin, t, use_reentrant=True, preserve_rng_state=False)
     with torchguard.rollback_on_error(t, torch.zeros(2), data=True):
         t.resize_(3)
     with torchguard.guarded():
@@ -77,7 +80,7 @@ def mutation() -> None:
         return x * 3
 
     assert_type(tripled(t), torch.Tensor)
-    assert_type(torchguard.is_consistent(t), bool)
+    assert_type(is_consistent(t), bool)
     torchguard.check_consistent({"weights": [t, torch.nn.Linear(2, 2)]})
     assert_type(torchguard.repair_(t), torch.Tensor)
 
@@ -138,7 +141,7 @@ def bucketed() -> None:
     assert_type(wrapped.warmup(torch.ones(2, 5)), WarmupReport)
     assert_type(wrapped.stats(), BucketedStats)
     assert_type(wrapped.stats().compiled, bool)
-    assert_type(wrapped.report(), BucketedReport)
+    assert_type(wrapped.stats().seen, dict[Any, int])
     wrapped.warmup(torch.ones(2, 16))
     wrapped.verify(torch.ones(2, 5))
 
@@ -167,8 +170,11 @@ def bucketed() -> None:
     assert_type(Adder().add(torch.ones(5)), torch.Tensor)
     assert_type(Adder().add.stats(), BucketedStats)
     layer = torchguard.bucketed(torch.nn.Linear(2, 2), dims=({0: "t"},), buckets=[8], compile=False)
-    assert_type(layer, torch.nn.Linear)
-    assert_type(layer.out_features, int)
+    assert_type(layer, torchguard.BucketedModule)
+    assert_type(layer.stats(), BucketedStats)
+    a_module: torch.nn.Module = layer
+    named: torchguard.Bucketed[..., torch.Tensor] = sums
+    del a_module, named
 
 
 def assignment() -> None:
@@ -199,7 +205,11 @@ def verification() -> None:
 
     assert_type(tripled.stats(), VerificationReport)
     layer = torchguard.verified(backend="aot_eager")(torch.nn.Linear(2, 2))
-    assert_type(layer, torch.nn.Linear)
+    assert_type(layer, torchguard.VerifiedModule)
+    assert_type(layer.stats(), VerificationReport)
+    assert_type(list(layer.parameters()), list[torch.nn.Parameter])
+    named: torchguard.Verified[..., torch.Tensor] = tripled
+    del named
     backend = torchguard.verified_backend("aot_eager", check_each="shape", max_bytes=1 << 20)
     assert_type(backend, VerifiedBackend)
     assert_type(torchguard.verification_report(), VerificationReport)
@@ -248,10 +258,10 @@ def files() -> None:
 def training() -> None:
     module = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    step = torchguard.transaction(module, optimizer, undo="auto")
+    step: torchguard.Transaction = torchguard.transaction(module, optimizer, undo="auto")
     with step:
         optimizer.zero_grad()
-    loss = step.run(lambda x: module(x).mean(), torch.ones(4, 2), retry=torchguard.halved())
+    loss = step.run(lambda x: module(x).mean(), torch.ones(4, 2), retry="halve")
     assert_type(loss, torch.Tensor)
     for run in step.replay(2):
         assert_type(run, int)

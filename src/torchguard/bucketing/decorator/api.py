@@ -2,26 +2,127 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 import torch
-from typing_extensions import ParamSpec, Unpack
+from typing_extensions import ParamSpec, Required, Unpack
 
 from torchguard import _torch
 from torchguard._public import public
-from torchguard.bucketing.decorator.spec import (
-    DEFAULTS,
-    MaskingOptions,
-    Options,
-    checked_options,
-)
 from torchguard.bucketing.decorator.wrappers import Bucketed, BucketedModule, module_around
+from torchguard.bucketing.padding import Side
+
+# ---- the options, listed once ----
+
+
+class NamedDim(Protocol):
+    """A ``torch.export.Dim``, which has a name."""
+
+    __name__: str
+
+
+AxisName: TypeAlias = str | NamedDim | None
+DimsOfArgument: TypeAlias = (
+    Mapping[int, AxisName]
+    | Mapping[str, "DimsOfArgument"]
+    | Sequence["DimsOfArgument | AxisName"]
+    | None
+)
+Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
+"""``{argument: {dim: name}}``, or a sequence in the order of the arguments; containers nest."""
+
+Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
+CheckPadding: TypeAlias = Literal["first", "always", "never"]
+
+
+class Options(TypedDict, total=False):
+    """The options of :func:`bucketed`, which says what they mean."""
+
+    dims: Required[Dims]
+    buckets: Any
+    fill: Mapping[str, Any] | None
+    outputs: Any
+    side: Side
+    overflow: Overflow
+    check_padding: CheckPadding
+    compile: bool | Mapping[str, Any] | None
+    plan: str | os.PathLike[str] | None
+    group: Any
+
+
+class MaskingOptions(Options, total=False):
+    """Likewise, with the arguments that are made where the caller leaves them out."""
+
+    lengths: Any
+    mask: Any
+
+
+DEFAULTS: Any = {
+    **dict.fromkeys(MaskingOptions.__annotations__),
+    "side": "right",
+    "overflow": "error",
+    "check_padding": "first",
+}
+
+
+def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
+    """Return the options with the defaults filled in.
+
+    Raises:
+        TypeError: one that there is not, or none for ``dims``.
+        ValueError: a word that is not one of those it can be.
+    """
+    # Python's own words: the signature shows each option, though **options takes any.
+    unknown = sorted(options.keys() - DEFAULTS.keys())
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], DEFAULTS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"bucketed() got an unexpected keyword argument {unknown[0]!r}{hint}")
+    if "dims" not in options:
+        raise TypeError(
+            "bucketed() missing 1 required keyword-only argument: 'dims', which dimension of which "
+            "argument varies. Write bucketed(function, dims={'x': {1: 't'}}, buckets=[64, 128])"
+        )
+    if not isinstance(options["dims"], (Mapping, Sequence)) or isinstance(options["dims"], str):
+        raise TypeError(
+            f"bucketed: dims is {options['dims']!r}, expected {{argument: {{dim: name}}}}, such as "
+            "{'x': {1: 't'}}"
+        )
+    checked: Any = {**DEFAULTS, **options}
+    for name, allowed in (
+        ("side", get_args(Side)),
+        ("overflow", get_args(Overflow)),
+        ("check_padding", get_args(CheckPadding)),
+    ):
+        if checked[name] not in allowed:
+            listed = ", ".join(map(repr, allowed))
+            raise ValueError(f"bucketed: {name} is {checked[name]!r}, expected one of {listed}")
+    if checked["fill"] is not None and not isinstance(checked["fill"], Mapping):
+        raise TypeError(
+            f"bucketed: fill is {checked['fill']!r}, expected {{argument: value}}, such as "
+            "{'labels': -100}"
+        )
+    return checked  # type: ignore[no-any-return]
+
+
+# ---- bucketed() ----
 
 _Arguments = ParamSpec("_Arguments")
-_Module = TypeVar("_Module", bound=torch.nn.Module)
 _Result = TypeVar("_Result")
 
 
@@ -32,7 +133,7 @@ if TYPE_CHECKING:
 
         # A module is a callable too, and the first of the two that fits is meant.
         @overload
-        def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
+        def __call__(self, function: torch.nn.Module, /) -> BucketedModule: ...  # type: ignore[overload-overlap]
         @overload
         def __call__(
             self, function: Callable[_Arguments, _Result], /
@@ -43,18 +144,18 @@ if TYPE_CHECKING:
         """Likewise, with ``mask=`` or ``lengths=``: the caller may leave these arguments out."""
 
         @overload
-        def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
+        def __call__(self, function: torch.nn.Module, /) -> BucketedModule: ...  # type: ignore[overload-overlap]
         @overload
         def __call__(self, function: Callable[..., _Result], /) -> Bucketed[..., _Result]: ...
         def __call__(self, function: Any, /) -> Any: ...
 
 
-# The options are listed once, in spec.Options. Type checkers read them through Unpack, people in
+# The options are listed once, in Options. Type checkers read them through Unpack, people in
 # the docstring, and inspect.signature() in the signature below.
 @overload
 def bucketed(  # type: ignore[overload-overlap]  # a module is callable, and the first that fits
-    function: _Module, /, **options: Unpack[MaskingOptions]
-) -> _Module: ...
+    function: torch.nn.Module, /, **options: Unpack[MaskingOptions]
+) -> BucketedModule: ...
 @overload
 def bucketed(
     function: Callable[_Arguments, _Result], /, **options: Unpack[Options]
@@ -103,24 +204,18 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
             with symbolic sizes.
         check_padding: ``"first"``: once per bucket (and with gradients on and off, in training and
             not) the function runs four times without compiling: on the real inputs, padded, and
-            padded with two other values; more often where the answers differ, and again where
-            padding grows (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
+            padded with two other values; once on other data, and again where padding grows
+            (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
         compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well. False
             says that it runs uncompiled on purpose, also where ``torch.compile`` is around it.
-        engine: what runs a bucket. ``"static"``: a graph of its size. ``"ranges"``: one graph for
-            all sizes of the ladder, as symbols with bounds; nothing is padded or checked, and a
-            function that does not allow it falls back, as ``stats()`` says. ``"auto"``: eager until
-            a graph would have paid for itself, then the faster of the two.
-        plan: a file that ``save_plan`` wrote, or ``python -m torchguard plan --json``, in
-            place of ``buckets``. What the former kept of its process (the check of the padding,
-            sizes of outputs, compiled code) is not done again while the function is the
-            same. As trusted as code.
+        plan: a file of buckets in place of ``buckets``, which ``save_plan`` wrote, or
+            ``python -m torchguard plan --json``.
         group: a group of ``torch.distributed``, or True for all ranks: every rank takes the
             bucket of the longest. Each rank has to make the same calls.
 
     Returns:
-        A callable, or a module, with ``stats()``, ``report()``, ``warmup(*example)``,
-        ``verify(*inputs)`` and ``save_plan(path)``.
+        A callable, or a module, with ``stats()``, ``warmup(*example)``, ``verify(*inputs)`` and
+        ``save_plan(path)``.
 
     Raises:
         TypeError, ValueError: the options don't fit the function or each other; when called:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,39 +15,41 @@ import torch
 from torchguard import _torch
 from torchguard._pytree import all_reachable_modules, flatten, reachable_modules, unflatten
 from torchguard._torch import uncompiled, warn_user
-from torchguard.bucketing.decorator.break_even import Choice
-from torchguard.bucketing.decorator.compile import (
+from torchguard.bucketing.decorator.bucket import (
     COMPILE_LOCK,
+    PLAIN,
+    Bucket,
+    Call,
+    Graph,
+    Input,
+    Known,
+    Plan,
+    Specialization,
+    differing,
+    kind_of_call,
+    leaf_key,
+    sizes_of,
+)
+from torchguard.bucketing.decorator.compiled import (
     RECOMPILE_LIMIT,
-    CompileCache,
+    Compiled,
     compiling,
+)
+from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
+from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
+from torchguard.bucketing.decorator.no_recompile import (
     compiling_is_refused,
     failed_guards,
     recompile_reason,
 )
-from torchguard.bucketing.decorator.engine import Engine
-from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
-from torchguard.bucketing.decorator.leak_check import check_padding
-from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
+from torchguard.bucketing.decorator.options import Sizes, Spec, find_buckets, find_inputs
 from torchguard.bucketing.decorator.output_shapes import (
     UNKNOWN,
     OutputShapes,
     slice_or_learn,
     slice_output,
 )
-from torchguard.bucketing.decorator.plan import (
-    PLAIN,
-    BucketCount,
-    Call,
-    Input,
-    Plan,
-    Specialization,
-    differing,
-    leaf_key,
-    sizes_of,
-)
-from torchguard.bucketing.decorator.proof_cache import ProofCache
-from torchguard.bucketing.decorator.spec import Sizes, Spec, find_buckets, find_inputs
+from torchguard.bucketing.decorator.prove import check_padding
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
 
@@ -58,27 +61,27 @@ class Caller:
     """Runs one function through its buckets.
 
     Args:
-        cache: what runs, and how it is compiled.
+        compiled: what runs, and how it is compiled.
         spec: what was declared of it.
         name: of the function, for messages.
     """
 
-    def __init__(self, cache: CompileCache, spec: Spec, name: str) -> None:
-        self.cache = cache
+    def __init__(self, compiled: Compiled, spec: Spec, name: str) -> None:
+        self.compiled = compiled
+        self.function = compiled.function
         self.spec = spec
         self.name = name
         self.lock = threading.Lock()
-        self.counts: dict[tuple[int, ...], BucketCount] = {}
-        self.proofs = ProofCache(cache.function, spec, name, compiles=cache.static is not None)
-        self.output_shapes = OutputShapes(cache.function, spec, name, self.proofs)
-        self.engine = Engine(spec, cache)
+        self.buckets: dict[tuple[int, ...], Bucket] = {}
+        self.known: dict[Any, Known] = {}
+        self.output_shapes = OutputShapes(self.function, spec, name)
+        self._uncompiled = Graph(self.function)
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._plans: dict[Any, Plan] = {}
         self._global_state: Callable[[], tuple[Any, ...]] | None = None
         self._warned = self._warned_of_compiling_around = False
         self._always = spec.options["check_padding"] == "always"
         self._shared = spec.options["group"] is not None
-        self._static = spec.options["engine"] == "static"
         self._fitting = any(ladder.automatic for ladder in spec.ladders.values())
 
     def seen(self, axes: Iterable[str]) -> Counter[tuple[int, ...]]:
@@ -104,19 +107,19 @@ class Caller:
         try:
             if not plan.ready or self._always:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                return self._run_carefully(plan, call)
+                return self._run_first(plan, call)
             if nested or plan.extras:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                return self._run(plan, plan.variant.run, call)
+                return self._run(plan, plan.graph.run, call)
             # No container and nothing to add: each argument is a leaf, and goes as it is.
             for index, pad, _ in plan.pads:
                 leaves[index] = pad(leaves[index])
             if kwargs:
                 count = len(args)
                 named = dict(zip(kwargs, leaves[count:], strict=True))
-                output = plan.variant.run(*owner, *leaves[:count], **named)
+                output = plan.graph.run(*owner, *leaves[:count], **named)
             else:
-                output = plan.variant.run(*owner, *leaves)
+                output = plan.graph.run(*owner, *leaves)
         except RuntimeError as error:
             self._raise_recompile_error(plan, error)
             raise
@@ -160,45 +163,40 @@ class Caller:
     def _run(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
         extras = fresh_extras(self.spec, call, plan) if plan.extras else None
         args, kwargs = call.bind(extras, plan.pad(call.leaves))
-        if not plan.marks or plan.ready:
-            return self._finish(plan, run(*args, **kwargs), call)
-        with _torch.marked_dynamic(plan.marked(call.leaves, extras)):
-            output = run(*args, **kwargs)
-        return self._finish(plan, output, call)
+        return self._finish(plan, run(*args, **kwargs), call)
 
     def _finish(self, plan: Plan, output: Any, *given: Any) -> Any:
         """Slice the output and count the call, given as a :class:`Call` or what makes one."""
-        if plan.variant.cuda_graphs:
+        if plan.graph.cuda_graphs:
             output = _cloned(output)
         if plan.pads:
             real = slice_output(plan, output)
             if real is UNKNOWN:
-                call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
-                if plan.ready:
-                    self.proofs.begin()
-                modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
-                find = functools.partial(self.output_shapes.slices, plan, call, modules)
-                with COMPILE_LOCK, uncompiled():
-                    try:
-                        real = slice_or_learn(plan, find, output)
-                    finally:
-                        self.proofs.add_formulas(plan, call)
+                real = self.learn(plan, output, *given)
             output = real
         with self.lock:
             # Under the lock: += reads and writes, and another thread may call in between.
-            count = plan.count
-            count.calls += 1
-            count.real += plan.real
-            count.padded += plan.padded
+            bucket = plan.bucket
+            bucket.calls += 1
+            bucket.real += plan.real
+            bucket.padded += plan.padded
             plan.seen[0] += 1
             if self._fitting:
                 self._refit()
         return output
 
+    def learn(self, plan: Plan, output: Any, *given: Any) -> Any:
+        """Take the real part of an output of a new kind."""
+        call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
+        modules = all_reachable_modules(self.function, (*call.owner, *call.arguments))
+        find = functools.partial(self.output_shapes.slices, plan, call, modules)
+        with COMPILE_LOCK, uncompiled():
+            return slice_or_learn(plan, find, output)
+
     def _global_state_for(self, owner: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
         """Return what reads whether gradients, inference mode, autocast and training are on."""
         # Weak: a function looks its globals up by name, so they may be gone before it is.
-        modules = [weakref.ref(each) for each in reachable_modules(self.cache.function, owner)]
+        modules = [weakref.ref(each) for each in reachable_modules(self.function, owner)]
 
         def global_state() -> tuple[Any, ...]:
             modes = (
@@ -241,7 +239,7 @@ class Caller:
             if index not in padded
         )
         specialization = Specialization(state, call.signature.treedefs, others, bool(state[3]))
-        chosen = not self._static and bool(buckets) and not specialization.transformed
+        own = tuple((buckets or {}).values())
         with self.lock:
             plan = Plan(
                 signature=call.signature,
@@ -250,20 +248,18 @@ class Caller:
                 sizes=sizes,
                 buckets=buckets or {},
                 side=self.spec.options["side"],
-                variant=self.cache.eager,
-                count=self.counts.setdefault(tuple((buckets or {}).values()), BucketCount()),
+                bucket=self.buckets.setdefault(own, Bucket(own)),
+                graph=self._uncompiled,
                 specialization=specialization,
                 seen=self._seen.setdefault(tuple(together.values()), [0]),
                 extras=extras,
                 # A check may contain collectives, so all ranks make it or none does.
                 shortest=shortest,
+                kind=kind_of_call(specialization, inputs, self.spec.masks, shared=self._shared),
             )
             # torch.compile imports Dynamo, which takes seconds: not before something compiles.
-            if not chosen:
-                plan.variant = self.cache.variant_for(plan.shapes or None, specialization)
-        if chosen:
-            plan = self.engine.begin(plan, call)
-        with self.lock:
+            if self.compiled.static is not None:
+                plan.graph = self.compiled.graph_for(plan)
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
             self._plans[key] = plan
@@ -295,27 +291,21 @@ class Caller:
 
     # ---- the first call of a shape ----
 
-    def _run_carefully(self, plan: Plan, call: Call) -> Any:
-        if plan.choice is None:
-            return self._run_first(plan, call)
-        return self.engine.run(plan, call, self._run_first, self._forget)
-
-    def _forget(self, choice: Choice) -> None:
-        """Forget the plans of a bucket that something else runs from now on."""
-        with self.lock:
-            for key in [key for key, plan in self._plans.items() if plan.choice is choice]:
-                del self._plans[key]
-
     def _run_first(self, plan: Plan, call: Call) -> Any:
-        """Check the padding, compile and run, unless an engine has come to a plan that is ready."""
-        if plan.ready and not self._always:
-            return self._run(plan, plan.variant.run, call)
+        """Make the bucket whole for this call, and run it: prove, compile, derive."""
+        with self.explained(plan, call):
+            self.prove(plan, call)
+            output = self._run(plan, self.first_run(plan), call)
+        plan.ready = True
+        if len(plan.graph.compiled_for) > RECOMPILE_LIMIT and not self._warned:
+            self._warn_of_recompiles(plan)
+        return output
+
+    @contextlib.contextmanager
+    def explained(self, plan: Plan, call: Call) -> Iterator[None]:
+        """Add to an error of a first call what the user can do about it."""
         try:
-            self._check(plan, call)
-            run = plan.variant.run
-            if plan.variant.compiles and plan.specialization not in plan.variant.compiled_for:
-                run = self.compiled(plan)
-            output = self._run(plan, run, call)
+            yield
         except PaddingLeakError as error:
             hint = self.spec.unread_masks() or flattened_rows(plan)
             # The same error, so that its traceback still begins where the leak was found.
@@ -328,36 +318,43 @@ class Caller:
             if missing is None:
                 raise
             raise missing from error
-        plan.ready = True
-        if len(plan.variant.compiled_for) > RECOMPILE_LIMIT and not self._warned:
-            self._warn_of_recompiles(plan)
-        return output
 
-    def _check(self, plan: Plan, call: Call, *, anew: bool = False) -> None:
-        """Check the padding of a call unless that is proven, or ``anew`` whatever is proven."""
-        proven = self.proofs.unproven(plan, call, anew=anew)
-        if proven is None:
+    def prove(self, plan: Plan, call: Call, *, anew: bool = False) -> None:
+        """Check the padding of a call unless that is proven, or ``anew`` whatever is proven.
+
+        All ranks of a group do so, or none does, because a check has collectives.
+        """
+        if not anew and not self._is_unproven(plan):
             return
-        modules = all_reachable_modules(self.cache.function, (*call.owner, *call.arguments))
+        modules = all_reachable_modules(self.function, (*call.owner, *call.arguments))
+        known = self.known.setdefault(plan.kind, Known())
         with COMPILE_LOCK, uncompiled():
-            try:
-                check_padding(self.output_shapes, plan, call, modules, proven, anew=anew)
-            finally:
-                self.proofs.add_formulas(plan, call)
-            self.proofs.add_proof(plan, call)
+            check_padding(self.output_shapes, plan, call, modules, known, anew=anew)
 
-    def compiled(self, plan: Plan) -> Callable[..., Any]:
-        """Return a variant's function, to be called once, that notes what compiling took."""
-        variant = plan.variant
-        if compiling_is_refused() and not variant.compiled_for:
-            reason = recompile_reason(plan, self.cache)
+    def _is_unproven(self, plan: Plan) -> bool:
+        when = self.spec.options["check_padding"]
+        if when == "never" or not plan.buckets or plan.specialization.transformed:
+            return False
+        if plan.shortest:
+            # The same question on every rank, whatever its own sizes.
+            padded = plan.shortest != plan.buckets
+        else:
+            # An empty input has no real part that a run without padding could compute.
+            padded = bool(plan.pads) and all(plan.sizes.values())
+        return padded and (when == "always" or not plan.bucket.covers(plan))
+
+    def first_run(self, plan: Plan) -> Callable[..., Any]:
+        """Return what runs a call; where that compiles, once, and what it took is noted."""
+        graph = plan.graph
+        if not graph.compiles or plan.specialization in graph.compiled_for:
+            return graph.run
+        if compiling_is_refused() and not graph.compiled_for:
+            reason = recompile_reason(plan, list(self.buckets.values()))
             raise RecompileError(f"no_recompile: {self.name} was about to compile {reason}")
 
-        self.proofs.load_compiled()
-
         def run(*args: Any, **kwargs: Any) -> Any:
-            with compiling(variant, plan.specialization):
-                return variant.run(*args, **kwargs)
+            with compiling(graph, plan.specialization):
+                return graph.run(*args, **kwargs)
 
         return run
 
@@ -373,10 +370,9 @@ class Caller:
     def _warn_of_recompiles(self, plan: Plan) -> None:
         """Warn once that something else than the size differs from call to call."""
         self._warned = True
-        times = len(plan.variant.compiled_for)
+        times = len(plan.graph.compiled_for)
         labels = (
-            ", ".join(differing(plan.variant.compiled_for))
-            or "grad mode, autocast or the structure"
+            ", ".join(differing(plan.graph.compiled_for)) or "grad mode, autocast or the structure"
         )
         warn_user(
             f"bucketed: {self.name} was compiled {times} times for {sizes_of(plan)}, because "
@@ -388,12 +384,12 @@ class Caller:
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call where Dynamo is watching; it must not compile what is here."""
-        # A skip mark holds for one frame, disable() for all that the function calls, too.
+        # A skip mark holds for one frame, disable() for all that it calls, too.
         # https://docs.pytorch.org/docs/stable/compile/programming_model.skipped_functions.html
         return torch.compiler.disable(self._warn_and_call)(owner, args, kwargs)
 
     def _warn_and_call(self, owner: Any, args: Any, kwargs: Any) -> Any:
-        asked = self.cache.static is not None or self.spec.options["compile"] is not None
+        asked = self.compiled.static is not None or self.spec.options["compile"] is not None
         if not asked and not self._warned_of_compiling_around:
             self._warned_of_compiling_around = True
             warn_user(
@@ -417,12 +413,11 @@ class Caller:
             ValueError: they are above the largest bucket.
         """
         plan, call = self.plan_for(owner, args, kwargs)
-        plan = self.engine.padded(plan, call)
         if not plan.buckets:
             raise ValueError(
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
             )
-        self._check(plan, call, anew=True)
+        self.prove(plan, call, anew=True)
 
     def plan_for(
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -437,7 +432,7 @@ class Caller:
         for ladder in dict.fromkeys(self.spec.ladders.values()):
             if ladder.fitting:
                 places = self._places(ladder.axes)
-                ran = {tuple(each[place] for place in places) for each in self.counts if each}
+                ran = {tuple(each[place] for place in places) for each in self.buckets if each}
                 changed |= ladder.observe(self.seen(ladder.axes), ran)
         self._fitting = any(ladder.fitting for ladder in self.spec.ladders.values())
         if changed:

@@ -8,113 +8,130 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._pytree import all_reachable_modules
-from torchguard._torch import SymbolicSizes, uncompiled
-from torchguard.bucketing.decorator.compile import COMPILE_LOCK
-from torchguard.bucketing.decorator.output_shapes import OutputShapes, running_without_data
-from torchguard.bucketing.decorator.plan import Call, Plan
+from torchguard._pytree import all_reachable_modules, flatten
+from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, uncompiled, user_line
+from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan, sizes_of
+from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.bucketing.decorator.slices import Narrow
-from torchguard.equivalence.compare import Difference
-from torchguard.equivalence.outcome import Outcome
+from torchguard.bucketing.padding import Side, pad_to_bucket
+from torchguard.equivalence.compare import PADDING, Verdict, judge
+from torchguard.equivalence.isolate import run_undoing_mutations
+from torchguard.equivalence.outcome import Given, Outcome
+from torchguard.errors import PaddingLeakError
 
 # ---- padding has changed the answer ----
 
 
-class Context(NamedTuple):
-    """What an error says besides what differs."""
+@dataclass(frozen=True)
+class Case:
+    """A call to compare with and without padding."""
 
-    what: str
-    """The sizes, and what is in the padding."""
-    function: str
-    """Its name."""
-    modules: Sequence[torch.nn.Module]
-    """Those it can reach."""
-    masks: Sequence[str]
-    """The ones that the call has."""
-    others: Sequence[str]
+    plan: Plan
+    call: Call
+    description: str = ""
+    """How its data differs from the caller's."""
+    others: tuple[str, ...] = ()
     """The inputs that have other data than the caller's."""
+    short: bool = False
+    """Whether the caller's inputs are cut short."""
 
 
-def leak_message(found: Difference, expected: Outcome, got: Outcome, context: Context) -> str:
+class Leak(NamedTuple):
+    """What was found, until it is confirmed."""
+
+    text: str
+    advice: str = ""
+    fills: Any = None
+    """What the padding holds in place of what is declared, by index of the leaf."""
+
+    def error(self, where: str = "") -> PaddingLeakError:
+        """Return the error; ``where`` names the operator, or what else is known."""
+        return PaddingLeakError(f"{self.text}{where}{self.advice}")
+
+
+def leak_of(  # noqa: PLR0917 - as many as a difference has
+    verdict: Verdict,
+    expected: Outcome,
+    got: Outcome,
+    case: Case,
+    function: str,
+    masks: Sequence[str],
+    fills: Any,
+) -> Leak:
     """Name what differs between a run and one with more, or other, padding, and by how much.
 
     The structure of both outcomes is a ``FlatOutput`` of
     :mod:`torchguard.bucketing.decorator.output_shapes`.
+
+    Args:
+        verdict: what differs.
+        expected: the run without padding, or with what is declared in it.
+        got: the other one.
+        case: the call.
+        function: its name.
+        masks: all that were declared.
+        fills: other values in the padding, by index of the leaf.
     """
-    what, function = context.what, context.function
+    plan, others = case.plan, case.others
+    what = sizes_of(plan)
+    changed = ", ".join(each.label for each in plan.inputs if each.index in fills)
+    if got.error is not None:
+        return Leak(
+            f"bucketed: {function} fails with another value than 0 in the padding of {changed} "
+            f"({what}): {type(got.error).__name__}: {got.error}"
+        )
+    if fills:
+        what += f"; with another value in the padding of {changed}"
+    elif case.short:
+        what += "; inputs cut short, to see what a small difference becomes with more padding"
+    elif others:
+        what += f"; with other data, where {' and '.join(others)} {case.description}"
+    found = verdict.differences[0]
+    labels = {*plan.extras, *(each.label for each in plan.inputs)}
+    masks = [name for name in masks if name in labels]
     if found.kind == "shape" and found.part == "structure":
-        return f"bucketed: {function} returns another structure when its input is padded ({what})"
-    operators = expected.operators | got.operators
-    advice = _not_neutral(context.others) if context.others else _causes(operators, context)
-    ending = f"({what}). {advice}"
+        text = f"bucketed: {function} returns another structure when its input is padded ({what})"
+        return Leak(text, fills=fills)
+    advice = _not_neutral(others) if others else _advice(function, masks)
     if found.part == "outputs":
         where = f"{expected.structure.label(found.key)} of {function}"
         wanted, value = (run.outputs[found.key] for run in (expected, got))
         if found.kind == "value":
-            return f"bucketed: {where} is {value!r} with padding and {wanted!r} without {ending}"
+            text = f"bucketed: {where} is {value!r} with padding and {wanted!r} without ({what})"
+            return Leak(text, advice, fills)
         if found.kind == "shape":
-            return (
+            text = (
                 f"bucketed: {where} has shape {tuple(value.shape)} sliced from a padded run, and "
                 f"{tuple(wanted.shape)} without padding ({what}): say in outputs= how long it is"
             )
+            return Leak(text, fills=fills)
     elif found.part == "gradients":
         gradients = {**got.gradients, **expected.gradients}
         where = f"the gradient of {gradients[found.key].name} in {function}"
     else:
         where = f"the buffer {found.key} that {function} writes"
-    return (
+    text = (
         f"bucketed: padding changes {where}: largest difference {found.largest:.3g}, where the "
-        f"largest value is {found.scale:.3g} {ending}"
+        f"largest value is {found.scale:.3g} ({what})"
     )
-
-
-_BATCH_NORM = "BatchNorm in training mode, whose statistics include the padding"
-_BATCH_NORMS = (
-    torch.nn.BatchNorm1d,
-    torch.nn.BatchNorm2d,
-    torch.nn.BatchNorm3d,
-    torch.nn.SyncBatchNorm,
-)
-# By the beginnings of operators' names.
-_CULPRITS = (
-    (("native_batch_norm", "_native_batch_norm", "_batch_norm", "cudnn_batch_norm"), _BATCH_NORM),
-    (("mean", "var", "std"), "a mean or variance over the padded dim"),
-    (
-        ("_softmax", "_log_softmax", "_scaled_dot_product"),
-        "softmax or attention without a mask",
-    ),
-    (
-        ("sum", "norm", "linalg_vector_norm", "amax", "amin", "max", "mse_loss"),
-        "a sum, maximum or loss over the padded dim without weights",
-    ),
-)
+    return Leak(text, advice, fills)
 
 
 def _not_neutral(others: Sequence[str]) -> str:
     fills = ", ".join(f"{label!r}: 0" for label in others)
     return (
-        "So 0 in the padding is not neutral: pass a mask (mask=) or the true sizes (lengths=); "
+        ". So 0 in the padding is not neutral: pass a mask (mask=) or the true sizes (lengths=); "
         "or write in fill= a value that changes nothing, such as -inf for a maximum and inf "
         f"for a minimum; fill={{{fills}}} says that such data never comes"
     )
 
 
-def _causes(operators: frozenset[str], context: Context) -> str:
-    """Name the usual culprits, those that have run, and what to write."""
-    _, function, modules, masks, _ = context
-    names = [name.removeprefix("aten::") for name in operators]
-    trains = not modules or any(isinstance(m, _BATCH_NORMS) and m.training for m in modules)
-    found = [
-        culprit
-        for beginnings, culprit in _CULPRITS
-        if any(name.startswith(beginnings) for name in names) and (culprit != _BATCH_NORM or trains)
-    ]
-    if not found:
-        found = ["a mean, a softmax without a mask, BatchNorm in training mode"]
+def _advice(function: str, masks: Sequence[str]) -> str:
     if masks:
         advice = (
             f"{' and '.join(masks)} was given: something in {function} does not use it, "
@@ -123,10 +140,109 @@ def _causes(operators: frozenset[str], context: Context) -> str:
         )
     else:
         advice = "Pass the function a mask (mask=) or the true sizes (lengths=)"
-    return (
-        f"Usual causes, seen here: {'; '.join(found)}. {advice}; if what the padding holds means "
-        "something to it, say so in fill="
-    )
+    return f". {advice}; if what the padding holds means something to it, say so in fill="
+
+
+# ---- the first operator after which the real part differs ----
+
+_MOST_BYTES = 1 << 30
+"""So much of what the operators return is kept of the first run; behind that nothing is named."""
+
+
+class FirstDifference(TorchDispatchMode):
+    """Runs a function twice, and notes the first operator whose results differ where they are real.
+
+    Real is what both runs have; of two padded runs, what is no padding. An operator whose result
+    has a size of another kind (a batch and its rows in one dim) is passed over, and where the
+    runs go on with different operators nothing more is compared.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found: dict[bool, str] = {}
+        """By whether the numbers are floating-point ones."""
+        self._parted = ""
+        self._sizes = {(plan.sizes[axis], bucket) for axis, bucket in plan.buckets.items()}
+        self._side: Side = plan.side
+        self._first: list[tuple[str, list[torch.Tensor]]] = []
+        self._bytes = 0
+        self._turn = 0
+        self._at = 0
+
+    @property
+    def found(self) -> str:
+        """Say which it is, with the user's line that called it; empty where none is known.
+
+        Integers that differ, such as a test whether a mask is needed, are seldom the reason.
+        """
+        if True in self._found:
+            return f". It first differs after {self._found[True]}"
+        if self._parted:
+            return f". Padded it goes another way: {self._parted}"
+        return f". It first differs after {self._found[False]}" if self._found else ""
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, watched; its second call is compared with the first."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._turn, self._at = self._turn + 1, 0
+            with self:
+                return function(*args, **kwargs)
+
+        return watched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (
+            isinstance(func, OPERATOR_CLASSES)
+            and self._bytes < _MOST_BYTES
+            and True not in self._found
+        ):
+            name = schema_of(func).name.rpartition("::")[2]
+            made = [each for each in flatten(result)[0] if type(each) is torch.Tensor]
+            if "empty" not in name:  # whose values are not set yet
+                self._note(name, made)
+        return result
+
+    def _note(self, name: str, made: list[torch.Tensor]) -> None:
+        if self._turn == 1:
+            self._bytes += sum(each.nbytes for each in made)
+            self._first.append((name, [each.detach().clone() for each in made]))
+            return
+        same = self._at < len(self._first) and self._first[self._at][0] == name
+        if not same:
+            self._parted = self._parted or _place(name)
+            self._at = len(self._first)
+            return
+        pairs = zip(self._first[self._at][1], made, strict=False)
+        self._at += 1
+        for expected, got in pairs:
+            real = self._real(expected, got)
+            if real is None:
+                continue
+            one, other = (Outcome(outputs=[each]) for each in real)
+            if not judge(one, other, PADDING).equal:
+                self._found.setdefault(expected.is_floating_point(), _place(name))
+
+    def _real(
+        self, expected: torch.Tensor, got: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cut both to what is real; None where it can't be told what that is."""
+        if expected.dim() != got.dim():
+            return None
+        for dim, pair in enumerate(zip(expected.shape, got.shape, strict=True)):
+            size, padded = pair
+            if size == padded:
+                size = next((real for real, bucket in self._sizes if bucket == size), size)
+            elif pair not in self._sizes:
+                return None
+            start = 0 if self._side == "right" else padded - size
+            got = got.narrow(dim, start, size)
+            if expected.shape[dim] == padded:
+                expected = expected.narrow(dim, start, size)
+        return expected.detach(), got.detach()
 
 
 def flattened_rows(plan: Plan) -> str:
@@ -142,9 +258,15 @@ def flattened_rows(plan: Plan) -> str:
     return ""
 
 
+def _place(operator: str) -> str:
+    """Return the name of an operator and the user's line that has called it, if there is one."""
+    shown = operator.strip("_").removesuffix("_for_cpu")
+    return ", ".join(filter(None, (shown, user_line())))
+
+
 # ---- a dim that dims does not name ----
 
-_MOST_TRIED = 16
+_MOST_TRIED = 8
 
 
 class _Suspect(NamedTuple):
@@ -163,35 +285,25 @@ def explain_failure(
 ) -> ValueError | None:
     """Return an error that names the arguments that ``dims`` lacks, None if it lacks none.
 
-    The function runs on tensors without data: if it fails with the padded arguments, and does
-    not once some others are padded too, those are the ones.
+    If the function fails with the padded arguments, and does not once some others are padded too,
+    those are the ones.
     """
     # Memory is no matter of dims; and of a group all ranks would have to run, not only this one.
     memory = isinstance(error, torch.OutOfMemoryError)
     if memory or not plan.pads or shapes.spec.options["group"] is not None:
         return None
     suspects = list(itertools.islice(_suspects(plan, call), _MOST_TRIED))
-    modules = all_reachable_modules(shapes.function, (*call.owner, *call.arguments))
     works = functools.partial(_works, shapes.function, plan, call)
-    with COMPILE_LOCK, uncompiled(), running_without_data(modules):
-        # Where it runs without data as it was padded, the values were the reason.
+    with COMPILE_LOCK, uncompiled():
+        # Where it runs as it was padded, the padding was not the reason.
         if not suspects or works(()):
             return None
         usual = {(axis, dim) for each in plan.inputs for dim, axis in each.axes}
         # First those in the dim in which dims names the axis: labels beside ids.
         in_place = [each for each in suspects if (each.axis, each.dim) in usual]
-        for group in (in_place, *([each] for each in suspects), suspects):
-            if group and works(group):
-                found = list(group)
-                break
-        else:
-            return None
-        # What it runs without is not named.
-        for each in list(found):
-            fewer = [other for other in found if other is not each]
-            if fewer and works(fewer):
-                found = fewer
-    return ValueError(_missing(shapes.name, plan, found))
+        groups = (*([each] for each in (*in_place, *suspects)), in_place, suspects)
+        found = next((group for group in groups if group and works(group)), None)
+    return ValueError(_missing(shapes.name, plan, found)) if found else None
 
 
 def _suspects(plan: Plan, call: Call) -> Iterator[_Suspect]:
@@ -208,18 +320,17 @@ def _suspects(plan: Plan, call: Call) -> Iterator[_Suspect]:
 def _works(
     function: Callable[..., Any], plan: Plan, call: Call, suspects: Sequence[_Suspect]
 ) -> bool:
-    """Run the function without data, at the sizes of the buckets, with these padded as well."""
-    shapes = {each.index: list(each.padded(plan.buckets)) for each in plan.inputs}
-    for each in suspects:
-        shapes.setdefault(each.leaf, list(each.shape))[each.dim] = plan.buckets[each.axis]
+    """Run the function eagerly, at the sizes of the buckets, with these padded as well."""
+    leaves = plan.pad(call.leaves)
+    modules = all_reachable_modules(function, (*call.owner, *call.arguments))
     try:
-        with SymbolicSizes({}) as world:
-            padded = {
-                index: world.empty(tuple(shape), call.leaves[index])
-                for index, shape in shapes.items()
-            }
-            args, kwargs = call.with_leaves(padded).bind(plan.extras)
-            function(*args, **kwargs)
+        for each in suspects:
+            # A value that is there: it is a valid one, of labels too.
+            leaf, size = leaves[each.leaf], plan.buckets[each.axis]
+            leaves[each.leaf] = pad_to_bucket(leaf, each.dim, size, value="repeat-last").tensor
+        args, kwargs = call.bind(plan.extras, leaves)
+        given = Given(leaves, args, kwargs, {})
+        run_undoing_mutations(function, given, read=lambda _: (None, []), names={}, modules=modules)
     except Exception:  # noqa: BLE001 - whatever it is, it did not work
         return False
     return True

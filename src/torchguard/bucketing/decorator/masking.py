@@ -5,8 +5,8 @@ Shapes: B batch, T the size of an axis, S the same after padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -16,8 +16,8 @@ from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.padding import Side, pad_to_bucket
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.plan import Call, Input, Plan
-    from torchguard.bucketing.decorator.spec import Sizes, Spec
+    from torchguard.bucketing.decorator.bucket import Call, Input, Plan
+    from torchguard.bucketing.decorator.options import Sizes, Spec
 
 MaskKind: TypeAlias = Literal["real", "padding", "additive"]
 """A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf
@@ -268,3 +268,13 @@ def _spread(positions: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Te
 
 def _is(tensor: torch.Tensor, dim: int, size: int) -> bool:
     return 0 <= dim < tensor.dim() and tensor.shape[dim] == size
+
+
+def inverted_masks(spec: Spec, plan: Plan) -> Iterator[tuple[Mask, Spec]]:
+    """Yield each mask of a call the other way round, and a spec that says so."""
+    swapped: dict[str, Any] = {"real": "padding", "padding": "real"}
+    given = {*plan.extras, *(each.label for each in plan.inputs)}
+    for name, mask in spec.masks.items():
+        if name in given and mask.kind in swapped:
+            other = replace(mask, kind=swapped[mask.kind])
+            yield other, replace(spec, masks={**spec.masks, name: other})

@@ -18,11 +18,10 @@ import torch
 
 from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
 from torchguard._torch import ShapeFormula, SymbolicSizes
+from torchguard.bucketing.decorator.bucket import Call, Plan
 from torchguard.bucketing.decorator.masking import mask_axes, real_extras
-from torchguard.bucketing.decorator.plan import Call, Plan
-from torchguard.bucketing.decorator.proof_cache import ProofCache
+from torchguard.bucketing.decorator.options import Sizes, Spec
 from torchguard.bucketing.decorator.slices import Narrow, Steps, declared_steps
-from torchguard.bucketing.decorator.spec import Sizes, Spec
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import buffers_restored, module_state_restored
 from torchguard.equivalence.outcome import Output
@@ -172,14 +171,10 @@ def _flatten(whole: Any) -> tuple[list[Any], Any]:
 class OutputShapes:
     """Finds out how much of an output of a function is real."""
 
-    def __init__(
-        self, function: Callable[..., Any], spec: Spec, name: str, proofs: ProofCache
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], spec: Spec, name: str) -> None:
         self.function = function
         self.spec = spec
         self.name = name
-        self._proofs = proofs
-        self._formulas: dict[Any, ShapeFormula | None] = {}
 
     def narrows(self, plan: Plan, whole: Any) -> dict[int, list[Narrow]]:
         """Return what :func:`slice_output` takes of an output like this, by index of its leaf."""
@@ -254,10 +249,10 @@ class OutputShapes:
     def _formula(
         self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], output: FlatOutput
     ) -> ShapeFormula | None:
-        """Return how the outputs of this variant depend on the sizes; None if torch can't tell."""
-        # The id is not given again: the cache keeps every variant as long as this lives.
-        key = (id(plan.variant), plan.specialization, tuple(output.paths))
-        if key not in self._formulas:
+        """Return how outputs depend on the sizes, in this bucket; None if torch can't tell."""
+        formulas = plan.bucket.formulas
+        key = (plan.shapes, plan.specialization, tuple(output.paths))
+        if key not in formulas:
             # A symbol stands for 2 or more: torch makes a number of a size that is 0 or 1.
             # https://docs.pytorch.org/docs/main/compile/dynamic_shapes_zero_one_specialization.html
             hints = {
@@ -265,36 +260,15 @@ class OutputShapes:
                 for axis, size in plan.sizes.items()
             }
             try:
-                self._formulas[key] = self._run_without_data(plan, call, modules, hints)
+                formulas[key] = self._run_without_data(plan, call, modules, hints)
             except Exception:  # noqa: BLE001 - torch can't always; a run at each size is left
-                self._formulas[key] = None
-        return self._formulas[key]
+                formulas[key] = None
+        return formulas[key]
 
     def _run_without_data(
         self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], hints: Sizes
     ) -> ShapeFormula:
-        """Run the function on tensors without data, at the real sizes or with symbols.
-
-        Where another process has done so, and the function is the same, nothing is run.
-        """
-        key = _run_key(plan, hints)
-        saved = self._proofs.formula(plan, call, key) if self.spec.plan is not None else None
-        if saved is not None:
-            return ShapeFormula.from_json(saved, plan.sizes)
-        try:
-            formula = self._derive(plan, call, modules, hints)
-        except Exception as error:
-            message = str(error).partition("\n")[0]
-            plan.derived.append((key, {"error": message or type(error).__name__}))
-            raise
-        spelled = formula.as_json()
-        if spelled is not None:  # else it is derived again by the next process
-            plan.derived.append((key, spelled))
-        return formula
-
-    def _derive(
-        self, plan: Plan, call: Call, modules: Sequence[torch.nn.Module], hints: Sizes
-    ) -> ShapeFormula:
+        """Run the function on tensors without data, at the real sizes or with symbols."""
         extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
         # A mask is as long as the axis it masks, so its size is a symbol, too.
         masks = {
@@ -336,13 +310,6 @@ def running_without_data(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     # Buffers are real, and written.
     with module_state_restored(modules), buffers_restored(modules):
         yield
-
-
-def _run_key(plan: Plan, hints: Sizes) -> Any:
-    """Return what a run without data depends on: with symbols, or at the sizes of the call."""
-    # In a run with symbols the sizes are hints alone.
-    sizes = tuple(sorted(hints) if hints else (each.shape for each in plan.inputs))
-    return plan.shapes, bool(hints), sizes, tuple(plan.specialization)
 
 
 def _measured(formula: ShapeFormula, output: FlatOutput, side: Side) -> Slices:

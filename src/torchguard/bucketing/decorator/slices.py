@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from torchguard._pytree import KeyPath
-from torchguard.bucketing.decorator.spec import Sizes
+from torchguard.bucketing.decorator.options import Sizes
 from torchguard.bucketing.padding import Side
 
 if TYPE_CHECKING:

@@ -10,25 +10,18 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec, Self
 
 from torchguard import _torch
-from torchguard.bucketing.decorator.auto import write_plan
 from torchguard.bucketing.decorator.call import Caller
-from torchguard.bucketing.decorator.compile import CompileCache, Compilers, compiler_for
-from torchguard.bucketing.decorator.spec import MaskingOptions, Spec
-from torchguard.bucketing.decorator.stats import (
-    BucketedReport,
-    BucketedStats,
-    WarmupReport,
-    observed_sizes,
-    report_of,
-    stats_of,
-    warm_up,
-)
+from torchguard.bucketing.decorator.compiled import Compiled, Compilers, compiler_for
+from torchguard.bucketing.decorator.ladders import write_buckets
+from torchguard.bucketing.decorator.options import Spec
+from torchguard.bucketing.decorator.stats import BucketedStats, stats_of
+from torchguard.bucketing.decorator.warmup import WarmupReport, warm_up
 
 _Arguments = ParamSpec("_Arguments")
 _Result_co = TypeVar("_Result_co", covariant=True)
@@ -45,33 +38,30 @@ class _Methods:
         raise NotImplementedError
 
     def stats(self) -> BucketedStats:
-        """Return what has run so far: calls, buckets, waste, compile time, graphs."""
+        """Return what has run so far: calls, buckets, waste, compile time, graphs, sizes seen."""
         return stats_of(self._bucketed_caller()[0])
 
-    def report(self, path: str | os.PathLike[str] | None = None) -> BucketedReport:
-        """Return what other buckets would change; with ``path``, draw it (extra ``plot``)."""
-        return report_of(self._bucketed_caller()[0], path)
+    def warmup(self, *example: Any, **keywords: Any) -> WarmupReport:
+        """Make every bucket whole, the largest first, so that no call waits for it.
 
-    def warmup(self, *example: Any, progress: bool | None = None, **keywords: Any) -> WarmupReport:
-        """Compile every bucket, the largest first, with the example cut or padded to its size.
-
-        Parameters, buffers, gradients and random state stay as they are. With gradients on,
-        the backward is compiled too. A bucket that runs out of memory is left out, with a
-        warning; then two calls in each are timed.
+        The example is cut or padded to the size of the bucket, which is compiled (with gradients
+        on, the backward too), and to the smallest size that enters it, with which padding is
+        checked and sizes of outputs are derived. Parameters, buffers, gradients and random state
+        stay as they are. A bucket that runs out of memory is left out, with a warning, and one
+        whose padding changes the answer has one too.
 
         Args:
             example: arguments as in a call.
-            progress: whether to show a bar; by default on a terminal.
-            keywords: likewise.
+            keywords: those by name.
 
         Returns:
-            What a call in each bucket takes, which goes into ``Buckets.fit(cost=...)``.
+            What a call in each bucket takes: the better of two.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
         """
         caller, owner = self._bucketed_caller()
-        return warm_up(caller, owner, example, keywords, progress=progress)
+        return warm_up(caller, owner, example, keywords)
 
     def verify(self, *inputs: Any, **keywords: Any) -> None:
         """Check these inputs now: raise unless padding leaves answer and gradients as they are.
@@ -83,16 +73,14 @@ class _Methods:
         caller.verify(owner, inputs, keywords)
 
     def save_plan(self, path: str | os.PathLike[str]) -> None:
-        """Write the buckets to a file for ``plan=``, and what the next process need not do again.
+        """Write the sizes of the buckets to a file for ``plan=``, and the sizes seen.
 
-        That is the check of the padding, the sizes of outputs and, where torch can
-        (2.7 and later), what Inductor has compiled in this process. The file is replaced in one
-        step. With what was compiled it is as trusted as code.
+        The file is JSON and replaced in one step. For what Inductor has compiled torch has
+        ``TORCHINDUCTOR_CACHE_DIR`` and ``torch.compiler.save_cache_artifacts``.
         """
         caller, _ = self._bucketed_caller()
-        ladders = caller.spec.ladders.values()
-        buckets = {each.axes: each.buckets for each in ladders if each.buckets is not None}
-        write_plan(path, buckets, observed_sizes(caller), caller.proofs.document())
+        ladders = dict.fromkeys(caller.spec.ladders.values())
+        write_buckets(path, ladders, caller.seen(caller.spec.ladders))
 
 
 # ---- a function ----
@@ -231,7 +219,7 @@ def _caller_of(function: Any, compilers: Compilers, spec: Spec, name: str) -> Ca
     """Return a caller with statistics and compiled variants of its own."""
     if spec.options["overflow"] != "dynamic":
         compilers = compilers._replace(dynamic=None)
-    return Caller(CompileCache(function, compilers), spec, name)
+    return Caller(Compiled(function, compilers), spec, name)
 
 
 def _seems_a_method(function: Any) -> bool:
@@ -252,7 +240,19 @@ def _lookup(module: str, name: str) -> Any:
 # ---- a module ----
 
 
-class BucketedModule(_Methods):
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.api import MaskingOptions
+
+    class _AnyModule(torch.nn.Module):
+        """To type checkers a bucketed module has every attribute: it is one of its class."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _AnyModule = object
+
+
+class BucketedModule(_Methods, _AnyModule):
     """What a bucketed module adds to its own class.
 
     It shares the ``__dict__`` of the module it was made from, so parameters, buffers, hooks,
@@ -261,7 +261,8 @@ class BucketedModule(_Methods):
 
     __slots__ = ()
 
-    _bucketed: tuple[torch.nn.Module, MaskingOptions, Any, Caller]
+    # transformers evaluates the annotations of each class of a model, so these have to be there.
+    _bucketed: tuple[torch.nn.Module, Any, Any, Caller]
     """The module, the options, what was given (compiled or not), and what calls."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,7 +306,7 @@ class BucketedModule(_Methods):
         return module_around(settings[1](copied), options)
 
 
-def module_around(given: torch.nn.Module, options: MaskingOptions) -> torch.nn.Module:
+def module_around(given: torch.nn.Module, options: MaskingOptions) -> BucketedModule:
     """Return a bucketed module that shares everything with the one given.
 
     Raises:
@@ -315,7 +316,7 @@ def module_around(given: torch.nn.Module, options: MaskingOptions) -> torch.nn.M
     parts = _parts(given, options)
     module = parts[0]
     # Not by its constructor, which would make parameters of its own.
-    made: torch.nn.Module = object.__new__(_class_around(type(module)))
+    made: BucketedModule = object.__new__(_class_around(type(module)))
     object.__setattr__(made, "__dict__", module.__dict__)
     object.__setattr__(made, "_bucketed", parts)
     object.__setattr__(made, "_compiled_call_impl", None)

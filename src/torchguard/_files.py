@@ -1,0 +1,236 @@
+"""Replace a file in one step: at every instant its path holds the old one or the new.
+
+The new contents go to a temporary file in the same folder, are flushed to the disk and take
+the target's place by ``os.replace``, which POSIX makes atomic. The old file is not truncated,
+so memory that is mapped from it stays valid (https://github.com/meta-pytorch/torchtune/issues/1018).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torchguard.errors import SaveError
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed process leaves stays there
+    fcntl = None  # type: ignore[assignment]
+
+_MARK = "torchguard-"
+_TOKEN_BYTES = 6
+_TEMPORARY = rf"{_MARK}[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
+_LONGEST_STEM = 200  # bytes; with the mark and the token it stays below the usual 255
+# Some file systems can't sync a folder, and say so in one of these ways.
+_CANT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM}
+
+_open: set[str] = set()
+"""The temporary files that this process is writing now."""
+
+
+def is_temporary(path: str) -> bool:
+    """Whether :func:`replace_file` has made this file and waits until it is written."""
+    return path in _open
+
+
+def is_replaceable(path: str) -> bool:
+    """Whether there is a regular file, or nothing, where the path leads: no pipe, no device.
+
+    ``/dev/stdout`` may lead to a regular file, but who opened that file keeps the old one.
+    """
+    if os.path.abspath(path).startswith(("/dev/", "/proc/")):
+        return False
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return os.path.isdir(os.path.dirname(os.path.realpath(path)))
+    except OSError:
+        return False
+
+
+def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = True) -> None:
+    """Call ``write`` with the path of a temporary file, then put that file at ``path``.
+
+    A symbolic link is followed to the file it means. Permissions and, where this process may
+    set it, the owner are those of the file that is replaced. Whatever ``write`` raises, the
+    temporary file is removed, ``path`` is untouched and the exception goes on. Temporary files
+    of processes that were killed are removed.
+
+    Args:
+        path: where the file belongs; :func:`is_replaceable` has to hold for it.
+        write: writes the file whose path it is given. The name has the stem of ``path``,
+            because torch writes that into the file.
+        fsync: wait until contents and name are on the disk.
+    """
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    old = _stat_or_none(target)
+    # Only this part of the name reaches the file: caffe2/serialize/inline_container.cc
+    # calls the folder inside the archive by the file's name without its last extension.
+    stem = os.path.basename(path).rpartition(".")[0] or os.path.basename(path)
+    if len(os.fsencode(stem)) > _LONGEST_STEM:
+        stem = "checkpoint"
+    try:
+        remove_abandoned(folder, stem)
+        temporary, lock = _new_file(folder, stem, 0o666 if old is None else old.st_mode & 0o777)
+    except OSError as error:
+        raise SaveError(
+            f"{path} can't be replaced in one step, because its folder takes no new file: {error}; "
+            "choose a folder that this process may write to"
+        ) from error
+    _open.add(temporary)
+    try:
+        write(temporary)
+        # Opened and locked again: the writer may have put another file there.
+        with opened(temporary, os.O_RDWR) as descriptor:
+            try_lock(descriptor)
+            if old is not None:
+                _set_owner_and_mode(descriptor, old)
+            if fsync:
+                os.fsync(descriptor)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    finally:
+        _open.discard(temporary)
+        os.close(lock)
+    if fsync:
+        sync(folder)
+
+
+def write_text(path: str | os.PathLike[str], text: str, *, fsync: bool = True) -> None:
+    """Put a text in the place of a file in one step; a pipe or a device is written to."""
+
+    def write(new: str) -> None:
+        Path(new).write_text(text, encoding="utf-8")
+
+    if is_replaceable(os.fspath(path)):
+        replace_file(os.fspath(path), write, fsync=fsync)
+    else:
+        write(os.fspath(path))
+
+
+def remove_abandoned(folder: str, stem: str) -> None:
+    """Remove the temporary files of ``stem`` whose process is dead.
+
+    A living writer holds a lock on its temporary file, which the kernel releases with the
+    process: that holds across containers with process numbers of their own as well. What merely
+    has such a name, a folder or a link, stays.
+    """
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if is_temporary_name(name, stem):
+            # Alive, of another user, or gone meanwhile.
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG(os.lstat(path).st_mode):
+                    with locked_file(path):
+                        os.unlink(path)
+
+
+@contextlib.contextmanager
+def locked_file(path: str) -> Iterator[None]:
+    """Hold the lock on a temporary file or folder.
+
+    Raises:
+        BlockingIOError: its writer is alive.
+        OSError: it can't be opened, or the file system has no locks.
+    """
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "no locks of this kind", path)
+    with opened(path, os.O_RDONLY) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def sync(folder: str) -> None:
+    """Wait until the names in a folder are on the disk, where the system can."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    try:
+        with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANT_SYNC:
+            raise
+
+
+def temporary_name(stem: str = "") -> str:
+    """Return a new name that :func:`is_temporary_name` knows."""
+    return f"{stem}.{_MARK}{secrets.token_hex(_TOKEN_BYTES)}"
+
+
+def is_temporary_name(name: str, stem: str = "") -> bool:
+    """Whether this is a name that :func:`temporary_name` makes of ``stem``."""
+    return re.fullmatch(rf"{re.escape(stem)}\.{_TEMPORARY}", name) is not None
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take the lock that says that the writer is alive; False if another one holds it."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: no process can take one, so none removes it
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """Let one process at a time into the block, where the file system has locks."""
+    if fcntl is None:
+        yield
+        return
+    with opened(folder, os.O_RDONLY) as descriptor:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def _new_file(folder: str, stem: str, mode: int) -> tuple[str, int]:
+    """Make an empty file that did not exist, and return it with the descriptor of its lock."""
+    while True:
+        path = os.path.join(folder, temporary_name(stem))
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        # Between these two lines another process may take it for an abandoned one.
+        if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        os.close(descriptor)
+
+
+def _set_owner_and_mode(descriptor: int, old: os.stat_result) -> None:
+    if not hasattr(os, "fchmod"):
+        return
+    new = os.fstat(descriptor)
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        with contextlib.suppress(PermissionError):
+            os.fchown(descriptor, old.st_uid, old.st_gid)
+    if new.st_mode != old.st_mode:
+        os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
+
+
+def _stat_or_none(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def opened(path: str, flags: int) -> Iterator[int]:
+    """Open a file or a folder by ``os.open``, and close it."""
+    descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

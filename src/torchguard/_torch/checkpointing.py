@@ -1,0 +1,114 @@
+"""What ``torch.utils.checkpoint`` calls, and what it keeps to itself of a block."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Generator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchguard._pytree import names_in, reachable
+
+_MODULE = "torch.utils.checkpoint"
+_has_impl = hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")
+
+# `checkpoint` looks both up in its module when it is called, so that code which took `checkpoint`
+# before is reached too. Since torch 2.15 the first hands its arguments on to a second generator.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py#L514
+GENERATOR = f"{_MODULE}._checkpoint_without_reentrant_generator" + "_impl" * _has_impl
+REENTRANT = f"{_MODULE}.CheckpointFunction.forward"
+
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+IMPORTED_BY = {_COMPOSABLE: GENERATOR.replace(_MODULE, _COMPOSABLE)}
+"""By module that takes the generator into its own names, the path there."""
+
+
+def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], bool]:
+    """Return what the generator's block is called with, and whether random states are kept.
+
+    The generator is called with ``(fn, args, kwargs, *, preserve_rng_state, ...)`` since torch
+    2.15 and with ``(fn, preserve_rng_state, ..., *args, **kwargs)`` before.
+    """
+    if _has_impl:
+        args, kwargs = given
+        return [*args, *kwargs.values()], options.get("preserve_rng_state", True)
+    return [*given, *options.values()], bool(given[0] if given else True)
+
+
+def called_by(function: Any) -> Any:
+    """Return the module that a function is the call of, or the function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    names = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")
+    if isinstance(function, MethodType) and function.__name__ in names:
+        return function.__self__
+    return function
+
+
+def segment_of(function: Any) -> list[Any] | None:
+    """Return those functions of ``checkpoint_sequential`` that this one of its own runs."""
+    name = "checkpoint_sequential.<locals>.run_function.<locals>.forward"
+    if getattr(function, "__qualname__", None) != name:
+        return None
+    values = (cell.cell_contents for cell in function.__closure__)
+    cells = dict(zip(function.__code__.co_freevars, values, strict=True))
+    return list(cells["functions"])[cells["start"] : cells["end"] + 1]
+
+
+# The operator saves its noise before it has drawn it, and the early stop comes in between:
+# https://github.com/pytorch/pytorch/issues/193671
+_RRELU = {"rrelu", "rrelu_", "RReLU", "rrelu_with_noise", "rrelu_with_noise_"}
+
+
+def names_rrelu(value: Any) -> bool:
+    """Whether a value is one of the functions above, or a function that calls one."""
+    if not isinstance(value, FunctionType):
+        return getattr(value, "__name__", None) in _RRELU
+    return not _RRELU.isdisjoint(names_in(value.__code__))
+
+
+@functools.lru_cache(maxsize=4096)
+def calls_rrelu(kind: Any) -> bool:
+    """Whether a method of a class does."""
+    # With what its functions call of those beside them.
+    functions = [v for k in kind.__mro__ for v in vars(k).values() if isinstance(v, FunctionType)]
+    return any(map(names_rrelu, reachable(None, functions)))
+
+
+def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
+    """Switch the early stop off for the block whose generator is suspended in its first run.
+
+    Falls back to leaving it on, where torch keeps its notes of a block under another name.
+    """
+    frame = getattr(generator, "gi_frame", None)
+    notes: Any = None if frame is None else frame.f_locals.get("new_frame")
+    if hasattr(notes, "early_stop"):
+        notes.early_stop = False
+
+
+def generator_of_caller(depth: int) -> Generator[Any, Any, Any] | None:
+    """Return the generator of ``checkpoint``, which has called the function that asks."""
+    found = sys._getframe(depth + 1).f_locals.get("gen")
+    return found if isinstance(found, Generator) else None
+
+
+class RefuseToUse(TorchDispatchMode):
+    """A scope that calls ``refuse(tensor)`` before an operator takes one of these tensors."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: dict[int, Any], refuse: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors, self._refuse = tensors, refuse
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for each in (*args, *kwargs.values()):
+            for value in each if isinstance(each, (list, tuple)) else (each,):
+                if id(value) in self._tensors:
+                    self._refuse(value)
+        return func(*args, **kwargs)

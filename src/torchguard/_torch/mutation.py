@@ -1,0 +1,199 @@
+"""Which of its arguments a torch function may write to."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from torchguard._torch.schemas import operator_schemas, schemas_of
+
+
+class Argument(NamedTuple):
+    """An argument that a function writes to."""
+
+    position: int
+    """The argument's position, or -1 if it is given by name only."""
+
+    name: str
+    is_list: bool | None = None
+    """Whether it is a list of tensors; None if both occur."""
+
+    is_out: bool = False
+    """Whether it is an output that has a name of its own: ``aten.sort.values(values=...)``."""
+
+
+class Writes(NamedTuple):
+    """What a function writes to in place."""
+
+    arguments: tuple[Argument, ...]
+    elements: bool = True
+    """False if it changes shape, stride or flags only, as ``squeeze_`` does."""
+
+    only_if: Argument | None = None
+    """The flag that makes it write (``training=True``), where there is one."""
+
+    only_first: bool = False
+    """Whether it writes its first argument, always, and nothing else."""
+
+    calls_back: bool = False
+    """Whether it calls a Python function for each element, as ``apply_`` does."""
+
+
+_CALL_BACK = frozenset(("apply_", "map_", "map2_"))
+DUNDERS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod"),
+        *("ipow", "iand", "ior", "ixor", "ilshift", "irshift"),
+    )
+)
+
+# torch's iterators over elements, and its indexed writes, look at the shape they write to and never
+# resize it. All other operations are read before the call.
+KEEP_SHAPE = DUNDERS | frozenset(
+    f"{name}_"
+    for name in (
+        *("add", "sub", "mul", "div", "copy", "zero", "fill", "addcmul", "addcdiv", "lerp", "pow"),
+        *("floor_divide", "remainder", "fmod", "clamp", "clamp_min", "clamp_max", "sign", "neg"),
+        *("sqrt", "rsqrt", "reciprocal", "abs", "exp", "log", "sigmoid", "tanh", "relu", "elu"),
+        *("leaky_relu", "hardtanh", "silu", "mish", "hardswish", "hardsigmoid", "dropout"),
+        *("round", "floor", "ceil", "uniform", "normal", "bernoulli", "random", "masked_fill"),
+        *("masked_scatter", "index_put", "index_add", "index_copy", "index_fill", "put"),
+        *("scatter", "scatter_add", "scatter_reduce", "logical_or", "logical_and", "bitwise_or"),
+    )
+)
+
+# In-place, but they never touch an element: a failure spoils nothing autograd has saved.
+_METADATA_ONLY = frozenset(
+    (
+        *("resize_", "resize_as_", "resize_as_sparse_", "sparse_resize_", "set_", "as_strided_"),
+        *("squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"),
+        *("detach_", "requires_grad_", "rename_", "share_memory_"),
+    )
+)
+
+
+def writes_of(function: Callable[..., Any]) -> Writes | None:
+    """Say what ``function`` writes in place; None if nothing (``out=`` is not asked here).
+
+    An operator's schema says it exactly. A method or function of torch's Python
+    API follows torch's naming rule, a trailing underscore, and its operator's
+    schema says which arguments besides the first.
+    """
+    schemas = schemas_of(function)
+    name = getattr(function, "__name__", "")
+    writes: Writes | None = None
+    if schemas is not None:
+        writes = _from_schemas(schemas)
+    elif name in DUNDERS:
+        writes = Writes((Argument(0, "self"),))
+    elif name.endswith("_") and not name.endswith("__"):
+        written = Argument(0, _first_parameter(function))
+        writes = _from_schemas(
+            [] if isinstance(function, FunctionType) else operator_schemas(name)
+        ) or Writes((written,), name not in _METADATA_ONLY)
+    if writes is None or writes.only_if is not None or not writes.arguments:
+        return writes
+    # add_ and mul_ have overloads for lists as well, of TorchScript.
+    first = all(each.position == 0 and not each.is_out for each in writes.arguments)
+    calls_back = name in _CALL_BACK
+    return writes._replace(only_first=first and not calls_back, calls_back=calls_back)
+
+
+def writes_statistics(name: str) -> Writes | None:
+    """Say what a builtin that normalises writes, by its name: it is missing in its schema."""
+    if name not in _NORMALISE:
+        return None
+    place, flag = _NORMALISE[name]
+    written = (Argument(place, "running_mean"), Argument(place + 1, "running_var"))
+    return Writes(written, only_if=None if flag is None else Argument(place + 2, flag))
+
+
+# Where running_mean stands, and the flag that makes them write it, which stands after running_var.
+_NORMALISE: dict[str, tuple[int, str | None]] = {
+    "batch_norm": (3, "training"),
+    "native_batch_norm": (3, "training"),
+    "_batch_norm_impl_index": (3, "training"),
+    "cudnn_batch_norm": (3, "training"),
+    "miopen_batch_norm": (3, "training"),
+    "instance_norm": (3, "use_input_stats"),
+    # What nn.SyncBatchNorm calls.
+    "batch_norm_update_stats": (1, None),
+    "batch_norm_gather_stats": (3, None),
+    "batch_norm_gather_stats_with_counts": (3, None),
+}
+
+
+def _from_schemas(schemas: list[Any]) -> Writes | None:
+    """Read what an operator's overloads write."""
+    arguments = {
+        Argument(
+            -1 if argument.kwarg_only else position,
+            argument.name,
+            isinstance(argument.type, torch.ListType),
+            argument.is_out,
+        ): None
+        for schema in schemas
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name != "out"  # out_tensors finds it
+    }
+    name = schemas[0].name if schemas else ""
+    unsaid = writes_statistics(name.removeprefix("aten::"))
+    if unsaid is not None:
+        return unsaid._replace(arguments=(*unsaid.arguments, *arguments))
+    if not arguments:
+        return None
+    return Writes(tuple(arguments), name.rpartition("::")[2] not in _METADATA_ONLY)
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    if not isinstance(function, FunctionType):
+        return "self"
+    try:
+        return next(iter(inspect.signature(function).parameters), "self")
+    except ValueError:  # it wraps a builtin: Tensor.__rpow__ of torch 2.6
+        return "self"
+
+
+def written_tensors(
+    writes: Writes, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield each tensor the call writes to, and whether it was given in a list of tensors."""
+    if writes.only_if is not None and not _value(writes.only_if, args, kwargs):
+        return
+    seen: set[int] = set()
+    for argument in writes.arguments:
+        if argument.is_out:
+            continue
+        value = _value(argument, args, kwargs)
+        is_list = isinstance(value, (list, tuple))
+        if argument.is_list not in (None, is_list):
+            continue  # another overload's argument
+        for tensor in value if is_list else (value,):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor, is_list
+
+
+def _value(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if 0 <= argument.position < len(args):
+        return args[argument.position]
+    value = kwargs.get(argument.name)
+    # What schemas call self is called input by torch.relu_ and the other functions.
+    return kwargs.get("input") if value is None and argument.name == "self" else value
+
+
+def out_tensors(writes: Writes | None, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the outputs a call is given: ``out=``, or outputs with names of their own."""
+    names = () if writes is None else tuple(each.name for each in writes.arguments if each.is_out)
+    for name in ("out", *names):
+        out = kwargs.get(name)
+        for item in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(item, torch.Tensor):
+                yield item

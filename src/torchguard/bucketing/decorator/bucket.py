@@ -1,0 +1,443 @@
+"""A bucket, and the plan of a call: how to pad it to its bucket, worked out once per shape.
+
+Arguments, masks and paddings are addressed by the index of a leaf: the arguments given by
+position come first, then those given by name, each flattened.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from typing_extensions import Self
+
+from torchguard._pytree import TreeDef, flatten, key_paths, keystr, unflatten
+from torchguard._torch import ShapeFormula
+from torchguard.bucketing.padding import Fill, Side, pad_to_bucket
+from torchguard.equivalence.outcome import Given
+from torchguard.equivalence.perturb import perturb_
+
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.options import Sizes, Spec
+
+COMPILE_LOCK = threading.RLock()
+"""Held while a graph is compiled for the first time, and during a check: both change settings of
+the whole process for a moment."""
+
+PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+"""Types whose values ``torch.compile`` compiles in: each value is a graph of its own."""
+
+# Below this many elements one operator less is faster; above, pad_to_bucket chooses.
+_SMALL = 1 << 17
+
+
+class TensorKey(NamedTuple):
+    """What a graph depends on of a tensor whose dims are not named."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def leaf_key(leaf: Any) -> Any:
+    """Return what a graph depends on of a leaf: something to hash and compare."""
+    # By type, not isinstance(): a subclass of int may compare as it likes.
+    if type(leaf) in PLAIN:
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        return TensorKey(leaf.shape, leaf.dtype, leaf.device)
+    if isinstance(leaf, enum.Enum):
+        return leaf
+    # Of a module nothing else: its attributes Dynamo guards by itself, and compiles anew.
+    return leaf.training if isinstance(leaf, torch.nn.Module) else type(leaf)
+
+
+class Signature(NamedTuple):
+    """How a call gives its arguments: equal for calls that share a plan."""
+
+    names: tuple[str, ...]
+    """Of the arguments; ``"*2"`` for one behind ``*args``."""
+    positional: int
+    """How many of them are given by position."""
+    treedefs: tuple[TreeDef, ...]
+    """Of each argument."""
+    starts: tuple[int, ...]
+    """The index of each argument's first leaf, and how many leaves there are."""
+
+
+class Call(NamedTuple):
+    """The arguments of one call, flattened; padding has not happened yet."""
+
+    signature: Signature
+    owner: tuple[Any, ...]
+    """What the function is given before the caller's arguments: ``self``."""
+    arguments: list[Any]
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, spec: Spec, owner: tuple[Any, ...], args: Any, kwargs: Mapping[str, Any]) -> Self:
+        """Flatten the arguments of a call."""
+        arguments = [*args, *kwargs.values()]
+        leaves: list[Any] = []
+        treedefs, starts = [], [0]
+        for argument in arguments:
+            treedef = None
+            if type(argument) is torch.Tensor:
+                leaves.append(argument)
+            else:
+                inside, treedef = flatten(argument)
+                leaves += inside
+            treedefs.append(treedef)
+            starts.append(len(leaves))
+        known = spec.parameters
+        # By keyword in the order of the call: the leaves come in that order as well.
+        names = (*(known[i] if i < len(known) else f"*{i}" for i in range(len(args))), *kwargs)
+        signature = Signature(names, len(args), tuple(treedefs), tuple(starts))
+        return cls(signature, owner, arguments, leaves)
+
+    def with_leaves(self, new: Mapping[int, Any]) -> Self:
+        """Return the same call with some leaves replaced."""
+        return self._replace(leaves=[new.get(i, leaf) for i, leaf in enumerate(self.leaves)])
+
+    def perturbed(self, seed: int) -> tuple[Self, bool]:
+        """Return it with perturbed values in what requires a gradient, and if any changed."""
+        new: dict[int, Any] = {}
+        changed = False
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                copy = leaf.detach().clone()
+                perturb_(copy, seed)
+                changed |= not torch.equal(copy, leaf)
+                new[index] = copy.requires_grad_()
+        return self.with_leaves(new), changed
+
+    def labels(self) -> list[str]:
+        """Return how to spell each leaf: ``batch['ids']``."""
+        found = []
+        for name, argument, treedef in zip(
+            self.signature.names, self.arguments, self.signature.treedefs, strict=True
+        ):
+            label = f"argument {name[1:]}" if name.startswith("*") else name
+            if treedef is None:
+                found.append(label)
+            else:
+                found += [keystr(label, path, argument) for path in key_paths(treedef)]
+        return found
+
+    def bind(
+        self, extras: Mapping[str, Any] | None = None, leaves: list[Any] | None = None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and the keyword arguments, containers built anew.
+
+        Args:
+            extras: arguments that come besides, or in place of those that are given.
+            leaves: in place of those of the call.
+        """
+        names, positional, treedefs, starts = self.signature
+        values = self.leaves if leaves is None else leaves
+        # Otherwise each argument is one leaf, and goes as it is.
+        if len(values) != len(names) or any(treedefs):
+            values = [
+                values[start] if treedef is None else unflatten(values[start:end], argument)
+                for start, end, treedef, argument in zip(
+                    starts, starts[1:], treedefs, self.arguments, strict=False
+                )
+            ]
+        args = [*self.owner, *values[:positional]]
+        named = dict(zip(names[positional:], values[positional:], strict=True))
+        if extras:
+            for argument, value in extras.items():
+                place = names.index(argument) if argument in names else positional
+                if place < positional:
+                    args[len(self.owner) + place] = value
+                else:
+                    named[argument] = value
+        return args, named
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of a call that has a dim to pad."""
+
+    index: int
+    """Of the leaf."""
+    label: str
+    shape: tuple[int, ...]
+    axes: tuple[tuple[int, str], ...]
+    """(dim, name of its axis)."""
+    fill: Fill
+    declared: bool
+    """Whether the fill was declared, or is that of a mask."""
+    device: torch.device
+
+    def padded(self, buckets: Sizes) -> tuple[int, ...]:
+        """Return its shape after padding."""
+        named = dict(self.axes)
+        return tuple(
+            buckets[named[dim]] if dim in named else size for dim, size in enumerate(self.shape)
+        )
+
+
+class Specialization(NamedTuple):
+    """What a compiled graph is specialised on besides the sizes that are padded."""
+
+    global_state: tuple[Any, ...]
+    """Grad mode, inference mode, autocast, a transform of torch.func, ``training`` of modules."""
+    structure: tuple[TreeDef, ...]
+    others: tuple[tuple[str, Any], ...]
+    """Label and key of the leaves that have no dim to pad."""
+    transformed: bool
+    """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
+
+
+def differing(specializations: Iterable[Specialization]) -> list[str]:
+    """Return the labels of the leaves that are not the same in all of these."""
+    values: dict[str, set[Any]] = {}
+    for each in specializations:
+        for label, key in each.others:
+            values.setdefault(label, set()).add(key)
+    return [label for label, found in values.items() if len(found) > 1]
+
+
+@dataclass
+class Graph:
+    """What runs a bucket's inputs of certain padded shapes, in one global state."""
+
+    run: Callable[..., Any]
+    code: CodeType | None = None
+    """Its own, where it is compiled for static sizes."""
+    compiles: bool = False
+    cuda_graphs: bool = False
+    compiled_for: set[Specialization] = field(default_factory=set)
+    """What it has run for: for anything else it is compiled anew."""
+    warmed_for: set[Specialization] = field(default_factory=set)
+    """What its backward has run for too."""
+    seconds: float = 0.0
+    """Of the first call in each, and of warming up."""
+    first_graphs: int = 0
+    first_entries: int = 0
+
+
+_GROWS = 2.0
+"""A bucket is checked again where it gets more than so many times the padding it had then."""
+
+
+@dataclass
+class Bucket:
+    """One size, or one for each axis, and all that belongs to it.
+
+    It is made whole by the first call or by ``warmup()``: its padding is proven, its graph is
+    compiled, and how much of an output is real is derived.
+    """
+
+    sizes: tuple[int, ...]
+    """By axis; empty for what no bucket holds."""
+    calls: int = 0
+    real: int = 0
+    padded: int = 0
+    graphs: dict[Any, Graph] = field(default_factory=dict)
+    """By padded shapes and global state: Dynamo compiles anew for each of these anyway, and with a
+    function of its own a call finds one entry in Dynamo's cache. In a list of several, threads
+    walk past theirs."""
+    proven: dict[Any, tuple[float, ...]] = field(default_factory=dict)
+    """By kind of call, how much padding it was proven with, for what was real, by axis."""
+    formulas: dict[Any, ShapeFormula | None] = field(default_factory=dict)
+    """How the sizes of outputs depend on those of a call; None where torch can't tell."""
+
+    def covers(self, plan: Plan) -> bool:
+        """Whether it is proven for a call: with about as much padding, or with more."""
+        shares = self.proven.get(plan.kind)
+        now = _share_of_padding(plan)
+        return shares is not None and all(n <= _GROWS * s for n, s in zip(now, shares, strict=True))
+
+    def add_proof(self, plan: Plan) -> None:
+        """Note that it is proven with the padding of a call."""
+        now = _share_of_padding(plan)
+        # A proof with more padding stays one: only more than it had has to be shown again.
+        self.proven[plan.kind] = tuple(map(max, self.proven.get(plan.kind, now), now))
+
+
+def _share_of_padding(plan: Plan) -> tuple[float, ...]:
+    """Return how much padding there is for what is real, by axis."""
+    # Of the shortest rank: the others have decided the same.
+    sizes = plan.shortest or plan.sizes
+    return tuple(
+        (bucket - sizes[axis]) / max(sizes[axis], 1) for axis, bucket in plan.buckets.items()
+    )
+
+
+@dataclass
+class Known:
+    """What was found out about a kind of call, whatever its bucket."""
+
+    neutral: frozenset[str] = frozenset()
+    """The inputs that 0 in the padding is neutral for, though another value is not."""
+    tried: bool = False
+    """Whether the check has run on other data than the caller's."""
+
+
+class Pad(NamedTuple):
+    """How to pad one leaf: functions of the tensor, and of what to put into the padding."""
+
+    leaf: int
+    """Its index."""
+    quickly: Callable[..., torch.Tensor]
+    """Once :attr:`carefully` has run for a tensor like this one."""
+    carefully: Callable[..., torch.Tensor]
+
+
+def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
+    """Return how to pad these dims of an input: (dim, size) each."""
+    shape, fill = each.shape, each.fill
+    if fill == "repeat-last" and 0 in shape:
+        fill = 0  # nothing is there to repeat, and nothing of it will be seen
+    pads = [0] * (2 * len(shape))
+    for dim, size in dims:
+        # constant_pad_nd counts from the last dim, left before right.
+        pads[2 * (len(shape) - 1 - dim) + (side == "right")] = size - shape[dim]
+    number = fill if isinstance(fill, (bool, int, float, complex)) else None
+    pad = torch.constant_pad_nd
+
+    def carefully(x: torch.Tensor, value: Fill = fill) -> torch.Tensor:
+        for dim, size in dims:
+            x = pad_to_bucket(x, dim, size, value=value, side=side).tensor
+        return x
+
+    def quickly(x: torch.Tensor, value: Any = number) -> torch.Tensor:
+        # What pad_to_bucket does in the end; it has checked the first call of this kind.
+        if x.is_cpu and type(x) is torch.Tensor:
+            return pad(x, pads, value)
+        return carefully(x, value)
+
+    if number is None or math.prod(shape) >= _SMALL:
+        return Pad(each.index, carefully, carefully)
+    # Each dtype has a 0; whether it has another number, pad_to_bucket checks.
+    return Pad(each.index, quickly, carefully if number else quickly)
+
+
+@dataclass
+class Plan:
+    """What to do with a call whose inputs have certain shapes."""
+
+    signature: Signature
+    labels: list[str]
+    """How to spell each leaf of a call."""
+    inputs: tuple[Input, ...]
+    sizes: Sizes
+    buckets: Sizes
+    """Empty where nothing is padded: a size above the largest bucket."""
+    side: Side
+    bucket: Bucket
+    graph: Graph
+    specialization: Specialization
+    seen: list[int]
+    """How many calls had these sizes, in a list that plans for the same sizes share."""
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Masks and lengths that the caller does not give, by argument."""
+    pads: tuple[Pad, ...] = ()
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Label and padded shape of each input; empty where nothing is padded."""
+    slices: dict[Any, Any] = field(default_factory=dict)
+    """What to take of an output, by its structure and shapes."""
+    ready: bool = False
+    shortest: Sizes = field(default_factory=dict)
+    """The smallest sizes that any rank of a group has."""
+    real: int = 1
+    padded: int = 1
+    kind: Any = None
+    """What a proof is of, besides the bucket: what leads the function another way."""
+    _has_padded: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        padded = self.inputs if self.buckets else ()
+        self.shapes = tuple((each.label, each.padded(self.buckets)) for each in padded)
+        pads = []
+        for each in padded:
+            dims = tuple(
+                (dim, self.buckets[axis])
+                for dim, axis in each.axes
+                if each.shape[dim] != self.buckets[axis]
+            )
+            if dims:
+                pads.append(_pad(each, dims, self.side))
+        self.pads = tuple(pads)
+        for axis, size in self.sizes.items():
+            # The product stands for the work of a call: with a batch and a length it counts tokens.
+            self.real *= size
+            self.padded *= self.buckets.get(axis, size)
+
+    def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
+        """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
+        leaves = list(leaves)
+        # What was checked once holds for all tensors of a plan: they have one shape and dtype.
+        was_checked = self._has_padded
+        for index, quickly, carefully in self.pads:
+            pad = quickly if was_checked else carefully
+            if fills and index in fills:
+                leaves[index] = pad(leaves[index], fills[index])
+            else:
+                leaves[index] = pad(leaves[index])
+        if not was_checked:
+            self._has_padded = True
+        return leaves
+
+
+def kind_of_call(
+    specialization: Specialization, inputs: Iterable[Input], masks: Container[str], *, shared: bool
+) -> Any:
+    """Return what a proof is of, besides the bucket.
+
+    With labels a model computes a loss, so which inputs there are counts as well. Between ranks
+    (``shared``) switches and masks may differ, and all of them have to check at the same time.
+    """
+    labels = [each.label for each in inputs]
+    if shared:
+        return specialization.global_state, *(label for label in labels if label not in masks)
+    # Switches may lead the function another way; sizes and fractions do not.
+    switches = [
+        (label, None if isinstance(key, (TensorKey, float)) else key)
+        for label, key in specialization.others
+    ]
+    return specialization.global_state, specialization.structure, *switches, *labels
+
+
+def given_by(
+    plan: Plan,
+    call: Call,
+    extras: Mapping[str, Any] | None,
+    fills: Mapping[int, Any] | None,
+    leaves: list[Any],
+) -> Given:
+    """Return what a function is called with for these leaves, padded unless ``fills`` is None.
+
+    Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
+    Where one requires a gradient, a new leaf of autograd's graph takes its place.
+    """
+    sources = {
+        place: leaf.detach().requires_grad_()
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    }
+    leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
+    count = len(call.leaves)
+    given = leaves[:count] if fills is None else plan.pad(leaves[:count], fills)
+    args, kwargs = call.bind(extras, given)
+    if len(leaves) > count:
+        args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
+    return Given([*given, *leaves[count:]], args, kwargs, sources)
+
+
+def sizes_of(plan: Plan) -> str:
+    """Return the sizes of a call: ``t: 37 -> 64 in ids``."""
+    shown = []
+    for axis, size in plan.sizes.items():
+        label = next((e.label for e in plan.inputs for _, name in e.axes if name == axis), "")
+        target = f" -> {plan.buckets[axis]}" if axis in plan.buckets else ""
+        shown.append(f"{axis}: {size}{target} in {label}")
+    return ", ".join(shown)

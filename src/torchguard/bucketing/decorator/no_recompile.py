@@ -1,0 +1,187 @@
+"""no_recompile(): a scope in which nothing may compile."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+
+from torchguard import _torch
+from torchguard._public import public
+from torchguard.errors import RecompileError
+
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.bucket import Bucket, Plan
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_QUOTED = 3
+_MODES = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
+
+_scopes = threading.local()
+
+
+@overload
+def no_recompile(function: _Function, /) -> _Function: ...
+@overload
+def no_recompile(function: None = None, /) -> contextlib.AbstractContextManager[None]: ...
+@public
+def no_recompile(function: Any = None, /) -> Any:
+    """Raise where anything would be compiled, for a loop that has to run at full speed.
+
+    Equals ``with torch.compiler.set_stance("fail_on_recompile"):``, and the error names the
+    arguments and quotes what changed. That setting is the whole process's, so it holds for
+    other threads too. Something that is bucketed raises :class:`RecompileError` where it is
+    called; for any other compiled function torch raises a ``RuntimeError`` there, which leaves
+    this scope as a ``RecompileError``, so inside of it ``except RuntimeError`` catches both.
+
+    Also a decorator, ``@no_recompile`` or ``@no_recompile()``: each call is such a scope.
+
+    Args:
+        function: what to decorate; left out, a scope is returned.
+
+    Raises:
+        TypeError: ``function`` can't be called.
+        RecompileError: something in the scope was about to compile, for the first time or again.
+
+    Example:
+        >>> import torch
+        >>> from torchguard import no_recompile
+        >>> double = torch.compile(lambda x: 2 * x, backend="eager")
+        >>> with no_recompile():  # doctest: +ELLIPSIS
+        ...     double(torch.ones(3))
+        Traceback (most recent call last):
+        torchguard.errors.RecompileError: no_recompile: <lambda> was about to compile with x ...
+    """
+    if function is not None and not callable(function):
+        raise TypeError(
+            f"no_recompile: function is {type(function).__name__}, expected a function: write "
+            "@no_recompile, or `with no_recompile():` around the calls"
+        )
+    return _scope() if function is None else _scope()(function)
+
+
+@contextlib.contextmanager
+def _scope() -> Iterator[None]:
+    before = getattr(_scopes, "count", 0)
+    _scopes.count = before + 1
+    try:
+        # Compiled frames ask for the stance; a backward, compiled when it first runs, does not.
+        # https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
+        with torch.compiler.set_stance("fail_on_recompile"), _torch.before_backward(_refuse):
+            yield
+    except RuntimeError as error:
+        if isinstance(error, RecompileError) or "fail_on_recompile" not in str(error):
+            raise
+        raise RecompileError(_describe(error)) from error
+    except AssertionError as error:  # what some releases make of an error of _refuse
+        if isinstance(error.__context__, RecompileError):
+            raise error.__context__ from None
+        raise
+    finally:
+        _scopes.count = before
+
+
+def compiling_is_refused() -> bool:
+    """Whether this thread is in such a scope."""
+    return getattr(_scopes, "count", 0) > 0
+
+
+def failed_guards(error: RuntimeError) -> str | None:
+    """Return the guards of Dynamo that failed, empty where it does not say; None if none did."""
+    text = str(error)
+    if "fail_on_recompile" not in text:
+        return None
+    _, found, rest = text.partition("guard failure(s):")
+    # Behind a guard comes the line of source that asked for it, and a stack of such lines.
+    rest = rest.partition("User stack trace:")[0]
+    lines = [line.partition("  #")[0].strip().lstrip("- ") for line in rest.splitlines() if found]
+    # "0/3: tensor 'x' dtype mismatch": the number of the compiled variant says nothing here.
+    lines = [line.partition(": ")[2] or line for line in lines if line]
+    return "; ".join(dict.fromkeys(lines[:_QUOTED]))
+
+
+def recompile_reason(plan: Plan, buckets: Iterable[Bucket]) -> str:
+    """Return what a call has that no graph was compiled for."""
+    # Whoever imports no_recompile alone need not wait for what pads.
+    from torchguard.bucketing.decorator.bucket import sizes_of  # noqa: PLC0415
+
+    inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
+    state = plan.specialization.global_state
+    others = [
+        (dict(key[0]), key[1])
+        for bucket in buckets
+        for key, each in bucket.graphs.items()
+        if each.compiled_for and isinstance(key, tuple)
+    ]
+    # The nearest reason is given: a bucket, then the global state, then other dims.
+    same_bucket = [
+        (known, then)
+        for known, then in others
+        if known.keys() == inputs.keys()
+        and all(
+            known[e.label][dim] == inputs[e.label][dim] for e in plan.inputs for dim, _ in e.axes
+        )
+    ]
+    if not same_bucket:
+        return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
+    then = next((then for known, then in same_bucket if known == inputs), None)
+    if then is not None:
+        index = next(i for i, (a, b) in enumerate(zip(state, then, strict=True)) if a != b)
+        what = _MODES[index] if index < len(_MODES) else "the training mode of a module"
+        return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"
+    known, _ = same_bucket[0]
+    changed = [
+        f"{label} is {shape} after padding, compiled was {known[label]}"
+        for label, shape in inputs.items()
+        if shape != known[label]
+    ]
+    return f"{', '.join(changed)} ({sizes_of(plan)})"
+
+
+def _refuse(graph: str) -> None:
+    raise RecompileError(
+        f"no_recompile: the backward of compiled graph {graph} was about to compile: run it once "
+        "before, as warmup() does"
+    )
+
+
+def _describe(error: RuntimeError) -> str:
+    """Return what was about to compile: the frame that called it knows the function and its input.
+
+    Dynamo's own object for the frame to compile, also in the traceback, is not to be touched:
+    it reads memory that is gone by now.
+    """
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        # What torch.compile has returned: _fn in 2.6, compile_wrapper in later releases.
+        # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
+        if frame.f_code.co_name in {"compile_wrapper", "_fn"}:
+            values = frame.f_locals
+            if callable(values.get("fn")) and "args" in values:
+                found = (values["fn"], values["args"], values.get("kwargs", {}))
+    if found is None:
+        return f"no_recompile: something was about to compile: {error}"
+    function, args, kwargs = found
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+    shapes = ", ".join(
+        f"{name} of shape {tuple(value.shape)} and {value.dtype}"
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor)
+    )
+    name = getattr(function, "__qualname__", type(function).__name__)
+    because = failed_guards(error)
+    return (
+        f"no_recompile: {name} was about to compile with "
+        f"{shapes or 'no tensor among its arguments'}"
+        + (f", because {because}" if because else "")
+        + ": call it with these before"
+    )

@@ -1,0 +1,246 @@
+"""The other data that a check runs a function on, once: a fixed battery.
+
+Data that lies on one side of a threshold shows nothing of data on the other: ``(x - 5).relu()``
+of numbers below 5 is 0 whatever is padded, and ``x.round().mode(1)`` of numbers below 0.5 is 0 as
+long as more of them are real than padded. So a function runs, padded and not, on numbers of either
+sign, on whole numbers near and far, on smaller ones, and on other ids. A threshold far beyond these
+is not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchguard.bucketing.decorator.bucket import Call, Input
+
+_LARGER, _SMALLER = 64.0, 1 / 64
+_WHOLE = 31
+"""A prime number: no dim that is counted along has all its numbers alike."""
+
+
+def _may_be_probabilities(tensor: torch.Tensor) -> bool:
+    """Whether another value could end the process: kernels of an accelerator assert 0 <= p <= 1."""
+    return bool(((tensor >= 0) & (tensor <= 1)).all())
+
+
+def other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
+    """Return a value other than 0 for the padding of an input; None if there is none to try.
+
+    It is above all data, or below.
+    """
+    if tensor.numel() == 0 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        return None
+    if tensor.dtype.is_floating_point:
+        finite = tensor.detach()[tensor.detach().isfinite()]
+        scale = float(finite.abs().max()) if finite.numel() else 1.0
+        if not tensor.is_cpu and _may_be_probabilities(tensor):
+            return 1.0 if largest else None
+        value = 1.0 + 2.0 * scale
+        if value >= torch.finfo(tensor.dtype).max:
+            return None
+        return value if largest else -value
+    # Numbers of tokens: only those that are there are known to be valid.
+    other = tensor[tensor != 0]
+    if not other.numel():
+        return None
+    return int(other.max() if largest else other.min())
+
+
+class OtherData(NamedTuple):
+    """A way to make other data of the same kind."""
+
+    description: str
+    """Of the data, in an error: "where {label} ..."."""
+    of_floats: Callable[[torch.Tensor], torch.Tensor]
+    of_ids: Callable[[torch.Tensor], torch.Tensor]
+    keeps_sign: bool = False
+    """Whether what is positive stays so, and between 0 and 1 what is."""
+
+    def made(self, inputs: Iterable[Input], call: Call) -> Call | None:
+        """Return the call with other data in these inputs; None if nothing changes."""
+        new: dict[int, Any] = {}
+        with torch.no_grad(), contextlib.suppress(RuntimeError, NotImplementedError):
+            for each in inputs:
+                tensor = call.leaves[each.index]
+                other = self._of(tensor.detach())
+                if other is not None and not torch.equal(other, tensor):
+                    new[each.index] = other.requires_grad_(tensor.requires_grad)
+        return call.with_leaves(new) if new else None
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if tensor.dtype == torch.bool or tensor.dtype.is_complex or not tensor.numel():
+            return None
+        if not tensor.dtype.is_floating_point:
+            # Ones may be a mask.
+            return None if bool((tensor == 1).all()) else self.of_ids(tensor)
+        # On an accelerator a probability, or an index, that is not valid ends the process.
+        may_be_index = bool(((tensor >= 0) & (tensor == tensor.trunc())).all())
+        if not (tensor.is_cpu or self.keeps_sign) and (
+            _may_be_probabilities(tensor) or may_be_index
+        ):
+            return None
+        if not bool(tensor.any()):
+            tensor = torch.ones_like(tensor)
+        other = self.of_floats(tensor)
+        return other if torch.equal(other.isfinite(), tensor.isfinite()) else None
+
+
+def _positive(numbers: torch.Tensor) -> torch.Tensor:
+    """Put the largest number in the place of those that are not positive, if it is."""
+    return torch.where((numbers <= 0) & (numbers.max() > 0), numbers.max(), numbers)
+
+
+def _negative(numbers: torch.Tensor) -> torch.Tensor:
+    return -_positive(-numbers)
+
+
+def _order(values: torch.Tensor) -> torch.Tensor:
+    """Return a number for each place of a tensor, in an order without a rule."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(values.numel(), generator=generator, device="cpu")
+    return order.view(values.shape).to(values.device)
+
+
+def _whole(values: torch.Tensor) -> torch.Tensor:
+    """Make whole numbers from 1 to 31, each as often as the others."""
+    return (_order(values) % _WHOLE + 1).to(values.dtype)
+
+
+def _near_and_far(values: torch.Tensor, far: float) -> torch.Tensor:
+    """Make whole numbers of either sign, every third of them far from 0."""
+    whole = _whole(values)
+    signed = torch.where(whole % 2 == 0, whole, -whole)
+    return torch.where(_order(values) % 3 == 0, signed * far, signed)
+
+
+def _exchanged(ids: torch.Tensor) -> torch.Tensor:
+    """Put each id that is there in the place of another, and turn the order around."""
+    present, places = torch.unique(ids, return_inverse=True)
+    exchanged: torch.Tensor = present.roll(1)[places].flip(-1)
+    return exchanged
+
+
+def _spread(ids: torch.Tensor) -> torch.Tensor:
+    """Put the ids that are there, each as often as the others; on a CPU those between, too."""
+    present = torch.unique(ids[ids > 0])
+    if not present.numel():
+        return ids.clone()
+    if ids.is_cpu:  # one that is not valid raises, on an accelerator it ends the process
+        present = torch.arange(1, int(present[-1].clamp(max=_WHOLE)) + 1, dtype=ids.dtype)
+    spread: torch.Tensor = present[_whole(ids).long() % len(present)]
+    if spread.dim() > 1 and len(spread) > 1:
+        spread[-1] = spread[-1, ..., :1]  # a row of one number, for what asks for all of a row
+    return spread
+
+
+def _larger(ids: torch.Tensor) -> torch.Tensor:
+    """Put ids that may not be there, up to 64; one that is not valid raises, and shows nothing."""
+    return _chosen(ids, [*range(int(_LARGER), 0, -3)])
+
+
+def _chosen(ids: torch.Tensor, among: Iterable[int]) -> torch.Tensor:
+    """Put other ids, each about as often as the others."""
+    if not ids.is_cpu:  # where one that is not valid ends the process
+        return ids.clone()
+    least = min(int(ids.min()), 1)
+    valid = [*dict.fromkeys(each for each in among if each >= least)] or [least]
+    return torch.tensor(valid, dtype=ids.dtype)[_order(ids) % len(valid)]
+
+
+STEPS = {
+    # rounding
+    *("round", "floor", "ceil", "trunc", "frac", "floor_divide", "fmod", "remainder"),
+    # comparing
+    *("eq", "ne", "gt", "ge", "lt", "le", "isin", "sign", "sgn", "all", "any", "nonzero"),
+    *("count_nonzero", "searchsorted", "bucketize", "histc", "bincount"),
+    # choosing
+    *("max", "maximum", "amax", "argmax", "cummax", "min", "minimum", "amin", "argmin", "cummin"),
+    *("aminmax", "mode", "median", "nanmedian", "kthvalue", "sort", "argsort", "topk"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
+    # another rule beyond a number
+    *("relu", "leaky_relu", "_prelu_kernel", "elu", "gelu", "silu", "mish", "softplus"),
+    *("sigmoid", "log_sigmoid_forward", "tanh", "erf", "hardsigmoid", "hardswish", "hardtanh"),
+    *("clamp", "clamp_min", "clamp_max", "threshold", "hardshrink", "softshrink", "heaviside"),
+    *("fmax", "fmin", "smooth_l1_loss", "huber_loss", "_to_copy", "div"),
+}
+"""Operators that give one answer to much data, and another one beyond."""
+
+SIGNS = (
+    # They find what other padding can't: one negative number, and ``(x > 0).all()`` is False
+    # whatever the padding holds.
+    OtherData("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True),
+    OtherData("is negative", lambda x: -x.abs(), _negative),
+)
+
+
+def whole_numbers(*, masked: bool) -> tuple[OtherData, ...]:
+    """Return whole numbers, large ones besides unless the function is given a mask.
+
+    Many add -10,000 to the scores that a mask leaves out: numbers whose scores are as large would
+    be no leak of theirs.
+    """
+    far = 1.0 if masked else _LARGER
+    return (
+        OtherData("is a positive whole number", lambda x: _whole(x) * far, _spread),
+        OtherData("is a negative whole number", lambda x: -_whole(x) * far, torch.clone),
+        OtherData("is a whole number of either sign", lambda x: _near_and_far(x, far), _larger),
+    )
+
+
+MAGNITUDES = (
+    OtherData(
+        "is 64 times smaller and in reverse order",
+        lambda x: (x * _SMALLER).flip(tuple(range(x.dim()))),
+        lambda x: x[..., :1].expand_as(x).clone(),
+        keeps_sign=True,
+    ),
+    OtherData("is 64 times larger and has the other sign", lambda x: x * -_LARGER, _exchanged),
+)
+
+
+# ---- ids that the function asks for, such as that of a special token ----
+
+
+class Compared:
+    """The integers that a function compares its integers with."""
+
+    OPERATORS = ("eq", "ne", "gt", "ge", "lt", "le", "isin", "clamp", "clamp_min", "clamp_max")
+    _MOST = 16
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+
+    def note(self, _: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note what an operator is given: numbers, and tensors of few integers."""
+        given = [*args, *kwargs.values()]
+        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        if any(each.is_floating_point() or each.is_complex() or each.is_meta for each in tensors):
+            return
+        found = [each for each in given if type(each) is int]
+        # The largest is what is compared.
+        largest = max((each.numel() for each in tensors), default=0)
+        for each in tensors:
+            if each.dtype != torch.bool and each.numel() < min(largest, self._MOST + 1):
+                found += each.flatten().tolist()
+        self.numbers.update(sorted(found, key=abs)[: self._MOST])
+
+    def data(self) -> tuple[OtherData, ...]:
+        """Return ids near these, and ids above all of them."""
+        near = [n + step for n in sorted(self.numbers)[: self._MOST] for step in (0, 1, -1)]
+        above = [max(self.numbers, default=0) + step for step in (1, 2, 3)]
+        return (
+            OtherData(
+                "is near what the function compares it with",
+                torch.clone,
+                lambda ids: _chosen(ids, [*near, *torch.unique(ids).tolist()]),
+            ),
+            OtherData(
+                "is above all that the function compares it with",
+                torch.clone,
+                lambda ids: _chosen(ids, above),
+            ),
+        )

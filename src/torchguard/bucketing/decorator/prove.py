@@ -1,0 +1,449 @@
+"""Check one call: the padded answer has to be the real one.
+
+What is to be shown: the real part of the output, the gradients and the buffers do not depend on
+how much padding there is, nor on what it holds; or they rely on 0 in it, and 0 is neutral.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
+from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, given_by
+from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
+from torchguard.bucketing.decorator.masking import (
+    Real,
+    counting,
+    given_masks,
+    inverted_masks,
+    make_extras,
+    real_extras,
+)
+from torchguard.bucketing.decorator.other_data import (
+    MAGNITUDES,
+    SIGNS,
+    STEPS,
+    Compared,
+    other_fill,
+    whole_numbers,
+)
+from torchguard.bucketing.decorator.output_shapes import FlatOutput, OutputShapes, real_output
+from torchguard.bucketing.decorator.shorter import shortened
+from torchguard.bucketing.decorator.slices import Narrow
+from torchguard.equivalence.collective import largest_of_all_ranks
+from torchguard.equivalence.compare import PADDING, Verdict, judge
+from torchguard.equivalence.isolate import isolated, run_undoing_mutations
+from torchguard.equivalence.outcome import Outcome, Output
+from torchguard.equivalence.perturb import perturbed
+from torchguard.errors import PaddingLeakError
+
+Fills = dict[int, Any]
+"""What padding holds, by index of the leaf."""
+
+_TURNS = 4
+"""How often a leak has to be seen. A discontinuous function that is right may look like one."""
+
+_ROUNDING = 1 / 16
+"""Above this share of what is allowed, a difference may be the beginning of a leak."""
+
+
+class _First(NamedTuple):
+    """What the runs of the call itself have found, before anything is confirmed."""
+
+    leak: Leak | None
+    dependence: Leak | None
+    """Of the answer on what the padding holds."""
+    suspicious: bool
+    """Whether there is a difference that more padding might make larger."""
+    operators: frozenset[str] = frozenset()
+    """The names of those that ran."""
+
+
+def check_padding(
+    shapes: OutputShapes,
+    plan: Plan,
+    call: Call,
+    modules: Sequence[torch.nn.Module],
+    known: Known,
+    *,
+    anew: bool,
+) -> None:
+    """Raise unless padding leaves the answer, the gradients and the buffers as they are.
+
+    All ranks of a group make the same runs: what decides about the next ones is agreed on. Compiled
+    functions inside have to run eagerly: the caller says so, with ``uncompiled()``.
+
+    Args:
+        shapes: knows what runs, what was declared of it, and how much of an output is real.
+        plan: how the call is padded.
+        call: not padded.
+        modules: those that the function can reach.
+        known: what was found out before; what is now is added to it.
+        anew: whether to try again what was tried before.
+
+    Raises:
+        PaddingLeakError: padding changes something.
+        RuntimeError: it does so on another rank only.
+    """
+    checker = _Checker(shapes, plan, call, modules, () if anew else known.neutral)
+    case = Case(plan, call)
+    first, failure = _First(None, None, suspicious=False), None
+    try:
+        first = checker.first(case)
+    except Exception as error:  # noqa: BLE001 - it has to wait for the other ranks
+        failure = error
+    leaks, depends, suspicious, failed = checker.agreed(
+        first.leak is not None,
+        first.dependence is not None,
+        first.suspicious,
+        failure is not None,
+    )
+    if failure is not None:
+        raise failure
+    if failed:
+        raise checker.elsewhere()
+    if leaks:
+        checker.confirm(case, first.leak)
+    # Other data is tried once for all buckets: it is the function that is in question, not a size.
+    if depends or anew or not known.tried:
+        if checker.try_other_data(case, first, depends=depends):
+            known.tried = True
+        if depends:
+            known.neutral = known.neutral.union(checker.relying(case))
+    if suspicious:
+        plan = checker.with_more_padding(case)
+    plan.bucket.add_proof(plan)
+
+
+class _Checker:
+    """Makes the runs of one check; ``neutral`` are the inputs that 0 is known to be neutral for."""
+
+    def __init__(
+        self,
+        shapes: OutputShapes,
+        plan: Plan,
+        call: Call,
+        modules: Sequence[torch.nn.Module],
+        neutral: Container[str],
+    ) -> None:
+        padded = {pad.leaf for pad in plan.pads}
+        self._inputs = [
+            each
+            for each in plan.inputs
+            if not each.declared and each.index in padded and each.label not in neutral
+        ]
+        """Those that get other values."""
+        self._shapes = shapes
+        self._spec = shapes.spec
+        self._group = shapes.spec.options["group"]
+        self._modules = modules
+        # ``self`` may be a dataclass of tensors.
+        owned = key_paths(flatten(call.owner)[1]) if call.owner else []
+        labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
+        self._names = dict(enumerate(labels))
+        self._compared = Compared()
+
+    def agreed(self, *found: bool) -> list[bool]:
+        """Return what any rank has found."""
+        if self._group is None:
+            return list(found)
+        numbers = [int(each) for each in found]
+        return [bool(each) for each in largest_of_all_ranks(self._group, numbers)]
+
+    def elsewhere(self) -> RuntimeError:
+        """Return the error for what another rank has found."""
+        return RuntimeError(
+            f"bucketed: the check of {self._shapes.name} has failed on another rank; its own error "
+            "says why"
+        )
+
+    # ---- what is tried ----
+
+    def first(self, case: Case) -> _First:
+        """Run the call without padding, padded, and padded with other values, above and below."""
+        others = self._other_fills(case, self._inputs)
+        pair = self._pair_of(case)
+        leak = dependence = None
+        runs = self._runs(case, [*pair, *others])
+        one, two = next(runs), next(runs)
+        without, padded = (one, two) if pair[0] is None else (two, one)
+        verdict = judge(without, padded, PADDING)
+        suspicious = not verdict.equal or verdict.strain > _ROUNDING
+        if not verdict.equal:
+            leak = self._leak(case, verdict, without, padded, {})
+        del one, two, without  # a run may hold a gradient of every weight
+        for fills in others:
+            other = next(runs)
+            verdict = judge(padded, other, PADDING)
+            suspicious = suspicious or not verdict.equal or verdict.strain > 0
+            if not verdict.equal and dependence is None:
+                dependence = self._leak(case, verdict, padded, other, fills)
+            del other
+        return _First(leak, dependence, suspicious, padded.operators)
+
+    def try_other_data(self, case: Case, first: _First, *, depends: bool) -> bool:
+        """Try whether padding with 0 is neutral for other data, too; return whether any was tried.
+
+        Raises:
+            PaddingLeakError: it is not, or it could not be shown.
+        """
+        tried = False
+        names = {name.rpartition("::")[2].rstrip("_") for name in first.operators}
+        steps, compares = self.agreed(bool(STEPS & names), bool(self._compared.numbers))
+        battery = [*SIGNS]
+        if depends or steps:
+            battery += whole_numbers(masked=bool(self._spec.masks))
+        if compares:
+            battery += self._compared.data()
+        if depends:
+            battery += MAGNITUDES
+        for data in battery:
+            other = data.made(self._inputs, case.call)
+            if other is None and self._group is None:
+                continue
+            labels = tuple(each.label for each in self._inputs)
+            tried |= self._try(Case(case.plan, other or case.call, data.description, labels))
+        (tried,) = self.agreed(tried)
+        if depends and not tried:
+            if first.dependence is None:
+                raise self.elsewhere()
+            raise self.explained(case, first.dependence)
+        return tried
+
+    def _try(self, case: Case) -> bool:
+        """Compare one more call with and without padding; return whether it could be run."""
+        leak, ran_through = None, True
+        try:
+            leak, _ = self._pair(case, 0)
+        except Exception:  # noqa: BLE001 - the function does not take such data
+            ran_through = False
+        if any(self.agreed(leak is not None)):
+            self.confirm(case, leak)
+        return ran_through
+
+    def relying(self, case: Case) -> list[str]:
+        """Return the labels of the inputs whose padding the answer depends on."""
+        labels = [each.label for each in self._inputs]
+        # Each rank might find other inputs, and would make another number of runs.
+        if self._group is not None or len(labels) == 1:
+            return labels
+        found = []
+        for each in self._inputs:
+            others = self._other_fills(case, [each])
+            runs = self._runs(case, [{}, *others])
+            padded = next(runs)
+            if any(not judge(padded, next(runs), PADDING).equal for _ in others):
+                found.append(each.label)
+        return found or labels
+
+    def with_more_padding(self, case: Case) -> Plan:
+        """Compare with the inputs cut short; return the plan that says how short.
+
+        Raises:
+            PaddingLeakError: then padding changes something.
+        """
+        shorter = shortened(self._spec, case.plan, case.call)
+        if shorter is None and self._group is None:
+            return case.plan
+        # Another rank may be able to.
+        plan, call = shorter or (case.plan, case.call)
+        return plan if self._try(Case(plan, call, short=True)) else case.plan
+
+    def confirm(self, case: Case, leak: Leak | None) -> None:
+        """Raise a leak if it is there with perturbed weights as well.
+
+        All ranks take as many turns as the one that takes most.
+
+        Raises:
+            PaddingLeakError: it is there.
+            RuntimeError: it is there on another rank only.
+        """
+        found = leak is not None
+        for turn in range(1, _TURNS):
+            with contextlib.suppress(Exception):  # a turn that can't be taken excuses nothing
+                error, is_new = self._pair(case, turn)
+                # Equal runs of the same numbers as in the first turn excuse nothing either.
+                found &= error is not None or not is_new
+            if not any(self.agreed(found)):
+                return
+        if leak is not None and found:
+            raise self.explained(case, leak)
+        raise self.elsewhere()
+
+    # ---- the runs ----
+
+    def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
+        """Run without padding and padded; from the second turn on with perturbed weights.
+
+        Returns:
+            The leak, and whether any number is other than in the first turn.
+        """
+        pair = self._pair_of(case)
+        with self._turn(case, turn) as (same, is_new):
+            one, two = self._runs(same, pair)
+        without, padded = (one, two) if pair[0] is None else (two, one)
+        verdict = judge(without, padded, PADDING)
+        return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
+
+    @contextlib.contextmanager
+    def _turn(self, case: Case, turn: int) -> Iterator[tuple[Case, bool]]:
+        """Yield what to run, and whether any number in it is other than in the first turn."""
+        with contextlib.ExitStack() as scope:
+            is_new = turn == 0
+            if turn > 0:
+                # A discontinuous function, such as argmax, does not differ again: see perturb.py.
+                call, is_new = case.call.perturbed(turn)
+                case = replace(case, call=call)
+                held = (p for module in self._modules for p in module.parameters(recurse=False))
+                (without,) = self._runs(case, [None])
+                is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
+            yield case, is_new
+
+    def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
+        """Return what else to put into the padding of these inputs: above all data, and below."""
+        above, below = (
+            {
+                each.index: fill
+                for each in inputs
+                if (fill := other_fill(case.call.leaves[each.index], largest=largest)) is not None
+            }
+            for largest in (True, False)
+        )
+        if self._group is not None:
+            return [above, below]  # every rank makes as many runs
+        return [fills for fills in ([above] if above == below else [above, below]) if fills]
+
+    def _pair_of(self, case: Case) -> list[Fills | None]:
+        """Return the two runs of a case, as :meth:`_runs` takes them, in their order."""
+        # What counts of an output by a mask of the caller is known once one was sliced.
+        masked = any(each.label in self._spec.masks for each in case.plan.inputs)
+        return [{}, None] if masked else [None, {}]
+
+    def _runs(
+        self,
+        case: Case,
+        variants: Iterable[Fills | None],
+        watch: FirstDifference | None = None,
+    ) -> Iterator[Outcome]:
+        """Run the function once for each variant, when the next one is asked for.
+
+        A variant says what the padding holds in place of what is declared, and is None for a run
+        without padding. Where it holds something else, what the function raises is in the outcome.
+        """
+        plan, call, shapes = case.plan, case.call, self._shapes
+        leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
+        find = functools.partial(shapes.slices, plan, call, self._modules)
+        masks: Sequence[Real] = ()
+        if self._spec.masks:
+            masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
+        count = functools.partial(self._count, plan, masks, {}) if masks else None
+        # Of other data only the padding is in question. Some functions do something else with a
+        # mask, even one in which all is real, than without: for transformers position_ids
+        # without a mask that do not count up are several packed sequences.
+        real: dict[str, torch.Tensor] = {}
+        if plan.extras:
+            # Nor could two runs be compared operator by operator.
+            with_masks = bool(case.others) or watch is not None
+            real = real_extras(self._spec, plan, with_masks=with_masks)
+        function = shapes.function if watch is None else watch.around(shapes.function)
+        # Before any run: to the function its arguments are memory from outside, so that its writes
+        # to them are seen. A fill may be a function of the user's, and draw random numbers.
+        with isolated():
+            bound = [
+                (fills, given_by(plan, call, real if fills is None else plan.extras, fills, leaves))
+                for fills in variants
+            ]
+        while bound:
+            fills, given = bound.pop(0)
+            read = functools.partial(real_output, plan, None if fills is None else find, count)
+            try:
+                outcome = run_undoing_mutations(
+                    function,
+                    given,
+                    read=read,
+                    names=self._names,
+                    modules=self._modules,
+                    observers=dict.fromkeys(Compared.OPERATORS, self._compared.note),
+                    held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
+                )
+                lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
+                if lost:
+                    raise ValueError(  # noqa: TRY301
+                        f"bucketed: the function writes to its input {lost[0]}; what it gets is a "
+                        "padded copy, so the write would be lost: return the new value instead"
+                    )
+            except Exception as error:
+                if not fills:
+                    raise
+                outcome = Outcome(error=error)
+            del given
+            yield outcome
+            del outcome
+
+    def _count(
+        self,
+        plan: Plan,
+        masks: Sequence[Real],
+        narrows: dict[int, list[Narrow]],
+        output: FlatOutput,
+        padded: Any,
+    ) -> list[Output]:
+        """Pair each leaf with the elements that count by the caller's masks.
+
+        What was sliced of a padded run is noted in ``narrows``, for the run without padding.
+        """
+        if padded is not None:
+            narrows.update(self._shapes.narrows(plan, padded))
+        found = [Output(leaf) for leaf in output.leaves]
+        for index, steps in narrows.items():
+            leaf = output.leaves[index]
+            if isinstance(leaf, torch.Tensor):
+                found[index] = Output(leaf, counting(masks, plan.sizes, leaf, steps))
+        return found
+
+    def _leak(
+        self, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
+    ) -> Leak:
+        spec = self._spec
+        return leak_of(verdict, expected, got, case, self._shapes.name, [*spec.masks], fills)
+
+    def explained(self, case: Case, leak: Leak) -> PaddingLeakError:
+        """Return the error, with the first operator that differs, or an inverted mask."""
+        if self._group is not None:
+            return leak.error()  # the runs of one rank only would wait for the others
+        with contextlib.suppress(Exception):
+            inverted = self._inverted(case)
+            if inverted:
+                return Leak(leak.text).error(inverted)
+            watch = FirstDifference(case.plan)
+            for _ in self._runs(case, [{}, leak.fills] if leak.fills else [None, {}], watch):
+                pass
+            return leak.error(watch.found)
+        return leak.error()
+
+    def _inverted(self, case: Case) -> str:
+        """Say which mask is right the other way round; empty where none is."""
+        plan = case.plan
+        for mask, spec in inverted_masks(self._spec, plan):
+            inputs = tuple(
+                replace(e, fill=mask.fill) if e.label == mask.argument else e for e in plan.inputs
+            )
+            extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
+            again = replace(plan, inputs=inputs, extras=extras, slices={})
+            shapes = OutputShapes(self._shapes.function, spec, self._shapes.name)
+            checker = _Checker(shapes, again, case.call, self._modules, ())
+            with contextlib.suppress(Exception):
+                found = checker.first(replace(case, plan=again))
+                if found.leak is None and found.dependence is None:
+                    means = "padding" if mask.kind == "padding" else "real data"
+                    return (
+                        f". With {mask.argument} the other way round nothing differs: does True "
+                        f"mean {means} there? mask={{{mask.argument!r}: {mask.kind!r}}}"
+                    )
+        return ""

@@ -1,0 +1,259 @@
+"""Warming up: every bucket is made whole before the first call needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchguard import _torch
+from torchguard._public import public
+from torchguard._pytree import all_reachable_modules
+from torchguard._torch import warn_user
+from torchguard.bucketing.decorator.bucket import Call, Input, Plan
+from torchguard.bucketing.decorator.call import Caller
+from torchguard.bucketing.decorator.compiled import alone
+from torchguard.bucketing.decorator.masking import given_masks
+from torchguard.bucketing.decorator.options import Sizes, Spec, find_inputs
+from torchguard.bucketing.decorator.output_shapes import FlatOutput
+from torchguard.bucketing.decorator.shorter import may_be_sizes, real_window
+from torchguard.bucketing.padding import pad_to_bucket
+from torchguard.equivalence.isolate import (
+    buffers_restored,
+    module_state_restored,
+    rng_state_restored,
+)
+from torchguard.equivalence.outcome import Output, send_backward
+from torchguard.errors import PaddingLeakError
+
+# The first call of a CUDA graph warms up, the second records, the third replays.
+_CUDA_GRAPH_TURNS = 3
+_TIMED = 2
+
+
+@public
+@dataclass(frozen=True)
+class WarmupReport:
+    """What ``warmup`` returns: what a call in each bucket takes, and what did not fit."""
+
+    axes: tuple[str, ...]
+    seconds: Mapping[Any, float]
+    """Of one call, by bucket (a size per axis): the better of two, the backward included."""
+    compile_seconds: float
+    """Mean seconds that compiling one bucket took."""
+    left_out: Mapping[Any, str]
+    """The buckets that ran out of memory, and what the error said."""
+
+
+def warm_up(
+    caller: Caller, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> WarmupReport:
+    """Prove and compile every combination of buckets for an example like this one, and time it.
+
+    Raises:
+        ValueError: an automatic ladder has no bucket yet.
+        torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
+    """
+    spec = caller.spec
+    if caller.compiled.static is None and spec.options["compile"] is None:
+        warn_user(
+            f"bucketed: warmup() has nothing to compile: {caller.name} runs uncompiled. Pass "
+            "compile=True to bucketed"
+        )
+    call = Call.of(spec, owner, args, kwargs)
+    inputs, own = find_inputs(spec, call)
+    combinations = _combinations(spec)
+    modules = all_reachable_modules(caller.function, (*owner, *args))
+    seconds: dict[tuple[int, ...], float] = {}
+    errors: dict[tuple[int, ...], Exception] = {}
+    for buckets in combinations:
+        key = tuple(buckets[axis] for axis in spec.ladders)
+        # Not isolated(): Dynamo guards on whether autocast's cache is on.
+        with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
+            try:
+                took = _warm_up_one(caller, call, inputs, own, buckets)
+                if took is not None:
+                    seconds[key] = took
+            except Exception as error:
+                if not _torch.is_out_of_memory(error):
+                    raise
+                # Its frames hold what it had in memory already: the next bucket needs that.
+                for each in (error, error.__cause__, error.__context__):
+                    traceback.clear_frames(None if each is None else each.__traceback__)
+                errors[key] = error.with_traceback(None)
+    # Nothing fits, so there is nothing that a warning could leave: the last is the smallest.
+    if errors and len(errors) == len(combinations):
+        raise list(errors.values())[-1]
+    left_out = {
+        key: (str(error).strip() or type(error).__name__).splitlines()[0]
+        for key, error in errors.items()
+    }
+    if left_out:
+        _warn_of_left_out(list(spec.ladders), left_out, len(combinations))
+    graphs = [each for b in caller.buckets.values() for each in b.graphs.values()]
+    warmed = [each for each in graphs if each.warmed_for]
+    each_took = sum(each.seconds for each in warmed) / max(len(warmed), 1)
+    return WarmupReport(tuple(spec.ladders), seconds, each_took, left_out)
+
+
+def _warm_up_one(
+    caller: Caller, call: Call, inputs: Sequence[Input], own: Sizes, buckets: Sizes
+) -> float | None:
+    """Make a bucket whole; return the seconds of a call, None where nothing is compiled."""
+    # A full one first: what does not fit into memory shows at once, and needs no padding.
+    plan, sized = _planned(caller, call, inputs, buckets)
+    took = None
+    if plan.graph.compiles:
+        if plan.specialization not in plan.graph.warmed_for:
+            _run(caller, plan, sized)
+        # The better of two: what else the machine does makes a call slower, never faster.
+        took = min(_timed(caller, plan, sized) for _ in range(_TIMED))
+    _prove(caller, call, inputs, own, buckets)
+    return took
+
+
+def _prove(caller: Caller, call: Call, inputs: Sequence[Input], own: Sizes, buckets: Sizes) -> None:
+    """Prove a bucket with the most padding that a call can have, and derive its outputs' sizes.
+
+    A size of 1 is one of its own kind to many functions: it is tried last, and what it raises is
+    left to a call that has it. Where a function does not take inputs so short, longer ones show
+    less. A leak is a warning: calls that need no padding, or not so much of it, go on.
+    """
+    ladders = caller.spec.ladders
+    shortest: Sizes = {}
+    for axis in buckets:
+        shortest[axis] = ladders[axis].least(axis, {**buckets, **shortest})
+    least = {axis: min(max(shortest[axis], 2), size) for axis, size in buckets.items()}
+    middle = {axis: (shortest[axis] + size) // 2 for axis, size in buckets.items()}
+    candidates = [least, middle, own]
+    if may_be_sizes(call, inputs, [each.index for each in inputs], min(least.values())):
+        candidates = [own]  # half of some offsets are none
+    for sizes in [each for each in candidates if each != buckets]:
+        try:
+            if _complete(caller, *_planned(caller, call, inputs, sizes), buckets):
+                break
+        except PaddingLeakError as error:
+            warn_user(f"{error}. Found by warmup(); a call with such padding will raise it")
+            return
+        except Exception as error:
+            if _torch.is_out_of_memory(error):
+                raise
+    else:
+        return
+    if shortest != least:
+        with contextlib.suppress(Exception):
+            _complete(caller, *_planned(caller, call, inputs, shortest), buckets)
+
+
+def _complete(caller: Caller, plan: Plan, call: Call, buckets: Sizes) -> bool:
+    """Prove a bucket with this call; return whether it is one of the bucket."""
+    if plan.buckets != buckets:
+        return False  # of two axes that share their buckets, a cheaper one holds both
+    with caller.explained(plan, call):
+        caller.prove(plan, call)
+        if plan.pads and not plan.slices:
+            # With check_padding="never" nothing has run yet that says what an output is like.
+            args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
+            caller.learn(plan, caller.first_run(plan)(*args, **kwargs), call)
+    return True
+
+
+def _planned(
+    caller: Caller, call: Call, inputs: Sequence[Input], sizes: Sizes
+) -> tuple[Plan, Call]:
+    """Return the example cut or padded to these sizes, and its plan."""
+    masks = given_masks(caller.spec.masks, inputs, call.leaves)
+    side = caller.spec.options["side"]
+    new = {}
+    for each in inputs:
+        tensor = call.leaves[each.index]
+        sized = tensor.detach()
+        for dim, axis in each.axes:
+            size, length = sizes[axis], sized.shape[dim]
+            # Where the caller's own mask calls something real, in every sequence.
+            own = [mask for mask in masks if mask.axis == axis]
+            start = real_window(own, length, size, side) if size < length else 0
+            if size < length:
+                # Copied: a graph is compiled for strides too, and a call's are not those of a part.
+                sized = sized.narrow(dim, start or 0, size).clone()
+            sized = pad_to_bucket(sized, dim, size, value=each.fill, side=side).tensor
+        new[each.index] = sized.requires_grad_(tensor.requires_grad)
+    resized = call.with_leaves(new)
+    args, kwargs = resized.bind()
+    return caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
+
+
+def _warn_of_left_out(
+    axes: Sequence[str], left_out: Mapping[tuple[int, ...], str], count: int
+) -> None:
+    shown = "; ".join(
+        ", ".join(f"{axis} = {size}" for axis, size in zip(axes, sizes, strict=True))
+        for sizes in left_out
+    )
+    warn_user(
+        f"bucketed: warmup() left out {len(left_out)} of {count} buckets, which do not fit into "
+        f"memory: {shown} ({next(iter(left_out.values()))}). Calls of these sizes will run out of "
+        "memory, too: leave them out of buckets=, or make the batch smaller"
+    )
+
+
+def _timed(caller: Caller, plan: Plan, call: Call) -> float:
+    """Run a plan and its backward once; return the seconds, those of the device included."""
+    kinds = {leaf.device.type for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
+    # torch.cuda, torch.xpu and torch.mps have it; the CPU and meta have nothing to wait for.
+    waits = [getattr(getattr(torch, kind, None), "synchronize", lambda: None) for kind in kinds]
+    for wait in waits:
+        wait()
+    begun = time.perf_counter()
+    _run(caller, plan, call)
+    for wait in waits:
+        wait()
+    return time.perf_counter() - begun
+
+
+def _run(caller: Caller, plan: Plan, call: Call) -> None:
+    """Run a plan and its backward once, uncounted; compile it first where that is left to do."""
+    graph = plan.graph
+    warm = plan.specialization in graph.warmed_for
+    args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
+    run = graph.run if warm else caller.first_run(plan)
+    for turn in range(_CUDA_GRAPH_TURNS if graph.cuda_graphs and not warm else 1):
+        output = (run if turn == 0 else graph.run)(*args, **kwargs)
+        begun = time.perf_counter()
+        # The backward is compiled when it runs for the first time, under the same recompile limit.
+        with alone():
+            send_backward([Output(leaf) for leaf in FlatOutput.of(output).leaves], {}, {})
+        if turn == 0 and not warm:
+            graph.seconds += time.perf_counter() - begun
+    graph.warmed_for.add(plan.specialization)
+
+
+def _combinations(spec: Spec) -> list[Sizes]:
+    """Return the sizes of each combination of buckets, the largest first.
+
+    Raises:
+        ValueError: an automatic ladder has no bucket yet.
+    """
+    empty = [name for name, ladder in spec.ladders.items() if ladder.buckets is None]
+    if empty:
+        raise ValueError(
+            f"bucketed: the buckets of {empty[0]!r} are 'auto' and none is known yet: warm up "
+            "after some calls, or pass plan="
+        )
+    # A ladder that two axes share counts once: its buckets are pairs already.
+    ladders = list(dict.fromkeys(spec.ladders.values()))
+    axes = [axis for ladder in ladders for axis in ladder.axes]
+    combinations = [
+        dict(zip(axes, itertools.chain(*shapes), strict=True))
+        for shapes in itertools.product(*(ladder.shapes() for ladder in ladders))
+    ]
+    # What runs out of memory does so at once.
+    combinations.sort(key=lambda buckets: math.prod(buckets.values()), reverse=True)
+    return combinations

@@ -1,0 +1,316 @@
+"""checkpoint_folder(): several files of one checkpoint, shown in one step.
+
+Each folder that is made here has a file inside that says so, :data:`MARK`. What does not have it
+is never removed, never counted and never replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchguard._files import (
+    is_temporary_name,
+    locked,
+    locked_file,
+    opened,
+    sync,
+    temporary_name,
+    try_lock,
+    write_text,
+)
+from torchguard._public import public
+from torchguard.errors import SaveError
+
+MARK = ".torchguard-checkpoint.json"
+"""The file in a folder that :func:`checkpoint_folder` has made."""
+
+
+@public
+@contextlib.contextmanager
+def checkpoint_folder(
+    path: str | os.PathLike[str], *, keep: int = 1, fsync: bool = True, group: Any = None
+) -> Iterator[Path]:
+    """Write several files into a new folder and show all of them at ``path`` in one step.
+
+    ``path`` is a symbolic link to the newest folder, whose names end in a number:
+    ``checkpoint -> checkpoint.7``. Inside the block the new folder has a temporary name. When
+    the block ends, its files are flushed to the disk, it is renamed and the link is replaced; who
+    opens ``path/model.pt`` gets the file of the old checkpoint or of the new one, never a mix of
+    a folder half written. When the block raises, the new folder is removed and ``path`` leads
+    where it led.
+
+    Each folder has a file ``.torchguard-checkpoint.json`` inside, with its own name. A folder
+    without it is never removed and does not count for ``keep``, whatever its name, and neither is
+    a copy or a folder that was renamed. If a process was killed in the
+    middle, the next call removes what it left, and warns with what is whole.
+
+    Args:
+        path: of the link; its folder has to exist.
+        keep: how many of the newest folders stay, the new one included.
+        fsync: wait until everything is on the disk, at the end of the block.
+        group: a process group, True for the default one. All its ranks enter and get the same
+            folder, on a file system that all of them see: ``dcp.save(state, checkpoint_id=new)``,
+            ``accelerator.save_state(new)`` or each rank's own ``torch.save`` write into it. If a
+            rank raises, none commits and all raise. The file in the folder lists size and sha256
+            of each file. A name that ends in a digit and is free, such as ``step-10``, becomes
+            the folder itself, without a link; it is written once, and ``keep`` does not count it.
+
+    Yields:
+        The new folder, empty but for that file.
+
+    Raises:
+        SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made: a file, a
+            folder, a link that leads elsewhere.
+            With ``group``: another rank has raised, or does not see the folder.
+        ValueError: ``keep`` is below 1.
+
+    Example:
+        >>> import tempfile, pathlib, torch, torchguard
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "checkpoint")
+        >>> with torchguard.checkpoint_folder(path, keep=3) as new:
+        ...     torch.save({"weight": torch.ones(2)}, new / "model.pt")
+        ...     torch.save({"step": 1}, new / "trainer.pt")
+        >>> torch.load(path / "trainer.pt")
+        {'step': 1}
+    """
+    if keep < 1:
+        raise ValueError(f"checkpoint_folder: keep is {keep}, expected 1 or more")
+    link = Path(os.path.abspath(path))
+    if group is not None:
+        from torchguard.checkpoint.ranks import folder_of_all_ranks  # noqa: PLC0415  not every build
+
+        with folder_of_all_ranks(link, keep=keep, fsync=fsync, group=group) as new:
+            yield new
+        return
+    refuse_foreign(link)
+    warn_after_crash(link, remove_abandoned_folders(link))
+    new, lock = new_folder(link)
+    try:
+        yield new
+        commit(new, link, keep=keep, fsync=fsync)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def refuse_foreign(link: Path) -> None:
+    """Raise if something is at ``link`` that is no link to a folder with our mark."""
+    if not os.path.lexists(link):
+        return
+    if not link.is_symlink():
+        kind = "a folder" if link.is_dir() else "a file"
+        raise SaveError(
+            f"checkpoint_folder: {link} is {kind} that checkpoint_folder has not made, expected "
+            "its link or nothing; move it away or choose another path"
+        )
+    leads = os.readlink(link)
+    if re.fullmatch(_numbered(link), leads) is None or not is_ours(link.with_name(leads)):
+        if os.readlink(link) != leads:  # another process has shown a newer one meanwhile
+            refuse_foreign(link)
+            return
+        raise SaveError(
+            f"checkpoint_folder: {link} is a link to {leads}, which checkpoint_folder has not made "
+            f"(it has no file {MARK}); remove the link, which leaves {leads} as it is, or choose "
+            "another path"
+        )
+
+
+def new_folder(link: Path) -> tuple[Path, int]:
+    """Make a marked folder with a temporary name; return it and the descriptor of its lock.
+
+    The name does not begin with that of ``link``: programs look for ``step-10`` and the like.
+    """
+    while True:
+        folder = link.with_name(temporary_name())
+        folder.mkdir()
+        # Until it is locked, another process may take it for an abandoned one and remove it.
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        if try_lock(lock) and folder.exists():
+            (folder / MARK).write_text(_mark(link, folder), encoding="utf-8")
+            return folder, lock
+        os.close(lock)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether :func:`checkpoint_folder` has given a folder its name: a copy's name is another."""
+    return not folder.is_symlink() and marked(folder).get("folder") == folder.name
+
+
+def _mark(link: Path, folder: Path, files: Mapping[str, Any] | None = None) -> str:
+    mark = {"made by": "torchguard", "for": link.name, "folder": folder.name}
+    return json.dumps(mark if files is None else {**mark, "files": files}) + "\n"
+
+
+def marked(folder: Path) -> dict[str, Any]:
+    """Return what the mark says, with a group's manifest; nothing where it is not whole."""
+    try:
+        return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def commit(
+    new: Path,
+    link: Path,
+    *,
+    keep: int,
+    fsync: bool,
+    files: Mapping[str, Any] | None = None,
+    alone: bool = False,
+) -> Path:
+    """Give a folder its number, let the link lead to it, and remove older ones.
+
+    Args:
+        new: the folder.
+        link: where it is shown.
+        keep: how many stay.
+        fsync: wait for the disk.
+        files: the manifest, which the mark holds.
+        alone: give the folder the name of the link, and make no link.
+
+    Returns:
+        The folder under its new name.
+    """
+    if fsync and files is None:
+        sync_all(new)
+    with locked(str(link.parent)):  # a second writer would take the same number
+        refuse_foreign(link)
+        if alone and not os.path.lexists(link):
+            write_text(new / MARK, _mark(link, link, files), fsync=fsync)
+            new.rename(link)
+            if fsync:
+                sync(str(link.parent))
+            return link
+        number = max(_numbers(link), default=0) + 1
+        while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
+            number += 1
+        final = link.with_name(f"{link.name}.{number}")
+        write_text(new / MARK, _mark(link, final, files), fsync=fsync)
+        new.rename(final)
+        if fsync:
+            sync(str(link.parent))
+        try:
+            _point_link_at(link, final)
+        except BaseException:
+            final.rename(new)
+            raise
+        if fsync:
+            sync(str(link.parent))
+        for older in _numbers(link)[:-keep]:
+            _remove(link, older)
+    return final
+
+
+def _numbered(link: Path) -> str:
+    return rf"{re.escape(link.name)}\.([0-9]+)"
+
+
+def _numbers(link: Path) -> list[int]:
+    """Return the numbers of the marked folders, which are whole, the oldest first."""
+    found = (re.fullmatch(_numbered(link), name) for name in os.listdir(link.parent))
+    return sorted(int(match[1]) for match in found if match and is_ours(link.parent / match[0]))
+
+
+def _point_link_at(link: Path, final: Path) -> None:
+    """Let the link lead to the new folder: a new link takes the place of the old one."""
+    new = link.with_name(temporary_name())
+    new.symlink_to(final.name, target_is_directory=True)
+    try:
+        new.replace(link)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _remove(link: Path, number: int) -> None:
+    """Rename an old folder, then remove it: while that goes on, it has a temporary name."""
+    old = link.with_name(temporary_name())
+    with contextlib.suppress(FileNotFoundError):  # another process was quicker
+        link.with_name(f"{link.name}.{number}").rename(old)
+        _remove_marked(old)
+
+
+def _remove_marked(folder: Path) -> None:
+    """Remove a folder, its mark last: half removed, it can still be told from somebody else's."""
+    for each in list(folder.iterdir()):
+        if each.name != MARK:
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned_folders(link: Path) -> list[str]:
+    """Remove the temporary folders and links of processes that are dead; return their names.
+
+    Of a folder its mark says that it is ours, of a link that it leads to a number of ``link``. One
+    that is empty has not been marked yet.
+    """
+    removed = []
+    for name in os.listdir(link.parent):
+        path = link.with_name(name)
+        if not is_temporary_name(name):
+            continue
+        # Alive, of another user, gone meanwhile, or a file system without locks.
+        with contextlib.suppress(OSError):
+            if path.is_symlink():
+                # A link has no lock of its own; it is made and renamed under that of the folder.
+                with locked_file(str(link.parent)):
+                    if re.fullmatch(_numbered(link), os.readlink(path)):
+                        path.unlink()
+                        removed.append(name)
+                continue
+            with locked_file(str(path)):
+                written_for = marked(path).get("for")
+                if written_for == link.name:
+                    _remove_marked(path)
+                elif written_for is None:
+                    _remove_unmarked(path)
+                else:
+                    continue
+                removed.append(name)
+    return removed
+
+
+def _remove_unmarked(folder: Path) -> None:
+    """Remove a folder that has nothing in it but half of a mark; raise OSError otherwise."""
+    if os.listdir(folder) == [MARK] and not (folder / MARK).stat().st_size:
+        (folder / MARK).unlink()
+    folder.rmdir()
+
+
+def sync_all(folder: Path) -> None:
+    """Wait until everything in a folder is on the disk."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with opened(os.path.join(parent, name), os.O_RDONLY) as descriptor:
+                os.fsync(descriptor)
+        sync(parent)
+
+
+def warn_after_crash(link: Path, abandoned: list[str]) -> None:
+    """Say what a process that was stopped has left, if it has."""
+    if not abandoned:
+        return
+    whole = ", ".join(f"{link.name}.{number}" for number in _numbers(link)) or "none"
+    leads = f"{link} leads to {os.readlink(link)}" if link.is_symlink() else "there is no link"
+    warnings.warn(
+        f"checkpoint_folder: a process was stopped while it wrote {link}. Removed: "
+        f"{', '.join(abandoned)}. Whole are: {whole}; {leads}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,161 @@
+"""An optimizer's state, loaded to the parameters it belongs to.
+
+``Optimizer.load_state_dict`` goes by position, also where both sides carry names: with another
+order of the parameters, one gets the moments of another.
+https://github.com/pytorch/pytorch/blob/main/torch/optim/optimizer.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchguard._torch import warn_user
+from torchguard._torch.optimizers import has_load_hooks
+
+# The tensors of torch.optim's states that have the shape of their parameter. (Adafactor keeps
+# sums of rows and columns, LBFGS one vector for all parameters.)
+_LIKE_PARAMETER = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
+    *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
+}
+
+
+def load_optimizer(
+    call: Callable[[Mapping[str, Any]], Any],
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+) -> Any:
+    """Call ``call`` with the state in the order of the optimizer's parameters, wholly or not."""
+    state = _by_name(optimizer, state)
+    _compare_shapes(optimizer, state)
+    attributes = copy_of_attributes(optimizer)
+    groups = [(group, group.copy()) for group in optimizer.param_groups]
+    states = [(each, each.copy()) for each in optimizer.state.values() if isinstance(each, dict)]
+    listed = list(optimizer.param_groups)
+    try:
+        return call(state)
+    except BaseException:
+        # torch makes new dicts; a hook may have written to the old ones.
+        restore_attributes(optimizer, attributes)
+        optimizer.param_groups[:] = listed
+        for each, contents in (*groups, *states):
+            each.clear()
+            each.update(contents)
+        raise
+
+
+def _by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state with its parameters in the optimizer's order, if both sides have names.
+
+    Raises:
+        ValueError: the names are not the same.
+    """
+    try:
+        saved = [dict(group) for group in state["param_groups"]]
+        indices = [index for group in saved for index in group["params"]]
+    except (KeyError, TypeError, ValueError):
+        return state  # torch says what is missing
+    groups = optimizer.param_groups
+    theirs, ours = _names(saved), _names(groups)
+    # A hook may give the state another order, and names: torch's documentation shows one.
+    if has_load_hooks(optimizer) or len(saved) != len(groups) or (theirs is None and ours is None):
+        return state
+    kind = type(optimizer).__name__
+    if theirs is None or ours is None:
+        side = "the state has" if ours is None else "the optimizer has"
+        warn_user(
+            f"load_state_dict: {side} names of parameters, the other side has none, so the state "
+            f"goes to the parameters of {kind} by their order; make both from "
+            "model.named_parameters()"
+        )
+        return state
+    if set(theirs) != set(ours):
+        lacking, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+        raise ValueError(
+            f"load_state_dict: the state is not that of these parameters of {kind}: it lacks "
+            f"{_listed(lacking)} and has {_listed(unknown)} besides"
+        )
+    if theirs == ours:
+        return state
+    index_of = dict(zip(theirs, indices, strict=True))
+    for group, own in zip(saved, groups, strict=True):
+        group["param_names"] = list(own["param_names"])
+        group["params"] = [index_of[name] for name in own["param_names"]]
+    return {**state, "param_groups": saved}
+
+
+def _names(groups: list[dict[str, Any]]) -> list[str] | None:
+    """Return the names of the parameters; None unless all of them have one."""
+    if not all("param_names" in group for group in groups):
+        return None
+    names = [name for group in groups for name in group["param_names"]]
+    complete = len(names) == sum(len(group["params"]) for group in groups)
+    return names if names and complete else None
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "nothing"  # noqa: PLR2004
+
+
+def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    try:
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        loaded = dict(state["state"])
+    except (KeyError, TypeError, ValueError):
+        return  # torch says what is missing
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(saved) != len(parameters):
+        return
+    faults = [
+        f"{key} of parameter {index} has shape {tuple(value.shape)}, expected {tuple(expected)}"
+        for index, parameter in zip(saved, parameters, strict=True)
+        for key, value in _tensors_of(loaded.get(index))
+        if (expected := _expected_shape(optimizer, parameter, key)) is not None
+        and value.shape != expected
+    ]
+    if faults:
+        raise ValueError(
+            f"load_state_dict: the state is not that of these parameters of "
+            f"{type(optimizer).__name__}: {'; '.join(faults)}. It belongs to a model of other "
+            "sizes; leave the state of these parameters out, and the optimizer makes it again"
+        )
+
+
+def _tensors_of(entry: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, value in entry.items() if isinstance(entry, Mapping) else ():
+        if isinstance(value, torch.Tensor) and value.dim():
+            yield key, value
+
+
+def _expected_shape(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
+) -> torch.Size | None:
+    own = optimizer.state.get(parameter, {}).get(key)
+    if isinstance(own, torch.Tensor):
+        return own.shape
+    known = type(optimizer).__module__.startswith("torch.optim") and key in _LIKE_PARAMETER
+    return parameter.shape if known else None
+
+
+def copy_of_attributes(obj: object) -> dict[str, Any]:
+    """Copy what an object holds, and the dicts of a module's tensors and modules."""
+    return {
+        name: (value, value.copy()) if isinstance(value, (dict, set)) else (value, None)
+        for name, value in vars(obj).items()
+    }
+
+
+def restore_attributes(obj: object, attributes: dict[str, Any]) -> None:
+    """Put back what :func:`copy_of_attributes` has copied."""
+    now = vars(obj)
+    for name in [name for name in now if name not in attributes]:
+        del now[name]
+    for name, (value, contents) in attributes.items():
+        if contents is not None:
+            value.clear()
+            value.update(contents)
+        now[name] = value

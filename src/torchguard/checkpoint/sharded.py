@@ -1,0 +1,351 @@
+"""load_sharded(): ``dcp.load`` that compares everything on all ranks before the first copy."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchguard._public import public
+from torchguard._torch import patch
+from torchguard.checkpoint.folder import checkpoint_folder, is_ours
+from torchguard.checkpoint.verify import METADATA, item_faults, manifest_fault, manifest_of
+from torchguard.errors import SaveError, ShardedCheckpointError
+
+_LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
+_SHOWN = 20
+
+
+@public
+def load_sharded(
+    state: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    extra: bool = False,
+    cast: bool = False,
+    partial: bool = False,
+    group: Any = None,
+) -> None:
+    """Load a checkpoint of ``torch.distributed.checkpoint``, on all ranks or on none.
+
+    Equals ``dcp.load(state, checkpoint_id=path, process_group=group)`` on success, on another
+    number of ranks than saved too, with DTensors, plain tensors, nested dicts and ``Stateful``
+    objects, and in one process without a group. Before the first copy into a tensor of ``state``
+    every rank compares names, shapes, dtypes, which elements were saved, and the bytes of the
+    files that it will read: with the manifest of ``checkpoint_folder(group=)``, else with the CRC
+    of each item. Then the ranks vote. Files are read twice; host memory holds one item more than
+    ``dcp.load`` needs, at most the largest file.
+
+    Args:
+        state: what ``dcp.load`` takes.
+        path: a folder, or the link of :func:`checkpoint_folder`.
+        extra: the checkpoint may have names that a rank does not ask for.
+        cast: a tensor may have another dtype than was saved.
+        partial: names that the checkpoint does not have stay as they are.
+        group: the process group; None or True for the default one.
+
+    Raises:
+        ShardedCheckpointError: a ``RuntimeError``, the same on all ranks; lists up to 20
+            differences by name and rank. No tensor has changed, but where it says so.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/187138,
+    https://github.com/pytorch/pytorch/issues/126881
+    """
+    folder = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
+    group = None if group is True else group
+    _load(
+        patch.original(_LOAD), state, folder, extra=extra, cast=cast, partial=partial, group=group
+    )
+
+
+def _load(
+    original: Callable[..., None],
+    state: dict[str, Any],
+    path: str,
+    *,
+    extra: bool,
+    cast: bool,
+    partial: bool,
+    group: Any,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    loaded: dict[str, Any] = {}
+    failure: Exception | None = None
+    try:
+        for name in sorted(state):
+            each = state[name]
+            loaded[name] = each.state_dict() if isinstance(each, Stateful) else each
+    except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
+        failure = error
+    planner = _ComparingPlanner(path, extra=extra, cast=cast, partial=partial, failure=failure)
+    try:
+        original(
+            loaded, checkpoint_id=path, planner=planner, process_group=group, **(options or {})
+        )
+    except CheckpointException as error:
+        raise ShardedCheckpointError(_describe(path, error, planner.agreed)) from error
+    for name, value in loaded.items():
+        if not isinstance(state[name], Stateful):
+            state[name] = value
+    _finish(path, state, loaded, group, options)
+
+
+def _finish(
+    path: str, state: dict[str, Any], loaded: dict[str, Any], group: Any, options: Any
+) -> None:
+    failure = None
+    try:
+        for name, value in loaded.items():
+            if isinstance(state[name], Stateful):
+                state[name].load_state_dict(value)
+    except Exception as error:  # noqa: BLE001  raised below, on all ranks
+        failure = error
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    texts: list[Any] = [text]
+    if dist.is_initialized() and not (options or {}).get("no_dist"):
+        texts = [None] * dist.get_world_size(group)
+        dist.all_gather_object(texts, text, group=group)
+    failed = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each is not None]
+    if failed:
+        raise ShardedCheckpointError(
+            f"load_sharded: {path} was read, and load_state_dict of an object raised; objects and "
+            f"tensors may hold parts of it. {'; '.join(failed[:_SHOWN])}"
+        ) from failure
+
+
+class _DifferencesError(Exception):
+    """What one rank has found; travels to the others."""
+
+    def __init__(self, found: list[str], count: int) -> None:
+        super().__init__(found, count)
+        self.found, self.count = found, count
+
+
+class _ComparingPlanner(DefaultLoadPlanner):
+    """Raises in the step before the vote that DCP takes on the plans of all ranks."""
+
+    def __init__(
+        self, path: str, *, extra: bool, cast: bool, partial: bool, failure: Exception | None
+    ) -> None:
+        super().__init__(allow_partial_load=True)
+        self._folder = Path(path)
+        self._extra, self._cast, self._partial = extra, cast, partial
+        self._failure = failure
+        self.agreed = False
+
+    def create_local_plan(self) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        problem: Exception | None = None
+        plan: Any = None
+        try:
+            plan = super().create_local_plan()
+        except Exception as error:  # noqa: BLE001  the first of the shapes that differ
+            problem = error
+        found = self._compare_names()
+        if plan is not None:
+            found += self._compare_coverage(plan)
+        if problem is not None and not found:
+            raise problem
+        if not found:  # the bytes last: they take long
+            found = self._compare_bytes(plan)
+        if found:
+            raise _DifferencesError(found[:_SHOWN], len(found))
+        return plan
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        self.agreed = True  # DCP calls this after the vote
+        return super().finish_plan(new_plan)
+
+    def _compare_names(self) -> list[str]:
+        saved: Mapping[str, Any] = self.metadata.state_dict_metadata  # type: ignore[union-attr]
+        found = []
+        for name, value in self.state_dict.items():
+            if name not in saved:
+                if not self._partial:
+                    found.append(f"{name} is not in the checkpoint (partial=True leaves it as is)")
+                continue
+            entry, is_tensor = saved[name], isinstance(value, torch.Tensor)
+            if isinstance(entry, BytesStorageMetadata):
+                if is_tensor:
+                    found.append(f"{name} is a tensor here and was saved as another object")
+            elif not is_tensor and not hasattr(value, "local_shards"):
+                found.append(f"{name} is of type {type(value).__name__}, saved was a tensor")
+            else:
+                if tuple(entry.size) != tuple(value.size()):
+                    found.append(
+                        f"{name} has shape {tuple(value.size())}, saved was {tuple(entry.size)}"
+                    )
+                if entry.properties.dtype != value.dtype and not self._cast:
+                    found.append(
+                        f"{name} is {value.dtype}, saved was {entry.properties.dtype} (cast=True "
+                        "converts it)"
+                    )
+        if not self._extra:
+            found += [
+                f"{name} is only in the checkpoint (extra=True allows it)"
+                for name in sorted(set(saved) - set(self.state_dict))
+            ]
+        return found
+
+    def _compare_coverage(self, plan: Any) -> list[str]:
+        """Compare what is read into each local tensor with its size: DCP leaves gaps as they are.
+
+        Saved chunks do not overlap (DCP compares that when it saves), so sizes are enough.
+        """
+        read: dict[str, int] = {}
+        found, places = [], self.metadata.storage_data  # type: ignore[union-attr]
+        for item in plan.items:
+            if item.storage_index not in places:
+                found.append(f"{item.storage_index.fqn} has no place in {METADATA}")
+            key = item.dest_index.fqn
+            read[key] = read.get(key, 0) + math.prod(item.lengths)
+        for name, value in self.state_dict.items():
+            if name in self.metadata.state_dict_metadata and isinstance(  # type: ignore[union-attr]
+                value, torch.Tensor
+            ):
+                local = value.to_local() if hasattr(value, "to_local") else value
+                elements = read.get(name, 0)
+                if elements < local.numel():
+                    found.append(
+                        f"{name} has {local.numel():,} elements here, saved are {elements:,}"
+                    )
+        return found
+
+    def _compare_bytes(self, plan: Any) -> list[str]:
+        places = self.metadata.storage_data  # type: ignore[union-attr]
+        # An index in the metadata and one in a plan are equal by name and offset.
+        items = {item.storage_index: places[item.storage_index] for item in plan.items}
+        manifest = manifest_of(self._folder)
+        if manifest is None:
+            return [fault for fault, _ in item_faults(self._folder, items)]
+        found = []
+        for name in sorted({METADATA, *(place.relative_path for place in items.values())}):
+            fault = manifest_fault(self._folder, name, manifest)
+            if fault is not None:
+                inside = {i: p for i, p in items.items() if p.relative_path == name}
+                damaged = sorted({tensor for _, tensor in item_faults(self._folder, inside)})
+                found.append(f"{fault} ({', '.join(damaged)})" if damaged else fault)
+        return found
+
+
+def _describe(path: str, error: CheckpointException, agreed: bool) -> str:
+    lines, count = [], 0
+    for rank, (failure, _) in sorted(error.failures.items()):
+        if isinstance(failure, _DifferencesError):
+            lines += [f"rank {rank}: {each}" for each in failure.found]
+            count += failure.count
+        else:
+            lines.append(f"rank {rank}: {type(failure).__name__}: {failure}")
+            count += 1
+    unchanged = (
+        "a rank failed after all had agreed to load, so tensors may hold parts of the checkpoint"
+        if agreed
+        else "no tensor has changed on any rank"
+    )
+    more = f"\n  and {count - _SHOWN} more" if count > _SHOWN else ""
+    listed = "\n  ".join(lines[:_SHOWN])
+    return f"load_sharded: {path} can't be loaded; {unchanged}.\n  {listed}{more}"
+
+
+# ---- install("save", "load") ----
+
+
+def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
+    """Compare before ``dcp.load`` copies, as :func:`load_sharded` does, with ``extra=True``.
+
+    To load a part of a checkpoint is what ``dcp.load`` is for, so extra names are no fault.
+    """
+
+    def load(
+        state_dict: dict[str, Any],
+        *,
+        checkpoint_id: Any = None,
+        storage_reader: Any = None,
+        planner: Any = None,
+        process_group: Any = None,
+        **options: Any,  # no_dist; torch 2.6 does not have it
+    ) -> None:
+        path = _local_path(checkpoint_id, storage_reader, FileSystemReader)
+        if path is None or (planner is not None and type(planner) is not DefaultLoadPlanner):
+            original(
+                state_dict,
+                checkpoint_id=checkpoint_id,
+                storage_reader=storage_reader,
+                planner=planner,
+                process_group=process_group,
+                **options,
+            )
+            return
+        _load(
+            original,
+            state_dict,
+            path,
+            extra=True,
+            cast=False,
+            partial=bool(getattr(planner, "allow_partial_load", False)),
+            group=process_group,
+            options={"storage_reader": storage_reader, **options},
+        )
+
+    return load
+
+
+def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``dcp.save`` replace a checkpoint whole, or say what to type."""
+
+    def save(
+        state_dict: dict[str, Any],
+        *,
+        checkpoint_id: Any = None,
+        storage_writer: Any = None,
+        process_group: Any = None,
+        **options: Any,
+    ) -> Any:
+        def call(to: Any) -> Any:
+            return original(
+                state_dict,
+                checkpoint_id=to,
+                storage_writer=storage_writer,
+                process_group=process_group,
+                **options,
+            )
+
+        path = _local_path(checkpoint_id, storage_writer, FileSystemWriter)
+        if path is None or not os.path.exists(os.path.join(path, METADATA)):
+            return call(checkpoint_id)
+        several = dist.is_initialized() and not options.get("no_dist")
+        if os.path.islink(path) and is_ours(Path(os.path.realpath(path))):
+            group = (process_group or True) if several else None
+            with checkpoint_folder(path, group=group) as new:
+                return call(new)
+        raise SaveError(
+            f"dcp.save would write over the checkpoint in {path} file by file; a process that is "
+            "stopped meanwhile leaves none that can be loaded. Save to a new folder, or type: "
+            "with torchguard.checkpoint_folder(link, group=True) as new: dcp.save(state, "
+            "checkpoint_id=new)"
+        )
+
+    return save
+
+
+def _local_path(checkpoint_id: Any, storage: Any, kind: type) -> str | None:
+    """Return the folder, if the file system's own writer or reader is used."""
+    if storage is not None and type(storage) is not kind:
+        return None
+    path: Any = getattr(storage, "path", None) if checkpoint_id is None else checkpoint_id
+    with contextlib.suppress(TypeError):
+        name = os.fspath(path)
+        return name if isinstance(name, str) and "://" not in name else None
+    return None

@@ -1,0 +1,140 @@
+"""Tied tensors, such as the weight of an embedding and of the output layer, stay one tensor.
+
+``load_state_dict(assign=True)`` and ``to_empty()`` go from name to name and make a parameter for
+each: what was shared are two parameters afterwards, each with a gradient and moments of its own.
+https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def guard_to_empty(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``torch.nn.Module.to_empty`` keep tied tensors tied."""
+
+    def to_empty(self: Any, *, device: Any, recurse: bool = True) -> Any:
+        ties = ties_of(named_tensors(self, recurse=recurse))
+        result = original(self, device=device, recurse=recurse)
+        for names, old in ties:
+            _tie(self, names, _loaded(self, names, old, {}))
+        return result
+
+    return to_empty
+
+
+def named_tensors(
+    module: torch.nn.Module, *, recurse: bool = True
+) -> list[tuple[str, torch.Tensor]]:
+    """Return parameters and buffers under each name they have."""
+    return [
+        *module.named_parameters(recurse=recurse, remove_duplicate=False),
+        *module.named_buffers(recurse=recurse, remove_duplicate=False),
+    ]
+
+
+def ties_of(
+    tensors: Sequence[tuple[str, torch.Tensor]],
+) -> list[tuple[list[str], torch.Tensor]]:
+    """Return the tensors that have several names, with these."""
+    if len({id(tensor) for _, tensor in tensors}) == len(tensors):
+        return []
+    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for name, tensor in tensors:
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return [each for each in found.values() if len(each[0]) > 1]
+
+
+def require_one_value(
+    module: torch.nn.Module,
+    ties: Iterable[tuple[list[str], torch.Tensor]],
+    state: Mapping[str, Any],
+) -> None:
+    """Raise if a state has two values for one tensor; torch would take the last one."""
+    for names, _ in ties:
+        _compare(module, [(name, state[name]) for name in sorted(names) if name in state])
+
+
+def tie_again(
+    module: torch.nn.Module,
+    ties: Iterable[tuple[list[str], torch.Tensor]],
+    state: Mapping[str, Any],
+) -> None:
+    """Make one tensor of those that were assigned to the names of one.
+
+    Raises:
+        RuntimeError: their values differ.
+    """
+    for names, old in ties:
+        loaded = _loaded(module, names, old, state)
+        _compare(module, loaded)
+        _tie(module, names, loaded)
+
+
+def _loaded(
+    module: torch.nn.Module, names: list[str], old: torch.Tensor, state: Mapping[str, Any]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that have taken the place of ``old``; none if a name is gone."""
+    now = [(name, _held(module, name)) for name in names]
+    if any(tensor is None for _, tensor in now):
+        return []
+    return [
+        (name, tensor)
+        for name, tensor in now
+        # The state may hold the very tensor that is there.
+        if tensor is not None and (tensor is not old or name in state)
+    ]
+
+
+def _held(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    owner: Any = module
+    for part in name.split("."):
+        owner = getattr(owner, part, None)
+    return owner if isinstance(owner, torch.Tensor) else None
+
+
+def _tie(module: torch.nn.Module, names: list[str], loaded: list[tuple[str, torch.Tensor]]) -> None:
+    for name in names if loaded else ():
+        owner, _, own = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        tensor = loaded[0][1]
+        if own in holder._buffers:
+            holder._buffers[own] = tensor
+        elif holder._parameters.get(own) is not tensor:
+            setattr(holder, own, tensor)  # recurrent layers keep a list besides
+
+
+def _compare(module: torch.nn.Module, values: list[tuple[str, Any]]) -> None:
+    for name, value in values[1:]:
+        first, expected = values[0]
+        if not _same(expected, value):
+            raise RuntimeError(
+                f"load_state_dict: {first} and {name} are one tensor in this "
+                f"{type(module).__name__}, and the state has two values for it. Remove one of them "
+                "from the state, or make the model without the tie: it may belong to such a one"
+            )
+
+
+def _same(expected: Any, value: Any) -> bool:
+    """Whether two values of a state have the same bits; True where that can't be read."""
+    if expected is value or {type(expected), type(value)} - _PLAIN:
+        return True
+    if expected.shape != value.shape:
+        return True  # torch has an error for that
+    for each in (expected, value):
+        if each.is_meta or each.is_quantized or each.layout is not torch.strided:
+            return True
+    with torch.no_grad():
+        first, other = expected.resolve_conj(), value.to(expected).resolve_conj()
+        if first.data_ptr() == other.data_ptr() and first.stride() == other.stride():
+            return True
+        # The bits: NaN is not equal to itself.
+        return torch.equal(
+            first.contiguous().view(-1).view(torch.uint8),
+            other.contiguous().view(-1).view(torch.uint8),
+        )

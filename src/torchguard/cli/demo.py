@@ -1,0 +1,121 @@
+"""``python -m torchguard demo``: five failures, bare torch beside guarded."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from torchguard.cli import DOCUMENTATION, interrupted, write
+
+
+class _Act(NamedTuple):
+    name: str
+    title: str
+    code: str
+    guard: str
+    page: str
+
+
+_ACTS = (
+    _Act("resize", "a resize that fails",
+         "t = torch.from_numpy(np.zeros(4, np.float32)); t.resize_(5, 5)  # raises",
+         'torchguard.install("resize")', "guards.md"),
+    _Act("overlap", "an operation that reads what it writes",
+         "x = torch.tensor([[1., 2., 3.], [4., 5., 6.]]); x -= x[:, :1]",
+         'torchguard.install("overlap")', "guards.md"),
+    _Act("compiled", "a function that is compiled wrong",
+         "counts[0] = 1; before = counts.clone(); counts[1] = 2; return before",
+         "torchguard.verified()", "verified.md"),
+    _Act("training", "training steps that run out of memory and are run again",
+         "for step 5, 17, 29, 41 and 53, in the middle of its gradients",
+         "torchguard.transaction(model, optimizer)", "transaction.md"),
+    _Act("save", "a kill in the middle of a save",
+         "torch.save(step_2, path)  # over step 1",
+         "torchguard.save(step_2, path)", "checkpoints.md"),
+)  # fmt: skip
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``demo``."""
+    parser = commands.add_parser(
+        "demo",
+        help="show five failures, on bare torch and guarded",
+        description="Run five programs that fail, on bare torch and guarded, each in a process of "
+        "its own, and show what was lost: within a minute. With matplotlib the losses of the "
+        "fourth are drawn.",
+        epilog="Exit status: 0 when nothing was lost under a guard, 1 when something was.",
+    )
+    parser.add_argument(
+        "--picture", metavar="FILE", help="where the losses are drawn (default: a temporary file)"
+    )
+    parser.set_defaults(command=_main, parser=parser)
+
+
+def _main(options: argparse.Namespace) -> int:
+    lost = {"bare": 0, "guarded": 0}
+    try:
+        for number, act in enumerate(_ACTS, start=1):
+            write(f"{number}. {act.title}\n   {act.code}\n")
+            with contextlib.ExitStack() as stack:
+                processes = {way: stack.enter_context(_started(act.name, way)) for way in lost}
+                curves = {}
+                for way, process in processes.items():
+                    failed, text, curves[way] = _ended(process)
+                    lost[way] += failed
+                    label = act.guard if way == "guarded" else "bare torch"
+                    write(f"   {'LOST' if failed else 'kept'}  {label}: {text}\n")
+            if all(curves.values()):
+                write(f"   {_drawn(curves, options.picture)}\n")
+            write(f"   read on: {DOCUMENTATION.replace('tree', 'blob')}/{act.page}\n\n")
+    except KeyboardInterrupt:
+        return interrupted("demo")
+    write(
+        f"Lost: {lost['bare']} of {len(_ACTS)} on bare torch, {lost['guarded']} with torchguard. "
+        "What else your torch has: python -m torchguard doctor\n"
+    )
+    return 1 if lost["guarded"] else 0
+
+
+def _started(name: str, way: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "torchguard.cli.acts", name, way]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 - ours
+
+
+def _ended(process: subprocess.Popen[str]) -> tuple[bool, str, list[float]]:
+    out, err = process.communicate()
+    if process.returncode == 0:
+        failed, text, losses = json.loads(out.splitlines()[-1])
+        return failed, text, losses
+    last = err.strip().splitlines()[-1:] or [f"the process ended with {process.returncode}"]
+    return True, last[0], []
+
+
+def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
+    """Draw the losses without a failure, on bare torch, and guarded; say where they are."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "for a picture of the losses: pip install matplotlib"
+    import matplotlib as mpl  # noqa: PLC0415 - optional
+
+    mpl.use("Agg")  # a file, whatever there is to draw on
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - optional
+
+    path = path or str(Path(tempfile.mkdtemp(prefix="torchguard-demo-"), "losses.png"))
+    steps = len(curves["bare"]) // 2
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    axes.plot(curves["bare"][:steps], color="#95a5a6", linewidth=5, label="no step fails")
+    axes.plot(curves["bare"][steps:], color="#c0392b", label="bare torch: run again")
+    axes.plot(curves["guarded"][steps:], color="#1f618d", label="transaction: undone, run again")
+    for number in (5, 17, 29, 41, 53):
+        axes.axvline(number, color="black", linewidth=0.6, linestyle=":")
+    axes.set(xlabel="step (dotted: ran out of memory)", ylabel="loss", yscale="log")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    return f"the losses: {path}"

@@ -1,0 +1,85 @@
+"""Loads that succeed and leave another model than the one that was saved."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchguard.defects.probes import memory_defect
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2)
+        self.output = nn.Linear(2, 3, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.embedding(x))
+        return logits
+
+
+def _trained(model: nn.Module) -> Tensor:
+    """Train five steps by hand: an optimizer would import torch's compiler."""
+    tokens = torch.arange(3)
+    for _ in range(5):
+        parameters = list(model.parameters())
+        loss = nn.functional.cross_entropy(model(tokens), tokens)
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(loss, parameters), strict=True
+        ):
+            parameter.data -= 0.5 * gradient
+    return next(model.parameters()).detach()
+
+
+@memory_defect(
+    "load_state_dict(assign=True) and to_empty() make two parameters of a tied one",
+    guards=("load",),
+    advice="After load_state_dict(assign=True) or to_empty(), tie the weights again: "
+    "model.output.weight = model.embedding.weight.",
+    limits="Module by module, as to_empty(recurse=False) is called, a tie can't be seen.",
+)
+def tied_assign() -> str | None:
+    """Load one state by copies and by assignment, and train both for five steps.
+
+    Both go from name to name and make a parameter for each, so an embedding and an output layer
+    that shared one weight have two, which drift apart from the first step on.
+    https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py
+    """
+    weight = torch.tensor([[1.0, 0.5], [-0.5, 1.0], [0.25, -1.0]])
+    state = {"embedding.weight": weight, "output.weight": weight.clone()}
+    copied, assigned = _Tied(), _Tied()
+    with torch.device("meta"):
+        emptied = _Tied()
+    emptied.to_empty(device="cpu")
+    copied.load_state_dict(state)
+    emptied.load_state_dict(state)
+    assigned.load_state_dict({name: each.clone() for name, each in state.items()}, assign=True)
+    expected = _trained(copied)
+    off = {
+        "load_state_dict(assign=True)": float((_trained(assigned) - expected).abs().max()),
+        "to_empty()": float((_trained(emptied) - expected).abs().max()),
+    }
+    wrong = [f"{difference:.2f} after {name}" for name, difference in off.items() if difference]
+    return f"five steps later a tied weight is off by {' and '.join(wrong)}" if wrong else None
+
+
+@memory_defect(
+    "Optimizer.load_state_dict goes by position though both sides have names: other moments",
+    guards=("load",),
+    advice="Make the optimizer from the parameters in the order in which they were when saved.",
+)
+def optimizer_order() -> str | None:
+    """Save an optimizer of three named parameters, load it into one of another order."""
+    parameters = {name: nn.Parameter(torch.zeros(2)) for name in "abc"}
+    saved = torch.optim.SGD(list(parameters.items()), lr=0.1, momentum=0.9)
+    if "param_names" not in saved.param_groups[0]:
+        return None
+    for name, parameter in parameters.items():
+        saved.state[parameter]["momentum_buffer"] = torch.full((2,), float("abc".index(name)))
+    order = list(reversed(parameters.items()))
+    loaded = torch.optim.SGD(order, lr=0.1, momentum=0.9)
+    loaded.load_state_dict(saved.state_dict())
+    found = loaded.state[parameters["c"]]["momentum_buffer"][0].item()
+    return None if found == 2 else f"c got the moments of {'abc'[int(found)]}"  # noqa: PLR2004

@@ -1,0 +1,121 @@
+"""Operations that read memory they write: what comes out depends on how a loop walks over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from torchguard.defects.probes import issues, memory_defect
+
+_COPY_FIRST = "Write .clone() behind the operand that shares memory with what is written."
+
+
+def _is_wrong(
+    lines: Mapping[str, Callable[[Tensor, Tensor], object]], shape: tuple[int, ...]
+) -> str:
+    """Name the lines that compute something else than with a copy of what they read."""
+    wrong = []
+    for name, line in lines.items():
+        written = 1 + torch.arange(float(torch.Size(shape).numel()), device="cpu").view(shape)
+        expected, operand = written.clone(), written.clone()
+        line(expected, operand)
+        with suppress(RuntimeError):  # torch refuses: no wrong number
+            line(written, written)
+            if not written.equal(expected):
+                wrong.append(name)
+    return ", ".join(wrong)
+
+
+def _subtract(x: Tensor, y: Tensor) -> None:
+    x -= y[:, :1]
+
+
+def _shift(x: Tensor, y: Tensor) -> None:
+    x[:, 1:] = y[:, :-1]
+
+
+def _add_element(x: Tensor, y: Tensor) -> None:
+    x[:, 0] += y[0, 0]
+
+
+@memory_defect(
+    "x -= x[:, :1] and x[:, 1:] = x[:, :-1] read elements that they have written already",
+    upstream=issues(135487, 144861, 76891, 85852, 906),
+    guards=("overlap",),
+    advice=_COPY_FIRST,
+    limits="A shift under torch.vmap stays as torch computes it.",
+)
+def overlap_inplace() -> str | None:
+    """Run three lines on a tensor, and on one whose operand is a copy.
+
+    torch looks for overlap only where both tensors are dense without gaps. Elsewhere the result
+    depends on the order in which the loop walks over the memory. numpy computes such lines as if
+    the operand were copied first: https://numpy.org/doc/stable/release/1.13.0-notes.html
+    """
+    lines = {
+        "x -= x[:, :1]": _subtract,
+        "x[:, 1:] = x[:, :-1]": _shift,
+        "x[:, 0] += x[0, 0]": _add_element,
+    }
+    wrong = _is_wrong(lines, (7, 9))
+    return f"wrong without an error: {wrong}" if wrong else None
+
+
+@memory_defect(
+    "mm, cat and cumsum with an out= that they read give wrong numbers",
+    upstream=issues(87551, 48900, 114350),
+    guards=("overlap",),
+    advice=_COPY_FIRST,
+)
+def overlap_out() -> str | None:
+    """Compute into one of the operands, and into a tensor of its own."""
+    lines: Mapping[str, Callable[[Tensor, Tensor], object]] = {
+        "mm": lambda b, read: torch.mm(read, read, out=b),
+        "cat": lambda b, read: torch.cat([read[:, 4:], read[:, :4]], 1, out=b),
+        "cumsum": lambda b, read: torch.cumsum(read[:, :-1], 1, out=b[:, 1:]),
+    }
+    wrong = _is_wrong(lines, (64, 64))
+    return f"wrong without an error: out= of {wrong}" if wrong else None
+
+
+@memory_defect(
+    "a _foreach_ operation reads tensors of its list that it has written already",
+    upstream=issues(135487),
+    guards=("overlap",),
+    advice=_COPY_FIRST,
+)
+def overlap_foreach() -> str | None:
+    """Subtract two tensors from each other, ``a, b = a - b, b - a``, in one call."""
+    a, b = torch.arange(3.0, device="cpu"), torch.ones(3, device="cpu")
+    expected = b - a
+    torch._foreach_sub_([a, b], [b, a])
+    return None if b.equal(expected) else f"b - a is {b.tolist()}, not {expected.tolist()}"
+
+
+@memory_defect(
+    "torch.nonzero(x, out=w) with w a window over x writes past w, and may kill the process",
+    upstream=issues(135487),
+    guards=("overlap",),
+    advice=_COPY_FIRST,
+)
+def overlap_nonzero() -> str | None:
+    """Write the places of the ones over the ones, with elements of the caller's behind them.
+
+    nonzero counts first, and then goes over ``x`` once more while it writes ``out``. Each index
+    above zero that it writes into ``x`` is one more element to report.
+    """
+    memory = torch.zeros(4096, dtype=torch.int64, device="cpu")
+    x = memory[:64]
+    x[:8] = 1
+    window = memory.as_strided((8, 1), (2, 1), 10)  # has as many rows as x has ones
+    expected = x.nonzero()
+    behind = memory[25:].clone()
+    with suppress(RuntimeError):  # an internal assertion, after it has written
+        torch.nonzero(x, out=window)
+    past = int((memory[25:] != behind).sum())
+    if past:
+        return f"nonzero wrote {past} elements past its output of 8"
+    return None if window.equal(expected) else "nonzero reported elements that it had written"

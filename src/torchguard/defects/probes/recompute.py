@@ -1,0 +1,142 @@
+"""Checkpointed blocks whose second run, in backward, is not the first one again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from torchguard.defects.probes import gradient_defect, issues
+
+_ADVICE = "Keep {} out of checkpointed blocks, or train without activation checkpointing."
+
+
+def _checkpointed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _gradients(block: Callable[[Tensor], Tensor], begin: Callable[[], object]) -> list[Tensor]:
+    """Return the gradient of the block's input, without checkpointing and with it."""
+    found = []
+    runs: list[Callable[[Tensor], Tensor]] = [block, lambda x: _checkpointed(block, x)]
+    for run in runs:
+        begin()
+        x = torch.linspace(-2.0, 2.0, 8).requires_grad_(True)
+        found.append(torch.autograd.grad(run(x).sum(), x)[0])
+    return found
+
+
+def _difference(gradients: list[Tensor]) -> str | None:
+    plain, checkpointed = gradients
+    if torch.allclose(plain, checkpointed):
+        return None
+    return (
+        f"the gradient is {checkpointed[0].item():.3g} where it is {plain[0].item():.3g} without "
+        "checkpointing"
+    )
+
+
+@gradient_defect(
+    "BatchNorm and running statistics inside torch.utils.checkpoint are updated twice",
+    upstream=issues(96136),
+    guards=("recompute",),
+    advice=_ADVICE.format("BatchNorm"),
+)
+def recompute_buffers() -> str | None:
+    """Count the batches of a BatchNorm.
+
+    Backward runs the block a second time, and the second run writes the buffers again: the running
+    statistics move twice for each batch, and the model evaluates differently.
+    """
+    norm = nn.BatchNorm1d(1)
+    x = torch.ones(4, 1, requires_grad=True)
+    _checkpointed(norm, x).sum().backward()
+    counted = norm.num_batches_tracked
+    return f"one batch is counted {counted} times" if counted != 1 else None
+
+
+@gradient_defect(
+    "a checkpointed block reads what it or other code has written: wrong gradients",
+    guards=("recompute",),
+    advice=_ADVICE.format("running statistics that forward reads"),
+)
+def recompute_reads() -> str | None:
+    """Scale by a running statistic; then write to a parameter before backward.
+
+    The second run reads the buffer that the first one wrote. Nor does it compare versions: a
+    parameter that was written since is read with its new value, where autograd raises.
+    """
+
+    class Scaled(nn.Module):
+        scale: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale.mul_(2.0)
+            return (x * self.scale).sin()
+
+    block = Scaled()
+    found = _difference(_gradients(block, lambda: block.scale.fill_(1.0)))
+    if found is not None:
+        return found
+    linear = nn.Linear(1, 1)
+    y = _checkpointed(linear, torch.ones(1, 1, requires_grad=True))
+    with torch.no_grad():
+        linear.weight.add_(1.0)
+    try:
+        y.sum().backward()
+    except RuntimeError:
+        return None
+    return "a parameter that was written before backward is read with its new value"
+
+
+@gradient_defect(
+    "a checkpointed block draws from Python, numpy or its own generator: wrong gradients",
+    guards=("recompute",),
+    advice=_ADVICE.format("random numbers that are not of torch's default generator"),
+)
+def recompute_random() -> str | None:
+    """Draw from a torch.Generator, then from Python's random.
+
+    The second run draws other numbers: torch restores the state of its default generator alone.
+    """
+    generator = torch.Generator()
+
+    def with_generator(x: Tensor) -> Tensor:
+        return (x * torch.rand((), generator=generator)).sin()
+
+    def with_python(x: Tensor) -> Tensor:
+        return (x * random.random()).sin()  # noqa: S311 - no secret
+
+    state = random.getstate()
+    try:
+        return _difference(
+            _gradients(with_generator, lambda: generator.manual_seed(0))
+        ) or _difference(_gradients(with_python, lambda: random.seed(0)))
+    finally:
+        random.setstate(state)
+
+
+@gradient_defect(
+    "rrelu in training inside activation checkpointing has a wrong gradient",
+    upstream=issues(193671),
+    guards=("recompute",),
+    advice="Pass early_stop=False to checkpoint, or use_reentrant=True.",
+)
+def rrelu_checkpoint() -> str | None:
+    """Take the gradient of rrelu, whose noise is what backward multiplies with.
+
+    The operator saves its noise before it has drawn it. As soon as the last tensor is saved torch
+    stops the second run, so that backward multiplies with memory that nothing has written.
+    """
+
+    def block(x: Tensor) -> Tensor:
+        return torch.nn.functional.rrelu(x, training=True)
+
+    return _difference(_gradients(block, lambda: torch.manual_seed(0)))

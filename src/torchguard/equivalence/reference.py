@@ -1,0 +1,132 @@
+"""What a run is compared with: eager torch, but for calls that read what they write.
+
+Eager torch is itself wrong there, without a word (https://github.com/pytorch/pytorch/issues/135487),
+and a compiled graph that is right would look wrong beside it. A reference copies such operands
+first.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import operator
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from torchguard._torch import frame_of_user, may_write, separated
+from torchguard._torch.overlap import Overlap
+from torchguard.errors import OverlapWarning
+
+Place = tuple[str, int]
+"""A file and a line."""
+
+_texts: dict[Place, tuple[str, dict[Any, Any]]] = {}
+"""By line: what is said of it, and the registry in which Python notes that it was said."""
+
+
+def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None = None) -> None:
+    """Warn at the user's line, once per line unless filters say otherwise."""
+    if place is None:
+        frame = frame_of_user()
+        place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    if place not in _texts:
+        name = getattr(function, "__name__", str(function))
+        line = linecache.getline(*place).strip()
+        text = (
+            f"{name} reads memory that it writes: an operand of shape "
+            f"{tuple(overlap.operand.shape)} overlaps what is written, of shape "
+            f"{tuple(overlap.written.shape)}{f', in `{line}`' if line else ''}. torchguard has "
+            "copied it first; plain torch may compute something else. Write .clone() behind it"
+        )
+        _texts[place] = text, {}
+    text, registry = _texts[place]
+    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
+
+
+class OperandsFirst(TorchFunctionMode):
+    """Calls in this scope compute as if operands that overlap what is written were copied first.
+
+    For runs of a check, in which no compiled function runs: Dynamo guards on modes.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = separated(func, args, kwargs or {}, lambda _: None)
+        return func(*args, **kwargs)
+
+
+# ---- a graph ----
+
+_METHODS = {
+    getattr(operator, f"i{name}"): getattr(torch.Tensor, f"__i{name}__")
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
+    if hasattr(operator, f"i{name}")
+}
+_METHODS[operator.iand] = torch.Tensor.__iand__
+_METHODS[operator.ior] = torch.Tensor.__ior__
+
+
+Found = tuple[Callable[..., Any], Overlap, Place]
+"""What :func:`warn_of` takes."""
+
+
+def reference_of(
+    graph: fx.GraphModule, found: Callable[[Found], None] = lambda found: warn_of(*found)
+) -> Callable[..., Any]:
+    """Return what runs a graph as the code says; its own ``forward`` where nothing is written.
+
+    ``found`` is told of each overlap, before anything is copied or written.
+    """
+    if not any(map(_may_write, graph.graph.nodes)):
+        return graph.forward
+    return functools.partial(_run, graph, found)
+
+
+def _run(graph: fx.GraphModule, found: Callable[[Found], None], *inputs: Any) -> Any:
+    return _Reference(graph, found).run(*inputs, enable_io_processing=False)
+
+
+class _Reference(fx.Interpreter):
+    def __init__(self, graph: fx.GraphModule, found: Callable[[Found], None]) -> None:
+        super().__init__(graph)
+        self.found = found
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not _may_write(n):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        function = _function_of(n)
+        place = _place_of(n)
+        args, kwargs = separated(
+            function, args, kwargs, lambda overlap: self.found((function, overlap, place))
+        )
+        return getattr(self, n.op)(n.target, args, kwargs)
+
+
+def _may_write(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return str(node.target).endswith("_") or node.target == "__setitem__"
+    return node.op == "call_function" and may_write(_function_of(node), node.kwargs)
+
+
+def _function_of(node: fx.Node) -> Any:
+    if node.op == "call_method":
+        return getattr(torch.Tensor, str(node.target), None)
+    try:
+        return _METHODS.get(node.target, node.target)
+    except TypeError:  # it has no hash
+        return node.target
+
+
+def _place_of(node: fx.Node) -> Place:
+    """Return the innermost line of the user's program, as Dynamo has noted it."""
+    lines = re.findall(r'File "(.+)", line (\d+)', node.stack_trace or "")
+    return (lines[-1][0], int(lines[-1][1])) if lines else ("<compiled>", 0)

@@ -1,0 +1,280 @@
+"""replicas_agree(): ranks that hold copies of a tensor compare them, by two numbers."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchguard._public import public
+from torchguard.errors import ReplicasDisagreeError
+
+_CHUNK = {"cpu": 1 << 16}
+_CHUNK_ELSEWHERE = 1 << 22
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+@public
+def replicas_agree(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] = (),
+    *,
+    every: int = 100,
+    group: Any = None,
+    buffers: bool = False,
+) -> Replicas:
+    """Compare the copies of parameters and optimizer state that ranks hold.
+
+    Call ``agree.gradients()`` before ``optimizer.step()`` and ``agree()`` after it, on every
+    rank. DDP compares shapes when it is made and nothing after that: a weight that one rank has
+    changed, or a gradient that was not averaged, shows in the loss later or never. One all-reduce
+    of two integers for each group that replicates; details travel only where they differ.
+
+    Left out: parameters that are frozen or that DDP ignores, buffers (BatchNorm's statistics
+    are each rank's own), and what is sharded. A DTensor is compared along the dimensions of its
+    mesh that replicate it, and so are HSDP and tensor parallelism.
+
+    Args:
+        model: the module, wrapped or not.
+        optimizer: one, or several, whose state and options are compared by ``agree()``.
+        every: compare in the first call and in each ``every``-th after it.
+        group: of the ranks that hold the same plain tensors; None or True for the default one.
+        buffers: compare buffers too.
+
+    Raises:
+        ValueError: ``every`` is below 1.
+        ReplicasDisagreeError: raised by the calls, on all ranks: names the first tensor, the
+            groups of ranks that hold the same, and how many tensors differ.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/104336
+    """
+    if every < 1:
+        raise ValueError(f"replicas_agree: every is {every}, expected 1 or more")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return Replicas(model, optimizers, every, None if group is True else group, buffers)
+
+
+class Replicas:
+    """What :func:`replicas_agree` returns."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        every: int,
+        group: Any,
+        buffers: bool,
+    ) -> None:
+        self._model, self._optimizers, self._every = model, optimizers, every
+        self._group, self._buffers = group, buffers
+        self._calls = {"parameters": 0, "gradients": 0}
+
+    def __call__(self) -> None:
+        """Compare parameters, the optimizers' state and options, and buffers if asked."""
+        if self._due("parameters"):
+            self._compare(self._state())
+
+    def gradients(self) -> None:
+        """Compare gradients: call it when they are averaged and clipped, before the step."""
+        if self._due("gradients"):
+            named = ((f"{name}.grad", p.grad) for name, p in self._parameters())
+            self._compare(named)
+
+    def batch(self, ids: Iterable[int] | Tensor, *, same: Any = None) -> None:
+        """Compare the samples of this step: other ones on each rank, the same within ``same``.
+
+        Args:
+            ids: a number for each sample of this rank's batch.
+            same: the group of ranks that share a batch (tensor parallel); None if none do.
+        """
+        own = sorted(ids.tolist() if isinstance(ids, Tensor) else list(ids))
+        leader = min(dist.get_process_group_ranks(same)) if same is not None else dist.get_rank()
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, (dist.get_rank(), leader, own), group=self._group)
+        batches = {first: found for rank, first, found in gathered if rank == first}
+        for rank, first, found in gathered:
+            if found != batches.get(first, found):
+                raise ReplicasDisagreeError(
+                    f"replicas_agree: ranks {first} and {rank} share a batch and have other samples"
+                )
+        owner: dict[int, int] = {}
+        for first, found in sorted(batches.items()):
+            for sample in found:
+                if owner.setdefault(sample, first) != first:
+                    raise ReplicasDisagreeError(
+                        f"replicas_agree: ranks {owner[sample]} and {first} both have sample "
+                        f"{sample}; give each its part, with a DistributedSampler"
+                    )
+
+    def _due(self, kind: str) -> bool:
+        due = self._calls[kind] % self._every == 0
+        self._calls[kind] += 1
+        return due
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        model = self._model
+        ignored = getattr(model, "parameters_to_ignore", ())
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        for name, parameter in inner.named_parameters():
+            if parameter.requires_grad and name not in ignored:
+                yield name, parameter
+
+    def _state(self) -> Iterator[tuple[str, Any]]:
+        yield from self._options()  # first: what follows from them differs as well
+        names = {}
+        for name, parameter in self._parameters():
+            names[parameter] = name
+            yield name, parameter
+        if self._buffers:
+            yield from self._model.named_buffers()
+        for number, optimizer in self._whole_optimizers():
+            for parameter, name in names.items():
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    if isinstance(value, (int, float, Tensor)):
+                        yield f"optimizer {number} {name} {key}", value
+
+    def _whole_optimizers(self) -> list[tuple[int, Optimizer]]:
+        """Leave out ZeroRedundancyOptimizer, of which each rank has a part of the state."""
+        numbered = enumerate(self._optimizers)
+        return [(n, each) for n, each in numbered if not hasattr(each, "consolidate_state_dict")]
+
+    def _options(self) -> Iterator[tuple[str, Any]]:
+        for number, optimizer in self._whole_optimizers():
+            for place, options in enumerate(optimizer.param_groups):
+                for key, value in options.items():
+                    if isinstance(value, (int, float, Tensor)):
+                        yield f"optimizer {number} param_groups[{place}][{key!r}]", value
+
+    @torch.no_grad()
+    def _compare(self, named: Iterable[tuple[str, Any]]) -> None:
+        groups: dict[Any, dict[str, Tensor]] = {}
+        for name, value in named:
+            for group, local in _replicated(value, self._group):
+                groups.setdefault(group, {})[name] = _hash(local)
+        apart = [not _alike_in(group, hashes) for group, hashes in groups.items()]
+        if set(groups) - {self._group}:
+            # A group whose ranks differ must not leave those of the others waiting.
+            device = _device_of(self._group)
+            flag = torch.tensor([int(any(apart))], dtype=torch.int64, device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+            apart = [bool(flag.item())]
+        if any(apart):
+            self._raise(groups)
+
+    def _raise(self, groups: dict[Any, dict[str, Tensor]]) -> None:
+        """Say on all ranks what differs: every rank sees the hashes of all."""
+        own = [
+            (tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), name, int(each))
+            for group, hashes in groups.items()
+            for name, each in hashes.items()
+        ]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, (dist.get_rank(), own), group=self._group)
+        held: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
+        for rank, entries in gathered:
+            for ranks, name, each in entries:
+                held.setdefault((name, ranks), {})[rank] = each
+        differing = [
+            (name, found)
+            for (name, ranks), found in held.items()
+            if len(set(found.values())) > 1 or len(found) < len(ranks)
+        ]
+        first, found = differing[0] if differing else ("the order of the tensors", {})
+        alike: dict[int, list[int]] = {}
+        for rank, each in found.items():
+            alike.setdefault(each, []).append(rank)
+        sets = " | ".join(", ".join(map(str, ranks)) for ranks in alike.values())
+        count, names = len({name for name, _ in differing}), len({name for name, _ in held})
+        raise ReplicasDisagreeError(
+            f"replicas_agree: {first} is not the same on all ranks: ranks {sets} hold other bits. "
+            f"{count} of {names} tensors differ. Load the last checkpoint, or broadcast the "
+            "parameters from one rank, and look for what only some ranks do"
+        )
+
+
+def _replicated(value: Any, group: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each group that holds copies of a tensor, with what this rank has of it."""
+    if not hasattr(value, "placements"):
+        yield group, value
+        return
+    if any(each.is_partial() for each in value.placements):
+        return  # not summed yet: each rank has an addend
+    if value.device_mesh.get_coordinate() is not None:
+        for dim, placement in enumerate(value.placements):
+            if placement.is_replicate():
+                yield value.device_mesh.get_group(dim), value.to_local()
+
+
+def _device_of(group: Any) -> torch.device:
+    """Return where a group can communicate: NCCL and XCCL have no collectives on the CPU."""
+    entries = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in entries else entries[0])
+
+
+def _alike_in(group: Any, hashes: dict[str, Tensor]) -> bool:
+    """Whether all ranks of a group have the same names and hashes, by one all-reduce."""
+    device = _device_of(group)
+    names = torch.tensor([zlib.crc32(name.encode()) for name in hashes], dtype=torch.int64)
+    values = [each.to(device) for each in hashes.values()]
+    listed = torch.cat([names.to(device), torch.stack(values) if values else names.to(device)])
+    all_bits = _hash(listed)
+    # max(h) is ~max(~h), the smallest h, only where all have the same.
+    both = torch.stack([all_bits, ~all_bits])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    largest, smallest_inverted = both.tolist()
+    return bool(largest == ~smallest_inverted)
+
+
+def _hash(value: Any) -> Tensor:
+    """Hash all bits of a tensor with their places; the same on every machine of one byte order.
+
+    The product spreads an element upwards, the shift brings its top bits down, and the second
+    product binds it to its place, so that two changes do not cancel and an exchange is seen.
+    """
+    if not isinstance(value, Tensor):
+        return torch.tensor(zlib.crc32(repr(value).encode()), dtype=torch.int64)
+    if value.layout is not torch.strided or value.is_quantized:
+        return torch.zeros((), dtype=torch.int64)  # not compared
+    text = f"{tuple(value.shape)} {value.dtype}".encode()
+    total = torch.full((), zlib.crc32(text), dtype=torch.int64, device=value.device)
+    flat = value.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    width = flat.element_size()
+    flat = flat.view(_AS_INTEGERS[width])
+    per_word = 8 // width
+    if flat.storage_offset() * width % 8:
+        flat = flat.clone()  # words of 64 bits, wherever in its memory a rank holds the tensor
+    whole = flat.numel() - flat.numel() % per_word
+    words = []
+    if whole:
+        words.append(flat[:whole].view(torch.int64))
+        flat = flat[whole:]
+    if flat.numel():
+        words.append(flat.to(torch.int64))
+    size = _CHUNK.get(value.device.type, _CHUNK_ELSEWHERE)
+    for part in words:
+        weights = _weights(min(size, 1 << max(part.numel() - 1, 1).bit_length()), value.device)
+        for chunk in part.split(size):
+            weight = weights[: chunk.numel()]
+            mixed = chunk * weight
+            mixed ^= mixed >> 32
+            mixed *= weight
+            total = (total ^ (total >> 29)) * _MULTIPLIER + mixed.sum()
+    return total
+
+
+@functools.lru_cache(maxsize=32)
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Return odd numbers, one for each place of a chunk."""
+    place = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    mixed = place * _MULTIPLIER
+    mixed ^= mixed >> 31
+    return (mixed * _MULTIPLIER) | 1

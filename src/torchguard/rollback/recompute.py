@@ -1,0 +1,379 @@
+"""Activation checkpointing: the second run of a block begins from what the first one began with.
+
+``torch.utils.checkpoint`` runs a block again in backward and restores torch's random state, and
+nothing else: https://github.com/pytorch/pytorch/issues/96136. A :class:`Block` notes before the
+first run what the block can see, gives it back for the time of the second run, and takes away
+again what the second run has written.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from torchguard._public import public
+from torchguard._pytree import reachable
+from torchguard._torch import base_of, has_own_dispatch, is_recorded, is_view, patch, version_of
+from torchguard._torch.checkpointing import (
+    GENERATOR,
+    IMPORTED_BY,
+    REENTRANT,
+    RefuseToUse,
+    called_by,
+    calls_rrelu,
+    generator_of_caller,
+    given_to,
+    names_rrelu,
+    run_to_the_end,
+    segment_of,
+)
+from torchguard._torch.modes import call_with_grad
+from torchguard._torch.optimizers import call_unseen, members_of, versions_of
+from torchguard.equivalence.isolate import all_generators
+
+_Entries = dict[str, Any]
+
+
+class Block:
+    """A function that is checkpointed, and what it began from."""
+
+    def __init__(self, function: Any, given: Iterable[Any], *, keeps_random: bool) -> None:
+        self.function = function
+        # Positional tensors are inputs: torch saves them, and looks at their versions itself.
+        given = [each for each in given if not isinstance(each, Tensor)]
+        self._reached = reachable(segment_of(function) or function, given)
+        modules = [each for each in self._reached if isinstance(each, nn.Module)]
+        self._modules = list(dict.fromkeys(each for top in modules for each in _inside(top)))
+        # With attributes that are neither state nor containers: generators, functions.
+        held = (value for module in self._modules for value in vars(module).values())
+        others = (v for v in held if type(v) not in _KINDS and type(v) not in _OTHERS)
+        self._objects = [*self._reached, *others]
+        self._keeps_random = keeps_random
+        self._has_begun = False
+        self._watched: list[Tensor] = []
+        self._versions: list[int | None] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of the function, whose first call is the first run."""
+        if self._has_begun:
+            return self.run_again(*args, **kwargs)
+        self.begin()
+        self.let_end(generator_of_caller(1))
+        result = self.function(*args, **kwargs)
+        self.end()
+        return result
+
+    def begin(self) -> None:
+        """Note what the first run begins from."""
+        self._has_begun = True
+        found = [entries for module in self._modules for entries in _state_of(module)]
+        states = [{k: v for k, v in entries.items() if _is_state(v)} for entries in found]
+        copied = {id(v): v for state in states for v in state.values() if _is_copied(v)}
+        copies = _copies_of(copied.values())
+        self._copies = dict(zip(copied, copies, strict=True))
+        for state in states:
+            state.update((k, self._copies[id(v)]) for k, v in state.items() if id(v) in copied)
+        # Of each dict of a module: it, the names in it, and what the second run finds there.
+        self._entries = [(e, set(e), s) for e, s in zip(found, states, strict=True)]
+        generators: list[Any] = []
+        if self._keeps_random:
+            # torch sets back its generator of the CPU, and those of the devices of the inputs.
+            generators += all_generators()[1:]
+            owned = {id(v): v for v in self._objects if isinstance(v, _GENERATORS)}
+            generators += map(_of_generator, owned.values())
+        self._random = [(get, set_, get()) for get, set_ in generators]
+
+    def let_end(self, generator: Generator[Any, Any, Any] | None) -> None:
+        """Let torch run the block to its end the second time, if it calls rrelu."""
+        kinds: set[Any] = {type(module) for module in self._modules}
+        if any(map(names_rrelu, self._objects)) or any(map(calls_rrelu, kinds)):
+            run_to_the_end(generator)
+
+    def end(self) -> None:
+        """Note what the first run has left; generators that it has not drawn from are let go."""
+        self._random = [each for each in self._random if not _same(each[0](), each[2])]
+        watched = {id(each): each for each in self._reached if isinstance(each, Tensor)}
+        for module in self._modules:
+            # Embeddings with a largest norm write their weight in each run, and mean to.
+            if getattr(module, "max_norm", None) is None:
+                watched.update((id(p), p) for p in members_of(module)[0].values() if p is not None)
+        self._watched = list(watched.values())
+        self._versions = versions_of(self._watched)
+
+    def run_again(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function as if nothing had happened since its first run began."""
+        written = self._written_since()
+        if written and isinstance(called_by(self.function), nn.Module):
+            self._refuse(next(iter(written.values())))
+        with _lock_of(self._modules):
+            before = [(entries, dict(entries)) for entries, *_ in self._entries]
+            drawn = [(set_, get()) for get, set_, _ in self._random]
+            try:
+                self._go_back()
+                if not written:
+                    return self.function(*args, **kwargs)
+                # Of all that a method or a lambda reaches it may use a part: a model may be
+                # stepped layer by layer while backward goes on.
+                with RefuseToUse(written, self._refuse):
+                    return self.function(*args, **kwargs)
+            finally:
+                for entries, held in before:
+                    _put_back(entries, held.keys(), held)
+                for set_, state in drawn:
+                    set_(state)
+
+    def _go_back(self) -> None:
+        copies = self._copies.values()
+        # Written in place of what is copied: another backward may come.
+        again = dict(zip(map(id, copies), _copies_of(copies), strict=True))
+        for entries, names, state in self._entries:
+            _put_back(entries, names, {k: again.get(id(v), v) for k, v in state.items()})
+        for _, set_, first in self._random:
+            set_(first)
+
+    def _written_since(self) -> dict[int, Tensor]:
+        now = versions_of(self._watched)
+        if now == self._versions:
+            return {}
+        pairs = zip(self._watched, now, self._versions, strict=True)
+        return {id(tensor): tensor for tensor, new, old in pairs if new != old}
+
+    def _refuse(self, tensor: Tensor) -> None:
+        expected = next(
+            v for t, v in zip(self._watched, self._versions, strict=True) if t is tensor
+        )
+        function = called_by(self.function)
+        block = getattr(function, "__qualname__", type(function).__name__)
+        tops = (each for each in self._reached if isinstance(each, nn.Module))
+        names = (
+            f"{name} of {type(top).__name__}"
+            for top in tops
+            for name, each in top.named_parameters()
+            if each is tensor
+        )
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {list(tensor.shape)}], "
+            f"{next(names, 'a tensor that the function captured')}, is at version "
+            f"{version_of(tensor)}; expected version {expected} instead. The checkpointed block "
+            f"{block} runs a second time in backward, and needs what its first run has read: "
+            "write after backward()"
+        )
+
+
+# ---- what a block reaches ----
+
+
+def _inside(module: nn.Module) -> list[nn.Module]:
+    found = [module]
+    for each in found:
+        found += [child for child in members_of(each)[2].values() if child is not None]
+    return found
+
+
+def _state_of(module: nn.Module) -> tuple[_Entries, ...]:
+    """Return the dicts of a module that a run may write: parameters, buffers and attributes."""
+    # The wrappers of torch.distributed note there how far they are in gathering parameters.
+    if type(module).__name__ in {"FullyShardedDataParallel", "DistributedDataParallel"}:
+        return ()
+    return *members_of(module)[:2], vars(module)
+
+
+_KINDS = {bool, int, float, complex, str, bytes, type(None), tuple, torch.Size}
+_OTHERS = {dict, OrderedDict, set, list, nn.Parameter}
+
+
+def _is_state(value: Any) -> bool:
+    kind = type(value)
+    if kind in _KINDS or kind in _OTHERS:
+        return kind in _KINDS
+    # torch.func.functional_call puts tensors in the place of parameters.
+    return (
+        isinstance(value, Tensor)
+        and not nn.parameter.is_lazy(value)
+        and not _is_of_parameter(value)
+    )
+
+
+def _is_of_parameter(value: Any) -> bool:
+    # FSDP puts such views into modules while it has gathered their parameters.
+    return isinstance(value, nn.Parameter) or (
+        isinstance(value, Tensor) and is_view(value) and isinstance(base_of(value), nn.Parameter)
+    )
+
+
+def _is_copied(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.requires_grad
+
+
+def _copies_of(tensors: Collection[Tensor]) -> list[Tensor]:
+    # Selective checkpointing has a mode that knows no operators but the block's. What runs
+    # operators of its own (a fake tensor, a DTensor) can't do without.
+    call = functools.partial(call_with_grad, False)
+    return (call if any(map(has_own_dispatch, tensors)) else call_unseen)(_clones, tensors)  # type: ignore[no-any-return]
+
+
+def _clones(tensors: Collection[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+def _put_back(entries: _Entries, names: Iterable[str], held: Mapping[str, Any]) -> None:
+    """Let a module hold these values again; of new names those of other kinds stay."""
+    for name in entries.keys() - names:
+        if _is_state(entries[name]):
+            del entries[name]
+    for name, value in held.items():
+        now = entries.get(name, entries)
+        if now is not value and not (_is_of_parameter(now) and _is_of_parameter(value)):
+            entries[name] = value
+
+
+_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def _lock_of(modules: list[nn.Module]) -> Any:
+    """Return what keeps two threads from running the same modules again at the same time."""
+    with _lock:
+        return _locks.setdefault(modules[0], threading.RLock()) if modules else _lock
+
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _of_generator(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return how to read where a generator stands, and how to set it back."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, functools.partial(setattr, bits, "state")
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.get_state, legacy=False), generator.set_state
+    return generator.get_state, generator.set_state
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):  # numpy's
+        return all(_same(value, before[name]) for name, value in now.items())
+    if isinstance(now, np.ndarray):
+        return np.array_equal(now, before)
+    return torch.equal(now, before) if isinstance(now, Tensor) else bool(now == before)
+
+
+# ---- guards ----
+
+
+def guard_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the generator that ``checkpoint(use_reentrant=False)`` runs around a first run."""
+
+    def checkpoint_generator(fn: Any, *given: Any, **options: Any) -> Generator[None, None, None]:
+        if _is_inert() or not torch.is_grad_enabled():
+            yield from original(fn, *given, **options)
+            return
+        values, keeps_random = given_to(given, options)
+        block = Block(fn, values, keeps_random=keeps_random)
+        block.begin()
+        generator = original(block.run_again, *given, **options)
+        next(generator)
+        block.let_end(generator)
+        try:
+            yield
+        except BaseException as error:
+            try:
+                generator.throw(error)
+            except StopIteration:  # a context of the user's has taken the exception
+                return
+            raise
+        next(generator, None)
+        block.end()
+
+    return checkpoint_generator
+
+
+def guard_reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard ``CheckpointFunction.forward``, which ``checkpoint(use_reentrant=True)`` applies."""
+
+    def forward(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
+        if not _is_inert() and any(ctx.needs_input_grad):
+            run_function = Block(run_function, args, keeps_random=preserve_rng_state)
+        return original(ctx, run_function, preserve_rng_state, *args)
+
+    return forward
+
+
+def _is_inert() -> bool:
+    # What compiles a checkpointed block decides itself what is computed twice.
+    return torch.compiler.is_compiling() or is_recorded()
+
+
+def replacements() -> dict[str, patch.Make]:
+    """Return what ``install("recompute")`` patches."""
+    return {GENERATOR: guard_generator, REENTRANT: guard_reentrant}
+
+
+IN_MODULES = {module: {path: guard_generator} for module, path in IMPORTED_BY.items()}
+
+
+def not_needed() -> str | None:
+    """Let a checkpointed block count a batch."""
+    block = nn.BatchNorm1d(1, device="cpu")
+    with torch.enable_grad():
+        x = torch.zeros(2, 1, device="cpu", requires_grad=True)
+        y: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        y.sum().backward()
+    if block.num_batches_tracked == 1:
+        return "a checkpointed block counts a batch once on this torch"
+    return None
+
+
+@public
+def safe_checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any
+) -> Any:
+    """Checkpoint a block whose second run, in backward, is the first one again.
+
+    Equals ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options)``:
+    the same outputs, and gradients, buffers and random numbers are those of ``function(*args)``
+    without checkpointing. ``checkpoint`` alone runs the block on what the first run has left: a
+    batch counts twice in BatchNorm, and a block that reads what it writes, or that draws from
+    Python, numpy or a generator of its own, has wrong gradients.
+
+    The second run begins with copies of the buffers, with the attributes of the modules that are
+    numbers, strings, tensors, tuples or None, and with the states of the generators; afterwards
+    all are as they were before it. Parameters and inputs are not copied. What a block writes
+    elsewhere (a list, a file, a tensor in a closure) it writes twice.
+
+    Args:
+        function: the block: a module, a method, a function.
+        *args: what to call it with.
+        use_reentrant: which of torch's two implementations runs it.
+        **options: of ``checkpoint``, such as ``context_fn``, ``determinism_check``, ``debug``,
+            ``preserve_rng_state`` and ``early_stop``; the rest are arguments of ``function``.
+            With ``preserve_rng_state=False`` no random state is restored.
+
+    Returns:
+        What ``function`` returns.
+
+    Raises:
+        RuntimeError: in backward: a parameter, or a tensor that the function captured, was
+            written in place since the first run. The message names it.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/96136,
+    https://github.com/pytorch/pytorch/issues/193671
+    """
+    checkpoint: Any = torch.utils.checkpoint.checkpoint
+    if not (_is_inert() or patch.patched(GENERATOR)) and torch.is_grad_enabled():
+        keeps_random = options.get("preserve_rng_state", True)
+        function = Block(function, [*args, *options.values()], keeps_random=keeps_random)
+    return checkpoint(function, *args, use_reentrant=use_reentrant, **options)

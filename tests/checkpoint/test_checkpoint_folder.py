@@ -1,0 +1,157 @@
+"""checkpoint_folder() removes, counts and replaces only what carries its mark."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchguard
+from torchguard._files import temporary_name
+from torchguard.checkpoint.folder import MARK
+
+
+def save(path: Path, step: int, keep: int = 1) -> None:
+    with torchguard.checkpoint_folder(path, keep=keep) as new:
+        torch.save(step, new / "a.pt")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_folders_of_the_same_pattern_stay(tmp_path: Path) -> None:
+    for name in ("run.1", "run.2024"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    for step in range(3):
+        save(tmp_path / "run", step)
+    assert torch.load(tmp_path / "run" / "a.pt") == 2
+    assert names(tmp_path) == ["run", "run.1", "run.2024", "run.4"]
+    assert (tmp_path / "run.1" / "mine.txt").read_text() == "mine"
+
+
+def test_an_empty_folder_of_the_same_pattern_stays(tmp_path: Path) -> None:
+    """A rename puts a folder in the place of an empty one without a word."""
+    (tmp_path / "run.1").mkdir()
+    save(tmp_path / "run", 0)
+    assert names(tmp_path) == ["run", "run.1", "run.2"]
+    assert not list((tmp_path / "run.1").iterdir())
+
+
+def test_folders_of_earlier_versions_stay(tmp_path: Path) -> None:
+    """They have no mark; the numbers go on behind them."""
+    for number in (3, 4):
+        (tmp_path / f"run.{number}").mkdir()
+        torch.save(number, tmp_path / f"run.{number}" / "a.pt")
+    for step in range(5):
+        save(tmp_path / "run", step, keep=2)
+    assert names(tmp_path) == ["run", "run.3", "run.4", "run.6", "run.7"]
+
+
+def test_copies_and_folders_that_were_renamed_stay(tmp_path: Path) -> None:
+    """Their mark has another name than they have: somebody wants to keep them."""
+    for step in range(2):
+        save(tmp_path / "run", step)
+    shutil.copytree(tmp_path / "run.2", tmp_path / "run.1000")
+    (tmp_path / "run.2").rename(tmp_path / "run.999")
+    (tmp_path / "run").unlink()
+    for step in range(3):
+        save(tmp_path / "run", step)
+    assert names(tmp_path) == sorted(["run", "run.3", "run.999", "run.1000"])
+    shutil.copytree(tmp_path, tmp_path / "elsewhere", symlinks=True)
+    save(tmp_path / "elsewhere" / "run", 9)
+    assert names(tmp_path / "elsewhere") == sorted(["run", "run.4", "run.999", "run.1000"])
+
+
+def link_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        pytest.param(lambda path: path.mkdir(), "is a folder that", id="folder"),
+        pytest.param(lambda path: path.write_text("mine"), "is a file that", id="file"),
+        pytest.param(link_to("exp_42"), "link to exp_42.*remove the link", id="link"),
+        pytest.param(link_to("run.7"), "link to run.7.*remove the link", id="link to a number"),
+        pytest.param(link_to("run.8"), "link to run.8.*remove the link", id="link to nothing"),
+    ],
+)
+def test_what_is_somebody_elses_is_refused(
+    make: Callable[[Path], object], says: str, tmp_path: Path
+) -> None:
+    for name in ("exp_42", "run.7"):
+        (tmp_path / name).mkdir()
+    make(tmp_path / "run")
+    before = names(tmp_path)
+    with pytest.raises(torchguard.errors.SaveError, match=says):
+        save(tmp_path / "run", 0)
+    assert names(tmp_path) == before
+
+
+def test_another_process_shows_a_newer_one_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes the folder that the link led to a moment ago."""
+    path, readlink = tmp_path / "run", os.readlink
+    save(path, 0)
+
+    def then_another_saves(link: Path) -> str:
+        leads = readlink(link)
+        monkeypatch.setattr(os, "readlink", readlink)
+        save(path, 1)
+        return leads
+
+    monkeypatch.setattr(os, "readlink", then_another_saves)
+    save(path, 2)
+    assert names(tmp_path) == ["run", "run.3"]
+
+
+def test_what_appears_meanwhile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(torchguard.errors.SaveError, match="link to exp_42"):
+        with torchguard.checkpoint_folder(tmp_path / "run") as new:
+            torch.save(0, new / "a.pt")
+            (tmp_path / "run").symlink_to("exp_42")
+    assert names(tmp_path) == ["run"]
+
+
+def test_only_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
+    """Of the same names, what has no mark or was made for another path stays."""
+    left = [tmp_path / temporary_name() for _ in range(6)]
+    for folder in left[:4]:
+        folder.mkdir()
+    for folder, path in ((left[0], "run"), (left[1], "other")):
+        (folder / MARK).write_text(json.dumps({"for": path}))
+        torch.save(1, folder / "half.pt")
+    (left[2] / "mine.txt").write_text("mine")
+    left[4].symlink_to("run.1")
+    left[5].write_text("mine")
+    with pytest.warns(RuntimeWarning, match="a process was stopped"):
+        save(tmp_path / "run", 0)
+    stayed = [path.name for path in (left[1], left[2], left[5])]
+    assert names(tmp_path) == sorted([*stayed, "run", "run.1"])
+
+
+def test_a_file_with_a_temporary_name_that_is_none_stays(tmp_path: Path) -> None:
+    folder, link = tmp_path / temporary_name("model"), tmp_path / temporary_name("model")
+    folder.mkdir()
+    link.symlink_to("elsewhere")
+    torchguard.save(1, tmp_path / "model.pt")
+    assert folder.is_dir()
+    assert link.is_symlink()
+
+
+def test_no_name_looks_like_a_checkpoint_while_it_is_written(tmp_path: Path) -> None:
+    """torchtitan takes what matches ``step-(\\d+)`` and has a ``.metadata`` for one."""
+    with torchguard.checkpoint_folder(tmp_path / "step-10") as new:
+        assert "step-10" not in new.name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(tmp_path / "step-10", 1)

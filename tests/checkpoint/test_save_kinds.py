@@ -1,0 +1,207 @@
+"""What ``torch.save`` can save, ``save()`` saves too, byte for byte."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import functools
+import pathlib
+import random
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import torchguard
+from torchguard.checkpoint import saving
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.weight, self.more = torch.ones(3), [torch.zeros(2)]
+
+
+class Slots:
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(2)
+
+
+class Reduced:
+    def __reduce__(self) -> Any:
+        return Reduced, ()
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: int
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@dataclasses.dataclass
+class Data:
+    weight: torch.Tensor
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __init__(self) -> None:
+        self.numbers = torch.arange(3)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.numbers[index])
+
+
+def function() -> None:
+    pass
+
+
+def cyclic_object() -> Plain:
+    found = Plain()
+    found.more = [found]  # type: ignore[list-item]
+    return found
+
+
+def cyclic_list() -> list[Any]:
+    found: list[Any] = [torch.ones(1)]
+    found.append(found)
+    return found
+
+
+def adam() -> torch.optim.Optimizer:
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def inference_tensor() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2)
+
+
+MAKES: dict[str, Any] = {
+    "a Namespace": lambda: argparse.Namespace(lr=0.1, weight=torch.ones(2)),
+    "None": lambda: None,
+    "a string": lambda: "x",
+    "an int": lambda: 3,
+    "a float": lambda: 1.5,
+    "a complex number": lambda: 1j,
+    "bytes": lambda: b"x",
+    "a bytearray": lambda: bytearray(b"x"),
+    "an ndarray": lambda: np.arange(3),
+    "a number of numpy": lambda: np.float32(1),
+    "a Path": lambda: pathlib.PurePosixPath("a"),
+    "an Enum": lambda: Color.RED,
+    "an untyped storage": lambda: torch.ones(2).untyped_storage(),
+    "a typed storage": lambda: torch.ones(2).storage(),
+    "a Dataset": Numbers,
+    "a TensorDataset": lambda: torch.utils.data.TensorDataset(torch.ones(3)),
+    "a distribution": lambda: torch.distributions.Normal(torch.zeros(2), torch.ones(2)),
+    "a function": lambda: function,
+    "a builtin": lambda: len,
+    "a class": lambda: Plain,
+    "a partial": lambda: functools.partial(function),
+    "a plain object": Plain,
+    "an object with slots": Slots,
+    "an object with a reduction": Reduced,
+    "an object that holds itself": cyclic_object,
+    "a list that holds itself": cyclic_list,
+    "a data class": lambda: Data(torch.ones(2)),
+    "a named tuple": lambda: Pair(torch.ones(1), 2),
+    "an OrderedDict": lambda: collections.OrderedDict(a=torch.ones(1)),
+    "a defaultdict": lambda: collections.defaultdict(list, a=[torch.ones(2)]),
+    "a Counter": lambda: collections.Counter("ab"),
+    "a deque": lambda: collections.deque([torch.ones(1)]),
+    "a set": lambda: {1},
+    "a size": lambda: torch.Size((1, 2)),
+    "a dtype": lambda: torch.float32,
+    "a device": lambda: torch.device("cpu"),
+    "a module": lambda: torch.nn.Linear(2, 2),
+    "an optimizer": adam,
+    "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "a CSR tensor": lambda: torch.eye(3).to_sparse_csr(),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "a jagged tensor": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "a subclass": lambda: torch.ones(2).as_subclass(Subclass),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "a meta tensor": lambda: torch.ones(2, device="meta"),
+    "an inference tensor": inference_tensor,
+    "a date": lambda: dt.date(2026, 1, 2),
+    "a decimal": lambda: decimal.Decimal(1),
+    "a pattern": lambda: re.compile("a"),
+    "Python's random state": random.getstate,
+    "an exception": lambda: ValueError("x"),
+    "a range": lambda: range(3),
+    "a slice": lambda: slice(1, 2),
+    "an ellipsis": lambda: ...,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MAKES)
+def test_the_file_is_that_of_torch(name: str, tmp_path: Path) -> None:
+    obj = MAKES[name]()
+    files = [tmp_path / folder / "model.pt" for folder in ("plain", "called", "installed")]
+    for file in files:
+        file.parent.mkdir()
+    torch.save(obj, files[0])
+    torchguard.save(obj, files[1])
+    with torchguard.install("save"):
+        torch.save(obj, files[2])
+    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+
+
+class Steps:
+    """Writes to a tensor when it is pickled, as another thread would."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        self.tensor.add_(1)
+        return dict, ()
+
+
+def test_a_tensor_that_only_pickle_finds_is_compared(tmp_path: Path) -> None:
+    held = Plain()
+    with pytest.raises(torchguard.errors.TornSaveError, match=r"a tensor of shape \(3,\)"):
+        torchguard.save([held, Steps(held.weight)], tmp_path / "model.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_many_containers_few_are_looked_at(tmp_path: Path) -> None:
+    """To look at each takes as long as to save it."""
+    calls = 0
+
+    def count(frame: FrameType, *_: object) -> None:
+        nonlocal calls
+        calls += frame.f_code.co_filename == saving.__file__
+
+    obj = [[number] for number in range(100_000)]
+    sys.setprofile(count)
+    try:
+        torchguard.save(obj, tmp_path / "model.pt", fsync=False)
+    finally:
+        sys.setprofile(None)
+    assert calls < 200_000, "to look at all of them would be five calls for each list"

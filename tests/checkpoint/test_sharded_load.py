@@ -1,0 +1,295 @@
+"""load_sharded(): all ranks load, or none has touched a tensor; bare DCP loses beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.child_process import JOIN_RANKS, run_ranks
+
+PROGRAM = (
+    JOIN_RANKS
+    + '''
+import shutil
+from pathlib import Path
+import torchguard
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+folder = Path(sys.argv[0]).parent
+mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+
+
+class Counter:
+    """Stateful."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def model(fill):
+    made = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
+    for each in made.parameters():
+        torch.nn.init.constant_(each, fill)
+    fully_shard(made, mesh=mesh)
+    return made
+
+
+def state(fill, **more):
+    return {
+        "model": model(fill).state_dict(),
+        "plain": torch.full((5,), fill),
+        "counter": Counter(fill),
+        "step": int(fill),
+        **more,
+    }
+
+
+def values(of):
+    """The one value that all tensors hold, or None for a mix."""
+    found = set(of["plain"].tolist())
+    for each in of["model"].values():
+        found |= set(each.to_local().flatten().tolist())
+    return found.pop() if len(found) == 1 else None
+
+
+def attempt(load, target, path):
+    try:
+        load(target, path)
+        error = None
+    except BaseException as raised:
+        error = raised
+    return {
+        "raised": None if error is None else type(error).__name__,
+        "text": str(error or ""),
+        "holds": values(target),
+        "step": int(target["step"]),
+        "count": target["counter"].count,
+    }
+
+
+def bare(target, path):
+    dcp.load(target, checkpoint_id=path)
+
+
+def both(name, target, path, **options):
+    """Load by dcp.load and by load_sharded into equal targets, and note what they do."""
+    ours = lambda t, p: torchguard.load_sharded(t, p, **options)
+    result[name] = [attempt(bare, target(), path), attempt(ours, target(), path)]
+    dist.barrier()
+
+
+result = {}
+with torchguard.checkpoint_folder(folder / "link", group=True) as new:
+    dcp.save(state(1.0), checkpoint_id=new)
+with torchguard.checkpoint_folder(folder / "step-10", group=True) as new:
+    dcp.save(state(3.0), checkpoint_id=new)
+dcp.save(state(1.0), checkpoint_id=folder / "foreign")
+
+result["is link"] = (folder / "link").is_symlink()
+result["is folder"] = (folder / "step-10").is_dir() and not (folder / "step-10").is_symlink()
+both("whole", lambda: state(2.0), folder / "link")
+both("foreign", lambda: state(2.0), folder / "foreign")
+
+
+def damaged(name, source, change):
+    path = folder / name
+    if rank == 0:
+        shutil.copytree(folder / source, path)
+        change(path)
+    dist.barrier()
+    return path
+
+
+def flip(path):
+    shard = path / "__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    place = data.find(torch.full((3,), 1.0).numpy().tobytes())
+    data[place + 6] ^= 1
+    shard.write_bytes(data)
+
+
+both("flip", lambda: state(2.0), damaged("flipped", "link", flip))
+both("flip, no manifest", lambda: state(2.0), damaged("flipped2", "foreign", flip))
+swap = lambda path: shutil.copy(folder / "step-10" / "__1_0.distcp", path / "__1_0.distcp")
+both("other shard", lambda: state(2.0), damaged("swapped", "link", swap))
+unlink = lambda path: (path / "__1_0.distcp").unlink()
+both("missing shard", lambda: state(2.0), damaged("less", "link", unlink))
+
+
+target = {"model": model(2.0).state_dict()}
+try:
+    dcp.load(target, checkpoint_id=folder / "less")
+    result["half"] = None
+except CheckpointException:
+    plain = next(iter(target["model"].values())).to_local().flatten()
+    result["half"] = values({**target, "plain": plain})
+
+
+def half():
+    made = state(2.0)
+    made["plain"] = made["plain"].bfloat16()
+    return made
+
+
+both("dtype", half, folder / "link")
+both("cast", half, folder / "link", cast=True)
+
+
+def reshaped():
+    made = state(2.0)
+    if rank == 1:
+        made["plain"] = torch.full((6,), 2.0)
+    return made
+
+
+both("shape on one rank", reshaped, folder / "link")
+
+
+def more():
+    made = state(2.0)
+    if rank == 1:
+        made["new"] = torch.zeros(2)
+    return made
+
+
+both("name on one rank", more, folder / "link")
+both("partial", more, folder / "link", partial=True)
+
+
+def fewer():
+    made = state(2.0)
+    del made["model"]["0.weight"]
+    return made
+
+
+both("fewer names", fewer, folder / "link")
+both("extra", fewer, folder / "link", extra=True)
+kind = {**state(2.0), "step": torch.ones(1)}
+result["kind"] = attempt(torchguard.load_sharded, kind, folder / "link")
+both("nowhere", lambda: state(2.0), folder / "nowhere")
+
+
+class Bad(Counter):
+    def state_dict(self):
+        if rank == 1:
+            raise ValueError("no state here")
+        return super().state_dict()
+
+
+result["stateful"] = attempt(
+    lambda t, p: torchguard.load_sharded(t, p), state(2.0, counter=Bad(2.0)), folder / "link"
+)
+dist.barrier()
+print(json.dumps(result))
+'''
+)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("sharded")
+    return run_ranks(PROGRAM, folder, request.param), folder
+
+
+@pytest.mark.parametrize(
+    ("case", "holds"),
+    [("whole", 1.0), ("foreign", 1.0), ("cast", 1.0), ("partial", 1.0), ("extra", 1.0)],
+)
+def test_right_loads_load(ranks: Any, case: str, holds: float) -> None:
+    for each in ranks[0]:
+        ours = each[case][1]
+        assert (ours["raised"], ours["holds"], ours["count"]) == (None, holds, 1.0), ours["text"]
+        assert ours["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("flip", "__1_0.distcp does not hold what was written"),
+        ("flip, no manifest", "__1_0.distcp does not hold what was written at"),
+        ("other shard", "__1_0.distcp"),
+        ("missing shard", "__1_0.distcp is missing"),
+        ("dtype", "plain is torch.bfloat16, saved was torch.float32"),
+        ("shape on one rank", "rank 1: plain has shape (6,), saved was (5,)"),
+        ("name on one rank", "rank 1: new is not in the checkpoint"),
+        ("fewer names", "model.0.weight is only in the checkpoint"),
+        ("nowhere", "metadata"),
+    ],
+)
+def test_a_difference_is_raised_on_all_ranks_and_nothing_has_changed(
+    ranks: Any, case: str, says: str
+) -> None:
+    texts = set()
+    for each in ranks[0]:
+        ours = each[case][1]
+        assert ours["raised"] == "ShardedCheckpointError"
+        assert (ours["holds"], ours["count"], ours["step"]) == (2.0, 2.0, 2)
+        assert says in ours["text"]
+        texts.add(ours["text"])
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    "case", ["flip", "flip, no manifest", "other shard", "dtype", "fewer names"]
+)
+def test_bare_dcp_says_nothing_of_these(ranks: Any, case: str) -> None:
+    assert all(each[case][0]["raised"] is None for each in ranks[0])
+
+
+def test_bare_dcp_overwrites_one_rank_and_not_the_other(ranks: Any) -> None:
+    assert {each["half"] for each in ranks[0]} == {1.0, 2.0}
+
+
+def test_an_object_that_raises_on_one_rank_raises_on_all(ranks: Any) -> None:
+    for each in ranks[0]:
+        assert each["stateful"]["raised"] == "ShardedCheckpointError"
+        assert "rank 1: ValueError: no state here" in each["stateful"]["text"]
+        assert each["stateful"]["holds"] == 2.0
+
+
+def test_another_kind_of_value_is_named(ranks: Any) -> None:
+    for each in ranks[0]:
+        assert "step is a tensor here" in each["kind"]["text"]
+
+
+def test_a_name_with_a_number_is_the_folder_and_others_are_links(ranks: Any) -> None:
+    assert all(each["is link"] and each["is folder"] for each in ranks[0])
+
+
+def test_one_process_without_a_group_loads_what_ranks_have_saved(ranks: Any) -> None:
+    import torch  # noqa: PLC0415
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: PLC0415
+
+    import torchguard  # noqa: PLC0415
+
+    _, folder = ranks
+    state: dict[str, Any] = {
+        "model": {"0.weight": torch.zeros(6, 8), "0.bias": torch.zeros(6)},
+        "plain": torch.zeros(5),
+        "step": 0,
+    }
+    torchguard.load_sharded(state, folder / "link", extra=True)
+    assert (state["model"]["0.weight"] == 1).all()
+    assert state["step"] == 1
+    converted = folder / "converted.pt"
+    dcp_to_torch_save(str(folder / "link"), str(converted))
+    assert torch.equal(torch.load(converted)["plain"], torch.ones(5))
+    assert torchguard.verify_checkpoint(folder / "link")
+    assert torchguard.verify_checkpoint(folder / "foreign")
+    found = torchguard.verify_checkpoint(folder / "flipped")
+    assert not found
+    assert "__1_0.distcp" in found.faults[0]
+    assert "model." in found.faults[0]
+    assert not torchguard.verify_checkpoint(folder / "less")
+    assert not torchguard.verify_checkpoint(folder / "flipped2")

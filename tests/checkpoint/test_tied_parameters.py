@@ -1,0 +1,231 @@
+"""Tied parameters: loading and to_empty() leave one parameter where there was one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchguard
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of the output layer, and a tied buffer."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.output = nn.Linear(3, 5, bias=False)
+        self.output.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("same_scale", self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.output(self.embedding(x))
+        return logits
+
+
+def is_tied(model: Any) -> bool:
+    return model.embedding.weight is model.output.weight and model.scale is model.same_scale
+
+
+def separate(model: nn.Module, value: float | None = None) -> dict[str, Any]:
+    """A state whose tensors share no memory, as safetensors gives it."""
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    return state if value is None else {k: torch.full_like(v, value) for k, v in state.items()}
+
+
+def ours(module: nn.Module, state: Any, **options: Any) -> Any:
+    return torchguard.load_state_dict(module, state, **options)
+
+
+def installed(module: nn.Module, state: Any, **options: Any) -> Any:
+    with torchguard.install("load"):
+        return module.load_state_dict(state, **options)
+
+
+def trained(model: nn.Module) -> torch.Tensor:
+    """The weight after five steps of Adam."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    tokens = torch.arange(5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens), tokens).backward()
+        optimizer.step()
+    return next(model.parameters()).detach()
+
+
+LOADERS = pytest.mark.parametrize("load", [ours, installed])
+
+
+def on_meta() -> Tied:
+    with torch.device("meta"):
+        return Tied()
+
+
+class TestLoad:
+    def test_plain_torch_breaks_the_tie(self) -> None:
+        """If it ever stops, the guard can go."""
+        model = Tied()
+        model.load_state_dict(separate(model), assign=True)
+        assert not is_tied(model)
+
+    @LOADERS
+    @pytest.mark.parametrize("make", [Tied, on_meta])
+    def test_assign_trains_as_a_copy_does(
+        self, load: Callable[..., Any], make: Callable[[], Tied]
+    ) -> None:
+        torch.manual_seed(0)
+        state = separate(Tied())
+        model, copied, plain = make(), Tied(), make()
+        assert load(
+            model, copy.deepcopy(state), assign=True
+        ) == nn.modules.module._IncompatibleKeys([], [])
+        copied.load_state_dict(state)
+        plain.load_state_dict(copy.deepcopy(state), assign=True)
+        assert is_tied(model)
+        assert model.embedding.weight.requires_grad
+        expected = trained(copied)
+        assert torch.equal(trained(model), expected)
+        assert not torch.equal(trained(plain), expected)
+
+    @LOADERS
+    def test_a_state_that_shares_memory(self, tmp_path: Path, load: Callable[..., Any]) -> None:
+        """As torch.save writes a tied model: two tensors on one storage."""
+        torch.save(Tied().state_dict(), tmp_path / "model.pt")
+        model = Tied()
+        load(model, torch.load(tmp_path / "model.pt"), assign=True)
+        assert is_tied(model)
+
+    @LOADERS
+    @pytest.mark.parametrize("left_out", ["embedding.weight", "output.weight"])
+    def test_a_state_with_one_of_the_names(self, load: Callable[..., Any], left_out: str) -> None:
+        """What a copy does: the other name has the value, too."""
+        model, state = Tied(), separate(Tied(), 7.0)
+        del state[left_out]
+        result = load(model, state, strict=False, assign=True)
+        assert result.missing_keys == [left_out]
+        assert is_tied(model)
+        assert bool((model.output.weight == 7).all())
+
+    @LOADERS
+    @pytest.mark.parametrize("assign", [True, False])
+    def test_two_values_for_one_tensor(self, load: Callable[..., Any], assign: bool) -> None:
+        """An error that names both, and the model is as it was; torch takes the last one."""
+        model, state = Tied(), separate(Tied(), 1.0)
+        state["output.weight"] += 1
+        before, weight = separate(model), model.embedding.weight
+        with pytest.raises(RuntimeError, match=r"embedding\.weight and output\.weight are one"):
+            load(model, state, assign=assign)
+        assert is_tied(model)
+        assert model.embedding.weight is weight
+        assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+        model.load_state_dict(state)
+        assert bool((model.embedding.weight == 2).all())
+
+    @LOADERS
+    @pytest.mark.parametrize("assign", [True, False])
+    @pytest.mark.parametrize("value", [float("nan"), 0.0])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_equal_values_are_no_error(
+        self, load: Callable[..., Any], assign: bool, value: float, dtype: torch.dtype
+    ) -> None:
+        model, state = Tied().to(dtype), separate(Tied().to(dtype), value)
+        model.same_scale = model.scale
+        state["output.weight"] = state["output.weight"].t().contiguous().t()
+        load(model, state, assign=assign)
+        assert is_tied(model) or not assign
+
+    @LOADERS
+    @pytest.mark.parametrize("assign", [True, False])
+    def test_complex_values_that_are_conjugate_views(
+        self, load: Callable[..., Any], assign: bool
+    ) -> None:
+        model: Any = nn.Module()
+        model.register_buffer("a", torch.zeros(2, dtype=torch.complex64))
+        model.register_buffer("c", model.a)
+        value = torch.tensor([1 + 2j, 3.0])
+        load(model, {"a": value, "c": value.conj().clone().conj()}, assign=assign)
+        assert model.a is model.c
+        assert torch.equal(model.c, value)
+        with pytest.raises(RuntimeError, match="two values"):
+            load(model, {"a": value, "c": value.conj()}, assign=assign)
+
+    @LOADERS
+    def test_a_module_with_two_names(self, load: Callable[..., Any]) -> None:
+        layer = nn.LSTM(2, 2)
+        model = nn.ModuleList([layer, layer])
+        load(model, separate(model), assign=True)
+        first, second = model[0].weight_ih_l0, model[1].weight_ih_l0
+        assert first is second
+        assert any(each is first for each in layer._flat_weights)
+        assert all(each is not None for each in layer.all_weights[0])
+
+    @LOADERS
+    def test_tied_recurrent_layers(self, load: Callable[..., Any]) -> None:
+        """They keep a list of their weights besides, and compute with that."""
+        first, second = nn.RNN(2, 2), nn.RNN(2, 2)
+        second.weight_hh_l0 = first.weight_hh_l0
+        model = nn.ModuleList([first, second])
+        load(model, separate(model), assign=True)
+        assert first.weight_hh_l0 is second.weight_hh_l0
+        assert any(each is first.weight_hh_l0 for each in second._flat_weights)
+
+    @LOADERS
+    def test_what_was_not_tied_is_not_tied(self, load: Callable[..., Any]) -> None:
+        model: Any = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        state = separate(model)
+        load(model, state, assign=True)
+        assert model[0].weight is not model[1].weight
+        assert model[0].weight.data_ptr() == state["0.weight"].data_ptr()
+
+    @LOADERS
+    def test_hooks_that_rename(self, load: Callable[..., Any]) -> None:
+        model: Any = Tied()
+        model.register_load_state_dict_pre_hook(
+            lambda _, state, *__: state.update({k[4:]: state.pop(k) for k in list(state)})
+        )
+        state = {f"old.{name}": each for name, each in separate(model, 3.0).items()}
+        load(model, state, assign=True)
+        assert is_tied(model)
+        state = {f"old.{name}": each for name, each in separate(model, 3.0).items()}
+        state["old.output.weight"] += 1
+        with pytest.raises(RuntimeError, match="two values"):
+            load(model, state, assign=True)
+        assert is_tied(model)
+
+
+class TestToEmpty:
+    def test_from_the_meta_device(self) -> None:
+        plain, model = on_meta(), on_meta()
+        plain.to_empty(device="cpu")
+        assert not is_tied(plain)
+        with torchguard.install("load"):
+            assert model.to_empty(device="cpu") is model
+        assert is_tied(model)
+        assert isinstance(model.output.weight, nn.Parameter)
+        assert not model.output.weight.is_meta
+        state = separate(Tied())
+        model.load_state_dict(state)
+        copied = Tied()
+        copied.load_state_dict(state)
+        assert torch.equal(trained(model), trained(copied))
+
+    def test_without_the_modules_inside(self) -> None:
+        """recurse=False moves what is the module's own, and nothing else."""
+        model: Any = on_meta()
+        model.own = model.embedding.weight
+        with torchguard.install("load"):
+            model.to_empty(device="cpu", recurse=False)
+        assert not model.own.is_meta
+        assert model.output.weight.is_meta
+        assert model.scale is model.same_scale
+        with pytest.raises(TypeError), torchguard.install("load"):
+            model.to_empty()

@@ -1,0 +1,79 @@
+"""verify_checkpoint() and ``python -m torchguard verify``: files and folders of each kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+import torchguard
+from torchguard.__main__ import main
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def flipped(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << place % 8
+    path.write_bytes(data)
+
+
+def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"a": torch.ones(3), "b": torch.ones(4, dtype=torch.bool)}
+    torch.save(state, tmp_path / "new.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file(state, tmp_path / "model.safetensors")
+    state_dict_saver.save(state, checkpoint_id=tmp_path / "dcp")
+    paths = [tmp_path / name for name in ("new.pt", "old.pt", "model.safetensors", "dcp")]
+    steps: list[tuple[int, int]] = []
+    for path in paths:
+        found = torchguard.verify_checkpoint(path, progress=lambda *each: steps.append(each))
+        assert found
+        assert found.size > 0
+        assert steps[-1][0] > 0
+    assert "has no checksums" in str(torchguard.verify_checkpoint(paths[2]))
+    assert main(["verify", *map(str, paths)]) == 0
+    assert capsys.readouterr().out.count("is whole") == len(paths)
+
+
+def test_100_flips_in_a_shard_are_seen_and_the_tensor_is_named(tmp_path: Path) -> None:
+    state = {"a": torch.arange(3000.0), "b": torch.arange(3000.0)}
+    state_dict_saver.save(state, checkpoint_id=tmp_path / "dcp")
+    (shard,) = (tmp_path / "dcp").glob("*.distcp")
+    whole = shard.read_bytes()
+    begins = whole.find(state["b"].numpy().tobytes()[:400])
+    second = whole.find(state["b"].numpy().tobytes(), begins + 1)
+    for place in range(second, second + 12_000, 120):
+        shard.write_bytes(whole)
+        flipped(shard, place)
+        found = torchguard.verify_checkpoint(tmp_path / "dcp")
+        assert len(found.faults) == 1
+        assert "does not hold what was written at b" in found.faults[0]
+        loaded = {"a": torch.zeros(3000), "b": torch.zeros(3000)}
+        with pytest.raises(RuntimeError, match="no tensor has changed"):
+            torchguard.load_sharded(loaded, tmp_path / "dcp")
+        assert not loaded["a"].any()
+        state_dict_loader.load(loaded, checkpoint_id=tmp_path / "dcp")  # bare DCP loads it
+        assert loaded["a"].any()
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_a_file_that_is_cut_off(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    state = {"weight": torch.ones(300)}
+    torch.save(state, path) if name == "a.pt" else save_file(state, path)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert main(["verify", str(path)]) == 1
+    assert "NOT whole" in capsys.readouterr().out
+    if name == "a.safetensors":
+        assert "weight" in torchguard.verify_checkpoint(path).faults[0]
+
+
+def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path / "a.pt")]) == 2
+    assert "there is nothing at" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""install("setitem") and Dynamo, imported in every order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import torchguard
+from support.child_process import output_of
+from torchguard import guarded, install
+from torchguard.assignment import dynamo
+from torchguard.patching.guards import GUARDS, Guard
+
+if TYPE_CHECKING:
+    pass
+
+
+# --- installing it, whenever Dynamo is imported
+
+REPORT = """
+import sys, torch, torchguard
+def ask(v):
+    m = torch.zeros(2, 2)
+    m[0][0] = v
+    return m, m.requires_grad
+def is_right():
+    torch.compiler.reset()
+    m, known = torch.compile(ask, backend="eager")(torch.ones((), requires_grad=True))
+    return known == m.requires_grad
+"""
+
+ORDERS = {
+    "before Dynamo is imported": """
+installation = torchguard.install("setitem")
+assert "torch._dynamo" not in sys.modules
+print("setitem" in torchguard.installed(), torchguard.installed())
+print(is_right(), torchguard.installed())
+installation.uninstall()
+print(is_right(), "setitem" in torchguard.installed())
+""",
+    "after Dynamo is imported": """
+import torch._dynamo
+with torchguard.install("setitem"):
+    print("setitem" in torchguard.installed(), torchguard.installed())
+    print(is_right(), torchguard.installed())
+print(is_right(), "setitem" in torchguard.installed())
+""",
+    "uninstalled while it waits": """
+torchguard.install("setitem").uninstall()
+print(True, ("setitem",))
+import torch._dynamo
+with torchguard.install("setitem"):
+    print(is_right(), torchguard.installed())
+print(is_right(), "setitem" in torchguard.installed())
+""",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_installing_works_in_every_order(order: str) -> None:
+    lines = output_of(REPORT + ORDERS[order]).splitlines()
+    assert lines == ["True ('setitem',)", "True ('setitem',)", "False False"]
+
+
+LATE = """
+import torch, torchguard
+from dataclasses import replace
+from torchguard.patching.guards import GUARDS
+GUARDS["setitem"] = replace(
+    GUARDS["setitem"], not_needed=lambda: "why" if "torch._dynamo" in sys.modules else None
+)
+import sys
+wanted = torchguard.install("setitem")
+print(wanted.names, wanted.skipped)
+import torch._dynamo
+print(wanted.names, wanted.skipped, torchguard.installed())
+wanted.uninstall()
+with torchguard.install("setitem", only_if_needed=False) as anyway:
+    print(anyway.names, torchguard.installed())
+print("requires_grad" in vars(torch._dynamo.variables.tensor.TensorVariable))
+"""
+
+
+def test_a_guard_that_turns_out_to_be_unneeded_says_so_when_dynamo_is_imported() -> None:
+    assert output_of(LATE).splitlines() == [
+        "('setitem',) {}",
+        "() {'setitem': 'why'} ()",
+        "('setitem',) ('setitem',)",
+        "False",
+    ]
+
+
+def test_a_dynamo_that_is_built_differently_is_skipped_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nowhere() -> dict[str, Any]:
+        return {"torch._dynamo.variables.tensor.TensorVariable.no_such_method": lambda made: made}
+
+    guard = Guard("setitem", nowhere, lambda: None, patches_dynamo=True)
+    monkeypatch.setitem(GUARDS, "setitem", guard)
+    with pytest.raises(AttributeError, match="no_such_method"):
+        install("setitem")
+    assert torchguard.installed() == ()
+
+
+def test_trying_it_leaves_no_trace() -> None:
+    counters = torch._dynamo.utils.counters
+    before = {name: dict(each) for name, each in counters.items()}
+    dynamo._setitem_tried.cache_clear()
+    with torch.no_grad(), torch.device("meta"):
+        assert dynamo.setitem_not_needed() is None  # so far: no release is known that is right
+    assert {name: dict(each) for name, each in counters.items()} == before
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_uninstalling_restores_dynamos_classes() -> None:
+    variable = torch._dynamo.variables.tensor.TensorVariable
+    before = dict(vars(variable))
+    with install("setitem"), guarded():
+        assert isinstance(vars(variable)["requires_grad"], property)
+        assert vars(variable)["method___setitem__"] is not before["method___setitem__"]
+    assert dict(vars(variable)) == before

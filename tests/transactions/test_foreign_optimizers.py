@@ -1,0 +1,211 @@
+"""Optimizers that are not torch's keep whatever they like in their state and attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import Optimizer
+
+import torchguard
+from support.fault_injection import bits
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class Foreign(Optimizer):
+    """Writes each kind of state, then parameters; fails on demand in between."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "step": 0, "seen": [0]})
+        self.total = 0
+        self.history: list[int] = []
+        self.counter = Counter()
+        self.mean = torch.zeros(2)
+        self.fails = False
+
+    def _init(self) -> None:
+        self.state["k"] = torch.tensor([0])  # type: ignore[index]  # as MADGRAD does
+        self.state["count"] = 0  # type: ignore[index, assignment]  # as SPAM does
+        self.state["rng"] = torch.Generator().manual_seed(0)  # type: ignore[index, assignment]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {
+                    "past": deque([p.detach().clone()], maxlen=3),  # as AdaShift does
+                    "list": [torch.zeros_like(p), {"deep": torch.zeros_like(p)}],
+                    "set": {0},
+                    "array": np.zeros(2),
+                    "own": SimpleNamespace(moment=torch.zeros_like(p), steps=0),
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.state:
+            self._init()
+        self.total += 1
+        self.history.append(self.total)
+        self.counter.steps += 1
+        self.mean += 1
+        self.state["k"] += 1  # type: ignore[index, operator]
+        self.state["count"] += 1  # type: ignore[index, operator]
+        for group in self.param_groups:
+            group["step"] += 1
+            group["seen"].append(group["step"])
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                torch.rand((), generator=self.state["rng"])  # type: ignore[index, call-overload]
+                state["past"].append(p.grad.clone())
+                state["past"][0].add_(1)
+                state["list"][0].add_(p.grad)
+                state["list"][1]["deep"].sub_(p.grad)
+                state["list"].append(len(state["list"]))
+                state["set"].add(group["step"])
+                state["array"] += 1
+                state["own"].moment.add_(p.grad)
+                state["own"].steps += 1
+                p.sub_(group["lr"] * state["list"][0])
+                if self.fails:
+                    raise KeyError("in the middle of a step")
+
+
+def everything(model: torch.nn.Module, optimizer: Foreign) -> Any:
+    """Copy all that a step changes, in a form that can be compared."""
+    state = dict(optimizer.state)
+    rng = state.pop("rng", None)  # type: ignore[call-overload]
+    named = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name in {"total", "history", "mean"}
+    }
+    return _comparable(
+        copy.deepcopy(
+            [
+                [(key if isinstance(key, str) else id(key), value) for key, value in state.items()],
+                None if rng is None else rng.get_state(),
+                named,
+                optimizer.counter.steps,
+                [
+                    {name: value for name, value in group.items() if name != "params"}
+                    for group in optimizer.param_groups
+                ],
+                list(model.state_dict().items()),
+            ]
+        )
+    )
+
+
+def _comparable(node: Any) -> Any:
+    if isinstance(node, torch.Tensor):
+        return bits(node)
+    if isinstance(node, np.ndarray):
+        return node.tobytes()
+    if isinstance(node, dict):
+        return {key: _comparable(value) for key, value in node.items()}
+    if isinstance(node, SimpleNamespace):
+        return _comparable(vars(node))
+    if isinstance(node, (list, tuple, deque)):
+        return [_comparable(value) for value in node]
+    return node
+
+
+def trained(steps: int) -> tuple[torch.nn.Module, Foreign]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = Foreign(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_failed_step_in_a_transaction_is_undone_wholly(steps: int) -> None:
+    model, optimizer = trained(steps)
+    step = torchguard.transaction(model, optimizer)
+    assert step.guarantee.startswith("strong")
+    before = everything(model, optimizer)
+    optimizer.fails = True
+    with pytest.raises(KeyError), step:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert everything(model, optimizer) == before
+
+
+def test_a_failed_step_that_the_block_catches_is_undone_too() -> None:
+    model, optimizer = trained(1)
+    step = torchguard.transaction(model, optimizer)
+    before = everything(model, optimizer)
+    with step:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.fails = True
+        with contextlib.suppress(KeyError):
+            optimizer.step()
+    assert everything(model, optimizer) == before
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_install_undoes_a_failed_step(steps: int) -> None:
+    with torchguard.install("optimizer"):
+        model, optimizer = trained(steps)
+        model(torch.ones(1, 2)).sum().backward()
+        before = everything(model, optimizer)
+        optimizer.fails = True
+        with pytest.raises(KeyError):
+            optimizer.step()
+        assert everything(model, optimizer) == before
+
+
+def test_steps_that_go_through_are_those_of_plain_torch() -> None:
+    model, optimizer = trained(0)
+    step = torchguard.transaction(model, optimizer)
+    for _ in range(3):
+        with step:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain_model, plain = trained(3)
+    assert everything(model, optimizer)[1:] == everything(plain_model, plain)[1:]
+
+
+def test_a_skipped_step_is_not_counted() -> None:
+    """It is called without gradients, and an own optimizer counts it."""
+    model, optimizer = trained(1)
+    step = torchguard.transaction(model, optimizer, skip_nonfinite=True)
+    before = everything(model, optimizer)
+    with step:
+        model(torch.full((1, 2), float("nan"))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert step.stats().skipped == 1
+    assert everything(model, optimizer) == before
+
+
+class Logger:
+    """Of another package, by its module's name."""
+
+    __module__ = "somewhere.else"
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+
+def test_an_attribute_of_another_package_stays_as_it_is() -> None:
+    model, optimizer = trained(1)
+    optimizer.logger = Logger()  # type: ignore[attr-defined]
+    step = torchguard.transaction(model, optimizer)
+    with pytest.raises(KeyError), step:
+        optimizer.logger.lines.append("began")  # type: ignore[attr-defined]
+        raise KeyError
+    assert optimizer.logger.lines == ["began"]  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ Training step
     :func:`load_state_dict` and :func:`checkpoint_folder` keep files whole.
     :func:`safe_checkpoint` recomputes activations as they were computed first.
     Several ranks: :func:`load_sharded`, :func:`verify_checkpoint`, :func:`replicas_agree`.
-    :func:`checked` raises where an index, a label or a divisor is out of range.
 
 Sizes
     :func:`bucketed` pads to the sizes of :class:`Buckets`; :class:`BucketBatchSampler` and
@@ -88,8 +87,10 @@ _RETURNED = {
     "bucketing.decorator.warmup": ("WarmupReport",),
     "bucketing.decorator.wrappers": ("Bucketed", "BucketedModule"),
     "bucketing.padding": ("Padded", "PaddedPair"),
+    "checkpoint.verify": ("CheckpointCheck",),
     "defects.doctor": ("DoctorReport",),
     "patching.install": ("Installation",),
+    "replicas": ("Replicas",),
     "transactions.step": ("Transaction", "TransactionStats"),
     "verification.decorator": ("Verified", "VerifiedModule"),
     "verification.report": ("GraphRecord", "VerificationReport"),

@@ -22,6 +22,7 @@ from torchguard.checkpoint.folder import checkpoint_folder
 from torchguard.checkpoint.loading import load, load_state_dict
 from torchguard.checkpoint.saving import save
 from torchguard.checkpoint.sharded import load_sharded
+from torchguard.checkpoint.verify import CheckpointCheck as CheckpointCheck
 from torchguard.checkpoint.verify import verify_checkpoint
 from torchguard.defects.doctor import DoctorReport as DoctorReport
 from torchguard.defects.doctor import doctor
@@ -36,6 +37,7 @@ from torchguard.errors import (
 )
 from torchguard.patching.install import Installation as Installation
 from torchguard.patching.install import get_original, install, installed, uninstall
+from torchguard.replicas import Replicas as Replicas
 from torchguard.replicas import replicas_agree
 from torchguard.rollback.block import rollback_on_error
 from torchguard.rollback.consistency import check_consistent, repair_

@@ -8,13 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from torchguard.bucketing.decorator.auto import write_plan
 
 import torchguard
 from support.writers import file_size_limited, names
 from torchguard import _files
 from torchguard._files import locked_file, replace_file, temporary_name, write_text
 from torchguard.bucketing.buckets import Buckets
+from torchguard.bucketing.decorator.ladders import Ladder, write_buckets
 from torchguard.verification.reproduce import _write_new
 
 PACKAGE = Path(torchguard.__file__).parent
@@ -66,7 +66,7 @@ def test_a_buckets_file_goes_through_a_pipe(tmp_path: Path, link: bool) -> None:
     read: list[str] = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
     reader.start()
-    write_plan(path, {("t",): Buckets([4])}, {}, {})
+    write_buckets(path, [Ladder(("t",), Buckets([4]), growing=False)], {})
     reader.join()
     assert '"format"' in read[0]
     assert pipe.is_fifo()

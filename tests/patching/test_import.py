@@ -117,7 +117,11 @@ def test_importing_torchguard_changes_no_attribute_and_no_setting_of_torch() -> 
 
 def test_importing_every_module_of_torchguard_changes_nothing_either(tmp_path: Path) -> None:
     (tmp_path / "everything.py").write_text(EVERYTHING)
-    found = json.loads(output_of(OBSERVER, "everything", folder=tmp_path))
+    # checkpoint.sharded imports it; what that changes is torch's own doing.
+    observer = OBSERVER.replace(
+        "import numpy, torch,", "import torch.distributed.checkpoint, numpy,"
+    )
+    found = json.loads(output_of(observer, "everything", folder=tmp_path))
     del found["seen"]
     assert found.pop("imported") == ["torchguard.verification.check"]
     assert found == {"changed": [], "appeared": [], "settings": []}

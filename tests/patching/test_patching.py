@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def everything_installed() -> Iterator[None]:
-    with install("resize", "out", "verified", "save", "load", "numpy", "optimizer"):
+    with install(
+        "resize", "out", "verified", "save", "load", "numpy", "optimizer", "overlap", "recompute"
+    ):
         yield
 
 

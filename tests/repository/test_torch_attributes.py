@@ -20,6 +20,7 @@ NOT_TORCH = {
     ("rollback/snapshot.py", "setattr(tensor, name, part.tensor)"),  # a tensor of the user
     ("verification/graph.py", "setattr(new, name, value)"),  # a copied graph's node
     ("verification/graph.py", "setattr(copied, name, copy_graph(child))"),  # a copied graph
+    ("checkpoint/ties.py", "setattr(holder, own, tensor)"),  # a module of the user
     ("transactions/state.py", "module.__class__"),  # a module of the user
     ("_torch/compile.py", "setattr(convert, name, backend)"),  # a function made there
     ("_torch/symbolic_shapes.py", "delattr(tensor, name)"),  # a tensor of the user

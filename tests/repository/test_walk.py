@@ -11,11 +11,12 @@ from support.walk import Walk, walked, walks
 
 counted = functools.lru_cache(walks)
 
-# The most of torch 2.8 to 2.15. Before the rooms: 24 and 203, 8 and 8, 15 and 63.
+# The most of torch 2.8 to 2.15. Before the rooms: 24 and 203, 8 and 8, 15 and 63. Three files of a
+# first call and two of a check look for operands that overlap what is written, in the reference.
 AT_MOST = {
-    "bucketed, first call": (17, 56),
+    "bucketed, first call": (15, 80),
     "bucketed, warm call": (4, 4),
-    "verified, first call": (8, 27),
+    "verified, first call": (10, 28),
 }
 # torch 2.6 has no function in C that says whether saved-tensors hooks are on: each isolated run
 # goes to this one and comes back.

@@ -168,7 +168,7 @@ def wrong(
             errors.append(f"raises {type(error).__name__}: {error}")
             continue
         if not torch.equal(torch.nan_to_num(result), torch.nan_to_num(truth)):
-            errors.append(str(overlapping.args[1:3])[-200:])
+            errors.append(str(overlapping.args[1:3])[-200:])  # type: ignore[attr-defined]
     return count, len(errors), errors[:3]
 
 

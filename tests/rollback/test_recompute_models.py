@@ -59,6 +59,7 @@ def wav2vec2() -> tuple[nn.Module, Any]:
 
 def train(make: Callable[[], tuple[nn.Module, Any]], *, checkpointed: str | None) -> list[Tensor]:
     transformers.set_seed(0)
+    model: Any
     model, batch = make()
     if make is resnet:  # has no switch of its own
         for stage in model.encoder.stages if checkpointed else ():

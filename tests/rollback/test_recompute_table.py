@@ -3,6 +3,7 @@
 # ruff: noqa: N812, NPY002, S311  the global generators are what is tested
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -182,7 +183,7 @@ class Recurrent(nn.Module):
         self.rnn = kind(C, C, num_layers=2, dropout=0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x.unsqueeze(1))[0].squeeze(1)
+        return self.rnn(x.unsqueeze(1))[0].squeeze(1)  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
@@ -191,7 +192,7 @@ class Attention(nn.Module):
         self.attention = nn.MultiheadAttention(C, 2, dropout=0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
+        return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
 
 
 class MaxNorm(nn.Module):
@@ -202,7 +203,7 @@ class MaxNorm(nn.Module):
         self.embedding = nn.Embedding(6, C, max_norm=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.embedding(torch.arange(6))
+        return x * self.embedding(torch.arange(6))  # type: ignore[no-any-return]
 
 
 class Shaped(nn.Module):
@@ -215,7 +216,7 @@ class Shaped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        return self.last(self.module(h.reshape(self.shape)).reshape(h.shape))
+        return self.last(self.module(h.reshape(self.shape)).reshape(h.shape))  # type: ignore[no-any-return]
 
 
 def _shaped(kind: Any, shape: tuple[int, ...], *args: Any, **options: Any) -> Any:
@@ -264,7 +265,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
             RreluBeside, RreluHeld, Attention, MaxNorm,
         )
     },
-    **{kind.__name__: lambda kind=kind: Recurrent(kind) for kind in (nn.RNN, nn.LSTM, nn.GRU)},
+    **{kind.__name__: functools.partial(Recurrent, kind) for kind in (nn.RNN, nn.LSTM, nn.GRU)},
     "RReLU": lambda: nn.Sequential(nn.Linear(C, C), nn.RReLU()),
     "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(C, 2, 8, dropout=0.2),
     "Linear": lambda: nn.Linear(C, C),
@@ -287,7 +288,7 @@ def outcome(make: Callable[[], nn.Module], seed: int, call: Callable[..., Tensor
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the old parametrizations are deprecated
         block = make()
-    gradients = []
+    gradients: list[Any] = []
     for _ in range(2):
         x = torch.randn(6, C, requires_grad=True)
         block.zero_grad()
@@ -301,14 +302,14 @@ def outcome(make: Callable[[], nn.Module], seed: int, call: Callable[..., Tensor
 
 def same(one: list[Tensor], other: list[Tensor], *, reentrant: bool) -> bool:
     """Bit for bit; the old mode runs without grad first, where torch may take another kernel."""
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if reentrant else {"rtol": 0.0, "atol": 0.0}
+    rtol, atol = (1e-5, 1e-6) if reentrant else (0.0, 0.0)
     return len(one) == len(other) and all(
-        torch.allclose(a, b, **tolerance) for a, b in zip(one, other, strict=True)
+        torch.allclose(a, b, rtol=rtol, atol=atol) for a, b in zip(one, other, strict=True)
     )
 
 
 def plainly(block: Any, x: Tensor) -> Tensor:
-    return block(x)
+    return block(x)  # type: ignore[no-any-return]
 
 
 MODES = pytest.mark.parametrize("reentrant", [False, True], ids=["recommended", "reentrant"])

@@ -35,8 +35,8 @@ class Foreign(Optimizer):
 
     def _init(self) -> None:
         self.state["k"] = torch.tensor([0])  # type: ignore[index]  # as MADGRAD does
-        self.state["count"] = 0  # type: ignore[index, assignment]  # as SPAM does
-        self.state["rng"] = torch.Generator().manual_seed(0)  # type: ignore[index, assignment]
+        self.state["count"] = 0  # type: ignore[index]  # as SPAM does
+        self.state["rng"] = torch.Generator().manual_seed(0)  # type: ignore[index]
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p] = {
@@ -55,8 +55,8 @@ class Foreign(Optimizer):
         self.history.append(self.total)
         self.counter.steps += 1
         self.mean += 1
-        self.state["k"] += 1  # type: ignore[index, operator]
-        self.state["count"] += 1  # type: ignore[index, operator]
+        self.state["k"] += 1  # type: ignore[index]
+        self.state["count"] += 1  # type: ignore[index]
         for group in self.param_groups:
             group["step"] += 1
             group["seen"].append(group["step"])
@@ -64,7 +64,7 @@ class Foreign(Optimizer):
                 if p.grad is None:
                     continue
                 state = self.state[p]
-                torch.rand((), generator=self.state["rng"])  # type: ignore[index, call-overload]
+                torch.rand((), generator=self.state["rng"])  # type: ignore[index]
                 state["past"].append(p.grad.clone())
                 state["past"][0].add_(1)
                 state["list"][0].add_(p.grad)

@@ -10,7 +10,7 @@ import torch
 import torchguard
 
 
-def setup() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def setup() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
     model = torch.nn.Linear(2, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -49,7 +49,8 @@ def test_a_second_step_and_a_failure_after_it_say_what_stays() -> None:
             optimizer.step()
         raise KeyError
     assert step.committed
-    assert any("SGD had stepped 2 times in this block" in note for note in caught.value.__notes__)
+    notes: list[str] = caught.value.__notes__  # type: ignore[attr-defined]
+    assert any("SGD had stepped 2 times in this block" in note for note in notes)
 
 
 @pytest.mark.parametrize("undo", ["auto", "none"])

@@ -247,7 +247,7 @@ class TestOutOfMemory:
     def test_what_is_no_retry_is_refused(self) -> None:
         made = setup()
         with pytest.raises(ValueError, match="retry is 'half', expected 'halve' or None"):
-            made.step.run(made.loss_of, made.batch, retry="half")  # type: ignore[arg-type]
+            made.step.run(made.loss_of, made.batch, retry="half")
 
 
 @dataclass

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
-from support.child_process import output_of
 import torchguard
+from support.child_process import output_of
 from torchguard.__main__ import main
 from torchguard.equivalence.compare import COMPILING, judge
 from torchguard.equivalence.copies import run_on_copies as run

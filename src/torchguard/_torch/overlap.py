@@ -19,7 +19,10 @@ import torch
 from torchguard._torch.mutation import Writes, out_tensors, writes_of, written_tensors
 from torchguard._torch.schemas import operator_schemas
 
-__all__ = ["Overlap", "are_apart", "may_write", "separated", "shares_memory"]
+__all__ = ["INSTALLED", "Overlap", "are_apart", "may_write", "separated", "shares_memory"]
+
+INSTALLED = "torch._foreach_add_"
+"""The path that ``install("overlap")`` patches; the others it shares with other guards."""
 
 _FEW = 4
 """Up to so many written tensors, each operand is compared with each of them."""

@@ -21,11 +21,39 @@ __all__ = [
     "ShapeFormula",
     "SymbolicSizes",
     "shape_guards",
+    "stance",
     "uncompiled",
 ]
 
 
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+_stances: list[Any] = []
+_stances_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def stance(name: str) -> Iterator[None]:
+    """Equals ``with torch.compiler.set_stance(name):``, for scopes of several threads.
+
+    The stance is that of the whole process, and each scope of torch restores what it found. Where
+    two threads leave in the order in which they came, the last would leave the stance of the first:
+    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/decorators.py
+    """
+    with _stances_lock:
+        own: Any = torch.compiler.set_stance(name)  # sets it, and keeps what was there
+        _stances.append(own)
+    try:
+        yield
+    finally:
+        with _stances_lock:
+            place = _stances.index(own)
+            del _stances[place]
+            if place < len(_stances):
+                _stances[place].prev = own.prev  # a later scope goes on, and restores this
+            else:
+                own.__exit__(None, None, None)
 
 
 @contextlib.contextmanager
@@ -34,7 +62,7 @@ def uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield  # nothing is compiled yet, and set_stance() would import Dynamo: seconds
         return
-    with torch.compiler.set_stance("force_eager"):
+    with stance("force_eager"):
         yield
 
 

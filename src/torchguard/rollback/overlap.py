@@ -24,12 +24,10 @@ from torchguard._torch import (
     separated,
 )
 from torchguard._torch.mutation import DUNDERS, writes_of
-from torchguard._torch.overlap import is_elementwise
+from torchguard._torch.overlap import INSTALLED, is_elementwise
 from torchguard._torch.overlays import AttributeOverlay
+from torchguard._torch.schemas import describe_as
 from torchguard.equivalence.reference import warn_of
-
-INSTALLED = "torch._foreach_add_"
-"""The path that ``install("overlap")`` patches; the others it shares with other guards."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NO_MEMORY = frozenset((float, int, bool, complex, str, slice, type(None), type(...), torch.dtype))
@@ -165,14 +163,14 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
                 writes = writes_of(getattr(torch.Tensor, name))
                 if writes is not None and writes.elements and _reads_others(name):
                     make = functools.partial(guard_method, name, interception.shown_for(name))
-                    methods[name] = functools.partial(_named, f"Tensor.{name}", make)
+                    methods[name] = functools.partial(_named, f"torch.Tensor.{name}", make)
         found = [AttributeOverlay(torch.Tensor, methods)]
         for module in interception.NAMESPACES:
             makes = {
-                name: functools.partial(_named, name, guard_function if writes_it else guard_out)
+                name: functools.partial(_named, path, guard_function if writes_it else guard_out)
                 for name, function in sorted(vars(module).items())
                 if isinstance(function, BuiltinFunctionType) and not name.startswith("__")
-                if f"{module.__name__}.{name}" != INSTALLED
+                if (path := f"{module.__name__}.{name}") != INSTALLED
                 if (writes_it := writes_of(function) is not None and _reads_others(name))
                 or (has_python_out(function) or name.endswith("_copy"))
             }
@@ -181,11 +179,9 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
     return tuple(found)
 
 
-def _named(name: str, make: patch.Make, original: Callable[..., Any]) -> Callable[..., Any]:
+def _named(path: str, make: patch.Make, original: Callable[..., Any]) -> Callable[..., Any]:
     function: Any = make(original)
-    function.__name__, function.__qualname__ = name.rpartition(".")[2], name
-    function.__module__ = getattr(original, "__module__", None) or "torch"
-    function.__doc__ = original.__doc__
+    describe_as(function, original, path, is_method=path.startswith("torch.Tensor."))
     register_in_dynamo(function, original)
     return function  # type: ignore[no-any-return]
 

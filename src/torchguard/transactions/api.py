@@ -104,7 +104,7 @@ def transaction(
                 "transaction: LBFGS runs forward and backward many times inside step(), so there "
                 "is no point at which its step is prepared and not begun"
             )
-        if not any(id(p) in own for group in each.param_groups for p in group["params"]):
+        if own and not any(id(p) in own for group in each.param_groups for p in group["params"]):
             raise ValueError(
                 f"transaction: {type(each).__name__} has no parameter of the model, whose step it "
                 "would be: make it from model.parameters(), after the model was replaced or moved"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from typing_extensions import assert_type
 
 import torchguard
@@ -26,6 +27,7 @@ from torchguard import (
     InconsistentTensorError,
     Installation,
     MiscompilationWarning,
+    OverlapWarning,
     Padded,
     PaddedPair,
     PaddingLeakError,
@@ -253,6 +255,11 @@ def files() -> None:
         torchguard.load_state_dict(module, torchguard.load(path))
         with torchguard.checkpoint_folder(Path(folder, "all"), keep=2) as new:
             assert_type(new, Path)
+            sharded: Any = dcp
+            sharded.save(module.state_dict(), checkpoint_id=new)
+        torchguard.load_sharded(module.state_dict(), Path(folder, "all"), partial=True)
+        found: torchguard.CheckpointCheck = torchguard.verify_checkpoint(Path(folder, "all"))
+        assert_type(found.faults, tuple[str, ...])
 
 
 def training() -> None:
@@ -267,6 +274,12 @@ def training() -> None:
         assert_type(run, int)
     assert_type(step.guarantee, str)
     assert_type(step.stats(), TransactionStats)
+    if torch.distributed.is_initialized():
+        agree: torchguard.Replicas = torchguard.replicas_agree(module, optimizer, every=10)
+        agree.gradients()
+    x = torch.ones(2, requires_grad=True)
+    again: torch.Tensor = torchguard.safe_checkpoint(module, x, use_reentrant=False)
+    assert_type(again.shape, torch.Size)
     with torchguard.rollback_on_error(module, optimizer, [torch.ones(1)], data=True):
         pass
 
@@ -291,9 +304,9 @@ ERRORS: tuple[type[TorchGuardError], ...] = (
 
 
 def errors() -> None:
-    warning: type[UserWarning] = MiscompilationWarning
+    warnings: tuple[type[UserWarning], ...] = (MiscompilationWarning, OverlapWarning)
     runtime: type[RuntimeError] = NonResizableStorageError
-    del warning, runtime
+    del warnings, runtime
     with contextlib.suppress(*ERRORS):
         raise RecompileError("as a program might")
 

@@ -73,7 +73,7 @@ def _scope() -> Iterator[None]:
     try:
         # Compiled frames ask for the stance; a backward, compiled when it first runs, does not.
         # https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
-        with torch.compiler.set_stance("fail_on_recompile"), _torch.before_backward(_refuse):
+        with _torch.stance("fail_on_recompile"), _torch.before_backward(_refuse):
             yield
     except RuntimeError as error:
         if isinstance(error, RecompileError) or "fail_on_recompile" not in str(error):

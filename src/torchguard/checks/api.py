@@ -7,114 +7,163 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, get_args, overload
+from typing import Any, TypeVar, get_args
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchguard._public import public
 from torchguard._torch import (
+    C_NAMESPACE,
     CALL_USER_COMPILER,
     CALLBACK_OF_CALL,
     DYNAMO,
     compiling_as,
+    follow_in_dynamo,
     on_import,
     patch,
-    show_overriding,
+    shown_for,
+    values_can_be_read,
 )
-from torchguard._torch.overlays import AttributeOverlay, overlays_by_owner
-from torchguard.checks.check import (
-    Report,
-    Scope,
-    check_process,
-    current,
-    enter,
-    guard_call,
-    guard_indexing,
-    is_on_cpu,
-    process_scope,
+from torchguard._torch.overlays import (
+    AttributeOverlay,
+    ModuleOverlay,
+    Standing,
+    overlays_by_owner,
 )
-from torchguard.checks.graph import checks_in_graph, paths_of
+from torchguard.checks import check
+from torchguard.checks.check import Report, Scope, current, enter, guard_call, guard_indexing
+from torchguard.checks.graph import checks_in_graph
 from torchguard.checks.table import ROWS
-from torchguard.errors import IndexOutOfRangeError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 INSTALLED = "torch.embedding_renorm_"
 """The path that ``install("checks")`` patches; the others it shares with other guards."""
 
+_RENORM = next(row for row in ROWS if "embedding_renorm_" in row.names)
+_INDEXING = ("__getitem__", "__setitem__", "index_put", "index_put_")
+_READING = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
+_SPARSE = ("csr", "csc", "bsr", "bsc", "compressed")
+
 
 # ---- what stands over torch while something is checked ----
 
 
-def _makes() -> dict[str, patch.Make]:
-    """Return every path that is checked, with what makes the replacement."""
-    found: dict[str, patch.Make] = {}
-    for row in ROWS:
-        for name in row.names:
-            for path in paths_of(name):
-                if inspect.isbuiltin(patch.original(path)):
-                    found[path] = functools.partial(guard_call, row, name.rpartition(".")[2])
-            for method in (name, f"{name}_") if "." not in name else ():
-                if patch.exists(f"torch.Tensor.{method}"):
-                    found[f"torch.Tensor.{method}"] = functools.partial(guard_call, row, name)
-    for path in ("Tensor.__getitem__", "Tensor.__setitem__", "Tensor.index_put",
-                 "Tensor.index_put_", "index_put", "index_put_"):  # fmt: skip
-        found[f"torch.{path}"] = functools.partial(guard_indexing, path.rpartition(".")[2])
-    for name in ("csr", "csc", "bsr", "bsc", "compressed"):
-        found[f"torch.sparse_{name}_tensor"] = _check_invariants
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__"):
-        found[f"torch.Tensor.{name}"] = _read_first
-    return found
+@functools.cache
+def _overlays() -> tuple[patch.Overlay, ...]:
+    """Make everything that stands over torch; once per process."""
+    modules: dict[Any, dict[str, patch.Make]] = {torch: {}, C_NAMESPACE: {}}
+    modules[torch.nn.functional] = {}  # one_hot is a builtin there
+    methods: dict[str, patch.Make] = {}
+    patch.skip_own_frames()
+    with patch.originals_in_place():
+        for row in ROWS:
+            for each in row.names:
+                kind, _, name = each.rpartition(".")
+                make = functools.partial(guard_call, row, name, None)
+                for module in (torch,) if not kind else (C_NAMESPACE, torch.nn.functional):
+                    if inspect.isbuiltin(vars(module).get(name)):
+                        modules[module][name] = _named(make)
+                for method in (name, f"{name}_") if not kind else ():
+                    if hasattr(torch.Tensor, method):
+                        shown = shown_for(method)
+                        methods[method] = _named(functools.partial(guard_call, row, method, shown))
+        for name in _INDEXING:
+            if name in vars(torch):
+                modules[torch][name] = _named(functools.partial(guard_indexing, name, None))
+            methods[name] = _named(functools.partial(guard_indexing, name, shown_for(name)))
+        for name in _SPARSE:
+            modules[torch][f"sparse_{name}_tensor"] = _named(_check_indices)
+        methods |= {name: _named(functools.partial(_read_first, name)) for name in _READING}
+        return (
+            *(ModuleOverlay(module, makes, current) for module, makes in modules.items()),
+            ModuleOverlay(torch.jit, {"script": _named(_outside)}, current),
+            AttributeOverlay(torch.Tensor, methods, inert=True),
+        )
 
 
-def _check_invariants(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let torch check the indices, as it does on request: its kernels do not."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if current() is None or kwargs.get("check_invariants") is not None:
-            return original(*args, **kwargs)
-        try:
-            return original(*args, **kwargs, check_invariants=True)
-        except RuntimeError as error:
-            text = f"{original.__name__}: the indices are no valid ones of this layout: {error}"
-            raise IndexOutOfRangeError(text) from error
-
-    return function
+@functools.cache
+def _overlays_of_dynamo() -> tuple[patch.Overlay, ...]:
+    found: list[AttributeOverlay] = []
+    with contextlib.suppress(AttributeError):  # a Dynamo that is built differently
+        found = overlays_by_owner({CALLBACK_OF_CALL: _other_key, CALL_USER_COMPILER: _with_checks})
+    return tuple(found)
 
 
-def _read_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Read the flags of a device before a value leaves it."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        scope = current()
-        if scope is not None and args and not is_on_cpu(args[0]):
-            scope.flags.read()
-        return original(*args, **kwargs)
-
-    return function
+def _wanted() -> Iterator[patch.Overlay]:
+    yield from _overlays()
+    if hasattr(sys.modules.get(DYNAMO), "optimize"):  # else it is being imported
+        yield from _overlays_of_dynamo()
 
 
-def _named(path: str, make: patch.Make) -> patch.Make:
+def _named(make: patch.Make) -> patch.Make:
     def made(original: Callable[..., Any]) -> Callable[..., Any]:
-        return show_overriding(make(original), original, path)
+        function: Any = make(original)
+        for name in ("__name__", "__qualname__", "__doc__"):
+            setattr(function, name, getattr(original, name))
+        function.__module__ = getattr(original, "__module__", None) or "torch"
+        follow_in_dynamo(function, original)
+        return function  # type: ignore[no-any-return]
 
     return made
 
 
-@functools.cache
-def _overlays() -> list[AttributeOverlay]:
-    with patch.originals_in_place():
-        makes = {path: _named(path, make) for path, make in _makes().items()}
-        return overlays_by_owner(makes)
+def _check_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse sparse tensors with indices out of range, which torch's kernels trust."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        scope = current()
+        if scope is None:
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        rows = result.layout in {torch.sparse_csr, torch.sparse_bsr}
+        name, dim = ("col_indices", 1) if rows else ("row_indices", 0)
+        plain = result.col_indices() if rows else result.row_indices()
+        pointers = result.crow_indices() if rows else result.ccol_indices()
+        if not values_can_be_read(plain):
+            return result
+        blocks = result.layout in {torch.sparse_bsr, torch.sparse_bsc}
+        size = result.size(plain.dim() - 1 + dim)  # the dims of a batch come first
+        if blocks:
+            size //= result.values().size(plain.dim() + dim)
+        for argument, values, high in (
+            (name, plain, size - 1),
+            ("pointers", pointers, plain.size(-1)),
+            ("steps of the pointers", pointers.diff(), plain.size(-1)),
+        ):
+            site = check.Site(original.__name__, argument, "index", 0, high)
+            check.checked_value(scope, site, values.cpu(), lambda: None)
+        return result
+
+    return function
 
 
-@functools.cache
-def _overlays_of_dynamo() -> list[AttributeOverlay]:
-    found: list[AttributeOverlay] = []
-    for each in ({CALLBACK_OF_CALL: _other_key}, {CALL_USER_COMPILER: _with_checks}):
-        with contextlib.suppress(AttributeError):  # a Dynamo that is built differently
-            found += overlays_by_owner(each)
-    return found
+def _read_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Read the flags of a device before a value leaves it."""
+    shown = shown_for(name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        scope = current()
+        if scope is not None and args and not check.is_on_cpu(args[0]):
+            scope.flags.read()
+        return check.call_outside(original, shown, args, kwargs)
+
+    return function
+
+
+def _outside(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let TorchScript find torch's own functions: it knows them by identity."""
+
+    def script(obj: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
+        before = enter(False)
+        try:
+            # It looks up names in the frame of its caller.
+            return original(obj, *args, _frames_up=_frames_up + 1, **kwargs)
+        finally:
+            enter(before)
+
+    return script
 
 
 def _other_key(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,36 +185,29 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_user_compiler
 
 
-_users = 0
-_applied: list[AttributeOverlay] = []
+_standing = Standing(_wanted)
+_hooks: list[Any] = []
 
 
 def _begin() -> None:
-    global _users
     with patch.lock:
-        _users += 1
-        on_import(DYNAMO, _apply)
-        _apply()
-
-
-def _apply(_: object = None) -> None:
-    with patch.lock:
-        if _users:
-            wanted = list(_overlays())
-            if hasattr(sys.modules.get(DYNAMO), "optimize"):  # else it is being imported
-                wanted += _overlays_of_dynamo()
-            new = [each for each in wanted if each not in _applied]
-            patch.overlay(new)
-            _applied.extend(new)
+        on_import(DYNAMO, _standing.apply)
+        _standing.begin()
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _end() -> None:
-    global _users
     with patch.lock:
-        _users -= 1
-        if not _users:
-            patch.remove_overlay(_applied)
-            _applied.clear()
+        _standing.end()
+        if not _standing.used:
+            _hooks.pop().remove()
+
+
+def _before_step(*_: object) -> None:
+    scope = current()
+    if scope is not None:
+        scope.flags.read()
 
 
 # ---- the scope ----
@@ -176,11 +218,11 @@ class Checked(contextlib.ContextDecorator):
 
     def __init__(self, report: Report) -> None:
         self._report: Report = report
-        self._entered: list[tuple[Scope, Scope | None]] = []
+        self._entered: list[tuple[Scope, Any]] = []
 
     def __enter__(self) -> None:
         _begin()
-        scope = Scope(self._report, reads_at_once=is_on_cpu)
+        scope = Scope(self._report)
         self._entered.append((scope, enter(scope)))
 
     def __exit__(self, *failure: object) -> None:
@@ -191,14 +233,14 @@ class Checked(contextlib.ContextDecorator):
                 scope.flags.read()
         finally:
             enter(before)
-            scope.flags.close()
             _end()
 
     def __call__(self, function: _Function) -> _Function:
         """Run every call of ``function`` in a scope of its own."""
         if isinstance(function, type) or not callable(function):
             raise TypeError(f"checked: function is {function!r}, expected a function or a method")
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        asynchronous = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        if asynchronous or inspect.isgeneratorfunction(function):
             raise TypeError(
                 f"checked: {function.__qualname__} does not run when it is called; write "
                 "`with torchguard.checked():` around what it does"
@@ -218,26 +260,29 @@ class Checked(contextlib.ContextDecorator):
 def checked(*, report: Report = "step") -> Checked:
     """Raise where a value is out of range: an index, a label, a divisor, a probability.
 
-    Equals the same code without it where all values are in range: same results, same graphs.
-    Where one is not, torch raises in eager code on a CPU, computes something in compiled code,
-    and on CUDA ends with "device-side assert triggered", after which every CUDA call of the
-    process fails. In the scope each of them raises one of the errors below, with the function,
-    the argument, what is allowed and what was seen, and the process goes on. It is a context
-    manager and a decorator.
+    Equals the same code without it where all values are in range: same results, same number of
+    graphs. Where one is not, torch raises in eager code on a CPU, mostly; computes something in
+    compiled code; and on CUDA ends with "device-side assert triggered", after which every CUDA
+    call of the process fails. In the scope each of them raises one of the errors below, with the
+    function, the argument, what is allowed and what was seen, and the process goes on. It is a
+    context manager and a decorator, for one thread or asyncio task.
 
     On a CPU the values are read before the call, and nothing is written. On other devices they
     are clamped, so that no kernel's assert fires, and their extremes are kept on the device. They
     are read, and the error is raised, when a value is about to leave the device (``item()``,
     ``tolist()``, ``cpu()``), before ``optimizer.step()``, and at the end of the scope: nothing
     that was computed from a clamped value leaves the scope without an exception. In compiled code
-    the checks are part of the graph, and are read after each call of it; what the graph writes to
-    its inputs is written then.
+    the checks are part of the graph. On a CPU they are read after each call of it: what the graph
+    writes to its inputs is written then.
 
     It sees embedding, embedding_bag, one_hot, index_select, gather, take, take_along_dim,
     ``x[index]`` and ``x[index] = v``, index_add, index_copy, index_fill, index_reduce, index_put,
     put, the scatter family, nll_loss, cross_entropy, ctc_loss, binary_cross_entropy, multinomial,
     bincount, repeat_interleave, division of integers, and the indices of sparse CSR, CSC, BSR and
-    BSC tensors. It does not see custom kernels, nor what C++ calls.
+    BSC tensors, whose constructors wait for the device. It does not see custom kernels, what C++
+    calls, ``torch.ops``, subclasses, or values inside ``torch.func`` transforms and the bodies of
+    higher-order operators in compiled code. Inside a compiled function the scope does nothing:
+    open it around the call.
 
     Args:
         report: when values on devices are read. ``"step"``: as above. ``"call"``: after each
@@ -256,6 +301,8 @@ def checked(*, report: Report = "step") -> Checked:
     """
     if report not in get_args(Report):
         raise ValueError(f"checked: report is {report!r}, expected 'step' or 'call'")
+    if torch.compiler.is_dynamo_compiling():
+        return contextlib.nullcontext()  # type: ignore[return-value]
     return Checked(report)
 
 
@@ -264,29 +311,28 @@ def checked(*, report: Report = "step") -> Checked:
 
 def replacements() -> Mapping[str, patch.Make]:
     """Return what ``install("checks")`` patches by itself; :func:`changed` does the rest."""
-    return {INSTALLED: _makes()[INSTALLED]}
+    return {INSTALLED: functools.partial(guard_call, _RENORM, "embedding_renorm_", None)}
 
 
 def changed() -> None:
     """Check the whole process, or stop with it."""
-    installed = patch.patched(INSTALLED)
-    scope = process_scope()
+    installed, scope = patch.patched(INSTALLED), check.process_scope()
     if installed and scope is None:
-        check_process(Scope("step", reads_at_once=is_on_cpu))
+        check.process_scope(Scope("step"))
         _begin()
     elif not installed and scope is not None:
-        check_process(None)
-        scope.flags.close()
+        check.process_scope(end=True)
         _end()
 
 
 def not_needed() -> str | None:
     """Try the defect: ``ctc_loss`` with a label that is no class."""
-    ctc_loss = patch.original("torch.ctc_loss")
-    log_probs = torch.zeros((2, 1, 2), device="cpu")
-    lengths = torch.tensor([2], device="cpu"), torch.tensor([1], device="cpu")
+    log_probs = torch.zeros((2, 1, 4), device="cpu")[..., :2]  # what is read beyond is ours
+    numbers = torch.tensor([2, 1], device="cpu")
     try:
-        ctc_loss(log_probs, torch.tensor([[2]], device="cpu"), *lengths, zero_infinity=True)
+        patch.original("torch.ctc_loss")(
+            log_probs, numbers[:1, None], numbers[:1], numbers[1:], zero_infinity=True
+        )
     except (RuntimeError, IndexError):
         return "ctc_loss checks its targets on this torch"
     return None

@@ -8,14 +8,20 @@ device's memory until :class:`Flags` reads them.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
+from torch.overrides import has_torch_function
 
-from torchguard._torch import computing_unseen, user_line, values_can_be_read
+from torchguard._torch import (
+    computing_unseen,
+    show_overriding,
+    user_line,
+    values_can_be_read,
+)
 from torchguard.checks.table import Check, Row
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
 
@@ -23,6 +29,7 @@ Report = Literal["step", "call"]
 
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _MASKS = frozenset((torch.bool, torch.uint8))
+_LISTS = (list, tuple)
 _ERRORS = {
     "index": IndexOutOfRangeError,
     "value": ValueOutOfRangeError,
@@ -43,61 +50,105 @@ class Site(NamedTuple):
 
     def allows(self, smallest: Any, largest: Any) -> bool:
         """Whether these are in range; NaN is not."""
-        return (self.low is None or smallest >= self.low) and (
+        return bool(self.low is None or smallest >= self.low) and bool(
             self.high is None or largest <= self.high
         )
 
-    def error(self, smallest: Any, largest: Any, place: str = "") -> Exception:
+    def error(self, smallest: Any, largest: Any, places: str = "") -> Exception:
         """Make the error."""
         where = f" at {self.line}" if self.line else ""
+        allowed = f"at least {self.low}" if self.high is None else f"{self.low} to {self.high}"
+        text = f"expected {allowed}, got {smallest} to {largest}"
         if self.kind == "divisor":
-            text = f"the divisor {self.argument} has zeros{place}"
-        else:
-            allowed = f"at least {self.low}" if self.high is None else f"{self.low} to {self.high}"
-            text = (
-                f"{self.argument} is out of range: expected {allowed}, got values from "
-                f"{smallest} to {largest}{place}"
-            )
-        return _ERRORS[self.kind](f"{self.function}{where}: {text}")
+            text = "an integer can't be divided by zero (ZeroDivisionError)"
+        return _ERRORS[self.kind](f"{self.function}{where}: {self.argument}: {text}{places}")
 
 
 # ---- what is on ----
 
 
+class Flags:
+    """What calls on devices have seen, kept there until it is read."""
+
+    MOST = 512
+    """How many calls may wait to be read."""
+
+    def __init__(self, report: Report) -> None:
+        self._most = 0 if report == "call" else self.MOST
+        self._waiting: list[tuple[Sequence[Site], tuple[torch.Tensor, ...]]] = []
+
+    def keep(self, sites: Sequence[Site], *seen: torch.Tensor) -> None:
+        """Keep the smallest and largest value of each site, with its bounds where they vary."""
+        self._waiting.append((sites, seen))
+        if len(self._waiting) > self._most:
+            self.read()
+
+    def read(self) -> None:
+        """Wait for the devices; raise for the first site that has seen a value out of range."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        groups: dict[Any, list[torch.Tensor]] = {}
+        with computing_unseen():
+            for _, seen in waiting:
+                groups.setdefault((seen[0].device, seen[0].dtype), []).extend(seen)
+            numbers = {
+                key: iter(torch.cat([each.reshape(-1) for each in group]).tolist())
+                for key, group in groups.items()
+            }
+        for sites, seen in waiting:
+            of_group = numbers[seen[0].device, seen[0].dtype]
+            raise_outside(sites, [next(of_group) for each in seen for _ in range(each.numel())])
+
+
+def raise_outside(sites: Sequence[Site], numbers: Sequence[Any]) -> None:
+    """Raise for the first site that has seen a value out of range.
+
+    ``numbers`` are the smallest value of each site, then the largest, then the bounds if they vary.
+    """
+    count = len(sites)
+    columns = [numbers[start : start + count] for start in range(0, len(numbers), count)]
+    for site, smallest, largest, *bounds in zip(sites, *columns, strict=True):
+        if bounds:  # where there is no such limit it is None
+            low = None if site.low is None else bounds[0]
+            site = site._replace(low=low, high=None if site.high is None else bounds[1])  # noqa: PLW2901
+        if not site.allows(smallest, largest):
+            raise site.error(smallest, largest)
+
+
 class Scope:
     """One ``with checked():``, or the whole process under ``install("checks")``."""
 
-    def __init__(self, report: Report, *, reads_at_once: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, report: Report) -> None:
         self.flags = Flags(report)
-        self.reads_at_once = reads_at_once
-        """Whether the values of a tensor can be looked at without waiting: those on a CPU."""
 
 
-_innermost: ContextVar[Scope | None] = ContextVar("torchguard.checks", default=None)
-_process: Scope | None = None
+_innermost: ContextVar[Scope | Literal[False] | None] = ContextVar(
+    "torchguard.checks", default=None
+)
+_process: list[Scope] = []
 
 
 def current() -> Scope | None:
     """Return the scope this thread or task is in, or that of the process."""
-    return _innermost.get() or _process
+    scope = _innermost.get()
+    if scope is None:
+        return _process[0] if _process else None
+    return scope or None
 
 
-def enter(scope: Scope | None) -> Scope | None:
-    """Let this scope be the innermost one; returns the one before."""
+def enter(scope: Scope | Literal[False] | None) -> Any:
+    """Let this scope be the innermost one, False for none at all; returns the one before."""
     before = _innermost.get()
     _innermost.set(scope)
     return before
 
 
-def check_process(scope: Scope | None) -> None:
-    """Check every thread that is in no scope of its own, or stop with it."""
-    global _process
-    _process = scope
-
-
-def process_scope() -> Scope | None:
-    """Return the scope of the process, if there is one."""
-    return _process
+def process_scope(scope: Scope | None = None, *, end: bool = False) -> Scope | None:
+    """Return the scope of the process; check every thread in this one, or stop with it."""
+    if scope is not None or end:
+        _process[:] = [] if scope is None else [scope]
+    return _process[0] if _process else None
 
 
 def is_on_cpu(tensor: torch.Tensor) -> bool:
@@ -108,153 +159,75 @@ def is_on_cpu(tensor: torch.Tensor) -> bool:
 # ---- one argument ----
 
 
-def checked_value(  # noqa: PLR0913, PLR0917
-    scope: Scope,
-    function: str,
-    check: Check,
-    values: torch.Tensor,
-    allowed: tuple[Any, Any],
-    given: Mapping[str, Any],
-) -> torch.Tensor:
-    """Return what to call the function with; the same tensor where the values were read.
+def checked_value(scope: Scope, site: Site, values: Any, unread: Callable[[], Any]) -> Any:
+    """Return what to call the function with; the same object where the values were read.
 
     Raises:
-        IndexOutOfRangeError: of the kind that the check is, where values are out of range.
+        IndexOutOfRangeError: or its kin for other kinds, where values are out of range.
     """
-    low, high = allowed
     with computing_unseen():
-        if not scope.reads_at_once(values):
-            site = Site(function, check.argument, check.kind, low, high, user_line())
-            unread = None if check.unread is None else check.unread(given)
-            return scope.flags.note(site, values, unread)
-        seen = extremes(check.kind, values)
-        site = Site(function, check.argument, check.kind, low, high)
-        if _allows(site, seen):
+        if not isinstance(values, torch.Tensor):
+            values_seen = torch.as_tensor(values, device="cpu")
+        elif is_on_cpu(values):
+            values_seen = values
+        else:
+            return _noted(scope, site._replace(line=user_line()), values, unread())
+        if not values_seen.numel():
             return values
-        unread = None if check.unread is None else check.unread(given)
-        if unread is not None and _allows(site, extremes(check.kind, values[~unread])):
+        smallest, largest = torch.aminmax(looked_at(site, values_seen, None))
+        if site.allows(smallest.item(), largest.item()):
             return values
-        raise _described(site, values, unread)
+        mask = unread()
+        if mask is not None:
+            smallest, largest = torch.aminmax(looked_at(site, values_seen, mask))
+            if site.allows(smallest.item(), largest.item()):
+                return values
+        raise _described(site, values_seen, mask)
 
 
-def _allows(site: Site, seen: tuple[torch.Tensor, torch.Tensor] | None) -> bool:
-    if seen is None:
-        return True
+def looked_at(site: Site, values: Any, unread: Any) -> Any:
+    """Return the values whose extremes are compared with the range; of a graph's nodes too."""
     if site.kind == "divisor":
-        return bool(seen[0])
-    return site.allows(seen[0].item(), seen[1].item())
+        return (values != 0).to(torch.uint8)
+    read = values.detach() if site.kind == "value" else values
+    return read if unread is None else torch.where(unread, site.low, read)
 
 
-def extremes(kind: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the smallest and the largest value, of divisors whether none is zero."""
+def clamped(site: Site, values: Any, unread: Any) -> Any:
+    """Return the values in range, those that are never read as they are; of nodes too."""
+    if site.kind == "divisor":
+        return torch.where(values == 0, 1, values)
+    if site.kind == "value":
+        # Not clamp(), which lets NaN through.
+        return torch.where((values >= site.low) & (values <= site.high), values, site.low)
+    inside = values.clamp(site.low, site.high)
+    return inside if unread is None else torch.where(unread, values, inside)
+
+
+def _noted(scope: Scope, site: Site, values: torch.Tensor, unread: Any) -> torch.Tensor:
+    """Keep what is seen on a device, and return values that no kernel refuses."""
     if not values.numel():
-        return None
-    values = values.detach()
-    if kind == "divisor":
-        whole = values.all()
-        return whole, whole
-    # ((values < low) | (values > high)).any() takes 80 times as long.
-    smallest, largest = torch.aminmax(values)
-    return smallest, largest
+        return values
+    scope.flags.keep([site], *torch.aminmax(looked_at(site, values, unread)))
+    return cast("torch.Tensor", clamped(site, values, unread))
 
 
 def _described(site: Site, values: torch.Tensor, unread: torch.Tensor | None) -> Exception:
     """Make the error with how many are out of range and the first place; it may take its time."""
-    values = values.detach()
-    if site.kind == "divisor":
-        outside = values == 0
-    else:
-        outside = ~torch.ones_like(values, dtype=torch.bool)
-        if site.low is not None:
-            outside |= ~(values >= site.low)
-        if site.high is not None:
-            outside |= ~(values <= site.high)
-    if unread is not None:
-        outside &= ~unread
-    first = outside.nonzero()[0].tolist()
-    found = values[outside]
-    place = f"; {len(found)} of {values.numel()} are outside"
-    if first:
-        place += f", the first is {site.argument}{first}"
-    if site.kind == "divisor":
-        place = f": {len(found)} of {values.numel()} values, the first is {site.argument}{first}"
-        return site.error(0, 0, place)
-    read = values if unread is None else values[~unread]
-    smallest, largest = torch.aminmax(read)
-    return site.error(smallest.item(), largest.item(), place)
-
-
-class Flags:
-    """What was seen on devices, kept there until it is read.
-
-    One call takes the reduction and the clamp. A slot holds the smallest and largest value that
-    one call saw; all slots of one device and dtype are read in one go.
-    """
-
-    SLOTS = 512
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._lock = threading.Lock()
-        self._slots: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        self._sites: dict[tuple[torch.device, torch.dtype], list[Site]] = {}
-
-    def note(self, site: Site, values: torch.Tensor, unread: torch.Tensor | None) -> torch.Tensor:
-        """Keep what was seen at a site, and return values that no kernel refuses."""
-        detached = values.detach()
-        if site.kind == "divisor":
-            self.keep([site], *_pair((detached != 0).to(torch.int8).amin()))
-            return values
-        filler = 0 if site.low is None else site.low
-        read = detached if unread is None else detached.masked_fill(unread, filler)
-        if read.numel():
-            self.keep([site], *torch.aminmax(read))
-        return clamped(site, values, unread)
-
-    def keep(self, sites: list[Site], smallest: torch.Tensor, largest: torch.Tensor) -> None:
-        """Keep one value, or one for each site, in slots; raises at once under ``"call"``."""
-        key = (smallest.device, smallest.dtype)
-        with self._lock:
-            waiting = self._sites.setdefault(key, [])
-            if len(waiting) + len(sites) > self.SLOTS:
-                self._read()
-                waiting = self._sites.setdefault(key, [])
-            if key not in self._slots:
-                self._slots[key] = torch.zeros((2, self.SLOTS), device=key[0], dtype=key[1])
-            place = slice(len(waiting), len(waiting) + len(sites))
-            self._slots[key][:, place] = torch.stack((smallest, largest)).reshape(2, -1)
-            waiting += sites
-            if self._report == "call":
-                self._read()
-
-    def read(self) -> None:
-        """Wait for the devices; raise for the first site that has seen a value out of range."""
-        if self._sites:
-            with self._lock, computing_unseen():
-                self._read()
-
-    def _read(self) -> None:
-        taken, self._sites = self._sites, {}
-        for key, sites in taken.items():
-            for site, *seen in zip(sites, *self._slots[key][:, : len(sites)].tolist(), strict=True):
-                bad = seen[0] == 0 if site.kind == "divisor" else not site.allows(*seen)
-                if bad:
-                    raise site.error(*seen)
-
-
-def _pair(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return value, value
-
-
-def clamped(site: Site, values: Any, unread: Any) -> Any:
-    """Return the values in range, those that are never read as they are; of a graph's node too."""
-    if site.kind == "value":
-        inside = torch.nan_to_num(values, 0.0, site.high, site.low).clamp(site.low, site.high)
-    elif site.kind == "divisor":
-        inside = torch.where(values == 0, torch.ones_like(values), values)
-    else:
-        inside = values.clamp(site.low, site.high)
-    return inside if unread is None else torch.where(unread, values, inside)
+    read = looked_at(site, values, unread)
+    inside = torch.ones_like(read, dtype=torch.bool)
+    for limit, compare in ((site.low, torch.ge), (site.high, torch.le)):
+        if limit is not None:
+            inside &= compare(read, limit)
+    first = (~inside).nonzero()[0].tolist()
+    seen = values if unread is None else values[~unread]
+    place = f"{site.argument}{first} = {values[tuple(first)].item()}"
+    count = int((~inside).sum())
+    return site.error(
+        seen.amin().item(),
+        seen.amax().item(),
+        f"; {count} of {values.numel()} out of range, the first is {place}",
+    )
 
 
 # ---- one call ----
@@ -262,59 +235,89 @@ def clamped(site: Site, values: Any, unread: Any) -> Any:
 
 def bind(row: Row, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the call's arguments by name."""
-    return {**dict(zip(row.parameters, args, strict=False)), **kwargs}
+    given = {**dict(zip(row.parameters, args, strict=False)), **kwargs}
+    if "self" in given:
+        given["input"] = given.pop("self")
+    return given
 
 
 def rebound(
     row: Row, args: tuple[Any, ...], kwargs: Mapping[str, Any], new: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the call's arguments with some of them exchanged."""
-    names = row.parameters
+    named = dict(enumerate(row.parameters))
     return (
-        tuple(new.get(names[i], each) if i < len(names) else each for i, each in enumerate(args)),
+        tuple(new.get(named.get(i, ""), each) for i, each in enumerate(args)),
         {name: new.get(name, each) for name, each in kwargs.items()},
     )
 
 
-def guard_call(row: Row, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the arguments of a function that is in the table."""
-    divides = all(check.kind == "divisor" for check in row.checks)
+def can_check(check: Check, values: Any) -> bool:
+    """Whether an argument is a tensor of a dtype that the check is for."""
+    if not isinstance(values, torch.Tensor):
+        return False
+    if check.kind == "value":
+        return values.dtype.is_floating_point
+    return values.dtype in _INTEGERS or (check.kind == "divisor" and values.dtype is torch.bool)
+
+
+def guard_call(
+    row: Row, name: str, shown: Any, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Check the arguments of a function that is in the table.
+
+    A subclass and a mode are shown ``shown`` for a method, which torch looks up by its name.
+    """
 
     def function(*args: Any, **kwargs: Any) -> Any:
         scope = current()
-        if scope is None or (divides and len(args) > 1 and type(args[1]) is float):
-            return original(*args, **kwargs)
+        if scope is None:
+            return call_outside(original, shown, args, kwargs)
         given = bind(row, args, kwargs)
         new: dict[str, Any] = {}
         for check in row.checks:
             values = given.get(check.argument)
-            if not can_check(check.kind, values) or not values_can_be_read(values):
+            if isinstance(values, _LISTS):
+                if not values or not all(type(each) is int for each in values):
+                    continue
+            elif not can_check(check, values) or not values_can_be_read(values):
                 continue
             allowed = _allowed(check, given)
-            if allowed is not None:
-                value = checked_value(scope, name, check, values, allowed, given)
-                if value is not values:
-                    new[check.argument] = value
+            if allowed is None:
+                continue
+            site = Site(name, check.argument, check.kind, *allowed)
+            value = checked_value(
+                scope, site, values, lambda check=check: check.unread and check.unread(given, given)
+            )
+            if value is not values:
+                new[check.argument] = value
         if new:
             args, kwargs = rebound(row, args, kwargs, new)
-        return original(*args, **kwargs)
+        return call_outside(original, shown, args, kwargs)
 
     return function
 
 
-def can_check(kind: str, values: Any) -> bool:
-    """Whether an argument is a tensor of a dtype that the check is for."""
-    if not isinstance(values, torch.Tensor):
-        return False
-    return values.dtype.is_floating_point if kind == "value" else values.dtype in _INTEGERS
+def call_outside(
+    original: Callable[..., Any], shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function of torch; what a subclass or a mode is shown of it is torch's own."""
+    if not has_torch_function((*args, *kwargs.values())):
+        return original(*args, **kwargs)
+    if shown is not None:
+        is_operator = shown.__name__.startswith("__") and "item" not in shown.__name__
+        original = show_overriding(shown, args, kwargs, is_operator=is_operator)
+    before = enter(False)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        enter(before)
 
 
 def _allowed(check: Check, given: Mapping[str, Any]) -> tuple[Any, Any] | None:
     def sizes(argument: str, dim: Any) -> int:
         tensor = given[argument]
-        if dim is None or not tensor.dim():
-            return int(tensor.numel())
-        return int(tensor.size(dim))
+        return int(tensor.numel() if dim is None or not tensor.dim() else tensor.size(dim))
 
     try:
         return check.range(given, sizes)
@@ -325,14 +328,19 @@ def _allowed(check: Check, given: Mapping[str, Any]) -> tuple[Any, Any] | None:
 # ---- x[index] ----
 
 
-def indexed_dims(index: tuple[Any, ...], dims: int) -> Iterator[tuple[int, int]]:
+def indexed_dims(index: Sequence[Any], dims: int) -> Iterator[tuple[int, int]]:
     """Yield the place of each item with indices, and the dim that they are into."""
     taken = [_dims_taken(item) for item in index]
     dim = 0
     for place, item in enumerate(index):
         if item is Ellipsis:
             dim += dims - sum(taken)
-        elif isinstance(item, torch.Tensor) and item.dtype in _INTEGERS - _MASKS:
+        elif dim < dims and (
+            item.dtype in _INTEGERS - _MASKS
+            if isinstance(item, torch.Tensor)
+            else (type(item) is list and bool(item) and all(type(each) is int for each in item))
+            or (isinstance(item, np.ndarray) and item.dtype.kind == "i" and item.size > 0)
+        ):
             yield place, dim
         dim += taken[place]
 
@@ -341,51 +349,43 @@ def _dims_taken(item: Any) -> int:
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     is_mask = isinstance(item, torch.Tensor) and item.dtype in _MASKS
-    return int(item.dim()) if is_mask else 1
+    is_mask = is_mask or (isinstance(item, np.ndarray) and item.dtype.kind == "b")
+    return int(item.ndim) if is_mask else 1
 
 
-def guard_indexing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def guard_indexing(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Check ``x[index]``, ``x[index] = v`` and ``index_put``."""
     fills = "index_put" in name  # None is a whole dim there, and a new one in x[index]
-    shown = "x[index]" if name == "__getitem__" else name.replace("__setitem__", "x[index] = ...")
+    called = {"__getitem__": "x[index]", "__setitem__": "x[index] = ..."}.get(name, name)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         index = args[1] if len(args) > 1 else kwargs.get("indices")
         kind = type(index)
-        if kind is int or kind is slice:
-            return original(*args, **kwargs)
         scope = current()
-        if scope is None or not isinstance(args[0], torch.Tensor):
-            return original(*args, **kwargs)
-        found = _indices(index, args[0], fills=fills)
-        new: list[Any] | None = None
-        for place, dim in indexed_dims(tuple(found), args[0].dim()):
-            values, size = found[place], args[0].size(dim) if dim < args[0].dim() else 0
-            if values_can_be_read(values) and values_can_be_read(args[0]):
-                check = Check("index" if len(found) == 1 else f"index {place}", lambda *_: None)
-                value = checked_value(scope, shown, check, values, (-size, size - 1), {})
-                if value is not values:
-                    new = list(found) if new is None else new
-                    new[place] = value
-        if new is None:
-            return original(*args, **kwargs)
-        rest = args[2:] if len(args) > 1 else ()
-        kwargs.pop("indices", None)
-        return original(args[0], tuple(new), *rest, **kwargs)
+        if (
+            scope is None
+            or kind is int
+            or kind is slice
+            or not args
+            or not isinstance(args[0], torch.Tensor)
+        ):
+            return call_outside(original, shown, args, kwargs)
+        whole = isinstance(index, tuple) or fills
+        items = list(index) if whole else [index]
+        named = [slice(None) if item is None else item for item in items] if fills else items
+        changed = False
+        for place, dim in indexed_dims(named, args[0].dim()):
+            values, size = items[place], args[0].size(dim)
+            if not isinstance(values, torch.Tensor) or values_can_be_read(values):
+                argument = "index" if len(items) == 1 else f"index {place}"
+                site = Site(called, argument, "index", -size, size - 1)
+                items[place] = checked_value(scope, site, values, lambda: None)
+                changed = changed or items[place] is not values
+        if not changed:
+            return call_outside(original, shown, args, kwargs)
+        new = tuple(items) if whole else items[0]
+        if len(args) > 1:
+            return call_outside(original, shown, (args[0], new, *args[2:]), kwargs)
+        return call_outside(original, shown, args, {**kwargs, "indices": new})
 
     return function
-
-
-def _indices(index: Any, tensor: torch.Tensor, *, fills: bool) -> list[Any]:
-    """Return the items of an index, lists of integers as tensors."""
-    items = list(index) if isinstance(index, tuple) or fills else [index]
-    if fills:
-        return [slice(None) if item is None else item for item in items]
-    return [
-        torch.tensor(item, device=tensor.device)
-        if type(item) is list and item and all(type(each) is int for each in item)
-        else item
-        for item in items
-    ]
-
-

@@ -110,6 +110,8 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         state, and half precision in SGD.
         ``"recompute"``: a block under ``torch.utils.checkpoint`` runs in backward as it ran the
         first time, as :func:`safe_checkpoint` says, whoever has imported ``checkpoint`` before.
+        ``"checks"``: an index, a label, a divisor or a probability that is out of range raises,
+        in eager and in compiled code, as in a scope of :func:`checked`.
         ``"numpy"``: a tensor never writes to a read-only array or buffer, ``frombuffer`` keeps
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 

@@ -204,7 +204,9 @@ def values_can_be_read(value: torch.Tensor) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 is_wrapped: Callable[[torch.Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: inside_transform()
+    getattr(torch._C, "_functorch", None),
+    "is_functorch_wrapped_tensor",
+    lambda _: inside_transform(),
 )
 """Whether a tensor stands for another one inside a transform of ``torch.func``."""
 
@@ -218,9 +220,7 @@ def computing_unseen() -> contextlib.AbstractContextManager[object]:
 
 
 _SEEN_BY_NONE = contextlib.nullcontext()
-_count_dispatch_modes: Callable[[], int] = getattr(
-    torch._C, "_len_torch_dispatch_stack", lambda: 1
-)
+_count_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 @contextlib.contextmanager

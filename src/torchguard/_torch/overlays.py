@@ -11,6 +11,7 @@ holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -161,45 +162,62 @@ class Standing:
 
     _STAY_AFTER = 64
 
-    def __init__(self, wanted: Callable[[], Iterable[Overlay]]) -> None:
+    def __init__(
+        self,
+        wanted: Callable[[], Iterable[Overlay]],
+        outside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._wanted = wanted
-        self.used = 0
-        """By how many."""
+        self._outside = outside
+        """In it nothing is replaced for this thread, so that torch's own attributes are found."""
 
+        self._used = 0
         self._began = 0
         self._applied: list[Overlay] = []
+        _all.append(self)
 
     def begin(self) -> None:
         """Count one more user; the first one applies the overlays."""
         with lock:
-            self.used += 1
-            if self.used == 1:
+            self._used += 1
+            if self._used == 1:
                 self._began += 1
                 self.apply()
 
     def apply(self, _: object = None) -> None:
         """Apply those that are missing; called again when Dynamo is imported."""
-        with lock:
-            if self.used:
+        with lock, self._outside():
+            if self._used:
                 new = [each for each in self._wanted() if each not in self._applied]
                 overlay(new)
                 self._applied += new
 
-    def end(self) -> None:
+    def end(self) -> bool:
         """Count one user less; the last one removes them, or those that are quick to apply."""
         with lock:
-            self.used -= 1
-            if not self.used:
+            self._used -= 1
+            if not self._used:
                 self._remove(inert=self._began <= self._STAY_AFTER)
+            return not self._used
 
     def forget(self) -> None:
         """Remove those that stay; not while somebody uses them."""
         with lock:
-            if not self.used:
+            if not self._used:
                 self._began = 0
                 self._remove(inert=True)
 
     def _remove(self, *, inert: bool) -> None:
         leaving = [each for each in self._applied if inert or not each.inert]
-        remove_overlay(leaving)
+        with self._outside():
+            remove_overlay(leaving)
         self._applied = [each for each in self._applied if each not in leaving]
+
+
+_all: list[Standing] = []
+
+
+def forget() -> None:
+    """Remove the overlays that stay between scopes; not those of a scope that is open."""
+    for each in _all:
+        each.forget()

@@ -199,8 +199,7 @@ def _begin() -> None:
 
 def _end() -> None:
     with patch.lock:
-        _standing.end()
-        if not _standing.used:
+        if _standing.end():
             _hooks.pop().remove()
 
 

@@ -261,9 +261,7 @@ def can_check(check: Check, values: Any) -> bool:
     return values.dtype in _INTEGERS or (check.kind == "divisor" and values.dtype is torch.bool)
 
 
-def guard_call(
-    row: Row, name: str, shown: Any, original: Callable[..., Any]
-) -> Callable[..., Any]:
+def guard_call(row: Row, name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Check the arguments of a function that is in the table.
 
     A subclass and a mode are shown ``shown`` for a method, which torch looks up by its name.

@@ -18,8 +18,8 @@ from torchguard._torch import (
     patch,
     rebuild_dynamo_tables,
 )
+from torchguard._torch.overlays import forget
 from torchguard.patching.guards import GUARDS, GuardName
-from torchguard.rollback.scope import forget
 
 _DEFAULT = ("resize",)
 
@@ -180,7 +180,7 @@ def uninstall(*names: GuardName) -> None:
 
     Every attribute of torch is then the very object it was before, or absent
     if it was absent. Guards that are not installed are passed over. Without names, what
-    :func:`guarded` keeps between its scopes goes too.
+    :func:`guarded` and :func:`checked` keep between their scopes goes too.
 
     Raises:
         ValueError: there is no guard of that name.

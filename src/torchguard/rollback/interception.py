@@ -33,7 +33,6 @@ from torchguard._torch import (
     shown_for,
 )
 from torchguard._torch.mutation import (
-    DUNDERS,
     KEEP_SHAPE,
     Writes,
     writes_of,

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import (
     TorchFunctionMode,
     handle_torch_function,
+    has_torch_function,
     has_torch_function_unary,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -211,10 +212,16 @@ is_wrapped: Callable[[torch.Tensor], bool] = getattr(
 """Whether a tensor stands for another one inside a transform of ``torch.func``."""
 
 
-def computing_unseen() -> contextlib.AbstractContextManager[object]:
-    """Compute something of our own that no mode sees, on plain tensors without gradients."""
+def computing_unseen(
+    values: tuple[Any, ...] = (),
+) -> contextlib.AbstractContextManager[object]:
+    """Look at these values, and compute, so that no mode and no subclass among them sees it."""
     # Most calls are made where there is none, and the scopes cost more than what is computed.
-    if torch._C._len_torch_function_stack() or _count_dispatch_modes():
+    if (
+        has_torch_function(values)
+        or torch._C._len_torch_function_stack()
+        or _count_dispatch_modes()
+    ):
         return _unseen()
     return _SEEN_BY_NONE
 

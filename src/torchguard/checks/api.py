@@ -19,6 +19,7 @@ from torchguard._torch import (
     CALLBACK_OF_CALL,
     DYNAMO,
     compiling_as,
+    computing_unseen,
     follow_in_dynamo,
     on_import,
     patch,
@@ -117,26 +118,30 @@ def _check_indices(original: Callable[..., Any]) -> Callable[..., Any]:
         if scope is None:
             return original(*args, **kwargs)
         result = original(*args, **kwargs)
-        rows = result.layout in {torch.sparse_csr, torch.sparse_bsr}
-        name, dim = ("col_indices", 1) if rows else ("row_indices", 0)
-        plain = result.col_indices() if rows else result.row_indices()
-        pointers = result.crow_indices() if rows else result.ccol_indices()
-        if not values_can_be_read(plain):
-            return result
-        blocks = result.layout in {torch.sparse_bsr, torch.sparse_bsc}
-        size = result.size(plain.dim() - 1 + dim)  # the dims of a batch come first
-        if blocks:
-            size //= result.values().size(plain.dim() + dim)
-        for argument, values, high in (
-            (name, plain, size - 1),
-            ("pointers", pointers, plain.size(-1)),
-            ("steps of the pointers", pointers.diff(), plain.size(-1)),
-        ):
-            site = check.Site(original.__name__, argument, "index", 0, high)
-            check.checked_value(scope, site, values.cpu(), lambda: None)
+        with computing_unseen((result,)):
+            _check_compressed(scope, original.__name__, result)
         return result
 
     return function
+
+
+def _check_compressed(scope: Scope, function: str, result: torch.Tensor) -> None:
+    rows = result.layout in {torch.sparse_csr, torch.sparse_bsr}
+    name, dim = ("col_indices", 1) if rows else ("row_indices", 0)
+    plain = result.col_indices() if rows else result.row_indices()
+    pointers = result.crow_indices() if rows else result.ccol_indices()
+    if not values_can_be_read(plain):
+        return
+    size = result.size(plain.dim() - 1 + dim)  # the dims of a batch come first
+    if result.layout in {torch.sparse_bsr, torch.sparse_bsc}:
+        size //= result.values().size(plain.dim() + dim)
+    for argument, values, high in (
+        (name, plain, size - 1),
+        ("pointers", pointers, plain.size(-1)),
+        ("steps of the pointers", pointers.diff(), plain.size(-1)),
+    ):
+        site = check.Site(function, argument, "index", 0, high)
+        check.checked_value(scope, site, values.cpu(), lambda: None)
 
 
 def _read_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,8 +150,10 @@ def _read_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def function(*args: Any, **kwargs: Any) -> Any:
         scope = current()
-        if scope is not None and args and not check.is_on_cpu(args[0]):
-            scope.flags.read()
+        if scope is not None and args:
+            with computing_unseen(args):
+                if not check.is_on_cpu(args[0]):
+                    scope.flags.read()
         return check.call_outside(original, shown, args, kwargs)
 
     return function

@@ -8,6 +8,7 @@ device's memory until :class:`Flags` reads them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, cast
@@ -165,24 +166,23 @@ def checked_value(scope: Scope, site: Site, values: Any, unread: Callable[[], An
     Raises:
         IndexOutOfRangeError: or its kin for other kinds, where values are out of range.
     """
-    with computing_unseen():
-        if not isinstance(values, torch.Tensor):
-            values_seen = torch.as_tensor(values, device="cpu")
-        elif is_on_cpu(values):
-            values_seen = values
-        else:
-            return _noted(scope, site._replace(line=user_line()), values, unread())
-        if not values_seen.numel():
-            return values
-        smallest, largest = torch.aminmax(looked_at(site, values_seen, None))
+    if not isinstance(values, torch.Tensor):
+        read = torch.as_tensor(values, device="cpu")
+    elif is_on_cpu(values):
+        read = values
+    else:
+        return _noted(scope, site._replace(line=user_line()), values, unread())
+    if not read.numel():
+        return values
+    smallest, largest = torch.aminmax(looked_at(site, read, None))
+    if site.allows(smallest.item(), largest.item()):
+        return values
+    mask = unread()
+    if mask is not None:
+        smallest, largest = torch.aminmax(looked_at(site, read, mask))
         if site.allows(smallest.item(), largest.item()):
             return values
-        mask = unread()
-        if mask is not None:
-            smallest, largest = torch.aminmax(looked_at(site, values_seen, mask))
-            if site.allows(smallest.item(), largest.item()):
-                return values
-        raise _described(site, values_seen, mask)
+    raise _described(site, read, mask)
 
 
 def looked_at(site: Site, values: Any, unread: Any) -> Any:
@@ -269,31 +269,38 @@ def guard_call(row: Row, name: str, shown: Any, original: Callable[..., Any]) ->
 
     def function(*args: Any, **kwargs: Any) -> Any:
         scope = current()
-        if scope is None:
-            return call_outside(original, shown, args, kwargs)
-        given = bind(row, args, kwargs)
-        new: dict[str, Any] = {}
-        for check in row.checks:
-            values = given.get(check.argument)
-            if isinstance(values, _LISTS):
-                if not values or not all(type(each) is int for each in values):
-                    continue
-            elif not can_check(check, values) or not values_can_be_read(values):
-                continue
-            allowed = _allowed(check, given)
-            if allowed is None:
-                continue
-            site = Site(name, check.argument, check.kind, *allowed)
-            value = checked_value(
-                scope, site, values, lambda check=check: check.unread and check.unread(given, given)
-            )
-            if value is not values:
-                new[check.argument] = value
-        if new:
-            args, kwargs = rebound(row, args, kwargs, new)
+        if scope is not None:
+            with computing_unseen((*args, *kwargs.values())):
+                args, kwargs = _checked(scope, row, name, args, kwargs)
         return call_outside(original, shown, args, kwargs)
 
     return function
+
+
+def _checked(
+    scope: Scope, row: Row, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given = bind(row, args, kwargs)
+    new: dict[str, Any] = {}
+    for check in row.checks:
+        values = given.get(check.argument)
+        if isinstance(values, _LISTS):
+            if not values or not all(type(each) is int for each in values):
+                continue
+        elif not can_check(check, values) or not values_can_be_read(values):
+            continue
+        allowed = _allowed(check, given)
+        if allowed is not None:
+            site = Site(name, check.argument, check.kind, *allowed)
+            mask = check.unread and functools.partial(check.unread, given, given)
+            value = checked_value(scope, site, values, mask or _nothing)
+            if value is not values:
+                new[check.argument] = value
+    return rebound(row, args, kwargs, new) if new else (args, kwargs)
+
+
+def _nothing() -> None:
+    """All values are read."""
 
 
 def call_outside(
@@ -360,30 +367,32 @@ def guard_indexing(name: str, shown: Any, original: Callable[..., Any]) -> Calla
         index = args[1] if len(args) > 1 else kwargs.get("indices")
         kind = type(index)
         scope = current()
-        if (
-            scope is None
-            or kind is int
-            or kind is slice
-            or not args
-            or not isinstance(args[0], torch.Tensor)
-        ):
-            return call_outside(original, shown, args, kwargs)
-        whole = isinstance(index, tuple) or fills
-        items = list(index) if whole else [index]
-        named = [slice(None) if item is None else item for item in items] if fills else items
-        changed = False
-        for place, dim in indexed_dims(named, args[0].dim()):
-            values, size = items[place], args[0].size(dim)
-            if not isinstance(values, torch.Tensor) or values_can_be_read(values):
-                argument = "index" if len(items) == 1 else f"index {place}"
-                site = Site(called, argument, "index", -size, size - 1)
-                items[place] = checked_value(scope, site, values, lambda: None)
-                changed = changed or items[place] is not values
-        if not changed:
-            return call_outside(original, shown, args, kwargs)
-        new = tuple(items) if whole else items[0]
-        if len(args) > 1:
-            return call_outside(original, shown, (args[0], new, *args[2:]), kwargs)
-        return call_outside(original, shown, args, {**kwargs, "indices": new})
+        if scope is not None and args and kind is not int and kind is not slice:
+            with computing_unseen((*args, *kwargs.values())):
+                new = _checked_index(scope, called, index, args[0], fills=fills)
+            if new is not index and len(args) > 1:
+                args = (args[0], new, *args[2:])
+            elif new is not index:
+                kwargs["indices"] = new
+        return call_outside(original, shown, args, kwargs)
 
     return function
+
+
+def _checked_index(scope: Scope, name: str, index: Any, tensor: Any, *, fills: bool) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return index
+    whole = isinstance(index, tuple) or fills
+    items = list(index) if whole else [index]
+    named = [slice(None) if item is None else item for item in items] if fills else items
+    changed = False
+    for place, dim in indexed_dims(named, tensor.dim()):
+        values, size = items[place], tensor.size(dim)
+        if not isinstance(values, torch.Tensor) or values_can_be_read(values):
+            argument = "index" if len(items) == 1 else f"index {place}"
+            site = Site(name, argument, "index", -size, size - 1)
+            items[place] = checked_value(scope, site, values, _nothing)
+            changed = changed or items[place] is not values
+    if not changed:
+        return index
+    return tuple(items) if whole else items[0]

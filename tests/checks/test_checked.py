@@ -97,7 +97,7 @@ def test_generators_and_a_wrong_report() -> None:
     def generator() -> Any:
         yield 1
 
-    with pytest.raises(TypeError, match="write `with torchguard.checked"):
+    with pytest.raises(TypeError, match=r"write `with torchguard\.checked"):
         torchguard.checked()(generator)
     with pytest.raises(ValueError, match="report is 'epoch', expected 'step' or 'call'"):
         torchguard.checked(report="epoch")  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
         Subclass.seen.clear()
         with Recording() as functions, Counting() as operators:
             _calls(X, index)
-            _calls(X.as_subclass(Subclass), index)
+        _calls(X.as_subclass(Subclass), index)
         seen.append((functions.seen, operators.seen, list(Subclass.seen)))
         if len(seen) == 1:
             scope = torchguard.checked()

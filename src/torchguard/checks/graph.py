@@ -62,7 +62,8 @@ def checks_in_graph(
         inside += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
         row = None if inside else _row_of(node)
         if row is not None:
-            _check_node(graph, node, row, found)
+            with graph.graph.inserting_before(node):
+                _Call(graph, node, row, found).check()
     if not found:
         return compile_graph(graph)
     groups: dict[tuple[bool, torch.dtype], list[_Seen]] = {}
@@ -109,38 +110,78 @@ def _read(seen: Any, sites: list[tuple[bool, list[Site]]]) -> None:
 # ---- one node ----
 
 
-def _check_node(graph: fx.GraphModule, node: fx.Node, row: Row, found: list[_Seen]) -> None:
-    given = bind(row, node.args, node.kwargs)
-    fakes = {name: _fake(each) for name, each in given.items()}
-    tracer = GraphAppendingTracer(graph.graph)
-    lines = re.findall(r'File "(.+)", line (\d+)', node.stack_trace or "")
-    line = ":".join(lines[-1]) if lines else ""
+class _Call:
+    """A node that calls what is in the table, and the checks that are put in front of it."""
 
-    def sizes(argument: str, dim: int | None) -> Any:
+    def __init__(self, graph: fx.GraphModule, node: fx.Node, row: Row, found: list[_Seen]) -> None:
+        self._node, self._row, self._found = node, row, found
+        self._tracer = GraphAppendingTracer(graph.graph)
+        self._given = bind(row, node.args, node.kwargs)
+        self._fakes = {name: _fake(each) for name, each in self._given.items()}
+
+    def check(self) -> None:
+        """Check what can be checked; the node is then called with what is in range."""
+        new: dict[str, Any] = {}
+        if self._row in _INDEXING:
+            name = self._row.parameters[1]
+            new[name] = self._indices(self._given.get(name))
+        else:
+            for check in self._row.checks:
+                values = self._given.get(check.argument)
+                allowed = (
+                    check.range(self._fakes, self._size) if _can_check(check, values) else None
+                )
+                if allowed is not None:
+                    new[check.argument] = self._put(check, values, allowed)
+        self._node.args, self._node.kwargs = rebound(
+            self._row, self._node.args, self._node.kwargs, new
+        )
+
+    def _indices(self, index: Any) -> Any:
+        tensor = self._fakes.get("input")
+        whole = isinstance(index, (tuple, list))
+        if not isinstance(tensor, torch.Tensor) or (
+            isinstance(index, list) and self._row is not _INDEX_PUT
+        ):
+            return index  # a list of numbers, of which torch makes a tensor
+        items = list(index) if whole else [index]
+        fakes = [_fake(item) for item in items]
+        if self._row is _INDEX_PUT:
+            fakes = [slice(None) if fake is None else fake for fake in fakes]
+        for place, dim in indexed_dims(fakes, tensor.dim()):
+            check = Check("index" if len(items) == 1 else f"index {place}", lambda *_: None)
+            if _can_check(check, items[place]):
+                size = self._size("input", dim)
+                items[place] = self._put(check, items[place], (-size, size - 1))
+        return tuple(items) if whole else items[0]
+
+    def _size(self, argument: str, dim: int | None) -> Any:
         """Return the size of an argument, a node of the graph where it is symbolic."""
-        fake = fakes[argument]
+        fake = self._fakes[argument]
         if not fake.dim():
             return 1
         size = fake.numel() if dim is None else fake.size(dim)
         if isinstance(size, int):
             return size
-        proxy = fx.Proxy(given[argument], tracer)
+        proxy = fx.Proxy(self._given[argument], self._tracer)
         return proxy.numel() if dim is None else proxy.size(dim)
 
-    def put(check: Check, values: Any, allowed: Any) -> Any:
-        """Put the check in, and return the node to be used in place of the one of the values."""
+    def _put(self, check: Check, node: fx.Node, allowed: Any) -> fx.Node:
+        """Put a check in, and return what stands in place of the node of the values."""
+        lines = re.findall(r'File "(.+)", line (\d+)', self._node.stack_trace or "")
         low, high = (0 if isinstance(each, fx.Proxy) else each for each in allowed)
-        site = Site(_name_of(node), check.argument, check.kind, low, high, line)
+        function = str(getattr(self._node.target, "__name__", self._node.target))
+        line = ":".join(lines[-1]) if lines else ""
+        site = Site(function, check.argument, check.kind, low, high, line)
         asked = site._replace(low=allowed[0], high=allowed[1])
-        proxy, fake = fx.Proxy(values, tracer), _fake(values)
-        unread = None
+        values, fake, unread = fx.Proxy(node, self._tracer), _fake(node), None
         if check.unread is not None:
             proxies = {
-                name: fx.Proxy(each, tracer) if isinstance(each, fx.Node) else each
-                for name, each in given.items()
+                name: fx.Proxy(each, self._tracer) if isinstance(each, fx.Node) else each
+                for name, each in self._given.items()
             }
-            unread = check.unread(proxies, fakes)
-        read = looked_at(asked, proxy, unread)
+            unread = check.unread(proxies, self._fakes)
+        read = looked_at(asked, values, unread)
         if any(free_unbacked_symbols(size) for size in fake.size()):  # it may be empty
             harmless = read.new_full((1,), 1 if check.kind == "divisor" else 0)
             read = torch.cat((read.reshape(-1), harmless))
@@ -148,41 +189,11 @@ def _check_node(graph: fx.GraphModule, node: fx.Node, row: Row, found: list[_See
         ends = [read.amin().to(dtype), read.amax().to(dtype)]
         for end, bound in zip(tuple(ends), allowed, strict=True):
             ends.append(end if bound is None else torch.full_like(end, bound))
-        found.append((site, is_on_cpu(fake), [end.node for end in ends]))
-        new = clamped(asked, proxy, unread).node
+        self._found.append((site, is_on_cpu(fake), [end.node for end in ends]))
+        new = clamped(asked, values, unread).node
         # Later checks, and passes, look at what Dynamo knows of a value.
         new.meta["example_value"] = fake
-        return new
-
-    new: dict[str, Any] = {}
-    with graph.graph.inserting_before(node):
-        if row in _INDEXING:
-            name = row.parameters[1]
-            new[name] = _indices(row, given.get(name), fakes.get("input"), sizes, put)
-        else:
-            for check in row.checks:
-                values = given.get(check.argument)
-                if _can_check(check, values):
-                    allowed = check.range(fakes, sizes)
-                    if allowed is not None:
-                        new[check.argument] = put(check, values, allowed)
-    node.args, node.kwargs = rebound(row, node.args, node.kwargs, new)
-
-
-def _indices(row: Row, index: Any, tensor: Any, sizes: Any, put: Any) -> Any:
-    whole = isinstance(index, (tuple, list))
-    if not isinstance(tensor, torch.Tensor) or (isinstance(index, list) and row is not _INDEX_PUT):
-        return index  # a list of numbers, of which torch makes a tensor
-    items = list(index) if whole else [index]
-    fakes = [_fake(item) for item in items]
-    if row is _INDEX_PUT:
-        fakes = [slice(None) if fake is None else fake for fake in fakes]
-    for place, dim in indexed_dims(fakes, tensor.dim()):
-        check = Check("index" if len(items) == 1 else f"index {place}", lambda *_: None)
-        if _can_check(check, items[place]):
-            size = sizes("input", dim)
-            items[place] = put(check, items[place], (-size, size - 1))
-    return tuple(items) if whole else items[0]
+        return new  # type: ignore[no-any-return]
 
 
 def _can_check(check: Check, node: Any) -> bool:
@@ -199,10 +210,6 @@ def _can_check(check: Check, node: Any) -> bool:
 
 def _fake(value: Any) -> Any:
     return value.meta.get("example_value") if isinstance(value, fx.Node) else value
-
-
-def _name_of(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _row_of(node: fx.Node) -> Row | None:

@@ -34,14 +34,11 @@ on_device = pytest.mark.usefixtures("device")
 @on_device
 def test_a_kernel_gets_clamped_values_and_the_error_comes_at_the_end() -> None:
     """With the line of the call, which is not on the stack any more."""
-    scope = torchguard.checked()
-    scope.__enter__()
-    assert X[BAD].equal(X[[0, 3]])
-    X.index_select(0, torch.tensor([1]))
-    with pytest.raises(IndexOutOfRangeError) as raised:
-        scope.__exit__(None, None, None)
+    with pytest.raises(IndexOutOfRangeError) as raised, torchguard.checked():
+        assert X[BAD].equal(X[torch.tensor([0, 3])])
+        X.index_select(0, torch.tensor([1]))
     line = test_a_kernel_gets_clamped_values_and_the_error_comes_at_the_end.__code__.co_firstlineno
-    where = f"x[index] at test_checked_devices.py:{line + 5}: "
+    where = f"x[index] at test_checked_devices.py:{line + 4}: "
     assert str(raised.value) == f"{where}index: expected -4 to 3, got 0 to 9"
 
 
@@ -121,12 +118,12 @@ def test_compiled_code_keeps_its_flags_in_the_scope(backend: str) -> None:
     good = torch.tensor([0, 3])
     with torchguard.checked():
         compiled(X, good)
-    scope = torchguard.checked()
-    scope.__enter__()
-    assert compiled(X, BAD).equal(2 * X[[0, 3]])
-    compiled(X, good)
-    with pytest.raises(IndexOutOfRangeError, match=r"devices\.py:\d+: index: expected -4 to 3"):
-        scope.__exit__(None, None, None)
+    found = []
+    line = r"devices\.py:\d+: index: expected -4 to 3"
+    with pytest.raises(IndexOutOfRangeError, match=line), torchguard.checked():
+        found.append(compiled(X, BAD))
+        compiled(X, good)
+    assert found[0].equal(2 * X[[0, 3]])
     with torchguard.checked(report="call"), pytest.raises(IndexOutOfRangeError):
         compiled(X, BAD)
 

@@ -361,7 +361,7 @@ def compiling_as(callback: Any, purpose: str) -> Any:
         for name in _ORIGINAL:
             while hasattr(backend, name):
                 backend = getattr(backend, name)
-        reference = weakref.ref(callback)
+        reference: Callable[[], Any] = weakref.ref(callback)  # it keeps what is kept for it alive
 
         def convert(*args: Any, **kwargs: Any) -> Any:
             return reference()(*args, **kwargs)

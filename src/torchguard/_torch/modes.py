@@ -198,7 +198,7 @@ def values_can_be_read(value: torch.Tensor) -> bool:
         and value.layout is torch.strided
         and not (value.is_meta or value.is_nested)
         and not is_wrapped(value)
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
     )
 
 

@@ -287,7 +287,7 @@ def _checked(
         if isinstance(values, _LISTS):
             if not values or not all(type(each) is int for each in values):
                 continue
-        elif not can_check(check, values) or not values_can_be_read(values):
+        elif not (can_check(check, values) and values_can_be_read(cast("torch.Tensor", values))):
             continue
         allowed = _allowed(check, given)
         if allowed is not None:

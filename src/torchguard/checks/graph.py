@@ -166,7 +166,7 @@ class _Call:
         proxy = fx.Proxy(self._given[argument], self._tracer)
         return proxy.numel() if dim is None else proxy.size(dim)
 
-    def _put(self, check: Check, node: fx.Node, allowed: Any) -> fx.Node:
+    def _put(self, check: Check, node: Any, allowed: Any) -> fx.Node:
         """Put a check in, and return what stands in place of the node of the values."""
         lines = re.findall(r'File "(.+)", line (\d+)', self._node.stack_trace or "")
         low, high = (0 if isinstance(each, fx.Proxy) else each for each in allowed)

@@ -79,12 +79,13 @@ def test_every_kind_of_value() -> None:
         assert (torch.arange(2) % torch.tensor([1, 2])).tolist() == [0, 1]
     assert loss.equal(functional.cross_entropy(X, labels))
     ones = torch.ones(1, 3)
-    for error, call in (
+    bad: tuple[tuple[type[Exception], Any], ...] = (
         (IndexOutOfRangeError, lambda: functional.cross_entropy(X, labels + 1)),
         (ValueOutOfRangeError, lambda: functional.binary_cross_entropy(ones * float("nan"), ones)),
         (ValueOutOfRangeError, lambda: (X - 1).multinomial(1)),
         (ZeroDivisorError, lambda: torch.arange(2) // torch.tensor([1, 0])),
-    ):
+    )
+    for error, call in bad:
         with pytest.raises(error), torchguard.checked():
             call()
 

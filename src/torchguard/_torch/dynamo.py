@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 import sys
 import warnings
 import weakref
@@ -46,6 +47,7 @@ __all__ = [
     "tracing_context",
     "tracing_unseen",
     "user_line",
+    "user_line_of",
     "warn_at_compiled_call",
     "warn_user",
 ]
@@ -463,6 +465,13 @@ def user_line() -> str:
     """Return the innermost line that is neither of torch nor of torchguard: ``model.py:130``."""
     frame = _first_of_user(sys._getframe(1))
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def user_line_of(stack_trace: str | None) -> str:
+    """Return the same for a node of a graph, which has its stack as a text."""
+    lines: list[tuple[str, str]] = re.findall(r'File "(.+)", line (\d+)', stack_trace or "")
+    lines = [each for each in lines if not each[0].startswith((*_INTERNAL_FOLDERS, "<"))]
+    return f"{Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
 
 
 def frame_of_user() -> FrameType | None:

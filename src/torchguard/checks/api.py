@@ -305,10 +305,10 @@ def checked(*, report: Report = "step") -> Checked:
     https://github.com/pytorch/pytorch/issues/17425,
     https://github.com/pytorch/pytorch/issues/193794
     """
-    if report not in get_args(Report):
-        raise ValueError(f"checked: report is {report!r}, expected 'step' or 'call'")
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()  # type: ignore[return-value]
+    if report not in get_args(Report):
+        raise ValueError(f"checked: report is {report!r}, expected 'step' or 'call'")
     return Checked(report)
 
 

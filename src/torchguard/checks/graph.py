@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,14 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.proxy import GraphAppendingTracer
 
-from torchguard._torch import C_NAMESPACE, computing_unseen, inner_tensors, is_wrapped, patch
+from torchguard._torch import (
+    C_NAMESPACE,
+    computing_unseen,
+    inner_tensors,
+    is_wrapped,
+    patch,
+    user_line_of,
+)
 from torchguard.checks.check import (
     Flags,
     Site,
@@ -168,10 +174,9 @@ class _Call:
 
     def _put(self, check: Check, node: Any, allowed: Any) -> fx.Node:
         """Put a check in, and return what stands in place of the node of the values."""
-        lines = re.findall(r'File "(.+)", line (\d+)', self._node.stack_trace or "")
         low, high = (0 if isinstance(each, fx.Proxy) else each for each in allowed)
         function = str(getattr(self._node.target, "__name__", self._node.target))
-        line = ":".join(lines[-1]) if lines else ""
+        line = user_line_of(self._node.stack_trace)
         site = Site(function, check.argument, check.kind, low, high, line)
         asked = site._replace(low=allowed[0], high=allowed[1])
         values, fake, unread = fx.Proxy(node, self._tracer), _fake(node), None
@@ -188,7 +193,7 @@ class _Call:
         dtype = torch.float64 if check.kind == "value" else torch.int64
         ends = [read.amin().to(dtype), read.amax().to(dtype)]
         for end, bound in zip(tuple(ends), allowed, strict=True):
-            ends.append(end if bound is None else torch.full_like(end, bound))
+            ends.append(end if bound is None else torch.zeros_like(end) + bound)
         self._found.append((site, is_on_cpu(fake), [end.node for end in ends]))
         new = clamped(asked, values, unread).node
         # Later checks, and passes, look at what Dynamo knows of a value.

@@ -368,8 +368,7 @@ def compiling_as(callback: Any, purpose: str) -> Any:
         def convert(*args: Any, **kwargs: Any) -> Any:
             return reference()(*args, **kwargs)
 
-        for name in _ORIGINAL:
-            setattr(convert, name, _Key(backend, purpose))
+        vars(convert).update(dict.fromkeys(_ORIGINAL, _Key(backend, purpose)))
         _compiling[callback] = convert
     return _compiling[callback]
 

@@ -101,8 +101,8 @@ def _wanted() -> Iterator[patch.Overlay]:
 def _named(make: patch.Make) -> patch.Make:
     def made(original: Callable[..., Any]) -> Callable[..., Any]:
         function: Any = make(original)
-        for name in ("__name__", "__qualname__", "__doc__"):
-            setattr(function, name, getattr(original, name))
+        function.__name__, function.__doc__ = original.__name__, original.__doc__
+        function.__qualname__ = original.__qualname__
         function.__module__ = getattr(original, "__module__", None) or "torch"
         follow_in_dynamo(function, original)
         return function  # type: ignore[no-any-return]

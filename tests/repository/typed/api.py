@@ -69,7 +69,7 @@ def mutation() -> None:
     with torchguard.rollback_on_error(t, torch.zeros(2), data=True):
         t.resize_(3)
     with torchguard.checked(), torchguard.checked(report="call"):
-        x[torch.tensor([0])]
+        t.add_(0)
     torchguard.checked()(lambda: 1)()
     with torchguard.guarded():
         t.add_(1)

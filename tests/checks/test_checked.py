@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchguard
+from torchguard.checks.check import current
 from torchguard.errors import IndexOutOfRangeError, TorchGuardError, ZeroDivisorError
 
 X = torch.arange(12.0).reshape(4, 3)
@@ -69,6 +70,17 @@ def test_a_scope_covers_its_own_thread_and_ends() -> None:
         assert raises(lambda: X[BAD])
     assert seen == [False]
     assert not raises(lambda: X[BAD])
+
+
+def test_scopes_that_overlap() -> None:
+    """Those of generators are left in any order."""
+    first, second = torchguard.checked(), torchguard.checked()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert raises(lambda: X[BAD])
+    second.__exit__(None, None, None)
+    assert current() is None
 
 
 def test_a_decorated_function_and_many_scopes() -> None:
@@ -215,6 +227,7 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
         lambda: functional.embedding(torch.tensor([1]), X.clone(), max_norm=1.0),
         lambda: functional.cross_entropy(X, torch.tensor([0, -100, 2, -100])),
         lambda: functional.cross_entropy(X, torch.full((4, 3), 1 / 3)),
+        lambda: functional.cross_entropy(torch.ones(1, 300), torch.tensor([255]).to(torch.uint8)),
         lambda: torch.tensor(5).index_select(0, torch.tensor([0])),
         lambda: torch.tensor([1.0, 2.0]) % torch.tensor([0.0, 1.0]),
         lambda: torch.tensor([1, 2]) / torch.tensor([0, 1]),

@@ -224,21 +224,22 @@ class Checked(contextlib.ContextDecorator):
 
     def __init__(self, report: Report) -> None:
         self._report: Report = report
-        self._entered: list[tuple[Scope, Any]] = []
+        self._entered: list[Scope] = []
 
     def __enter__(self) -> None:
         _begin()
         scope = Scope(self._report)
-        self._entered.append((scope, enter(scope)))
+        scope.around = enter(scope)
+        self._entered.append(scope)
 
     def __exit__(self, *failure: object) -> None:
-        scope, before = self._entered.pop()
+        scope = self._entered.pop()
         try:
             # After an exception nothing leaves the scope that was computed from a clamped value.
             if failure[0] is None:
                 scope.flags.read()
         finally:
-            enter(before)
+            check.leave(scope)
             _end()
 
     def __call__(self, function: _Function) -> _Function:

@@ -122,6 +122,8 @@ class Scope:
 
     def __init__(self, report: Report) -> None:
         self.flags = Flags(report)
+        self.around: Scope | Literal[False] | None = None
+        self.open = True
 
 
 _innermost: ContextVar[Scope | Literal[False] | None] = ContextVar(
@@ -143,6 +145,15 @@ def enter(scope: Scope | Literal[False] | None) -> Any:
     before = _innermost.get()
     _innermost.set(scope)
     return before
+
+
+def leave(scope: Scope) -> None:
+    """Close a scope, in whatever order scopes are left: those of generators overlap."""
+    scope.open = False
+    inner = _innermost.get()
+    while inner and not inner.open:
+        inner = inner.around
+    _innermost.set(inner)
 
 
 def process_scope(scope: Scope | None = None, *, end: bool = False) -> Scope | None:
@@ -200,7 +211,8 @@ def clamped(site: Site, values: Any, unread: Any) -> Any:
     if site.kind == "value":
         # Not clamp(), which lets NaN through.
         return torch.where((values >= site.low) & (values <= site.high), values, site.low)
-    inside = values.clamp(site.low, site.high)
+    # In 64 bits: a limit may be more than what uint8 holds.
+    inside = values.to(torch.int64).clamp(site.low, site.high).type_as(values)
     return inside if unread is None else torch.where(unread, values, inside)
 
 

@@ -24,7 +24,7 @@ if __package__ in {None, ""}:  # run as a file: the folder on the path is this o
 
 import torchguard
 from benchmarks.bench_host import workloads
-from benchmarks.harness import AddedTarget, Comparison, Side, measure
+from benchmarks.harness import AddedTarget, Comparison, Scope, Side, measure
 from benchmarks.paired import Variant, calls_for, ratios, take_turns
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.spread import Interval, Spread
@@ -99,12 +99,18 @@ def steps(setting: Setting) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         ).step  # fmt: skip
 
 
-def compared(what: str, phase: str, step: Callable[[], Any], setting: Setting) -> Step:
+def compared(
+    what: str,
+    phase: str,
+    step: Callable[[], Any],
+    setting: Setting,
+    guard: Scope = INSTALLED,
+) -> Step:
     """Let a step take turns with itself, guarded and not."""
     variants = [
         Variant(NOTHING, step, contextlib.nullcontext),
         Variant(CONTROL, step, contextlib.nullcontext),
-        Variant(GUARD, step, INSTALLED),
+        Variant(GUARD, step, guard),
     ]
     calls = calls_for(step, setting.block_seconds(0.05), "cpu")
     found = take_turns(variants, setting.rounds, calls, "cpu")

@@ -27,6 +27,7 @@ _NAMES = (
     "transaction",
     "recompute",
     "overlap",
+    "checks",
     "checkpoint",
     "import",
     "failures",

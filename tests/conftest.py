@@ -83,8 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_residue() -> Iterator[None]:
     """Fail a test that leaves something of torchguard in torch, and clean up after it."""
     yield
-    if "torchguard.rollback.scope" in sys.modules:  # what scopes keep until uninstall()
-        sys.modules["torchguard.rollback.scope"].forget()
+    if "torchguard._torch.overlays" in sys.modules:  # what scopes keep until uninstall()
+        sys.modules["torchguard._torch.overlays"].forget()
     found = residue()
     if found:  # a transaction that is part of a cycle stands until it is collected
         gc.collect()

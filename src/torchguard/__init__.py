@@ -19,7 +19,8 @@ Sizes
 Operations that fail
     :func:`guarded` and :func:`rollback_on_error` are scopes; :func:`safe_resize_`,
     :func:`safe_resize_as_` and :func:`safe_set_` single calls; :func:`check_consistent` and
-    :func:`repair_` are for what is spoiled already. :func:`at`, :func:`sliced_assign` and
+    :func:`repair_` are for what is spoiled already. In :func:`checked` a value out of range
+    raises. :func:`at`, :func:`sliced_assign` and
     :func:`sliced_assign_` assign by index and keep the gradient.
 
 The whole process
@@ -54,6 +55,7 @@ _PUBLIC = {
     "bucketing.padding": ("pad_to_bucket", "unpad"),
     "bucketing.pairs": ("PairBuckets",),
     "bucketing.sampler": ("BucketBatchSampler",),
+    "checks.api": ("checked",),
     "checkpoint.loading": ("load", "load_state_dict"),
     "checkpoint.saving": ("save",),
     "checkpoint.sharded": ("load_sharded",),
@@ -101,7 +103,7 @@ _HOME = {
     for module, names in table.items()
     for name in names
 }
-_FOLDERS = ("assignment", "bucketing", "checkpoint", "defects", "equivalence", "interop",
+_FOLDERS = ("assignment", "bucketing", "checkpoint", "checks", "defects", "equivalence", "interop",
             "patching", "rollback", "transactions", "verification")  # fmt: skip
 
 # Names that were here, for one release: what to type.

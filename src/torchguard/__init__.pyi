@@ -24,6 +24,7 @@ from torchguard.checkpoint.saving import save
 from torchguard.checkpoint.sharded import load_sharded
 from torchguard.checkpoint.verify import CheckpointCheck as CheckpointCheck
 from torchguard.checkpoint.verify import verify_checkpoint
+from torchguard.checks.api import checked
 from torchguard.defects.doctor import DoctorReport as DoctorReport
 from torchguard.defects.doctor import doctor
 from torchguard.errors import (
@@ -71,6 +72,7 @@ __all__ = [
     "at",
     "bucketed",
     "check_consistent",
+    "checked",
     "checkpoint_folder",
     "doctor",
     "get_original",

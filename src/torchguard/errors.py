@@ -105,3 +105,18 @@ class UnrecoverableStepError(TorchGuardError, RuntimeError):
 
 class ReplayMismatchError(TorchGuardError, RuntimeError):
     """Raised when forward and backward, run twice on one batch, do not give the same bits."""
+
+
+# torch raises an IndexError in one place and a RuntimeError in another.
+
+
+class IndexOutOfRangeError(TorchGuardError, IndexError, RuntimeError):
+    """Raised by ``checked`` for an index, a label or a count that is out of range."""
+
+
+class ValueOutOfRangeError(TorchGuardError, ValueError, RuntimeError):
+    """Raised by ``checked`` for a probability that is none."""
+
+
+class ZeroDivisorError(TorchGuardError, ZeroDivisionError, RuntimeError):
+    """Raised by ``checked`` where integers are divided by zero."""

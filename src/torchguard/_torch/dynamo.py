@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any
@@ -18,10 +21,12 @@ import wrapt
 from torchguard._torch.modes import replace_torch_function_modes, torch_function_modes
 
 __all__ = [
+    "CALLBACK_OF_CALL",
     "CALL_USER_COMPILER",
     "DYNAMO",
     "EVAL_FRAME_HOOK",
     "TENSOR_VARIABLE",
+    "compiling_as",
     "dynamo_is_imported",
     "fake_inputs",
     "fake_of",
@@ -42,6 +47,7 @@ __all__ = [
     "tracing_context",
     "tracing_unseen",
     "user_line",
+    "user_line_of",
     "warn_at_compiled_call",
     "warn_user",
 ]
@@ -54,6 +60,9 @@ DYNAMO = "torch._dynamo"
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
 EVAL_FRAME_HOOK = "torch._dynamo.eval_frame._maybe_set_eval_frame"
 """Every compiled function calls it on the way in and on the way out, from the same frame."""
+
+CALLBACK_OF_CALL = "torch._dynamo.eval_frame._callback_from_stance"
+"""Every compiled function asks it on the way in what is to be done with its frames."""
 
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/tensor.py
 TENSOR_VARIABLE = "torch._dynamo.variables.tensor.TensorVariable"
@@ -330,6 +339,43 @@ def _torchscript_builtins() -> dict[int, str]:
 # ---- the graph that Dynamo is compiling ----
 
 
+@dataclass(frozen=True)
+class _Key:
+    """A backend, and what it is used for: Dynamo keeps what it compiles with it, by equality."""
+
+    backend: Any
+    purpose: str
+
+
+_compiling: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def compiling_as(callback: Any, purpose: str) -> Any:
+    """Return the same callback of Dynamo, whose graphs are kept apart from all others.
+
+    The backend is part of a variant's cache key; it is found by an attribute of the callback.
+    https://github.com/pytorch/pytorch/blob/main/torch/csrc/dynamo/extra_state.cpp
+    """
+    if isinstance(getattr(callback, _ORIGINAL[0], None), _Key):
+        return callback
+    if callback not in _compiling:
+        backend = callback
+        for name in _ORIGINAL:
+            while hasattr(backend, name):
+                backend = getattr(backend, name)
+        reference: Callable[[], Any] = weakref.ref(callback)  # it keeps what is kept for it alive
+
+        def convert(*args: Any, **kwargs: Any) -> Any:
+            return reference()(*args, **kwargs)
+
+        vars(convert).update(dict.fromkeys(_ORIGINAL, _Key(backend, purpose)))
+        _compiling[callback] = convert
+    return _compiling[callback]
+
+
+_ORIGINAL = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # since 2.8, and 2.6
+
+
 def tracing_context() -> Any:
     """Return what Dynamo knows of the graph it is compiling: its symbols, its fake tensors."""
     return torch._guards.TracingContext.try_get()
@@ -418,6 +464,13 @@ def user_line() -> str:
     """Return the innermost line that is neither of torch nor of torchguard: ``model.py:130``."""
     frame = _first_of_user(sys._getframe(1))
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def user_line_of(stack_trace: str | None) -> str:
+    """Return the same for a node of a graph, which has its stack as a text."""
+    lines: list[tuple[str, str]] = re.findall(r'File "(.+)", line (\d+)', stack_trace or "")
+    lines = [each for each in lines if not each[0].startswith((*_INTERNAL_FOLDERS, "<"))]
+    return f"{Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
 
 
 def frame_of_user() -> FrameType | None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, has_torch_function_unary
+from torch.overrides import (
+    TorchFunctionMode,
+    handle_torch_function,
+    has_torch_function,
+    has_torch_function_unary,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchguard._torch.tensors import has_own_dispatch
@@ -18,13 +23,18 @@ __all__ = [
     "autocast_is_on",
     "call_unrecorded",
     "call_with_grad",
+    "computing_unseen",
     "has_torch_function_unary",
     "innermost_transform",
     "inside_transform",
     "is_recorded",
+    "is_wrapped",
     "overriding",
     "replace_torch_function_modes",
+    "show_overriding",
+    "shown_for",
     "torch_function_modes",
+    "values_can_be_read",
     "without_dispatch_modes",
     "without_torch_dispatch",
     "without_torch_function",
@@ -138,3 +148,89 @@ def is_recorded() -> bool:
     recorder = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode = getattr(recorder, "get_proxy_mode", None)
     return mode is not None and mode() is not None
+
+
+def shown_for(name: str) -> Any:
+    """Return what a subclass is shown for a method: for ``__iadd__`` that is ``add_``."""
+    method = getattr(torch.Tensor, name)
+    if not name.startswith("__") or name.endswith("item__"):
+        return method
+    seen: list[Any] = []
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, *_: Any) -> Any:
+            seen.append(func)
+            return NotImplemented
+
+    with contextlib.suppress(TypeError):
+        method(torch.ones(1, device="cpu").as_subclass(Asked), 1)
+    return seen[0] if seen else method
+
+
+def show_overriding(
+    shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_operator: bool
+) -> Callable[..., Any]:
+    """Return what calls ``__torch_function__`` as torch does."""
+    flat: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        flat += value if isinstance(value, (tuple, list)) else (value,)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return handle_torch_function(shown, overriding(tuple(flat)), *args, **kwargs)
+        except TypeError:
+            if is_operator:  # the other operand may know what to do
+                return NotImplemented
+            raise
+
+    return call
+
+
+def values_can_be_read(value: torch.Tensor) -> bool:
+    """Whether a tensor has values, and looking at them is recorded nowhere.
+
+    Not of subclasses, fake and meta tensors, what a transform of ``torch.func`` has wrapped, other
+    layouts than strided, and not while ``torch.jit.trace`` writes down what is called.
+    """
+    return (
+        type(value) in _PLAIN
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_nested)
+        and not is_wrapped(value)
+        and torch._C._get_tracing_state() is None
+    )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+is_wrapped: Callable[[torch.Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None),
+    "is_functorch_wrapped_tensor",
+    lambda _: inside_transform(),
+)
+"""Whether a tensor stands for another one inside a transform of ``torch.func``."""
+
+
+def computing_unseen(
+    values: tuple[Any, ...] = (),
+) -> contextlib.AbstractContextManager[object]:
+    """Look at these values, and compute, so that no mode and no subclass among them sees it."""
+    # Most calls are made where there is none, and the scopes cost more than what is computed.
+    if (
+        has_torch_function(values)
+        or torch._C._len_torch_function_stack()
+        or _count_dispatch_modes()
+    ):
+        return _unseen()
+    return _SEEN_BY_NONE
+
+
+_SEEN_BY_NONE = contextlib.nullcontext()
+_count_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    with without_torch_function(), without_torch_dispatch():
+        yield

@@ -1,4 +1,4 @@
-"""What stands over torch while a :func:`torchguard.guarded` scope is open.
+"""What stands over torch while a :func:`torchguard.guarded` or ``checked`` scope is open.
 
 It is put there and taken away in one go, by ``patch.py``, which alone sets attributes of torch.
 Two kinds, because entering a scope has to be quick and compiled functions must not notice. Methods
@@ -10,7 +10,8 @@ holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,10 @@ from torchguard._torch.patch import (
     ABSENT,
     Computed,
     Make,
+    Overlay,
+    lock,
+    overlay,
+    remove_overlay,
     resolve,
     set_attributes,
     set_class,
@@ -75,34 +80,48 @@ class ModuleOverlay:
         self, module: ModuleType, makes: Mapping[str, Make], in_scope: Callable[[], object]
     ) -> None:
         self.owner = module
-        self._before = type(module)
-        properties = {name: _computed(module, name, make, in_scope) for name, make in makes.items()}
-        self._during = type(self._before.__name__, (self._before,), properties)
+        self._makes = makes
+        self._in_scope = in_scope
+        self._classes: dict[type[ModuleType], type[ModuleType]] = {}
+        self._before: type[ModuleType] | None = None
+        """The class that the module had; None while this is not on."""
 
     def put_on(self) -> None:
-        """Change the module's class."""
-        if type(self.owner) is self._before:
-            set_class(self.owner, self._during)
+        """Change the module's class, which may be that of another overlay."""
+        if self._before is not None:
+            return
+        before = type(self.owner)
+        if before not in self._classes:
+            properties = {
+                name: _computed(self.owner, name, make, self._in_scope, vars(before).get(name))
+                for name, make in self._makes.items()
+            }
+            self._classes[before] = type(before.__name__, (before,), properties)
+        set_class(self.owner, self._classes[before])
+        self._before = before
 
     def take_off(self) -> None:
         """Change it back."""
-        if type(self.owner) is self._during:
-            set_class(self.owner, self._before)
+        before, self._before = self._before, None
+        if before is not None and type(self.owner) is self._classes[before]:
+            set_class(self.owner, before)
 
 
 def _computed(
-    module: ModuleType, name: str, make: Make, in_scope: Callable[[], object]
+    module: ModuleType, name: str, make: Make, in_scope: Callable[[], object], below: Any
 ) -> property:
-    """Make the attribute: outside of scopes what the module holds, inside the same, guarded."""
+    """Make the attribute: outside of scopes what the module holds, inside the same, guarded.
+
+    ``below`` is the attribute that another overlay has made of the same name, or None.
+    """
     held = vars(module)
     # Some names of torch._VF are those of another module, found by its __getattr__.
-    elsewhere = getattr(module, name)
-    original = held.get(name, elsewhere)
+    original = elsewhere = getattr(module, name) if name not in held else held[name]
     guarded = make(original)
     patched: dict[int, tuple[Any, Any]] = {}  # for what install() or other code has put there
 
     def read(_: ModuleType) -> Any:
-        value = held.get(name, elsewhere)
+        value = held.get(name, elsewhere) if below is None else below.fget(module)
         if in_scope() is None:
             return value
         if value is original:
@@ -121,10 +140,84 @@ def _computed(
     return property(read, write, remove)
 
 
-def overlays_by_owner(replacements: Mapping[str, Make | Computed]) -> list[AttributeOverlay]:
+def overlays_by_owner(
+    replacements: Mapping[str, Make | Computed], *, inert: bool = False
+) -> list[AttributeOverlay]:
     """Make an overlay for each class or module that these paths lead to."""
     makes: dict[int, tuple[Any, dict[str, Make | Computed]]] = {}
     for path, make in replacements.items():
         owner, name = resolve(path)
         makes.setdefault(id(owner), (owner, {}))[1][name] = make
-    return [AttributeOverlay(owner, each) for owner, each in makes.values()]
+    return [AttributeOverlay(owner, each, inert=inert) for owner, each in makes.values()]
+
+
+class Standing:
+    """Overlays that stand while somebody uses them.
+
+    A program that opens scopes in a loop keeps those that do nothing outside of a scope. To set
+    them costs most of entering, and since Python 3.13 a class that has changed 1,000 times loses
+    the interpreter's cache for good (MAX_VERSIONS_PER_CLASS): every attribute of every tensor is
+    slower then. https://github.com/python/cpython/blob/3.13/Objects/typeobject.c
+    """
+
+    _STAY_AFTER = 64
+
+    def __init__(
+        self,
+        wanted: Callable[[], Iterable[Overlay]],
+        outside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._wanted = wanted
+        self._outside = outside
+        """In it nothing is replaced for this thread, so that torch's own attributes are found."""
+
+        self._used = 0
+        self._began = 0
+        self._applied: list[Overlay] = []
+        _all.append(self)
+
+    def begin(self) -> None:
+        """Count one more user; the first one applies the overlays."""
+        with lock:
+            self._used += 1
+            if self._used == 1:
+                self._began += 1
+                self.apply()
+
+    def apply(self, _: object = None) -> None:
+        """Apply those that are missing; called again when Dynamo is imported."""
+        with lock, self._outside():
+            if self._used:
+                new = [each for each in self._wanted() if each not in self._applied]
+                overlay(new)
+                self._applied += new
+
+    def end(self) -> bool:
+        """Count one user less; the last one removes them, or those that are quick to apply."""
+        with lock:
+            self._used -= 1
+            if not self._used:
+                self._remove(inert=self._began <= self._STAY_AFTER)
+            return not self._used
+
+    def forget(self) -> None:
+        """Remove those that stay; not while somebody uses them."""
+        with lock:
+            if not self._used:
+                self._began = 0
+                self._remove(inert=True)
+
+    def _remove(self, *, inert: bool) -> None:
+        leaving = [each for each in self._applied if inert or not each.inert]
+        with self._outside():
+            remove_overlay(leaving)
+        self._applied = [each for each in self._applied if each not in leaving]
+
+
+_all: list[Standing] = []
+
+
+def forget() -> None:
+    """Remove the overlays that stay between scopes; not those of a scope that is open."""
+    for each in _all:
+        each.forget()

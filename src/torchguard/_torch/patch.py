@@ -91,7 +91,7 @@ def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
     wanted = list(replacements)
     with _without_overlays(path for path, _ in wanted):
         _prepare()
-        _skip_own_frames()  # a room is imported when it is first used
+        skip_own_frames()  # a room is imported when it is first used
         done: list[str] = []
         try:
             for path, make in wanted:
@@ -206,7 +206,7 @@ def _prepare() -> None:
         return
     _prepared = True
     _keep_originals_while_importing()
-    _skip_own_frames()
+    skip_own_frames()
     if hasattr(os, "register_at_fork"):
         # A child has no thread that could release the lock for it.
         os.register_at_fork(
@@ -251,7 +251,7 @@ def _keep_originals_while_importing() -> None:
     finders.insert(place, _Finder())
 
 
-def _skip_own_frames() -> None:
+def skip_own_frames() -> None:
     """Keep Dynamo from the functions of every room that has been imported since the last time."""
     # Not the probes of the catalog: what they show is what Dynamo does with them.
     new = {
@@ -392,11 +392,23 @@ def overlay(overlays: Iterable[Overlay]) -> None:
 
 
 def remove_overlay(overlays: Iterable[Overlay]) -> None:
-    """Take them away again."""
+    """Take them away again, in any order; what was put over them stays."""
     with lock:
-        for each in overlays:
+        leaving = list(overlays)
+        above: list[Overlay] = []
+        for each in reversed(_overlays):
+            # An overlay that stands below one that stays is taken from under it.
+            if any(each is one or each.owner is one.owner for one in leaving):
+                above.insert(0, each)
+        while above and above[0] not in leaving:
+            del above[0]
+        for each in reversed(above):
             each.take_off()
+        for each in leaving:
             _overlays.remove(each)
+        for each in above:
+            if each not in leaving:
+                each.put_on()
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from torchguard.checkpoint.saving import (
     guard_serialize_file,
 )
 from torchguard.checkpoint.ties import guard_to_empty
+from torchguard.checks import api as checks
 from torchguard.interop import numpy_memory
 from torchguard.rollback import overlap, recompute
 from torchguard.rollback.operation import guard_out
@@ -45,6 +46,7 @@ from torchguard.transactions import hooks as optimizer_guard
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
+    "checks",
     "load",
     "numpy",
     "optimizer",
@@ -261,6 +263,7 @@ GUARDS: dict[str, Guard] = {
             "out", _out_replacements, _out_not_needed, in_modules={_QUANTIZATION: _IN_QUANTIZATION}
         ),
         Guard("overlap", overlap.replacements, overlap.not_needed, changed=overlap.changed),
+        Guard("checks", checks.replacements, checks.not_needed, changed=checks.changed),
         Guard("setitem", setitem_replacements, setitem_not_needed, patches_dynamo=True),
         Guard(
             "slice_scatter",

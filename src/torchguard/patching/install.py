@@ -18,8 +18,8 @@ from torchguard._torch import (
     patch,
     rebuild_dynamo_tables,
 )
+from torchguard._torch.overlays import forget
 from torchguard.patching.guards import GUARDS, GuardName
-from torchguard.rollback.scope import forget
 
 _DEFAULT = ("resize",)
 
@@ -110,6 +110,8 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         state, and half precision in SGD.
         ``"recompute"``: a block under ``torch.utils.checkpoint`` runs in backward as it ran the
         first time, as :func:`safe_checkpoint` says, whoever has imported ``checkpoint`` before.
+        ``"checks"``: an index, a label, a divisor or a probability that is out of range raises,
+        in eager and in compiled code, as in a scope of :func:`checked`.
         ``"numpy"``: a tensor never writes to a read-only array or buffer, ``frombuffer`` keeps
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 
@@ -178,7 +180,7 @@ def uninstall(*names: GuardName) -> None:
 
     Every attribute of torch is then the very object it was before, or absent
     if it was absent. Guards that are not installed are passed over. Without names, what
-    :func:`guarded` keeps between its scopes goes too.
+    :func:`guarded` and :func:`checked` keep between their scopes goes too.
 
     Raises:
         ValueError: there is no guard of that name.

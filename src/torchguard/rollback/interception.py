@@ -18,7 +18,7 @@ from types import BuiltinFunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import has_torch_function
 
 from torchguard._torch import (
     C_NAMESPACE,
@@ -28,11 +28,11 @@ from torchguard._torch import (
     follow_in_dynamo,
     has_out,
     is_recorded,
-    overriding,
     patch,
+    show_overriding,
+    shown_for,
 )
 from torchguard._torch.mutation import (
-    DUNDERS,
     KEEP_SHAPE,
     Writes,
     writes_of,
@@ -192,24 +192,6 @@ def _methods() -> Iterator[tuple[str, patch.Make]]:
         if name in _OPERATORS or (name.endswith("_") and not name.endswith("__")):
             shown = None if name == _NOT_SHOWN else shown_for(name)
             yield name, functools.partial(_guard_method, name, shown)
-
-
-def shown_for(name: str) -> Any:
-    """Return what a subclass is shown for a method: for ``__iadd__`` that is ``add_``."""
-    method = getattr(torch.Tensor, name)
-    if name not in DUNDERS or name == "__setitem__":
-        return method
-    seen: list[Any] = []
-
-    class Asked(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func: Any, *_: Any) -> Any:
-            seen.append(func)
-            return NotImplemented
-
-    with contextlib.suppress(TypeError):
-        method(torch.ones(1, device="cpu").as_subclass(Asked), 1)
-    return seen[0] if seen else method
 
 
 def _functions(module: ModuleType) -> Iterator[tuple[str, patch.Make]]:
@@ -451,25 +433,6 @@ def _script_outside(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _operator_writes = functools.lru_cache(maxsize=4096)(writes_of)
-
-
-def show_overriding(
-    shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_operator: bool
-) -> Callable[..., Any]:
-    """Return what calls ``__torch_function__`` as torch does."""
-    flat: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        flat += value if isinstance(value, (tuple, list)) else (value,)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return handle_torch_function(shown, overriding(tuple(flat)), *args, **kwargs)
-        except TypeError:
-            if is_operator:  # the other operand may know what to do
-                return NotImplemented
-            raise
-
-    return call
 
 
 def _named(

@@ -22,6 +22,8 @@ from torchguard._torch import (
     patch,
     register_in_dynamo,
     separated,
+    show_overriding,
+    shown_for,
 )
 from torchguard._torch.mutation import DUNDERS, writes_of
 from torchguard._torch.overlap import INSTALLED, is_elementwise
@@ -76,8 +78,6 @@ def _module_name(frame: FrameType) -> str:
 
 def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a method of ``Tensor`` that writes compute as if its operands were copied first."""
-    from torchguard.rollback.interception import show_overriding  # noqa: PLC0415 - it imports this
-
     elementwise = is_elementwise(original)
     is_operator = name in DUNDERS and name != "__setitem__"
     plain = _PLAIN
@@ -162,7 +162,7 @@ def _overlays() -> tuple[AttributeOverlay, ...]:
             if name in DUNDERS or (name.endswith("_") and not name.endswith("__")):
                 writes = writes_of(getattr(torch.Tensor, name))
                 if writes is not None and writes.elements and _reads_others(name):
-                    make = functools.partial(guard_method, name, interception.shown_for(name))
+                    make = functools.partial(guard_method, name, shown_for(name))
                     methods[name] = functools.partial(_named, f"torch.Tensor.{name}", make)
         found = [AttributeOverlay(torch.Tensor, methods)]
         for module in interception.NAMESPACES:

@@ -15,7 +15,7 @@ import torch
 
 from torchguard._public import public
 from torchguard._torch import DYNAMO, EVAL_FRAME_HOOK, on_import, patch
-from torchguard._torch.overlays import overlays_by_owner
+from torchguard._torch.overlays import Standing, overlays_by_owner
 from torchguard.assignment.dynamo import (
     setitem_replacements,
     slice_scatter_not_needed,
@@ -26,69 +26,14 @@ from torchguard.rollback.interception import Scope, current, hold, outside
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# A program that opens scopes in a loop keeps the guarded methods of Tensor between them, where
-# they do nothing. To set them costs most of entering, and since Python 3.13 a class that has
-# changed 1,000 times loses the interpreter's cache for good (MAX_VERSIONS_PER_CLASS): every
-# attribute of every tensor is slower then.
-# https://github.com/python/cpython/blob/3.13/Objects/typeobject.c
-_STAY_AFTER = 64
 
-_users = 0
-_opened = 0
-_applied: list[patch.Overlay] = []
-
-
-def _begin() -> None:
-    """Count one more scope; the first one applies the overlays."""
-    global _users, _opened
-    with patch.lock:
-        _users += 1
-        if _users == 1:
-            _opened += 1
-            on_import(DYNAMO, _apply_overlays)
-            _apply_overlays()
-
-
-def _apply_overlays(_: object = None) -> None:
-    """Apply the overlays that are missing; called again when Dynamo is imported."""
-    with patch.lock, outside():
-        if _users:
-            new = _missing_overlays()
-            patch.overlay(new)
-            _applied.extend(new)
-
-
-def _missing_overlays() -> list[patch.Overlay]:
-    wanted = interception.overlays()
+def _wanted() -> tuple[patch.Overlay, ...]:
     if hasattr(sys.modules.get(DYNAMO), "optimize"):  # else it is being imported
-        wanted += _overlays_of_dynamo()
-    return [each for each in wanted if each not in _applied]
+        return (*interception.overlays(), *_overlays_of_dynamo())
+    return interception.overlays()
 
 
-def _end() -> None:
-    """Count one scope less; the last one removes all overlays, or those that are quick to apply."""
-    global _users
-    with patch.lock:
-        _users -= 1
-        if _users == 0:
-            _remove_overlays(inert=_opened <= _STAY_AFTER)
-
-
-def forget() -> None:
-    """Remove the overlays that stay between scopes; not while one is open."""
-    global _opened
-    with patch.lock:
-        if _users == 0:
-            _opened = 0
-            _remove_overlays(inert=True)
-
-
-def _remove_overlays(*, inert: bool) -> None:
-    leaving = [each for each in _applied if inert or not each.inert]
-    with outside():
-        patch.remove_overlay(leaving)
-    for each in leaving:
-        _applied.remove(each)
+_standing = Standing(_wanted, outside)
 
 
 class Guarded(contextlib.ContextDecorator):
@@ -99,7 +44,8 @@ class Guarded(contextlib.ContextDecorator):
         self._entered: list[Scope] = []
 
     def __enter__(self) -> None:
-        _begin()
+        on_import(DYNAMO, _standing.apply)
+        _standing.begin()
         self._entered.append(interception.enter(data=self._data, owner=self, overlap=self._overlap))
 
     def __exit__(
@@ -112,7 +58,7 @@ class Guarded(contextlib.ContextDecorator):
         scope = interception.innermost_open(self) or self._entered[-1]
         self._entered.remove(scope)
         interception.leave(scope)
-        _end()
+        _standing.end()
 
     def __call__(self, function: _Function) -> _Function:
         """Run every call of ``function`` in the scope; of a generator, every step.

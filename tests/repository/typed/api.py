@@ -68,6 +68,9 @@ def mutation() -> None:
     torchguard.safe_checkpoint(torch.sin, t, use_reentrant=True, preserve_rng_state=False)
     with torchguard.rollback_on_error(t, torch.zeros(2), data=True):
         t.resize_(3)
+    with torchguard.checked(), torchguard.checked(report="call"):
+        t.add_(0)
+    torchguard.checked()(lambda: 1)()
     with torchguard.guarded():
         t.add_(1)
 

@@ -183,6 +183,7 @@ def _loss(beyond: float) -> float:
 @memory_defect(
     "ctc_loss on CPU does not check targets: a loss from foreign memory, or a crash",
     upstream=issues(193794),
+    guards=("checks",),
     advice="Check targets first: assert 0 <= targets.min() and targets.max() < log_probs.size(-1).",
 )
 def ctc_target() -> str | None:
@@ -219,6 +220,7 @@ def _product(beyond: float) -> float:
 @memory_defect(
     "sparse CSR indices are not checked: a product reads out of bounds",
     upstream=issues(190045, 141004, 195547),
+    guards=("checks",),
     advice="Build sparse tensors under `with torch.sparse.check_sparse_tensor_invariants():`.",
 )
 def csr_unchecked() -> str | None:
@@ -254,6 +256,7 @@ def _call_checked_operators(
 @compile_defect(
     "compiled: index -1 or a probability of 1.5 gives a value where eager raises",
     upstream=issues(197554, 183608, 151918, 169779, 185885, 182965),
+    guards=("checks",),
     advice="Check indices and probabilities before they enter the compiled function.",
 )
 def checks_lost() -> str | None:
@@ -294,6 +297,7 @@ def _divide(dividend: Tensor, divisor: Tensor) -> tuple[Tensor, ...]:
 @compile_defect(
     "compiled on CPU: an integer division by a zero element kills the process",
     upstream=issues(143649, 183610, 178013),
+    guards=("checks",),
     advice="Replace zeros first: divisor = torch.where(divisor == 0, 1, divisor).",
 )
 def int_div_zero() -> str | None:

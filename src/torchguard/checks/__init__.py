@@ -1,0 +1,1 @@
+"""Values out of range raise, compiled or not: an index, a label, a divisor, a probability."""

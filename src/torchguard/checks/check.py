@@ -1,0 +1,410 @@
+"""The check of a call in eager code.
+
+On a CPU the values are looked at before the call, and an error is raised before anything is
+written. On other devices that would wait for the device: the call gets values that are clamped
+into the range, so that no kernel's assert fires, and the smallest and largest value stay in the
+device's memory until :class:`Flags` reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.overrides import has_torch_function
+
+from torchguard._torch import (
+    computing_unseen,
+    show_overriding,
+    user_line,
+    values_can_be_read,
+)
+from torchguard.checks.table import Check, Row
+from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
+
+Report = Literal["step", "call"]
+
+_INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+_MASKS = frozenset((torch.bool, torch.uint8))
+_LISTS = (list, tuple)
+_ERRORS = {
+    "index": IndexOutOfRangeError,
+    "value": ValueOutOfRangeError,
+    "divisor": ZeroDivisorError,
+}
+
+
+class Site(NamedTuple):
+    """One checked argument of one call."""
+
+    function: str
+    argument: str
+    kind: str
+    low: Any
+    high: Any
+    line: str = ""
+    """``file.py:12``, where the call is not on the stack when the error is raised."""
+
+    def allows(self, smallest: Any, largest: Any) -> bool:
+        """Whether these are in range; NaN is not."""
+        return bool(self.low is None or smallest >= self.low) and bool(
+            self.high is None or largest <= self.high
+        )
+
+    def error(self, smallest: Any, largest: Any, places: str = "") -> Exception:
+        """Make the error."""
+        where = f" at {self.line}" if self.line else ""
+        allowed = f"at least {self.low}" if self.high is None else f"{self.low} to {self.high}"
+        text = f"expected {allowed}, got {smallest} to {largest}"
+        if self.kind == "divisor":
+            text = "an integer can't be divided by zero (ZeroDivisionError)"
+        return _ERRORS[self.kind](f"{self.function}{where}: {self.argument}: {text}{places}")
+
+
+# ---- what is on ----
+
+
+class Flags:
+    """What calls on devices have seen, kept there until it is read."""
+
+    MOST = 512
+    """How many calls may wait to be read."""
+
+    def __init__(self, report: Report) -> None:
+        self._most = 0 if report == "call" else self.MOST
+        self._waiting: list[tuple[Sequence[Site], tuple[torch.Tensor, ...]]] = []
+
+    def keep(self, sites: Sequence[Site], *seen: torch.Tensor) -> None:
+        """Keep the smallest and largest value of each site, with its bounds where they vary."""
+        self._waiting.append((sites, seen))
+        if len(self._waiting) > self._most:
+            self.read()
+
+    def read(self) -> None:
+        """Wait for the devices; raise for the first site that has seen a value out of range."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        groups: dict[Any, list[torch.Tensor]] = {}
+        with computing_unseen():
+            for _, seen in waiting:
+                groups.setdefault((seen[0].device, seen[0].dtype), []).extend(seen)
+            numbers = {
+                key: iter(torch.cat([each.reshape(-1) for each in group]).tolist())
+                for key, group in groups.items()
+            }
+        for sites, seen in waiting:
+            of_group = numbers[seen[0].device, seen[0].dtype]
+            raise_outside(sites, [next(of_group) for each in seen for _ in range(each.numel())])
+
+
+def raise_outside(sites: Sequence[Site], numbers: Sequence[Any]) -> None:
+    """Raise for the first site that has seen a value out of range.
+
+    ``numbers`` are the smallest value of each site, then the largest, then the bounds if they vary.
+    """
+    count = len(sites)
+    columns = [numbers[start : start + count] for start in range(0, len(numbers), count)]
+    for site, smallest, largest, *bounds in zip(sites, *columns, strict=True):
+        if bounds:  # where there is no such limit it is None
+            low = None if site.low is None else bounds[0]
+            site = site._replace(low=low, high=None if site.high is None else bounds[1])  # noqa: PLW2901
+        if not site.allows(smallest, largest):
+            raise site.error(smallest, largest)
+
+
+class Scope:
+    """One ``with checked():``, or the whole process under ``install("checks")``."""
+
+    def __init__(self, report: Report) -> None:
+        self.flags = Flags(report)
+        self.around: Scope | Literal[False] | None = None
+        self.open = True
+
+
+_innermost: ContextVar[Scope | Literal[False] | None] = ContextVar(
+    "torchguard.checks", default=None
+)
+_process: list[Scope] = []
+
+
+def current() -> Scope | None:
+    """Return the scope this thread or task is in, or that of the process."""
+    scope = _innermost.get()
+    if scope is None:
+        return _process[0] if _process else None
+    return scope or None
+
+
+def enter(scope: Scope | Literal[False] | None) -> Any:
+    """Let this scope be the innermost one, False for none at all; returns the one before."""
+    before = _innermost.get()
+    _innermost.set(scope)
+    return before
+
+
+def leave(scope: Scope) -> None:
+    """Close a scope, in whatever order scopes are left: those of generators overlap."""
+    scope.open = False
+    inner = _innermost.get()
+    while inner and not inner.open:
+        inner = inner.around
+    _innermost.set(inner)
+
+
+def process_scope(scope: Scope | None = None, *, end: bool = False) -> Scope | None:
+    """Return the scope of the process; check every thread in this one, or stop with it."""
+    if scope is not None or end:
+        _process[:] = [] if scope is None else [scope]
+    return _process[0] if _process else None
+
+
+def is_on_cpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+# ---- one argument ----
+
+
+def checked_value(scope: Scope, site: Site, values: Any, unread: Callable[[], Any]) -> Any:
+    """Return what to call the function with; the same object where the values were read.
+
+    Raises:
+        IndexOutOfRangeError: or its kin for other kinds, where values are out of range.
+    """
+    if not isinstance(values, torch.Tensor):
+        read = torch.as_tensor(values, device="cpu")
+    elif is_on_cpu(values):
+        read = values
+    else:
+        return _noted(scope, site._replace(line=user_line()), values, unread())
+    if not read.numel():
+        return values
+    smallest, largest = torch.aminmax(looked_at(site, read, None))
+    if site.allows(smallest.item(), largest.item()):
+        return values
+    mask = unread()
+    if mask is not None:
+        smallest, largest = torch.aminmax(looked_at(site, read, mask))
+        if site.allows(smallest.item(), largest.item()):
+            return values
+    raise _described(site, read, mask)
+
+
+def looked_at(site: Site, values: Any, unread: Any) -> Any:
+    """Return the values whose extremes are compared with the range; of a graph's nodes too."""
+    if site.kind == "divisor":
+        return (values != 0).to(torch.uint8)
+    read = values.detach() if site.kind == "value" else values
+    return read if unread is None else torch.where(unread, site.low, read)
+
+
+def clamped(site: Site, values: Any, unread: Any) -> Any:
+    """Return the values in range, those that are never read as they are; of nodes too."""
+    if site.kind == "divisor":
+        return torch.where(values == 0, 1, values)
+    if site.kind == "value":
+        # Not clamp(), which lets NaN through.
+        return torch.where((values >= site.low) & (values <= site.high), values, site.low)
+    # In 64 bits: a limit may be more than what uint8 holds.
+    inside = values.to(torch.int64).clamp(site.low, site.high).type_as(values)
+    return inside if unread is None else torch.where(unread, values, inside)
+
+
+def _noted(scope: Scope, site: Site, values: torch.Tensor, unread: Any) -> torch.Tensor:
+    """Keep what is seen on a device, and return values that no kernel refuses."""
+    if not values.numel():
+        return values
+    scope.flags.keep([site], *torch.aminmax(looked_at(site, values, unread)))
+    return cast("torch.Tensor", clamped(site, values, unread))
+
+
+def _described(site: Site, values: torch.Tensor, unread: torch.Tensor | None) -> Exception:
+    """Make the error with how many are out of range and the first place; it may take its time."""
+    read = looked_at(site, values, unread)
+    inside = torch.ones_like(read, dtype=torch.bool)
+    for limit, compare in ((site.low, torch.ge), (site.high, torch.le)):
+        if limit is not None:
+            inside &= compare(read, limit)
+    first = (~inside).nonzero()[0].tolist()
+    seen = values if unread is None else values[~unread]
+    place = f"{site.argument}{first} = {values[tuple(first)].item()}"
+    count = int((~inside).sum())
+    return site.error(
+        seen.amin().item(),
+        seen.amax().item(),
+        f"; {count} of {values.numel()} out of range, the first is {place}",
+    )
+
+
+# ---- one call ----
+
+
+def bind(row: Row, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the call's arguments by name."""
+    given = {**dict(zip(row.parameters, args, strict=False)), **kwargs}
+    if "self" in given:
+        given["input"] = given.pop("self")
+    return given
+
+
+def rebound(
+    row: Row, args: tuple[Any, ...], kwargs: Mapping[str, Any], new: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the call's arguments with some of them exchanged."""
+    named = dict(enumerate(row.parameters))
+    return (
+        tuple(new.get(named.get(i, ""), each) for i, each in enumerate(args)),
+        {name: new.get(name, each) for name, each in kwargs.items()},
+    )
+
+
+def can_check(check: Check, values: Any) -> bool:
+    """Whether an argument is a tensor of a dtype that the check is for."""
+    if not isinstance(values, torch.Tensor):
+        return False
+    if check.kind == "value":
+        return values.dtype.is_floating_point
+    return values.dtype in _INTEGERS or (check.kind == "divisor" and values.dtype is torch.bool)
+
+
+def guard_call(row: Row, name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the arguments of a function that is in the table.
+
+    A subclass and a mode are shown ``shown`` for a method, which torch looks up by its name.
+    """
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        scope = current()
+        if scope is not None:
+            with computing_unseen((*args, *kwargs.values())):
+                args, kwargs = _checked(scope, row, name, args, kwargs)
+        return call_outside(original, shown, args, kwargs)
+
+    return function
+
+
+def _checked(
+    scope: Scope, row: Row, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given = bind(row, args, kwargs)
+    new: dict[str, Any] = {}
+    for check in row.checks:
+        values = given.get(check.argument)
+        if isinstance(values, _LISTS):
+            if not values or not all(type(each) is int for each in values):
+                continue
+        elif not (can_check(check, values) and values_can_be_read(cast("torch.Tensor", values))):
+            continue
+        allowed = _allowed(check, given)
+        if allowed is not None:
+            site = Site(name, check.argument, check.kind, *allowed)
+            mask = check.unread and functools.partial(check.unread, given, given)
+            value = checked_value(scope, site, values, mask or _nothing)
+            if value is not values:
+                new[check.argument] = value
+    return rebound(row, args, kwargs, new) if new else (args, kwargs)
+
+
+def _nothing() -> None:
+    """All values are read."""
+
+
+def call_outside(
+    original: Callable[..., Any], shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function of torch; what a subclass or a mode is shown of it is torch's own."""
+    if not has_torch_function((*args, *kwargs.values())):
+        return original(*args, **kwargs)
+    if shown is not None:
+        is_operator = shown.__name__.startswith("__") and "item" not in shown.__name__
+        original = show_overriding(shown, args, kwargs, is_operator=is_operator)
+    before = enter(False)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        enter(before)
+
+
+def _allowed(check: Check, given: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    def sizes(argument: str, dim: Any) -> int:
+        tensor = given[argument]
+        return int(tensor.numel() if dim is None or not tensor.dim() else tensor.size(dim))
+
+    try:
+        return check.range(given, sizes)
+    except (AttributeError, IndexError, KeyError):  # torch says what is wrong with the call
+        return None
+
+
+# ---- x[index] ----
+
+
+def indexed_dims(index: Sequence[Any], dims: int) -> Iterator[tuple[int, int]]:
+    """Yield the place of each item with indices, and the dim that they are into."""
+    taken = [_dims_taken(item) for item in index]
+    dim = 0
+    for place, item in enumerate(index):
+        if item is Ellipsis:
+            dim += dims - sum(taken)
+        elif dim < dims and (
+            item.dtype in _INTEGERS - _MASKS
+            if isinstance(item, torch.Tensor)
+            else (type(item) is list and bool(item) and all(type(each) is int for each in item))
+            or (isinstance(item, np.ndarray) and item.dtype.kind == "i" and item.size > 0)
+        ):
+            yield place, dim
+        dim += taken[place]
+
+
+def _dims_taken(item: Any) -> int:
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    is_mask = isinstance(item, torch.Tensor) and item.dtype in _MASKS
+    is_mask = is_mask or (isinstance(item, np.ndarray) and item.dtype.kind == "b")
+    return int(item.ndim) if is_mask else 1
+
+
+def guard_indexing(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check ``x[index]``, ``x[index] = v`` and ``index_put``."""
+    fills = "index_put" in name  # None is a whole dim there, and a new one in x[index]
+    called = {"__getitem__": "x[index]", "__setitem__": "x[index] = ..."}.get(name, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        index = args[1] if len(args) > 1 else kwargs.get("indices")
+        kind = type(index)
+        scope = current()
+        if scope is not None and args and kind is not int and kind is not slice:
+            with computing_unseen((*args, *kwargs.values())):
+                new = _checked_index(scope, called, index, args[0], fills=fills)
+            if new is not index and len(args) > 1:
+                args = (args[0], new, *args[2:])
+            elif new is not index:
+                kwargs["indices"] = new
+        return call_outside(original, shown, args, kwargs)
+
+    return function
+
+
+def _checked_index(scope: Scope, name: str, index: Any, tensor: Any, *, fills: bool) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return index
+    whole = isinstance(index, tuple) or fills
+    items = list(index) if whole else [index]
+    named = [slice(None) if item is None else item for item in items] if fills else items
+    changed = False
+    for place, dim in indexed_dims(named, tensor.dim()):
+        values, size = items[place], tensor.size(dim)
+        if not isinstance(values, torch.Tensor) or values_can_be_read(values):
+            argument = "index" if len(items) == 1 else f"index {place}"
+            site = Site(name, argument, "index", -size, size - 1)
+            items[place] = checked_value(scope, site, values, _nothing)
+            changed = changed or items[place] is not values
+    if not changed:
+        return index
+    return tuple(items) if whole else items[0]

@@ -1,0 +1,326 @@
+"""checked() and install("checks"): what a scope covers, and what it leaves alone."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchguard
+from torchguard.checks.check import current
+from torchguard.errors import IndexOutOfRangeError, TorchGuardError, ZeroDivisorError
+
+X = torch.arange(12.0).reshape(4, 3)
+BAD = torch.tensor([0, 4])
+
+
+def raises(call: Callable[[], Any]) -> bool:
+    """Whether it raises an error of ours."""
+    try:
+        call()
+    except TorchGuardError:
+        return True
+    except Exception:  # noqa: BLE001 - torch's own
+        return False
+    return False
+
+
+def test_the_error_names_function_argument_range_values_and_place() -> None:
+    with torchguard.checked(), pytest.raises(IndexOutOfRangeError) as raised:
+        functional.embedding(torch.tensor([[1, 2], [9, -3]]), X)
+    assert str(raised.value) == (
+        "embedding: indices: expected 0 to 3, got -3 to 9; "
+        "2 of 4 out of range, the first is indices[1, 0] = 9"
+    )
+    assert isinstance(raised.value, (IndexError, RuntimeError))
+
+
+def test_nothing_is_written() -> None:
+    """Plain torch has stored the good rows when it comes to the bad one."""
+    x = X.clone()
+    with pytest.raises(IndexError):
+        x[torch.tensor([1, 9])] = -1.0
+    assert not x.equal(X)
+    x = X.clone()
+    version = x._version
+    with torchguard.checked(), pytest.raises(IndexOutOfRangeError):
+        x[torch.tensor([1, 9])] = -1.0
+    assert x.equal(X)
+    assert x._version == version
+
+
+def test_a_scope_covers_its_own_thread_and_ends() -> None:
+    seen = []
+    with torchguard.checked():
+        assert raises(lambda: X[BAD])
+        thread = threading.Thread(target=lambda: seen.append(raises(lambda: X[BAD])))
+        thread.start()
+        thread.join()
+        with torchguard.checked():
+            pass
+        assert raises(lambda: X[BAD])
+    assert seen == [False]
+    assert not raises(lambda: X[BAD])
+
+
+def test_scopes_that_overlap() -> None:
+    """Those of generators are left in any order."""
+    first, second = torchguard.checked(), torchguard.checked()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert raises(lambda: X[BAD])
+    second.__exit__(None, None, None)
+    assert current() is None
+
+
+def test_a_decorated_function_and_many_scopes() -> None:
+    """After many, what stays over torch does nothing outside of a scope."""
+
+    @torchguard.checked()
+    def select(index: Tensor) -> Tensor:
+        """Select."""
+        return X.index_select(0, index)
+
+    for _ in range(100):
+        assert select(torch.tensor([1])).equal(X[1:2])
+    assert select.__doc__ == "Select."
+    assert raises(lambda: select(BAD))
+    assert not raises(lambda: X.index_select(0, BAD))
+    torchguard.uninstall()
+    assert "index_select" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize("wrong", [int, 1, "step"])
+def test_what_can_not_be_decorated(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="checked: function is"):
+        torchguard.checked()(wrong)
+
+
+def test_generators_and_a_wrong_report() -> None:
+    def generator() -> Any:
+        yield 1
+
+    with pytest.raises(TypeError, match=r"write `with torchguard\.checked"):
+        torchguard.checked()(generator)
+    with pytest.raises(ValueError, match="report is 'epoch', expected 'step' or 'call'"):
+        torchguard.checked(report="epoch")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", ["checked", "guarded"])
+def test_with_guarded_in_any_order(first: str) -> None:
+    """Both see the call; left in the wrong order, too."""
+    scopes: list[Any] = [torchguard.checked(), torchguard.guarded()]
+    if first == "guarded":
+        scopes.reverse()
+    for scope in scopes:
+        scope.__enter__()
+    assert raises(lambda: X.clone().index_add_(0, BAD, X[:2]))
+    assert raises(lambda: torch.index_select(X, 0, BAD))
+    out = torch.from_numpy(np.empty(0, dtype=np.float32))
+    with pytest.raises(RuntimeError):
+        torch.gather(X, 0, torch.tensor([[1]]), out=out)
+    assert out.shape == (0,)
+    for scope in scopes:  # the one that was entered first is left first
+        scope.__exit__(None, None, None)
+    assert not raises(lambda: torch.index_select(X, 0, BAD))
+
+
+@pytest.mark.parametrize("names", [("checks", "overlap"), ("overlap", "checks"), ("checks", "out")])
+def test_installed_with_others(names: tuple[Any, ...]) -> None:
+    for name in names:
+        torchguard.install(name)
+    assert "checks" in torchguard.installed()
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(raises(lambda: X[BAD])))
+    thread.start()
+    thread.join()
+    assert seen == [True]
+    with torchguard.checked(), torchguard.guarded():
+        assert raises(lambda: X.clone().index_add_(0, BAD, X[:2]))
+    torchguard.uninstall(names[0])
+    torchguard.uninstall()
+    assert not raises(lambda: X[BAD])
+
+
+class Recording(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    seen: list[Any] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _calls(x: Tensor, index: Tensor) -> None:
+    torch.gather(x, 0, index[:, None])
+    x.gather(0, index[:, None])
+    x[index]
+    x.clone()[index] = 1.0
+    index % 2
+    index // 2
+    torch.take_along_dim(x, index[:, None], 0)
+
+
+def test_modes_and_subclasses_see_what_they_see_outside() -> None:
+    """Torch's own functions, each once, and nothing of the checks; their calls are checked."""
+    index = torch.tensor([0, 3])
+    seen = []
+    for _ in range(2):
+        Subclass.seen.clear()
+        with Recording() as functions, Counting() as operators:
+            _calls(X, index)
+        _calls(X.as_subclass(Subclass), index)
+        seen.append((functions.seen, operators.seen, list(Subclass.seen)))
+        if len(seen) == 1:
+            scope = torchguard.checked()
+            scope.__enter__()
+    with Recording(), Counting():
+        assert raises(lambda: X.gather(0, BAD[:, None]))
+    scope.__exit__(None, None, None)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: X[torch.tensor([-4, 3])],
+        lambda: X[torch.tensor([True, False, True, False])],
+        lambda: X[:, None, torch.tensor([-3, 2])],
+        lambda: X[..., torch.tensor(2)],
+        lambda: X[[0, -4]],
+        lambda: X[np.array([0, -4])],
+        lambda: X[torch.tensor([], dtype=torch.int64)],
+        lambda: X[torch.tensor([3], dtype=torch.int32)],
+        lambda: X[torch.tensor(True)],
+        lambda: torch.empty(0, 3)[torch.empty(0, dtype=torch.int64)],
+        lambda: functional.embedding(torch.tensor([3, 0]), X, padding_idx=-1),
+        lambda: functional.embedding(torch.tensor([1]), X.clone(), max_norm=1.0),
+        lambda: functional.cross_entropy(X, torch.tensor([0, -100, 2, -100])),
+        lambda: functional.cross_entropy(X, torch.full((4, 3), 1 / 3)),
+        lambda: functional.cross_entropy(torch.ones(1, 300), torch.tensor([255]).to(torch.uint8)),
+        lambda: torch.tensor(5).index_select(0, torch.tensor([0])),
+        lambda: torch.tensor([1.0, 2.0]) % torch.tensor([0.0, 1.0]),
+        lambda: torch.tensor([1, 2]) / torch.tensor([0, 1]),
+        lambda: torch.tensor([1.5]) // torch.tensor([0]),
+        lambda: X.to("meta")[torch.tensor([9]).to("meta")],
+        lambda: torch.vmap(lambda x, i: x[i])(X, torch.tensor([[0], [-1], [2], [1]])),
+        lambda: torch.vmap(lambda i: X.index_select(0, i))(torch.tensor([[0], [3]])),
+        lambda: torch.func.grad(lambda x: x[torch.tensor([-4])].sum())(X),
+        lambda: torch.jit.trace(lambda x, i: x[i], (X, torch.tensor([1])))(X, torch.tensor([3])),
+        lambda: torch.sparse_csr_tensor(
+            torch.tensor([0, 2, 2]), torch.tensor([2, 0]), torch.ones(2), size=(2, 3)
+        ),
+        lambda: torch.sparse_bsr_tensor(
+            torch.tensor([0, 1]), torch.tensor([1]), torch.ones(1, 2, 2), size=(2, 4)
+        ),
+    ],
+)
+def test_no_false_alarm(call: Callable[[], Any]) -> None:
+    """Legal negative indices, masks, empty and 0-d ones, transforms, columns in any order."""
+    bare = call()
+    with torchguard.checked():
+        checked = call()
+    if not checked.is_meta:
+        torch.testing.assert_close(checked, bare, rtol=0, atol=0, equal_nan=True)
+
+
+def test_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    with torchguard.checked(), FakeTensorMode():
+        x, index = torch.empty(4, 3), torch.empty(2, dtype=torch.int64)
+        assert x[index].shape == (2, 3)
+        assert functional.embedding(index, x).shape == (2, 3)
+
+
+def test_tracing_and_scripting_record_nothing_of_the_checks() -> None:
+    def select(x: Tensor, i: Tensor) -> Tensor:
+        return torch.index_select(x, 0, i)
+
+    with torchguard.checked():
+        traced = torch.jit.trace(select, (X, torch.tensor([1])))
+        symbolic = torch.fx.symbolic_trace(select)
+        scripted = torch.jit.script(select)
+    assert "amin" not in str(traced.graph)
+    assert scripted(X, torch.tensor([1])).equal(X[1:2])
+    assert [n.target for n in symbolic.graph.nodes if n.op == "call_function"] == [
+        torch.index_select
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pointers", "columns"),
+    [([0, 1, 2], [0, 3]), ([0, 1, 2], [0, -1]), ([0, 5, 2], [0, 1]), ([0, 9, 9], [0, 1])],
+)
+def test_sparse_indices(pointers: list[int], columns: list[int]) -> None:
+    def call() -> Tensor:
+        numbers = torch.tensor(pointers), torch.tensor(columns)
+        return torch.sparse_csr_tensor(*numbers, torch.ones(2), size=(2, 3))
+
+    with torchguard.checked():
+        assert raises(call)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "targets"), [((9, 1), 1), ((-1, 1), 1), ((4, -1), 1), ((4, 1), 3)]
+)
+@pytest.mark.parametrize("as_list", [True, False])
+def test_lengths_of_ctc_loss(lengths: tuple[int, int], targets: int, as_list: bool) -> None:
+    """As tensors and as lists; of padded targets what lies beyond their length is not read."""
+    log_probs = torch.zeros(4, 1, 3).log_softmax(-1)
+
+    def call(input_length: int, target_length: int, target: int) -> Tensor:
+        both: Any = [[input_length], [target_length]]
+        both = both if as_list else map(torch.tensor, both)
+        return functional.ctc_loss(log_probs, torch.tensor([[target, -100]]), *both)
+
+    with torchguard.checked():
+        call(4, 1, 1)
+        assert raises(lambda: call(*lengths, targets))
+
+
+def test_offsets_of_embedding_bag() -> None:
+    with torchguard.checked():
+        assert raises(lambda: functional.embedding_bag(BAD % 4, X, torch.tensor([0, 9])))
+
+
+def test_operators_with_reflected_operands() -> None:
+    zero = torch.tensor([1, 0])
+    with torchguard.checked():
+        calls: list[Callable[[], Any]] = [lambda: 3 // zero, lambda: 3 % zero]
+        calls.append(lambda: operator.imod(zero.clone(), zero))  # type: ignore[no-untyped-call]
+        for call in calls:
+            with pytest.raises(ZeroDivisorError):
+                call()
+        with pytest.raises(TypeError):
+            operator.mod(zero, "x")

@@ -28,6 +28,7 @@ _NAMES = (
     "recompute",
     "overlap",
     "checkpoint",
+    "shards",
     "import",
     "failures",
     "cuda_tests",

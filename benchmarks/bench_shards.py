@@ -74,9 +74,7 @@ def files(folder: str, *, quick: bool) -> Iterator[Comparison]:
 def _rank(rank: int, store: str, rounds: int, elements: int) -> list[tuple[float, float]]:
     """Return this rank's nanoseconds of the all-reduce and of the comparison, round by round."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     size = elements // TENSORS
     model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(TENSORS)])
     for each in model:

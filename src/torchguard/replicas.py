@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchguard._public import public
 from torchguard.errors import ReplicasDisagreeError
 
-_CHUNK = {"cpu": 1 << 16}
+_CHUNK = {"cpu": 1 << 15}
 _CHUNK_ELSEWHERE = 1 << 22
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)

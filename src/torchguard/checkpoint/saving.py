@@ -116,7 +116,7 @@ def guard_save(
             return
         module, *others = args or (options.pop("pickle_module", pickle),)
 
-        def write(temporary: str, versions: _Versions) -> None:
+        def write(temporary: str, versions: Versions) -> None:
             with_callback = _pickle_module_calling(module, versions.saved)
             original(obj, temporary, with_callback, *others, **options)
             _check_end(temporary, path)
@@ -138,7 +138,7 @@ def guard_save_file(
             original(tensors, filename, metadata=metadata)
             return
 
-        def write(temporary: str, versions: _Versions) -> None:
+        def write(temporary: str, versions: Versions) -> None:
             for tensor in tensors.values():
                 versions.saved(tensor)
             original(tensors, temporary, metadata=metadata)
@@ -206,18 +206,23 @@ def _path_to_replace(f: Any) -> str | None:
 def _write_watched(
     obj: Any,
     path: str,
-    write: Callable[[str, _Versions], None],
+    write: Callable[[str, Versions], None],
     *,
     fsync: bool,
     on_torn: OnTorn,
 ) -> None:
     for left in reversed(range(_TRIES if on_torn == "retry" else 1)):
-        versions = _Versions(obj)
+        versions = Versions(obj)
 
-        def write_and_compare(temporary: str, versions: _Versions = versions) -> None:
+        def write_and_compare(temporary: str, versions: Versions = versions) -> None:
             write(temporary, versions)
-            if on_torn != "ignore":
-                versions.compare(path, os.path.getsize(temporary))
+            name = None if on_torn == "ignore" else versions.changed(os.path.getsize(temporary))
+            if name is not None:
+                raise TornSaveError(
+                    f"save: {name} was changed in place while it was being saved, so the file "
+                    f"would have held parts of two states; {path} is as it was. Let the thread "
+                    "that changes it wait, save a copy, or pass on_torn='retry'"
+                )
 
         try:
             replace_file(path, write_and_compare, fsync=fsync)
@@ -228,7 +233,7 @@ def _write_watched(
             return
 
 
-class _Versions:
+class Versions:
     """The version counters of the tensors that are saved, from before the first is read."""
 
     def __init__(self, obj: Any) -> None:
@@ -243,16 +248,20 @@ class _Versions:
         if id(tensor) not in self._before:  # in an object that only pickle looks into
             self._before[id(tensor)] = tensor, version_of(tensor)
 
-    def compare(self, path: str, size: int) -> None:
-        """Raise if one of the tensors has been written to since, or is being written to.
+    def saved_all(self) -> int:
+        """Note that all tensors are part of what is saved; return how many bytes they have."""
+        self._saved = {key: tensor for key, (tensor, _) in self._before.items()}
+        return sum(tensor.nbytes for tensor in self._saved.values())
+
+    def changed(self, size: int) -> str | None:
+        """Name a tensor that has been written to since, or is being written to.
 
         Args:
-            path: of the file.
-            size: of the file, in bytes.
+            size: of what is saved, in bytes.
         """
         saved = [self._before[key] for key in self._saved]
-        self._raise_if_changed(saved, [version_of(tensor) for tensor, _ in saved], path)
-        if _another_thread_runs():
+        name = self._changed(saved, [version_of(tensor) for tensor, _ in saved])
+        if name is None and _another_thread_runs():
             # torch increments a version counter when the operation has ended, and runs it without
             # the GIL. While this thread sleeps with the GIL, those that run end, and none begins.
             # https://github.com/pytorch/pytorch/blob/main/tools/autograd/gen_inplace_or_view_type.py
@@ -261,22 +270,15 @@ class _Versions:
             seconds = min(0.02 + size / 4e9, 0.1)
             with without_torch_function():
                 now = versions_after(seconds, [tensor for tensor, _ in counted])
-            self._raise_if_changed(counted, now, path)
+            name = self._changed(counted, now)
+        return name
 
-    def _raise_if_changed(
-        self,
-        saved: list[tuple[torch.Tensor, int | None]],
-        now: Iterable[int | None],
-        path: str,
-    ) -> None:
-        for (tensor, before), version in zip(saved, now, strict=True):
-            if version != before:
-                raise TornSaveError(
-                    f"save: {_name_of(tensor, self._obj)} was changed in place while it was being "
-                    "saved, so the file would have held parts of two states; "
-                    f"{path} is as it was. Let the thread that changes it wait, save a copy, or "
-                    "pass on_torn='retry'"
-                )
+    def _changed(
+        self, saved: list[tuple[torch.Tensor, int | None]], now: Iterable[int | None]
+    ) -> str | None:
+        moved = (t for (t, before), version in zip(saved, now, strict=True) if version != before)
+        tensor = next(moved, None)
+        return None if tensor is None else _name_of(tensor, self._obj)
 
 
 def _tensors_around(obj: Any) -> list[torch.Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.checkpoint.folder import checkpoint_folder, is_ours
+from torchguard.checkpoint.saving import Versions
 from torchguard.checkpoint.verify import METADATA, item_faults, manifest_fault, manifest_of
-from torchguard.errors import SaveError, ShardedCheckpointError
+from torchguard.errors import SaveError, ShardedCheckpointError, TornSaveError
 
 _LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
 _SHOWN = 20
@@ -338,6 +340,90 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return save
+
+
+def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Compare versions before and after an ``async_stager`` has copied the state.
+
+    Without one, torch copies before it returns. The save itself runs in another thread, through
+    the guarded ``dcp.save``.
+    """
+
+    def async_save(state_dict: Any, *, async_stager: Any = None, **options: Any) -> Any:
+        if async_stager is None:
+            return original(state_dict, **options)
+        stager = _WatchedStager(async_stager)
+        response = original(state_dict, async_stager=stager, **options)
+        if not hasattr(response, "upload_completion"):
+            return response  # the stager has copied all
+        uploaded: Future[Any] = Future()
+
+        def pass_on(done: Future[Any]) -> None:
+            error = done.exception()
+            failures = getattr(error, "failures", {}).values()
+            torn = [each for each, _ in failures if isinstance(each, TornSaveError)] + stager.torn
+            if torn or error is not None:
+                uploaded.set_exception(torn[0] if torn else error)
+            else:
+                uploaded.set_result(done.result())
+
+        response.upload_completion.add_done_callback(pass_on)
+        response.upload_completion = uploaded
+        return response
+
+    return async_save
+
+
+class _WatchedStager:
+    """A stager that looks whether a tensor has changed while it copied in another thread."""
+
+    def __init__(self, stager: Any) -> None:
+        self._stager = stager
+        self.torn: list[TornSaveError] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stager, name)
+
+    def stage(self, state: dict[str, Any], **options: Any) -> Any:
+        versions = Versions(state)
+        size = versions.saved_all()
+        staged = self._stager.stage(state, **options)
+        if not isinstance(staged, Future):
+            return staged
+        watched: Future[Any] = Future()
+
+        def compare(done: Future[Any]) -> None:
+            try:
+                copied, name = done.result(), versions.changed(size)
+                if name is not None:
+                    text = _TORN.format(name)
+                    self.torn.append(TornSaveError(text))
+                    copied = {**copied, "torn": _Torn(text)}
+                watched.set_result(copied)
+            except BaseException as error:  # noqa: BLE001  the future drops what a callback raises
+                watched.set_exception(error)
+
+        staged.add_done_callback(compare)
+        return watched
+
+
+_TORN = (
+    "async_save: {} was changed in place while the state was being copied, so the checkpoint would "
+    "have held parts of two states, and is not written. Wait for staging_completion.result() "
+    "before the optimizer steps"
+)
+
+
+class _Torn(Mapping[str, Any]):
+    """Raises when DCP makes its plans: the vote on them tells all ranks."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __iter__(self) -> Iterator[str]:
+        raise TornSaveError(self._text)
+
+    __len__ = __getitem__ = __iter__  # type: ignore[assignment]
 
 
 def _local_path(checkpoint_id: Any, storage: Any, kind: type) -> str | None:

@@ -208,7 +208,13 @@ def _dcp_paths(name: str, module: str) -> Mapping[str, Mapping[str, patch.Make]]
     return {_DCP: {f"{_DCP}.{name}": make, f"{_DCP}.{module}.{name}": make}}
 
 
-_SAVE_IN_PACKAGES = {**_SAVE_IN_PACKAGES, **_dcp_paths("save", "state_dict_saver")}
+_SAVE_IN_PACKAGES = {
+    **_SAVE_IN_PACKAGES,
+    _DCP: {
+        **_dcp_paths("save", "state_dict_saver")[_DCP],
+        **_dcp_paths("async_save", "state_dict_saver")[_DCP],
+    },
+}
 _LOAD_IN_PACKAGES = _dcp_paths("load", "state_dict_loader")
 
 

@@ -1,4 +1,4 @@
-"""``checkpoint_folder(group=)`` and ``load_sharded`` against bare DCP, ``replicas_agree`` beside DDP.
+"""``checkpoint_folder(group=)`` and ``load_sharded`` against bare DCP, and ``replicas_agree``.
 
 Saved and loaded is 1 GB in one process that is a group. The copies are compared on two ranks of
 gloo: 161 tensors of 25.6 million elements, ResNet-50's, beside the all-reduce of the same

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 if __package__ in {None, ""}:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,14 +40,14 @@ AGREED = "agree.gradients()"
 def save(state: dict[str, Any], link: str) -> None:
     """Save a step whole."""
     with torchguard.checkpoint_folder(link, group=True) as new:
-        dcp.save(state, checkpoint_id=new)
+        dcp_save(state, checkpoint_id=new)
 
 
 def files(folder: str, *, quick: bool) -> Iterator[Comparison]:
     """Compare saving over a checkpoint, and loading one."""
     megabytes = 1 if quick else 1024
     state = {str(i): torch.rand(megabytes << 18 >> 4) for i in range(16)}  # float32
-    dcp.save(state, checkpoint_id=f"{folder}/bare")
+    dcp_save(state, checkpoint_id=f"{folder}/bare")
     save(state, f"{folder}/link")
     names = {"dcp": dcp, "torchguard": torchguard, "state": state, "save": save}
     names |= {"bare": f"{folder}/bare", "link": f"{folder}/link"}
@@ -74,7 +75,7 @@ def files(folder: str, *, quick: bool) -> Iterator[Comparison]:
 def _rank(rank: int, store: str, rounds: int, elements: int) -> list[tuple[float, float]]:
     """Return this rank's nanoseconds of the all-reduce and of the comparison, round by round."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
     size = elements // TENSORS
     model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(TENSORS)])
     for each in model:
@@ -120,7 +121,7 @@ def replicas(setting: Setting) -> Row:
         outputs = [each.communicate()[0] for each in ranks]
     pairs = json.loads(outputs[0].splitlines()[-1])
     target = Target(1.0)
-    values = {
+    values: dict[str, Any] = {
         "id": "replicas_agree",
         "what": f"{TENSORS} tensors of {elements:,} elements, two ranks of gloo",
         "device": "cpu",
@@ -147,9 +148,7 @@ def run(setting: Setting) -> Results:
     """Measure every row."""
     agreed = replicas(setting)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1
-        )
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
         rows = measure(files(folder, quick=setting.quick), setting, block_seconds=0.05)
         dist.destroy_process_group()
     return {"rows": [*rows, asdict(agreed)]}

@@ -29,6 +29,7 @@ _NAMES = (
     "overlap",
     "checks",
     "checkpoint",
+    "shards",
     "import",
     "failures",
     "cuda_tests",

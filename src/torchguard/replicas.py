@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchguard._public import public
 from torchguard.errors import ReplicasDisagreeError
 
-_CHUNK = {"cpu": 1 << 16}
+_CHUNK = {"cpu": 1 << 15}
 _CHUNK_ELSEWHERE = 1 << 22
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -65,15 +65,10 @@ class Replicas:
     """What :func:`replicas_agree` returns."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: list[Optimizer],
-        every: int,
-        group: Any,
-        buffers: bool,
+        self, model: nn.Module, optimizers: list[Optimizer], every: int, group: Any, buffers: bool
     ) -> None:
-        self._model, self._optimizers, self._every = model, optimizers, every
-        self._group, self._buffers = group, buffers
+        self._model, self._optimizers = model, optimizers
+        self._every, self._group, self._buffers = every, group, buffers
         self._calls = {"parameters": 0, "gradients": 0}
 
     def __call__(self) -> None:
@@ -127,30 +122,20 @@ class Replicas:
                 yield name, parameter
 
     def _state(self) -> Iterator[tuple[str, Any]]:
-        yield from self._options()  # first: what follows from them differs as well
-        names = {}
-        for name, parameter in self._parameters():
-            names[parameter] = name
-            yield name, parameter
+        # Of ZeroRedundancyOptimizer each rank has a part of the state.
+        whole = [(n, each) for n, each in enumerate(self._optimizers)
+                 if not hasattr(each, "consolidate_state_dict")]  # fmt: skip
+        for number, optimizer in whole:  # first: what follows from them differs as well
+            for place, options in enumerate(optimizer.param_groups):
+                yield from _values(f"optimizer {number} param_groups[{place}]", options)
+        named = list(self._parameters())
+        yield from named
         if self._buffers:
             yield from self._model.named_buffers()
-        for number, optimizer in self._whole_optimizers():
-            for parameter, name in names.items():
-                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                    if isinstance(value, (int, float, Tensor)):
-                        yield f"optimizer {number} {name} {key}", value
-
-    def _whole_optimizers(self) -> list[tuple[int, Optimizer]]:
-        """Leave out ZeroRedundancyOptimizer, of which each rank has a part of the state."""
-        numbered = enumerate(self._optimizers)
-        return [(n, each) for n, each in numbered if not hasattr(each, "consolidate_state_dict")]
-
-    def _options(self) -> Iterator[tuple[str, Any]]:
-        for number, optimizer in self._whole_optimizers():
-            for place, options in enumerate(optimizer.param_groups):
-                for key, value in options.items():
-                    if isinstance(value, (int, float, Tensor)):
-                        yield f"optimizer {number} param_groups[{place}][{key!r}]", value
+        for number, optimizer in whole:
+            for name, parameter in named:
+                state = optimizer.state.get(parameter, {})
+                yield from _values(f"optimizer {number} {name}", state)
 
     @torch.no_grad()
     def _compare(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -197,6 +182,12 @@ class Replicas:
             f"{count} of {names} tensors differ. Load the last checkpoint, or broadcast the "
             "parameters from one rank, and look for what only some ranks do"
         )
+
+
+def _values(owner: str, held: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in sorted(held.items()):
+        if isinstance(value, (int, float, Tensor)):
+            yield f"{owner}[{key!r}]", value
 
 
 def _replicated(value: Any, group: Any) -> Iterator[tuple[Any, Any]]:
@@ -253,14 +244,9 @@ def _hash(value: Any) -> Tensor:
     if flat.storage_offset() * width % 8:
         flat = flat.clone()  # words of 64 bits, wherever in its memory a rank holds the tensor
     whole = flat.numel() - flat.numel() % per_word
-    words = []
-    if whole:
-        words.append(flat[:whole].view(torch.int64))
-        flat = flat[whole:]
-    if flat.numel():
-        words.append(flat.to(torch.int64))
+    words = (flat[:whole].view(torch.int64), flat[whole:].to(torch.int64))
     size = _CHUNK.get(value.device.type, _CHUNK_ELSEWHERE)
-    for part in words:
+    for part in filter(Tensor.numel, words):
         weights = _weights(min(size, 1 << max(part.numel() - 1, 1).bit_length()), value.device)
         for chunk in part.split(size):
             weight = weights[: chunk.numel()]

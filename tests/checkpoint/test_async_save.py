@@ -1,71 +1,97 @@
-"""dcp.async_save with a stager that copies in a thread: a step meanwhile is an error, not a mix."""
+"""dcp.async_save: a state that changes while another thread copies it is not saved by any rank."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint import staging, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
 
+from support.child_process import JOIN_RANKS, run_ranks
+
+PROGRAM = (
+    JOIN_RANKS
+    + '''
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 import torchguard
-from torchguard.errors import TornSaveError
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # DCP's: one process has no group
-    pytest.mark.skipif(
-        not hasattr(staging, "DefaultStager"), reason="this torch stages in the caller's thread"
-    ),
-]
-STAGED = threading.Event()
+folder = Path(sys.argv[0]).parent
 
 
-class Slow:
-    """An object that takes until the event to be copied, as a large model does."""
+class Slow(DefaultStager):
+    """Copies the first tensor, waits to be told, and copies the second."""
 
-    def __deepcopy__(self, _: Any) -> Slow:
-        STAGED.wait(60)
-        return Slow()
+    def __init__(self):
+        self.go, self.first = threading.Event(), threading.Event()
 
+    def stage(self, state):
+        def copy():
+            copied = {"a": state["a"].clone()}
+            self.first.set()
+            self.go.wait(60)
+            return {**copied, "b": state["b"].clone()}
 
-def save(path: Path, *, steps_meanwhile: bool, guarded: bool = True) -> Any:
-    """Save two tensors of step 1; write step 2 to the one that is staged last, if asked."""
-    STAGED.clear()
-    state: dict[str, Any] = {"a": torch.ones(4), "slow": Slow(), "b": torch.ones(4)}
-    options = staging.StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_non_blocking_copy=False
-    )
-    with torchguard.install("save") if guarded else contextlib.nullcontext():
-        stager = staging.DefaultStager(options)
-        response: Any = state_dict_saver.async_save(state, checkpoint_id=path, async_stager=stager)
-        if steps_meanwhile:
-            state["b"].fill_(2)
-        STAGED.set()
-        response.staging_completion.exception(60)
-        try:
-            return response.upload_completion.result(60)
-        finally:
-            stager.close()
+        return ThreadPoolExecutor(1).submit(copy)
+
+    def close(self):
+        pass
+
+    def synchronize_staging(self):
+        pass
 
 
-def test_a_write_while_it_is_staged(tmp_path: Path) -> None:
-    with pytest.raises(TornSaveError, match=r"obj\['b'\] was changed .*staging_completion.result"):
-        save(tmp_path / "torn", steps_meanwhile=True)
-    assert not (tmp_path / "torn" / ".metadata").exists()
+def attempt(name, torn_on=(), stager=None):
+    state = {"a": torch.full((8,), 1.0), "b": torch.full((8,), 1.0)}
+    stager = stager or Slow()
+    response = dcp.async_save(state, checkpoint_id=folder / name, async_stager=stager)
+    if isinstance(stager, Slow):
+        stager.first.wait(60)
+        if rank in torn_on:
+            state["b"].add_(1)
+        stager.go.set()
+    response.staging_completion.result()
+    state["a"].add_(1)
+    error = None
+    try:
+        response.upload_completion.result()
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    dist.barrier()
+    loaded = {"a": torch.zeros(8), "b": torch.zeros(8)}
+    whole = (folder / name / ".metadata").exists()
+    if whole:
+        dcp.load(loaded, checkpoint_id=folder / name)
+    result[name] = [error, whole, loaded["a"][0].item(), loaded["b"][0].item()]
+    dist.barrier()
 
 
-def test_without_a_write_it_is_saved(tmp_path: Path) -> None:
-    save(tmp_path / "whole", steps_meanwhile=False)
-    state = {"a": torch.zeros(4), "b": torch.zeros(4)}
-    state_dict_loader.load(state, checkpoint_id=tmp_path / "whole")
-    assert state["a"].tolist() == state["b"].tolist() == [1.0] * 4
+result = {}
+attempt("bare", torn_on=(0, 1))
+with torchguard.install("save"):
+    attempt("right")
+    attempt("default", stager=DefaultStager(StagingOptions(False, False, True, False)))
+    attempt("torn", torn_on=(1,))
+print(json.dumps(result))
+'''
+)
 
 
-def test_bare_torch_saves_two_steps_in_one(tmp_path: Path) -> None:
-    save(tmp_path / "mixed", steps_meanwhile=True, guarded=False)
-    state = {"a": torch.zeros(4), "b": torch.zeros(4)}
-    state_dict_loader.load(state, checkpoint_id=tmp_path / "mixed")
-    assert (state["a"].tolist(), state["b"].tolist()) == ([1.0] * 4, [2.0] * 4)
+@pytest.mark.skipif(
+    "async_stager" not in inspect.signature(state_dict_saver.async_save).parameters,
+    reason="async_save of this torch copies before it returns",
+)
+def test_a_state_that_changes_while_it_is_copied(tmp_path: Path) -> None:
+    """Bare DCP saves the mix, and a change on one rank is raised on all."""
+    ranks: list[dict[str, Any]] = run_ranks(PROGRAM, tmp_path)
+    for each in ranks:
+        assert each["bare"] == [None, True, 1.0, 2.0]
+        assert each["right"] == each["default"] == [None, True, 1.0, 1.0]
+        error, whole, *_ = each["torn"]
+        assert error.startswith("TornSaveError: async_save: obj['b'] was changed in place")
+        assert not whole

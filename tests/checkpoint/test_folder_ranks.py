@@ -15,17 +15,17 @@ import torchguard
 from support.child_process import JOIN_RANKS, run_ranks
 from torchguard.checkpoint.folder import MARK
 
-# To start Python and torch costs seconds, so the two ranks fork before they join a group: a child
+# To start Python and torch costs seconds, so the ranks fork before they join a group: a child
 # for each point at which the victim ends.
 KILLED = """
-import datetime, io, os, sys, time, warnings
+import datetime, os, sys, time, warnings
 from pathlib import Path
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 import torchguard, torchguard.checkpoint.ranks
 
 warnings.simplefilter("ignore")
 rank, port, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-way, victim = sys.argv[4], int(sys.argv[5])
+way, victim, world_size = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
 count, at = 0, 10**9
 
 
@@ -45,6 +45,7 @@ def change(event, arguments):
         point()
 
 
+import io
 fsync, save = os.fsync, torch.save
 
 
@@ -53,20 +54,20 @@ def counted_fsync(descriptor):
     fsync(descriptor)
 
 
-def counted_save(obj, stream, *arguments, **options):
-    point()
-    if count + 1 == at:
-        whole = io.BytesIO()
-        save(obj, whole, *arguments, **options)
-        stream.write(whole.getvalue()[: whole.tell() // 2])
-        stream.flush()
-    point()
-    save(obj, stream, *arguments, **options)
+def counted_save(value, stream, *arguments, **options):
+    whole = io.BytesIO()
+    save(value, whole, *arguments, **options)
+    stream.write(whole.getvalue()[:700])
+    stream.flush()
+    point()  # half of it is written
+    stream.write(whole.getvalue()[700:])
+    stream.flush()
     point()
 
 
 def state(fill):
-    return {"a": torch.full((64,), fill), "b": {"c": torch.full((3, 5), fill)}, "n": int(fill)}
+    more = {str(each): torch.full((200,), fill) for each in range(world_size)}
+    return {"b": {"c": torch.full((3, 5), fill), **more}, "n": int(fill)}
 
 
 def write(name, fill):
@@ -81,8 +82,8 @@ def run(name, number, store_port):
     global count, at
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store_port),
                       GLOO_SOCKET_IFNAME="lo")
-    store = dist.FileStore(str(root / ("store-" + name)), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2,
+    store = dist.FileStore(str(root / ("store-" + name)), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size,
                             timeout=datetime.timedelta(seconds=60))
     write(name, 1.0)
     if rank == victim:
@@ -106,25 +107,24 @@ while True:
         run(name, number, port)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     (root / f"status-{name}-{rank}").write_text(str(status))
-    other = root / f"status-{name}-{1 - rank}"
-    while not other.exists() or not other.read_text():
+    others = [root / f"status-{name}-{each}" for each in range(world_size)]
+    while not all(each.exists() and each.read_text() for each in others):
         time.sleep(0.01)
-    both = [int((root / f"status-{name}-{each}").read_text()) for each in range(2)]
-    if both[victim] != 9:
+    if int(others[victim].read_text()) != 9:
         break
     number += 1
 """
 
 
-def killed(folder: Path, way: str, victim: int) -> list[float | None]:
+def killed(folder: Path, way: str, victim: int, world_size: int) -> list[float | None]:
     """Return what each folder holds after a kill: a step, 0 for a mix, None for nothing."""
     program = folder / "killed.py"
     program.write_text(KILLED)
-    arguments = [str(folder), way, str(victim)]
+    arguments = [str(folder), way, str(victim), str(world_size)]
     ranks = [
         subprocess.Popen([sys.executable, "-W", "ignore", str(program), str(rank), "0", *arguments],
                          stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
+        for rank in range(world_size)
     ]  # fmt: skip
     try:
         for rank in ranks:
@@ -134,28 +134,34 @@ def killed(folder: Path, way: str, victim: int) -> list[float | None]:
         for rank in ranks:
             rank.kill()
     folders = sorted(folder.glob(f"store-{way}-{victim}-*"))
-    return [holds(folder / each.name.removeprefix("store-")) for each in folders]
+    return [holds(folder / each.name.removeprefix("store-"), world_size) for each in folders]
 
 
-def holds(path: Path) -> float | None:
-    state: dict[str, Any] = {"a": torch.zeros(64), "b": {"c": torch.zeros(3, 5)}, "n": 0}
+def holds(path: Path, world_size: int) -> float | None:
+    more = {str(each): torch.zeros(200) for each in range(world_size)}
+    state: dict[str, Any] = {"b": {"c": torch.zeros(3, 5), **more}, "n": 0}
     try:
         state_dict_loader.load(state, checkpoint_id=path)
     except BaseException:  # noqa: BLE001  CheckpointException is one
         return None
-    found = {*state["a"].tolist(), *state["b"]["c"].flatten().tolist(), float(state["n"])}
+    found = {float(state["n"])}
+    for each in state["b"].values():
+        found |= set(each.flatten().tolist())
     return found.pop() if len(found) == 1 else 0.0
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_kill_at_each_change_of_the_disk(tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("victim", "world_size"),
+    [(0, 2), (1, 2), (0, 4), (3, 4)],  # ranks 1 and 2 of four do what rank 3 does
+)
+def test_a_kill_at_each_change_of_the_disk(tmp_path: Path, victim: int, world_size: int) -> None:
     """Bare DCP, killed in the same way, leaves folders that do not load or hold a mix."""
-    ours = killed(tmp_path, "ours", victim)
+    ours = killed(tmp_path, "ours", victim, world_size)
     assert len(ours) > (15 if victim == 0 else 3)
     assert set(ours) <= {1.0, 2.0}
     assert 1.0 in ours
-    bare = killed(tmp_path, "bare", victim)
+    bare = killed(tmp_path, "bare", victim, world_size)
     assert len(bare) > 3
     assert None in bare or 0.0 in bare
     # The next save removes what is left.

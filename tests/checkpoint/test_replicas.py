@@ -19,7 +19,8 @@ import torchguard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module)
 
 torch.set_num_threads(1)
 last = world_size - 1
@@ -41,11 +42,15 @@ def made(norm=False, frozen=False):
 def run(steps, fault="", wrap=DDP, every=1, **options):
     """Train; return the first step that raised, and what it said."""
     model = made(norm=fault == "norm", frozen=fault == "frozen")
+    if fault == "unused":  # its gradient is None on all ranks
+        model.unused = torch.nn.Parameter(torch.ones(3))
     if fault == "ignored":
         DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
         with torch.no_grad():
             model[0].bias.add_(rank)
     broadcast = {} if fault != "norm" else {"broadcast_buffers": False}
+    if fault == "unused":
+        broadcast = {"find_unused_parameters": True}
     ddp = wrap(model, **broadcast)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     agree = torchguard.replicas_agree(ddp, optimizer, every=every, **options)
@@ -87,7 +92,8 @@ def run(steps, fault="", wrap=DDP, every=1, **options):
 
 import torchguard.errors
 torchguard.replicas_error = torchguard.errors.ReplicasDisagreeError
-result = {name: run(60, name) for name in ("right", "accumulation", "norm", "frozen", "ignored")}
+right = ("right", "accumulation", "norm", "frozen", "ignored", "unused")
+result = {name: run(60, name) for name in right}
 for name in ("weight", "no_sync", "clip", "lr"):
     result[name] = run(5, name)
 result["rare"] = run(3, "weight", every=100)
@@ -106,6 +112,52 @@ if world_size == 4:
         return wrapped
 
     result["hsdp broken"] = run(5, wrap=broken)
+
+
+def compared(model):
+    try:
+        torchguard.replicas_agree(model)()
+    except torchguard.replicas_error as error:
+        return str(error)
+    return None
+
+
+# Tensor parallel: the first weight is sharded, the last bias has a copy on each rank.
+plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+parallel = parallelize_module(made(), mesh, plan)
+result["tp"] = compared(parallel)
+if rank == last:
+    with torch.no_grad():
+        parallel[0].weight.to_local().add_(1)
+        parallel[2].bias.to_local().add_(1)
+result["tp broken"] = compared(parallel)
+
+model = DDP(made())
+optimizer = torch.optim.AdamW(model.parameters())
+agree = torchguard.replicas_agree(model, optimizer, every=1)
+step = torchguard.transaction(model, optimizer, group=True)
+try:
+    for number in range(3):
+        loss_of = lambda x: model(x).square().mean()
+        step.run(loss_of, torch.randn(4, 6), before_step=agree.gradients)
+        agree()
+    result["transaction"] = None
+
+    def broken():
+        if rank == last:
+            model.module[2].weight.grad.add_(1)
+        agree.gradients()
+
+    before = model.module[2].weight.detach().clone()
+    try:
+        step.run(loss_of, torch.randn(4, 6), before_step=broken)
+        result["transaction broken"] = None
+    except torchguard.replicas_error as error:
+        kept = torch.equal(before, model.module[2].weight)
+        result["transaction broken"] = [str(error), kept]
+except torchguard.replicas_error as error:
+    result["transaction"] = str(error)
+
 model = made()
 agree = torchguard.replicas_agree(model)
 
@@ -135,7 +187,10 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_ranks(PROGRAM, folder, request.param)
 
 
-@pytest.mark.parametrize("case", ["right", "accumulation", "norm", "frozen", "ignored", "fsdp"])
+@pytest.mark.parametrize(
+    "case",
+    ["right", "accumulation", "norm", "frozen", "ignored", "unused", "fsdp", "tp", "transaction"],
+)
 def test_right_runs_raise_nothing(ranks: Any, case: str) -> None:
     if case == "fsdp" and ranks[0][case] == "not here":
         pytest.skip("FSDP2 of this torch does not train on a CPU")
@@ -167,6 +222,19 @@ def test_hsdp_is_compared_along_the_dimension_that_replicates(ranks: Any) -> Non
         for each in ranks:
             assert "0.weight" in each["hsdp broken"][1]
             assert "ranks 1 | 3" in each["hsdp broken"][1]
+
+
+def test_tensor_parallel_compares_what_has_copies(ranks: Any) -> None:
+    for each in ranks:
+        assert "2.bias is not the same" in each["tp broken"]
+        assert "1 of" in each["tp broken"]
+
+
+def test_a_transaction_takes_back_a_step_whose_gradients_differ(ranks: Any) -> None:
+    for each in ranks:
+        text, kept = each["transaction broken"]
+        assert "2.weight.grad" in text
+        assert kept
 
 
 def test_between_two_comparisons_nothing_is_compared(ranks: Any) -> None:

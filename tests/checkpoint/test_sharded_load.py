@@ -18,7 +18,7 @@ from torchguard.errors import ShardedCheckpointError
 PROGRAM = (
     JOIN_RANKS
     + '''
-import shutil
+import pickle, shutil
 from pathlib import Path
 import torchguard
 import torch.distributed.checkpoint as dcp
@@ -133,6 +133,18 @@ unlink = lambda path: (path / "__1_0.distcp").unlink()
 both("missing shard", lambda: state(2.0), damaged("less", "link", unlink))
 
 
+def gap(path):
+    """Forget the first chunk of a tensor."""
+    with open(path / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    entry = metadata.state_dict_metadata["model.0.weight"]
+    del entry.chunks[0]
+    with open(path / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+
+
+both("gap", lambda: state(2.0), damaged("gaps", "foreign", gap))
+
 target = {"model": model(2.0).state_dict()}
 try:
     dcp.load(target, checkpoint_id=folder / "less")
@@ -230,6 +242,7 @@ def test_right_loads_load(ranks: Any, case: str, holds: float) -> None:
         ("shape on one rank", "rank 1: plain has shape (6,), saved was (5,)"),
         ("name on one rank", "rank 1: new is not in the checkpoint"),
         ("fewer names", "model.0.weight is only in the checkpoint"),
+        ("gap", "rank 0: model.0.weight has"),
         ("nowhere", "metadata"),
     ],
 )
@@ -247,7 +260,7 @@ def test_a_difference_is_raised_on_all_ranks_and_nothing_has_changed(
 
 
 @pytest.mark.parametrize(
-    "case", ["flip", "flip, no manifest", "other shard", "dtype", "fewer names"]
+    "case", ["flip", "flip, no manifest", "other shard", "dtype", "fewer names", "gap"]
 )
 def test_bare_dcp_says_nothing_of_these(ranks: Any, case: str) -> None:
     assert all(each[case][0]["raised"] is None for each in ranks[0])

@@ -216,8 +216,13 @@ def _write_watched(
 
         def write_and_compare(temporary: str, versions: Versions = versions) -> None:
             write(temporary, versions)
-            if on_torn != "ignore":
-                versions.compare(path, os.path.getsize(temporary))
+            name = None if on_torn == "ignore" else versions.changed(os.path.getsize(temporary))
+            if name is not None:
+                raise TornSaveError(
+                    f"save: {name} was changed in place while it was being saved, so the file "
+                    f"would have held parts of two states; {path} is as it was. Let the thread "
+                    "that changes it wait, save a copy, or pass on_torn='retry'"
+                )
 
         try:
             replace_file(path, write_and_compare, fsync=fsync)
@@ -228,18 +233,11 @@ def _write_watched(
             return
 
 
-_TORN = (
-    "save: {name} was changed in place while it was being saved, so the file would have held parts "
-    "of two states; {path} is as it was. Let the thread that changes it wait, save a copy, or pass "
-    "on_torn='retry'"
-)
-
-
 class Versions:
     """The version counters of the tensors that are saved, from before the first is read."""
 
-    def __init__(self, obj: Any, *, torn: str = _TORN) -> None:
-        self._obj, self._torn = obj, torn
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
         # The tensors are held, so that no id is used again.
         self._before = {id(each): (each, version_of(each)) for each in _tensors_around(obj)}
         self._saved: dict[int, torch.Tensor] = {}
@@ -250,21 +248,20 @@ class Versions:
         if id(tensor) not in self._before:  # in an object that only pickle looks into
             self._before[id(tensor)] = tensor, version_of(tensor)
 
-    def compare_all(self) -> None:
-        """Raise if one of all the tensors that were found has been written to since."""
+    def saved_all(self) -> int:
+        """Note that all tensors are part of what is saved; return how many bytes they have."""
         self._saved = {key: tensor for key, (tensor, _) in self._before.items()}
-        self.compare("", sum(tensor.nbytes for tensor in self._saved.values()))
+        return sum(tensor.nbytes for tensor in self._saved.values())
 
-    def compare(self, path: str, size: int) -> None:
-        """Raise if one of the tensors has been written to since, or is being written to.
+    def changed(self, size: int) -> str | None:
+        """Name a tensor that has been written to since, or is being written to.
 
         Args:
-            path: of the file.
-            size: of the file, in bytes.
+            size: of what is saved, in bytes.
         """
         saved = [self._before[key] for key in self._saved]
-        self._raise_if_changed(saved, [version_of(tensor) for tensor, _ in saved], path)
-        if _another_thread_runs():
+        name = self._changed(saved, [version_of(tensor) for tensor, _ in saved])
+        if name is None and _another_thread_runs():
             # torch increments a version counter when the operation has ended, and runs it without
             # the GIL. While this thread sleeps with the GIL, those that run end, and none begins.
             # https://github.com/pytorch/pytorch/blob/main/tools/autograd/gen_inplace_or_view_type.py
@@ -273,18 +270,15 @@ class Versions:
             seconds = min(0.02 + size / 4e9, 0.1)
             with without_torch_function():
                 now = versions_after(seconds, [tensor for tensor, _ in counted])
-            self._raise_if_changed(counted, now, path)
+            name = self._changed(counted, now)
+        return name
 
-    def _raise_if_changed(
-        self,
-        saved: list[tuple[torch.Tensor, int | None]],
-        now: Iterable[int | None],
-        path: str,
-    ) -> None:
-        for (tensor, before), version in zip(saved, now, strict=True):
-            if version != before:
-                name = _name_of(tensor, self._obj)
-                raise TornSaveError(self._torn.format(name=name, path=path))
+    def _changed(
+        self, saved: list[tuple[torch.Tensor, int | None]], now: Iterable[int | None]
+    ) -> str | None:
+        moved = (t for (t, before), version in zip(saved, now, strict=True) if version != before)
+        tensor = next(moved, None)
+        return None if tensor is None else _name_of(tensor, self._obj)
 
 
 def _tensors_around(obj: Any) -> list[torch.Tensor]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torchguard._torch import patch
 from torchguard.checkpoint.folder import checkpoint_folder, is_ours
 from torchguard.checkpoint.saving import Versions
 from torchguard.checkpoint.verify import METADATA, item_faults, manifest_fault, manifest_of
-from torchguard.errors import SaveError, ShardedCheckpointError
+from torchguard.errors import SaveError, ShardedCheckpointError, TornSaveError
 
 _LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
 _SHOWN = 20
@@ -65,22 +64,19 @@ def load_sharded(
     https://github.com/pytorch/pytorch/issues/126881
     """
     folder = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
-    group = None if group is True else group
-    _load(
-        patch.original(_LOAD), state, folder, extra=extra, cast=cast, partial=partial, group=group
-    )
+    options = {"process_group": None if group is True else group}
+    _load(patch.original(_LOAD), state, folder, options, extra=extra, cast=cast, partial=partial)
 
 
 def _load(
     original: Callable[..., None],
     state: dict[str, Any],
     path: str,
+    options: Mapping[str, Any],
     *,
     extra: bool,
     cast: bool,
     partial: bool,
-    group: Any,
-    options: Mapping[str, Any] | None = None,
 ) -> None:
     loaded: dict[str, Any] = {}
     failure: Exception | None = None
@@ -92,19 +88,17 @@ def _load(
         failure = error
     planner = _ComparingPlanner(path, extra=extra, cast=cast, partial=partial, failure=failure)
     try:
-        original(
-            loaded, checkpoint_id=path, planner=planner, process_group=group, **(options or {})
-        )
+        original(loaded, **{**options, "checkpoint_id": path, "planner": planner})
     except CheckpointException as error:
         raise ShardedCheckpointError(_describe(path, error, planner.agreed)) from error
     for name, value in loaded.items():
         if not isinstance(state[name], Stateful):
             state[name] = value
-    _finish(path, state, loaded, group, options)
+    _load_objects(path, state, loaded, options)
 
 
-def _finish(
-    path: str, state: dict[str, Any], loaded: dict[str, Any], group: Any, options: Any
+def _load_objects(
+    path: str, state: dict[str, Any], loaded: dict[str, Any], options: Mapping[str, Any]
 ) -> None:
     failure = None
     try:
@@ -115,7 +109,8 @@ def _finish(
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
     texts: list[Any] = [text]
-    if dist.is_initialized() and not (options or {}).get("no_dist"):
+    if dist.is_initialized() and not options.get("no_dist"):
+        group = options.get("process_group")
         texts = [None] * dist.get_world_size(group)
         dist.all_gather_object(texts, text, group=group)
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each is not None]
@@ -270,36 +265,13 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
     To load a part of a checkpoint is what ``dcp.load`` is for, so extra names are no fault.
     """
 
-    def load(
-        state_dict: dict[str, Any],
-        *,
-        checkpoint_id: Any = None,
-        storage_reader: Any = None,
-        planner: Any = None,
-        process_group: Any = None,
-        **options: Any,  # no_dist; torch 2.6 does not have it
-    ) -> None:
-        path = _local_path(checkpoint_id, storage_reader, FileSystemReader)
+    def load(state_dict: dict[str, Any], **options: Any) -> None:
+        path, planner = _local_path(options, "storage_reader"), options.get("planner")
         if path is None or (planner is not None and type(planner) is not DefaultLoadPlanner):
-            original(
-                state_dict,
-                checkpoint_id=checkpoint_id,
-                storage_reader=storage_reader,
-                planner=planner,
-                process_group=process_group,
-                **options,
-            )
-            return
-        _load(
-            original,
-            state_dict,
-            path,
-            extra=True,
-            cast=False,
-            partial=bool(getattr(planner, "allow_partial_load", False)),
-            group=process_group,
-            options={"storage_reader": storage_reader, **options},
-        )
+            original(state_dict, **options)
+        else:
+            partial = bool(getattr(planner, "allow_partial_load", False))
+            _load(original, state_dict, path, options, extra=True, cast=False, partial=partial)
 
     return load
 
@@ -307,31 +279,15 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
 def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``dcp.save`` replace a checkpoint whole, or say what to type."""
 
-    def save(
-        state_dict: dict[str, Any],
-        *,
-        checkpoint_id: Any = None,
-        storage_writer: Any = None,
-        process_group: Any = None,
-        **options: Any,
-    ) -> Any:
-        def call(to: Any) -> Any:
-            return original(
-                state_dict,
-                checkpoint_id=to,
-                storage_writer=storage_writer,
-                process_group=process_group,
-                **options,
-            )
-
-        path = _local_path(checkpoint_id, storage_writer, FileSystemWriter)
+    def save(state_dict: dict[str, Any], **options: Any) -> Any:
+        path = _local_path(options, "storage_writer")
         if path is None or not os.path.exists(os.path.join(path, METADATA)):
-            return call(checkpoint_id)
+            return original(state_dict, **options)
         several = dist.is_initialized() and not options.get("no_dist")
         if os.path.islink(path) and is_ours(Path(os.path.realpath(path))):
-            group = (process_group or True) if several else None
+            group = (options.get("process_group") or True) if several else None
             with checkpoint_folder(path, group=group) as new:
-                return call(new)
+                return original(state_dict, **{**options, "checkpoint_id": new})
         raise SaveError(
             f"dcp.save would write over the checkpoint in {path} file by file; a process that is "
             "stopped meanwhile leaves none that can be loaded. Save to a new folder, or type: "
@@ -342,48 +298,98 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-_TORN_STAGE = (
-    "async_save: {name} was changed in place while it was being staged, so the checkpoint would "
-    "have held parts of two states; nothing was written. Call "
-    "response.staging_completion.result() before optimizer.step(), or stage with "
-    "DefaultStager(StagingOptions(use_async_staging=False))"
-)
+def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Compare versions before and after an ``async_stager`` has copied the state.
 
-
-def guard_stage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``DefaultStager.stage`` fail where what its thread copies was written meanwhile.
-
-    ``dcp.async_save`` waits for the future before it writes, so the error ends both of its own.
+    Without one, torch copies before it returns. The save itself runs in another thread, through
+    the guarded ``dcp.save``.
     """
 
-    def stage(self: Any, state_dict: dict[str, Any], **options: Any) -> Any:
-        versions = Versions(state_dict, torn=_TORN_STAGE)
-        staged = original(self, state_dict, **options)
+    def async_save(state_dict: Any, *, async_stager: Any = None, **options: Any) -> Any:
+        if async_stager is None:
+            return original(state_dict, **options)
+        stager = _WatchedStager(async_stager)
+        response = original(state_dict, async_stager=stager, **options)
+        if not hasattr(response, "upload_completion"):
+            return response  # the stager has copied all
+        uploaded: Future[Any] = Future()
+
+        def pass_on(done: Future[Any]) -> None:
+            error = done.exception()
+            failures = getattr(error, "failures", {}).values()
+            torn = [each for each, _ in failures if isinstance(each, TornSaveError)] + stager.torn
+            if torn or error is not None:
+                uploaded.set_exception(torn[0] if torn else error)
+            else:
+                uploaded.set_result(done.result())
+
+        response.upload_completion.add_done_callback(pass_on)
+        response.upload_completion = uploaded
+        return response
+
+    return async_save
+
+
+class _WatchedStager:
+    """A stager that looks whether a tensor has changed while it copied in another thread."""
+
+    def __init__(self, stager: Any) -> None:
+        self._stager = stager
+        self.torn: list[TornSaveError] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stager, name)
+
+    def stage(self, state: dict[str, Any], **options: Any) -> Any:
+        versions = Versions(state)
+        size = versions.saved_all()
+        staged = self._stager.stage(state, **options)
         if not isinstance(staged, Future):
             return staged
-        compared: Future[Any] = Future()
+        watched: Future[Any] = Future()
 
         def compare(done: Future[Any]) -> None:
             try:
-                result = done.result()
-                versions.compare_all()
-            except BaseException as error:  # noqa: BLE001  raised by the future
-                compared.set_exception(error)
-            else:
-                compared.set_result(result)
+                copied, name = done.result(), versions.changed(size)
+                if name is not None:
+                    text = _TORN.format(name)
+                    self.torn.append(TornSaveError(text))
+                    copied = {**copied, "torn": _Torn(text)}
+                watched.set_result(copied)
+            except BaseException as error:  # noqa: BLE001  the future drops what a callback raises
+                watched.set_exception(error)
 
         staged.add_done_callback(compare)
-        return compared
-
-    return stage
+        return watched
 
 
-def _local_path(checkpoint_id: Any, storage: Any, kind: type) -> str | None:
+_TORN = (
+    "async_save: {} was changed in place while the state was being copied, so the checkpoint would "
+    "have held parts of two states, and is not written. Wait for staging_completion.result() "
+    "before the optimizer steps"
+)
+
+
+class _Torn(Mapping[str, Any]):
+    """Raises when DCP makes its plans: the vote on them tells all ranks."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __iter__(self) -> Iterator[str]:
+        raise TornSaveError(self._text)
+
+    __len__ = __getitem__ = __iter__  # type: ignore[assignment]
+
+
+def _local_path(options: Mapping[str, Any], role: str) -> str | None:
     """Return the folder, if the file system's own writer or reader is used."""
-    if storage is not None and type(storage) is not kind:
+    storage, path = options.get(role), options.get("checkpoint_id")
+    if storage is not None and type(storage) not in {FileSystemReader, FileSystemWriter}:
         return None
-    path: Any = getattr(storage, "path", None) if checkpoint_id is None else checkpoint_id
-    with contextlib.suppress(TypeError):
-        name = os.fspath(path)
-        return name if isinstance(name, str) and "://" not in name else None
-    return None
+    path = getattr(storage, "path", None) if path is None else path
+    try:
+        name = os.fspath(path)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return name if isinstance(name, str) and "://" not in name else None

@@ -210,12 +210,12 @@ def _dcp_paths(name: str, module: str) -> Mapping[str, Mapping[str, patch.Make]]
     return {_DCP: {f"{_DCP}.{name}": make, f"{_DCP}.{module}.{name}": make}}
 
 
-_STAGING = f"{_DCP}.staging"
 _SAVE_IN_PACKAGES = {
     **_SAVE_IN_PACKAGES,
-    **_dcp_paths("save", "state_dict_saver"),
-    # Since torch 2.9; what was staged in the caller's thread is whole.
-    _STAGING: {f"{_STAGING}.DefaultStager.stage": _dcp("guard_stage")},
+    _DCP: {
+        **_dcp_paths("save", "state_dict_saver")[_DCP],
+        **_dcp_paths("async_save", "state_dict_saver")[_DCP],
+    },
 }
 _LOAD_IN_PACKAGES = _dcp_paths("load", "state_dict_loader")
 

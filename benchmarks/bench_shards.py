@@ -1,0 +1,170 @@
+"""``checkpoint_folder(group=)`` and ``load_sharded`` against bare DCP, and ``replicas_agree``.
+
+Saved and loaded is 1 GB in one process that is a group. The copies are compared on two ranks of
+gloo: 161 tensors of 25.6 million elements, ResNet-50's, beside the all-reduce of the same
+gradients that each step of DistributedDataParallel pays. Target there: the time of the all-reduce.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+if __package__ in {None, ""}:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torchguard
+from benchmarks.harness import Comparison, Row, Side, Target, measure, shown
+from benchmarks.machine import ROOT
+from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.spread import Spread
+
+TENSORS, ELEMENTS, RANKS = 161, 25_600_000, 2
+REDUCED = "dist.all_reduce(each)  # of all 161 gradients, in buckets of 25 MB"
+AGREED = "agree.gradients()"
+
+
+def save(state: dict[str, Any], link: str) -> None:
+    """Save a step whole."""
+    with torchguard.checkpoint_folder(link, group=True) as new:
+        dcp_save(state, checkpoint_id=new)
+
+
+def files(folder: str, *, quick: bool) -> Iterator[Comparison]:
+    """Compare saving over a checkpoint, and loading one."""
+    megabytes = 1 if quick else 1024
+    state = {str(i): torch.rand(megabytes << 18 >> 4) for i in range(16)}  # float32
+    dcp_save(state, checkpoint_id=f"{folder}/bare")
+    save(state, f"{folder}/link")
+    names = {"dcp": dcp, "torchguard": torchguard, "state": state, "save": save}
+    names |= {"bare": f"{folder}/bare", "link": f"{folder}/link"}
+    what = f"{megabytes} MB in 16 tensors, one rank"
+    yield Comparison(
+        id="save",
+        what=f"{what}: flushed by both, hashed, shown in one step",
+        baseline=Side("dcp.save(state, checkpoint_id=bare)", names),
+        guarded=Side("save(state, link)  # dcp.save inside of checkpoint_folder", names),
+    )
+    yield Comparison(
+        id="load",
+        what=f"{what}: hashed, then read",
+        baseline=Side("dcp.load(state, checkpoint_id=link)", names),
+        guarded=Side("torchguard.load_sharded(state, link)", names),
+    )
+    yield Comparison(
+        id="load-crc",
+        what=f"{what}: without a manifest, by the CRCs in the shards",
+        baseline=Side("dcp.load(state, checkpoint_id=bare)", names),
+        guarded=Side("torchguard.load_sharded(state, bare)", names),
+    )
+
+
+def _rank(rank: int, store: str, rounds: int, elements: int) -> list[tuple[float, float]]:
+    """Return this rank's nanoseconds of the all-reduce and of the comparison, round by round."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
+    size = elements // TENSORS
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(TENSORS)])
+    for each in model:
+        each.grad = torch.ones(size)
+    agree = torchguard.replicas_agree(model, every=1)
+    together = 25 * 1024 * 1024 // (4 * size) or 1  # DDP's bucket_cap_mb
+    flat = torch.ones(elements)  # DDP's gradients are views of its buckets: nothing to copy
+    buckets = flat.split(together * size)
+
+    def reduce() -> None:
+        for each in buckets:
+            dist.all_reduce(each)
+
+    def timed(call: Any) -> float:
+        dist.barrier()
+        begun = time.perf_counter()
+        call()
+        dist.barrier()
+        return 1e9 * (time.perf_counter() - begun)
+
+    pairs = []
+    for number in range(rounds + 2):
+        order = (reduce, agree.gradients)
+        found = [timed(call) for call in (order if number % 2 else order[::-1])]
+        pairs.append((found[0], found[1]) if number % 2 else (found[1], found[0]))
+    dist.destroy_process_group()
+    return pairs[2:]
+
+
+def replicas(setting: Setting) -> Row:
+    """Measure on two processes; the figures are those of rank 0, barriers included."""
+    rounds = setting.rounds if setting.quick else 4 * setting.rounds
+    elements = ELEMENTS // (100 if setting.quick else 1)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            subprocess.Popen(  # noqa: S603  this very file
+                [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_shards", "rank",
+                 json.dumps([rank, f"{folder}/store", rounds, elements])],
+                cwd=ROOT, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(RANKS)
+        ]  # fmt: skip
+        outputs = [each.communicate()[0] for each in ranks]
+    pairs = json.loads(outputs[0].splitlines()[-1])
+    target = Target(1.0)
+    values: dict[str, Any] = {
+        "id": "replicas_agree",
+        "what": f"{TENSORS} tensors of {elements:,} elements, two ranks of gloo",
+        "device": "cpu",
+        "baseline": REDUCED,
+        "guarded": AGREED,
+        "n": rounds,
+        "block": 1,
+        "baseline_ns": Spread.of([before for before, _ in pairs]),
+        "guarded_ns": Spread.of([after for _, after in pairs]),
+        "added_ns": Spread.of([after - before for before, after in pairs]),
+        "ratio": Spread.of([after / before for before, after in pairs]),
+        "target": str(target),
+    }
+    row = Row(**values)
+    verdict = target.verdict(row)
+    if verdict != "reached":
+        verdict += target.noise(pairs)
+    row = Row(**values, verdict=verdict)
+    print(shown(row))
+    return row
+
+
+def run(setting: Setting) -> Results:
+    """Measure every row."""
+    agreed = replicas(setting)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
+        rows = measure(files(folder, quick=setting.quick), setting, block_seconds=0.05)
+        dist.destroy_process_group()
+    return {"rows": [*rows, asdict(agreed)]}
+
+
+BENCHMARK = Benchmark(
+    "shards",
+    "What do sharded checkpoints that are whole, and replicas that are compared, cost?",
+    run,
+    rounds=9,
+    devices=("cpu",),
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        print(json.dumps(_rank(*json.loads(sys.argv[2]))))
+        sys.exit()
+    sys.exit(main())

@@ -67,12 +67,7 @@ class _First(NamedTuple):
 
 
 def check_padding(
-    shapes: OutputShapes,
-    plan: Plan,
-    call: Call,
-    known: Known,
-    *,
-    anew: bool,
+    shapes: OutputShapes, plan: Plan, call: Call, known: Known, *, anew: bool
 ) -> None:
     """Raise unless padding leaves the answer, the gradients and the buffers as they are.
 
@@ -136,11 +131,7 @@ class _Checker:
     """Makes the runs of one check; ``neutral`` are the inputs that 0 is known to be neutral for."""
 
     def __init__(
-        self,
-        shapes: OutputShapes,
-        plan: Plan,
-        call: Call,
-        neutral: Container[str],
+        self, shapes: OutputShapes, plan: Plan, call: Call, neutral: Container[str]
     ) -> None:
         padded = {pad.leaf for pad in plan.pads}
         self._inputs = [

@@ -76,7 +76,7 @@ def run(setting: Setting) -> Results:
             f"{row.ratio.median:.4f} times [{row.ratio.low:.4f}, {row.ratio.high:.4f}], "
             f"control {row.control.median:.4f}: {row.verdict}"
         )
-    return {"steps": found}
+    return {"rows": found}
 
 
 BENCHMARK = Benchmark(
@@ -97,7 +97,6 @@ BENCHMARK = Benchmark(
                 "{control.high:.3f}]",
                 "verdict": "{verdict}",
             },
-            rows="steps",
         ),
     ),
 )

@@ -13,7 +13,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
 import torchguard
-from support.sweep import by_name
+from support.sweep import by_name, places
 
 NAMES = {
     *("index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "index_copy"),
@@ -73,6 +73,11 @@ def _samples(operator: Any, most: int | None = None) -> list[Any]:
             if operator.error_inputs_func is not None and dtype is torch.float32:
                 found += [each.sample_input for each in operator.error_inputs("cpu")]
     return found
+
+
+@pytest.fixture(autouse=True)
+def places_of_torch() -> None:
+    places()  # remembered, so looked up outside of every scope
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=_id)

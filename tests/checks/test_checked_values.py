@@ -19,6 +19,16 @@ BOTH = (-1, N, LONG.min, LONG.max)
 WRAPS = (-N - 1, N, LONG.min, LONG.max)
 
 
+
+def along_dim() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What take_along_dim() refuses and takes: later releases count from the end."""
+    try:
+        torch.take_along_dim(torch.zeros(N), torch.tensor([-1]), 0)
+    except RuntimeError:
+        return BOTH, (0, N - 1)
+    return WRAPS, (-N, N - 1)
+
+
 class Case(NamedTuple):
     name: str
     call: Callable[[Tensor], Any]
@@ -69,7 +79,10 @@ CASES = (
     Case("index_select", along("index_select"), BOTH),
     Case("gather", lambda i: torch.gather(rows(), 0, i[:, None]), BOTH),
     Case("take", lambda i: rows()[:, 0].take(i) + 1, WRAPS, (-N, N - 1)),
-    Case("take_along_dim", lambda i: torch.take_along_dim(rows(), i[:, None], 0), BOTH),
+    Case("take_along_dim", lambda i: torch.take_along_dim(rows(), i[:, None], 0), *along_dim()),
+    Case(
+        "take_along_dim, flat", lambda i: torch.take_along_dim(rows(), i) + 1, (-1, 3 * N), (0, N)
+    ),
     Case("x[index]", lambda i: rows()[i], WRAPS, (-N, N - 1)),
     Case("x[:, index]", lambda i: rows().T[:, i], WRAPS, (-N, N - 1)),
     Case("x[..., index, None]", lambda i: rows().T[..., i, None], WRAPS, (-N, N - 1)),

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchguard._torch import computing_unseen
+
 Given = Mapping[str, Any]
 """The arguments of a call, by name."""
 
@@ -94,17 +96,33 @@ def _unit(_: Given, __: Sizes) -> Range:
 
 
 def _soft_labels(_: Given, __: Sizes) -> Range | None:
-    return (0.0, 1.0) if _checks_soft_labels() else None
+    return (0.0, 1.0) if _refuses(_soft_target) else None
 
 
 @functools.cache
-def _checks_soft_labels() -> bool:
-    """Whether torch refuses a target that is no probability, as later releases do."""
-    try:  # by the operator, which no scope checks
-        torch.ops.aten.binary_cross_entropy(*torch.tensor([[0.5], [2.0]], device="cpu"))
+def _refuses(call: Callable[[], object]) -> bool:
+    """Whether this release of torch raises here; called by the operator, which no scope checks."""
+    try:
+        with computing_unseen():
+            call()
     except RuntimeError:
         return True
     return False
+
+
+def _soft_target() -> object:
+    return torch.ops.aten.binary_cross_entropy(*torch.tensor([[0.5], [2.0]], device="cpu"))
+
+
+def _negative_along_dim() -> object:
+    both = torch.zeros(1, device="cpu"), torch.full((1,), -1, device="cpu")
+    return torch.ops.aten.take_along_dim(*both, 0)
+
+
+def _take_along(given: Given, sizes: Sizes) -> Range | None:
+    """Later releases count from the end, but not in the tensor as a flat one."""
+    wraps = given.get("dim") is not None and not _refuses(_negative_along_dim)
+    return _along(given, sizes, wraps=wraps, flat=True)
 
 
 def _finite(given: Given, _: Sizes) -> Range:
@@ -188,11 +206,7 @@ ROWS = (
         "input dim index value",
         Check("index", functools.partial(_along, wraps=True)),
     ),
-    _row(
-        "take_along_dim",
-        "input indices dim",
-        Check("indices", functools.partial(_along, flat=True)),
-    ),
+    _row("take_along_dim", "input indices dim", Check("indices", _take_along)),
     _row("take put", "input index source", Check("index", _wrapping("input"))),
     _row("multinomial", "input num_samples", Check("input", _finite, kind="value")),
     _row("bincount", "input weights minlength", Check("input", _from_zero)),

@@ -19,7 +19,6 @@ BOTH = (-1, N, LONG.min, LONG.max)
 WRAPS = (-N - 1, N, LONG.min, LONG.max)
 
 
-
 def along_dim() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What take_along_dim() refuses and takes: later releases count from the end."""
     try:

@@ -17,6 +17,7 @@ from torchguard import MiscompilationWarning, verified_backend
 from torchguard.verification.backend import Options, SizesChecked
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
@@ -271,6 +272,48 @@ def test_a_call_during_a_check_runs_eagerly_and_does_not_wait() -> None:
     assert [graph.runs for graph in backend.stats().graphs] == ["aot_eager"]
 
 
+@torch.library.custom_op("verified_calls::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """An operator of the user that draws, which no tag says."""
+    return torch.rand_like(x)
+
+
+noise.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("last", [lambda x: x * 2, torch.rand_like, noise])
+def test_random_numbers_of_another_thread_are_not_those_of_the_graph(
+    last: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """The RNG state is the whole process's: threads that compile move it and set it back."""
+    stop, is_random = threading.Event(), last in (torch.rand_like, noise)
+
+    def draw() -> None:
+        while not stop.is_set():
+            torch.rand(1)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor]:
+        for _ in range(100):
+            x = x + 1
+        return (last(x),)
+
+    backend = verified_backend(spoiling(_off_by_one))
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for rows in range(1000, 1007):  # a graph each
+                right = compiled(torch.zeros(rows))[0].tolist() == rows * [200.0]
+                assert right or is_random
+    finally:
+        stop.set()
+        thread.join(60)
+    expected = "unverified" if is_random else "mismatched"
+    assert {graph.status for graph in backend.stats().graphs} == {expected}
+
+
 def test_the_handler_of_a_warning_may_call_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(
         lambda x: (x * 2,), backend=verified_backend(spoiling(lambda out, _: [out[0] + 1]))
@@ -362,6 +405,8 @@ THREADS = """
         for thread in threads:
             thread.join()
     print(dict(seen))
+    if set(seen) != {"right"}:
+        print(checked.stats())
 """
 
 tells_threads_apart = pytest.mark.skipif(

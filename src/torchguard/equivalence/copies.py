@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from torchguard._torch import (
+    TorchDispatchMode,
     base_of,
     has_own_dispatch,
     set_lazy_bits,
@@ -269,6 +270,42 @@ def run_on_copies(
         outcome = _outcome(function, copies, len(owned))
         outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
     return outcome
+
+
+class _RandomOperators(TorchDispatchMode):
+    """Notes whether an operator may draw random numbers.
+
+    Torch's own say so by a tag. Users' operators and higher-order ones do not.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of_torch = getattr(func, "namespace", None) == "aten"
+        self.found |= not of_torch or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def draws_random_numbers(
+    graph: fx.GraphModule, inputs: Sequence[Any], owned: Sequence[torch.Tensor] = ()
+) -> bool:
+    """Whether operators of a graph may draw random numbers, in one more run on copies.
+
+    For a graph in whose run the RNG state has changed: that belongs to the process, and another
+    thread may have done it. Dynamo and inductor do so while they compile, and set it back.
+    """
+    watch, run = _RandomOperators(), reference_of(graph, lambda _: None)
+
+    def watched(*given: Any) -> Any:
+        with watch:
+            return run(*given)
+
+    outcome = run_on_copies(watched, inputs, owned)
+    return watch.found or outcome.error is not None
 
 
 @contextlib.contextmanager

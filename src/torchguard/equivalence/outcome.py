@@ -77,7 +77,7 @@ class Outcome:
     """The positions of the inputs whose memory was written."""
 
     random: bool = False
-    """Whether random numbers were drawn."""
+    """Whether the RNG state has changed; that is the whole process's."""
 
     operators: frozenset[str] = frozenset()
     """The names of the operators that ran, where they were watched."""

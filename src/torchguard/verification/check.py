@@ -15,6 +15,7 @@ from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import (
     bytes_of,
+    draws_random_numbers,
     run_on_copies,
     why_not_copied,
     with_a_repeated_id,
@@ -213,6 +214,9 @@ class GraphCheck:
             return reason
         eager = run_on_copies(self.traced.graph, inputs, self.traced.owned)
         self._overlaps = eager.overlaps or self._overlaps
+        eager.random = eager.random and draws_random_numbers(
+            self.traced.graph, inputs, self.traced.owned
+        )
         if eager.random and not self.draws_like_eager:
             # No inputs will change that. Ranks that check together do so until all of them have.
             self._settled = self.options.group is None

@@ -26,7 +26,7 @@ doctor: $(VENV)/test.stamp ## show which defects torch has and whether the guard
 	$(BIN)/python -m torchguard doctor $(DOCTOR_OPTIONS)
 
 test: $(VENV)/test.stamp ## run the whole test suite
-	$(BIN)/python -m pytest -n auto --dist loadgroup $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 lint: $(VENV)/dev.stamp ## check style and formatting
 	$(BIN)/python -m ruff check .

@@ -48,5 +48,6 @@ def examine(session: nox.Session, name: str) -> None:
     described = session.run("git", "describe", "--always", "--dirty", external=True, silent=True)
     named = f"junit_suite_name={str(described).strip()}"
     junit = (f"--junitxml={RESULTS / f'{name}.xml'}", "-o", named)
-    tests = ("-n", "auto", "--dist", "loadgroup", "--ignore", "tests/repository", *junit)
+    workers = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
+    tests = (*workers, "--ignore", "tests/repository", *junit)
     session.run("python", "-m", "pytest", *tests, *session.posargs)

@@ -20,8 +20,6 @@ from benchmarks.tables import AIM, Table, described, filled
 
 from support.child_process import output_of
 
-pytestmark = pytest.mark.xdist_group("benchmarks")
-
 PROGRAM = """
 import pathlib, sys
 sys.path.insert(0, {root!r})

@@ -16,7 +16,6 @@ import pytest
 import torchguard
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-pytestmark = pytest.mark.xdist_group("package")
 PACKAGES = ("torchguard", "pytest_torchguard")
 NEVER = ("torch._dynamo", "torch._inductor", "matplotlib", "rich", "transformers", "pytest")
 

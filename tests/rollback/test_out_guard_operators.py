@@ -120,7 +120,6 @@ def _result(function: Callable[..., Any], sample: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("operators")
 def test_operators_with_out_give_the_same_with_and_without_the_guard() -> None:
     samples = list(_op_samples())
     expected = [_result(function, sample) for _, function, sample in samples]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.xdist_group("operators"),  # the database is read once
 ]
 
 

@@ -60,6 +60,18 @@ class ReplacedBuffer(RunningMean):
         return h * self.running
 
 
+class ViewsOfABuffer(Block):
+    statistics: Tensor
+
+    def setup(self) -> None:
+        self.register_buffer("statistics", torch.ones(2, C))
+        self.mean, self.turned = self.statistics[0], self.statistics.t()
+
+    def use(self, h: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return h * self.statistics[0] * self.turned[:, 0]
+
+
 class Codebook(Block):
     codes: Tensor
 
@@ -260,9 +272,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     **{
         kind.__name__: kind
         for kind in (
-            RunningMean, ReplacedBuffer, Codebook, Counter, Hidden, WrittenAttribute, States,
-            CachedOnce, OwnGenerator, OwnPython, OwnNumpy, StochasticDepth, Augmented, Rrelu,
-            RreluBeside, RreluHeld, Attention, MaxNorm,
+            RunningMean, ReplacedBuffer, ViewsOfABuffer, Codebook, Counter, Hidden,
+            WrittenAttribute, States, CachedOnce, OwnGenerator, OwnPython, OwnNumpy,
+            StochasticDepth, Augmented, Rrelu, RreluBeside, RreluHeld, Attention, MaxNorm,
         )
     },
     **{kind.__name__: functools.partial(Recurrent, kind) for kind in (nn.RNN, nn.LSTM, nn.GRU)},
@@ -274,8 +286,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 WRONG_WITHOUT = {
     "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "InstanceNorm1d", "InstanceNorm2d",
     "InstanceNorm3d", "spectral_norm", "old spectral_norm", "RunningMean", "ReplacedBuffer",
-    "Codebook", "Counter", "Hidden", "WrittenAttribute", "States", "CachedOnce", "OwnGenerator",
-    "OwnPython", "OwnNumpy", "StochasticDepth", "Augmented",
+    "ViewsOfABuffer", "Codebook", "Counter", "Hidden", "WrittenAttribute", "States", "CachedOnce",
+    "OwnGenerator", "OwnPython", "OwnNumpy", "StochasticDepth", "Augmented",
 }  # fmt: skip
 RRELUS = {"RReLU", "Rrelu", "RreluBeside", "RreluHeld"}
 

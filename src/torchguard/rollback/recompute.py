@@ -12,7 +12,7 @@ import functools
 import random
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable
 from operator import is_
 from typing import Any
@@ -214,7 +214,22 @@ def _copies_of(tensors: Collection[Tensor]) -> list[Tensor]:
 
 
 def _clones(tensors: Collection[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
+    """Copy tensors; those that are views of one tensor stay so."""
+    bases = [each if (base := base_of(each)) is None else base for each in tensors]
+    count = Counter(map(id, bases))
+    if len(count) == len(bases):
+        return [tensor.clone() for tensor in tensors]
+    copies = {id(base): base.clone() for base in bases if count[id(base)] > 1}
+    pairs = zip(tensors, bases, strict=True)
+    return [_clone(each, base, copies.get(id(base))) for each, base in pairs]
+
+
+def _clone(tensor: Tensor, base: Tensor, copy: Tensor | None) -> Tensor:
+    is_plain = tensor.dtype is base.dtype and not (tensor.is_conj() or tensor.is_neg())
+    if copy is None or copy.stride() != base.stride() or not is_plain:
+        return tensor.clone()
+    start = tensor.storage_offset() - base.storage_offset()
+    return copy.as_strided(tensor.shape, tensor.stride(), start)
 
 
 def _put_back(entries: _Entries, held: _Entries, copies: _Entries | None = None) -> None:

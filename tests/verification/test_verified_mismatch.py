@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import operator
 import runpy
 import sys
-import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ from support.dynamo import traces_autocast
 from torchguard import MiscompilationWarning, verified, verified_backend
 from torchguard._torch import dynamo_backend
 from torchguard.equivalence.compare import same_strides
-from torchguard.verification.graph import copy_graph, unlogged, why_not_twice
+from torchguard.verification.graph import copy_graph, why_not_twice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -445,14 +443,3 @@ def test_an_interrupt_ends_minifying_with_the_smallest_so_far(
 def test_the_warning_names_why_there_is_no_reproducer() -> None:
     with pytest.warns(MiscompilationWarning, match="none: off_by_one is a callable, which a"):
         verified(backend=off_by_one)(inner)(torch.ones(3))
-
-
-def test_only_this_thread_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("torch.something")
-    with unlogged():
-        log.error("this thread")
-        other = threading.Thread(target=log.error, args=["another thread"])
-        other.start()
-        other.join()
-    log.error("afterwards")
-    assert [record.message for record in caplog.records] == ["another thread", "afterwards"]

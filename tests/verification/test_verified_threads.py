@@ -1,7 +1,8 @@
-"""Threads that call what is verified with dynamic= leave Dynamo's settings as they were."""
+"""Threads that call what is verified leave Dynamo's settings and the logs of others alone."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from torchguard import install, verified
+from torchguard.verification.graph import unlogged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -156,3 +158,14 @@ def test_dynamic_means_what_it_means_to_torch_compile(dynamic: bool | None, grap
     for size in (3, 4, 5, 6):
         assert checked(torch.ones(size)).tolist() == [0.5] * size
     assert len(checked.stats().graphs) == graphs
+
+
+def test_only_this_thread_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("torch.something")
+    with unlogged():
+        log.error("this thread")
+        other = threading.Thread(target=log.error, args=["another thread"])
+        other.start()
+        other.join()
+    log.error("afterwards")
+    assert [record.message for record in caplog.records] == ["another thread", "afterwards"]

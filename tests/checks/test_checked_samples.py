@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils._pytree import tree_leaves
 
 import torchguard
@@ -95,16 +96,26 @@ def test_eager(operator: Any) -> None:
 @pytest.mark.parametrize("operator", OPERATORS, ids=_id)
 def test_compiled(operator: Any) -> None:
     """What AOTAutograd compiles, with the checks and without, in the same number of graphs."""
-    _compare_compiled(operator, "aot_eager", most=3)
+    for sample in _samples(operator, most=3):
+        _compare_compiled(operator.op, sample, "aot_eager")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(
-    "operator", [each for each in OPERATORS if each.name in WITH_INDUCTOR], ids=_id
-)
-def test_inductor(operator: Any) -> None:
-    _compare_compiled(operator, "inductor", most=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_inductor(dtype: torch.dtype) -> None:
+    """All of these in one graph: a compile takes seconds."""
+    chosen = [each for each in OPERATORS if each.name in WITH_INDUCTOR and dtype in each.dtypes]
+    functions = [each.op for each in chosen]
+    samples = [next(iter(each.sample_inputs("cpu", dtype))) for each in chosen]
+
+    def call(inputs: Any, given: Any) -> Any:
+        pairs = zip(functions, inputs, given, strict=True)
+        return [function(first, *args, **kwargs) for function, first, (args, kwargs) in pairs]
+
+    given = [(each.args, each.kwargs) for each in samples]
+    sample = SampleInput([each.input for each in samples], args=(given,))
+    assert not isinstance(_compare_compiled(call, sample), Exception)
 
 
 class Graphs:
@@ -119,19 +130,19 @@ class Graphs:
         return torch._dynamo.lookup_backend(self._inner)(graph, inputs)
 
 
-def _compare_compiled(operator: Any, backend: str, most: int) -> None:
-    for sample in _samples(operator, most):
-        torch.compiler.reset()
-        graphs = Graphs(backend)
+def _compare_compiled(call: Any, sample: Any, backend: str = "inductor") -> Any:
+    torch.compiler.reset()
+    graphs = Graphs(backend)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            results = operator.op(*args, **kwargs)
-            return results  # noqa: RET504 - more than a call, so that it has a frame to compile
+    def function(*args: Any, **kwargs: Any) -> Any:
+        results = call(*args, **kwargs)
+        return results  # noqa: RET504 - more than a call, so that it has a frame to compile
 
-        compiled = torch.compile(call, backend=graphs)
-        bare, count = _result(compiled, sample), graphs.count
-        with torchguard.checked():
-            checked = _result(compiled, sample)
-        if not isinstance(bare, Exception):
-            assert graphs.count == 2 * count
-        _assert_equal(checked, bare)
+    compiled = torch.compile(function, backend=graphs)
+    bare, count = _result(compiled, sample), graphs.count
+    with torchguard.checked():
+        checked = _result(compiled, sample)
+    if not isinstance(bare, Exception):
+        assert graphs.count == 2 * count
+    _assert_equal(checked, bare)
+    return bare

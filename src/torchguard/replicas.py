@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,10 @@ class Replicas:
     def gradients(self) -> None:
         """Compare gradients: call it when they are averaged and clipped, before the step."""
         if self._due("gradients"):
-            named = ((f"{name}.grad", p.grad) for name, p in self._parameters())
+            named = (
+                (f"{name}.grad", _Missing(p) if p.grad is None else p.grad)
+                for name, p in self._parameters()
+            )
             self._compare(named)
 
     def batch(self, ids: Iterable[int] | Tensor, *, same: Any = None) -> None:
@@ -139,7 +142,12 @@ class Replicas:
 
     @torch.no_grad()
     def _compare(self, named: Iterable[tuple[str, Any]]) -> None:
-        groups: dict[Any, dict[str, Tensor]] = {}
+        # The groups are those of the parameters: a rank that lacks a gradient takes part as well.
+        of_parameters = (_replicated(each, self._group) for each in self._model.parameters())
+        groups: dict[Any, dict[str, Tensor]] = {
+            group: {} for found in of_parameters for group, _ in found
+        }
+        groups.setdefault(self._group, {})
         for name, value in named:
             for group, local in _replicated(value, self._group):
                 groups.setdefault(group, {})[name] = _hash(local)
@@ -190,8 +198,17 @@ def _values(owner: str, held: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{owner}[{key!r}]", value
 
 
+class _Missing(NamedTuple):
+    """A gradient that this rank does not have, of a parameter that others may have one of."""
+
+    parameter: nn.Parameter
+
+
 def _replicated(value: Any, group: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each group that holds copies of a tensor, with what this rank has of it."""
+    if isinstance(value, _Missing):
+        yield from ((each, None) for each, _ in _replicated(value.parameter, group))
+        return
     if not hasattr(value, "placements"):
         yield group, value
         return

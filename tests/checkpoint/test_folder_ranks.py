@@ -175,7 +175,7 @@ def test_a_kill_at_each_change_of_the_disk(tmp_path: Path, victim: int, world_si
 PROGRAM = (
     JOIN_RANKS
     + """
-import resource, signal
+import inspect, resource, signal
 from pathlib import Path
 import torchguard
 import torch.distributed.checkpoint as dcp
@@ -264,6 +264,52 @@ with torchguard.install("save", "load"):
         result["dtype"] = None
     except RuntimeError as error:
         result["dtype"] = str(error)
+# The older order of arguments, a writer or a reader first, is one that torch still takes.
+older = {"a": torch.zeros(2)}
+with torchguard.install("save", "load"):
+    dcp.save({"a": torch.ones(2)}, dcp.FileSystemWriter(folder / "older"))
+    dcp.load(older, dcp.FileSystemReader(folder / "older"))
+    try:
+        dcp.save({"a": torch.zeros(2)}, dcp.FileSystemWriter(folder / "older"))
+        result["older"] = None
+    except torchguard.errors.SaveError:
+        result["older"] = older["a"].tolist()
+
+# Each rank for itself, with metadata of its own; since 2.9.
+result["apart"] = "not here"
+if "use_collectives" in inspect.signature(dcp.save).parameters:
+    mine = {"a": torch.full((4,), float(rank)), f"only {rank}": torch.ones(2)}
+    with torchguard.checkpoint_folder(folder / "apart", group=True) as new:
+        dcp.save(mine, checkpoint_id=new, use_collectives=False)
+    loaded = {name: torch.zeros_like(each) for name, each in mine.items()}
+    torchguard.load_sharded(loaded, folder / "apart")
+    same = all(torch.equal(mine[name], each) for name, each in loaded.items())
+    dcp.save(mine, checkpoint_id=folder / "no manifest", use_collectives=False)
+    dist.barrier()
+    whole = bool(torchguard.verify_checkpoint(folder / "no manifest"))
+    dist.barrier()
+    shard = folder / "no manifest" / f"__{last}_0.distcp"
+    if rank == 0:
+        data = bytearray(shard.read_bytes())
+        data[data.find(torch.full((4,), float(last)).numpy().tobytes())] ^= 1
+        shard.write_bytes(data)
+    dist.barrier()
+    faults = torchguard.verify_checkpoint(folder / "no manifest").faults
+    result["apart"] = [same, whole, len(faults)]
+    with torchguard.install("save"):
+        try:
+            dcp.save(mine, checkpoint_id=folder / "no manifest", use_collectives=False)
+            result["apart"].append("written over")
+        except torchguard.errors.SaveError:
+            result["apart"].append("refused")
+
+first = dist.new_group([0])
+try:
+    with torchguard.checkpoint_folder(folder / "of one", group=first):
+        result["stranger"] = None
+except (ValueError, TypeError) as error:
+    result["stranger"] = str(error)
+dist.barrier()
 print(json.dumps(result))
 """
 )
@@ -310,3 +356,18 @@ def test_install_reaches_dcp(ranks: Any) -> None:
         assert each["guarded"] == [2.0] * 4
         assert "checkpoint_folder(link, group=True)" in each["plain"]
         assert "a is torch.float16, saved was torch.float32" in each["dtype"]
+
+
+def test_install_takes_the_older_order_of_arguments(ranks: Any) -> None:
+    assert [each["older"] for each in ranks] == [[1.0, 1.0]] * len(ranks)
+
+
+def test_ranks_that_save_without_collectives(ranks: Any) -> None:
+    for each in ranks:
+        assert each["apart"] in ("not here", [True, True, 1, "refused"])
+
+
+def test_a_rank_outside_of_the_group_is_refused(ranks: Any) -> None:
+    assert ranks[0]["stranger"] is None
+    for each in ranks[1:]:
+        assert "not in group" in each["stranger"]

@@ -114,9 +114,9 @@ if world_size == 4:
     result["hsdp broken"] = run(5, wrap=broken)
 
 
-def compared(model):
+def compared(model, what="__call__"):
     try:
-        torchguard.replicas_agree(model)()
+        getattr(torchguard.replicas_agree(model), what)()
     except torchguard.replicas_error as error:
         return str(error)
     return None
@@ -131,6 +131,14 @@ if rank == last:
         parallel[0].weight.to_local().add_(1)
         parallel[2].bias.to_local().add_(1)
 result["tp broken"] = compared(parallel)
+
+# A rank without the gradient of a tensor that is compared in its mesh must not leave the others.
+parallel = parallelize_module(made(), mesh, plan)
+parallel(torch.ones(2, 6)).sum().backward()
+result["tp gradients"] = compared(parallel, "gradients")
+if rank == last:
+    parallel[2].bias.grad = None
+result["tp no gradient"] = compared(parallel, "gradients")
 
 model = DDP(made())
 optimizer = torch.optim.AdamW(model.parameters())
@@ -228,6 +236,8 @@ def test_tensor_parallel_compares_what_has_copies(ranks: Any) -> None:
     for each in ranks:
         assert "2.bias is not the same" in each["tp broken"]
         assert "1 of" in each["tp broken"]
+        assert each["tp gradients"] is None
+        assert "2.bias.grad is not the same" in each["tp no gradient"]
 
 
 def test_a_transaction_takes_back_a_step_whose_gradients_differ(ranks: Any) -> None:

@@ -243,7 +243,7 @@ def test_right_loads_load(ranks: Any, case: str, holds: float) -> None:
         ("name on one rank", "rank 1: new is not in the checkpoint"),
         ("fewer names", "model.0.weight is only in the checkpoint"),
         ("gap", "rank 0: model.0.weight has"),
-        ("nowhere", "metadata"),
+        ("nowhere", "there is no .metadata"),
     ],
 )
 def test_a_difference_is_raised_on_all_ranks_and_nothing_has_changed(

@@ -77,3 +77,16 @@ def test_a_file_that_is_cut_off(
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "a.pt")]) == 2
     assert "there is nothing at" in capsys.readouterr().err
+
+
+def test_a_file_that_an_index_lists_is_missed(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    for number in (1, 2):
+        save_file({"ab"[number - 1]: torch.ones(2)}, tmp_path / f"model-{number}.safetensors")
+    assert torchguard.verify_checkpoint(tmp_path)
+    (tmp_path / "model-2.safetensors").unlink()
+    (fault,) = torchguard.verify_checkpoint(tmp_path).faults
+    assert "model-2.safetensors is missing" in fault
+    index.write_text("{}")
+    assert "is damaged" in torchguard.verify_checkpoint(tmp_path).faults[0]

@@ -35,6 +35,8 @@ def folder_of_all_ranks(link: Path, *, keep: int, fsync: bool, group: Any) -> It
     """Give all ranks one new folder; show it at ``link`` when every rank has left the block."""
     group = None if group is True else group
     rank, lock, new = dist.get_rank(group), -1, None
+    if rank < 0:
+        raise ValueError("checkpoint_folder: this rank is not in group, expected one of its ranks")
     alone = link.name[-1].isdigit() and not link.is_symlink()
 
     def begin() -> str | None:

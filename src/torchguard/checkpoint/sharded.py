@@ -21,7 +21,13 @@ from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.checkpoint.folder import checkpoint_folder, is_ours
 from torchguard.checkpoint.saving import Versions
-from torchguard.checkpoint.verify import METADATA, item_faults, manifest_fault, manifest_of
+from torchguard.checkpoint.verify import (
+    METADATA,
+    item_faults,
+    manifest_fault,
+    manifest_of,
+    metadata_files,
+)
 from torchguard.errors import SaveError, ShardedCheckpointError, TornSaveError
 
 _LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
@@ -226,12 +232,13 @@ class _ComparingPlanner(DefaultLoadPlanner):
         items = {item.storage_index: places[item.storage_index] for item in plan.items}
         manifest = manifest_of(self._folder)
         if manifest is None:
-            return [fault for fault, _ in item_faults(self._folder, items)]
+            return [fault for fault, _ in item_faults(self._folder, items.items())]
         found = []
-        for name in sorted({METADATA, *(place.relative_path for place in items.values())}):
+        names = {path.name for path in metadata_files(self._folder)}
+        for name in sorted(names | {place.relative_path for place in items.values()}):
             fault = manifest_fault(self._folder, name, manifest)
             if fault is not None:
-                inside = {i: p for i, p in items.items() if p.relative_path == name}
+                inside = [(i, place) for i, place in items.items() if place.relative_path == name]
                 damaged = sorted({tensor for _, tensor in item_faults(self._folder, inside)})
                 found.append(f"{fault} ({', '.join(damaged)})" if damaged else fault)
         return found
@@ -239,6 +246,8 @@ class _ComparingPlanner(DefaultLoadPlanner):
 
 def _describe(path: str, error: CheckpointException, agreed: bool) -> str:
     lines, count = [], 0
+    if not metadata_files(Path(path)):
+        lines, count = [f"there is no {METADATA}, so it is no checkpoint of DCP"], 1
     for rank, (failure, _) in sorted(error.failures.items()):
         if isinstance(failure, _DifferencesError):
             lines += [f"rank {rank}: {each}" for each in failure.found]
@@ -265,13 +274,14 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
     To load a part of a checkpoint is what ``dcp.load`` is for, so extra names are no fault.
     """
 
-    def load(state_dict: dict[str, Any], **options: Any) -> None:
-        path, planner = _local_path(options, "storage_reader"), options.get("planner")
+    def load(state_dict: dict[str, Any], *reader: Any, **options: Any) -> None:
+        path, planner = _local_path(options, "storage_reader", *reader), options.get("planner")
         if path is None or (planner is not None and type(planner) is not DefaultLoadPlanner):
-            original(state_dict, **options)
+            original(state_dict, *reader, **options)
         else:
             partial = bool(getattr(planner, "allow_partial_load", False))
-            _load(original, state_dict, path, options, extra=True, cast=False, partial=partial)
+            run = _with_storage(original, reader)
+            _load(run, state_dict, path, options, extra=True, cast=False, partial=partial)
 
     return load
 
@@ -279,15 +289,15 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
 def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``dcp.save`` replace a checkpoint whole, or say what to type."""
 
-    def save(state_dict: dict[str, Any], **options: Any) -> Any:
-        path = _local_path(options, "storage_writer")
-        if path is None or not os.path.exists(os.path.join(path, METADATA)):
-            return original(state_dict, **options)
+    def save(state_dict: dict[str, Any], *writer: Any, **options: Any) -> Any:
+        path = _local_path(options, "storage_writer", *writer)
+        if path is None or not _is_written(path, options):
+            return original(state_dict, *writer, **options)
         several = dist.is_initialized() and not options.get("no_dist")
         if os.path.islink(path) and is_ours(Path(os.path.realpath(path))):
             group = (options.get("process_group") or True) if several else None
             with checkpoint_folder(path, group=group) as new:
-                return original(state_dict, **{**options, "checkpoint_id": new})
+                return original(state_dict, *writer, **{**options, "checkpoint_id": new})
         raise SaveError(
             f"dcp.save would write over the checkpoint in {path} file by file; a process that is "
             "stopped meanwhile leaves none that can be loaded. Save to a new folder, or type: "
@@ -382,9 +392,26 @@ class _Torn(Mapping[str, Any]):
     __len__ = __getitem__ = __iter__  # type: ignore[assignment]
 
 
-def _local_path(options: Mapping[str, Any], role: str) -> str | None:
+def _with_storage(original: Callable[..., None], storage: tuple[Any, ...]) -> Callable[..., None]:
+    """Return the function with a reader as second argument: the older order torch still takes."""
+    return lambda state, **options: original(state, *storage, **options)
+
+
+def _is_written(path: str, options: Mapping[str, Any]) -> bool:
+    """Whether a folder has metadata that this rank would replace.
+
+    With ``use_collectives=False`` each rank has its own, and another one may be ready with it.
+    """
+    single = not dist.is_initialized() or options.get("no_dist")
+    rank = 0 if single else dist.get_rank(options.get("process_group"))
+    return any(
+        os.path.exists(os.path.join(path, name)) for name in (METADATA, f"__{rank}{METADATA}")
+    )
+
+
+def _local_path(options: Mapping[str, Any], role: str, given: Any = None, *_: Any) -> str | None:
     """Return the folder, if the file system's own writer or reader is used."""
-    storage, path = options.get(role), options.get("checkpoint_id")
+    storage, path = options.get(role, given), options.get("checkpoint_id")
     if storage is not None and type(storage) not in {FileSystemReader, FileSystemWriter}:
         return None
     path = getattr(storage, "path", None) if path is None else path

@@ -9,7 +9,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def verify_checkpoint(
             for file in files
             if (name := file.relative_to(target).as_posix()) not in known
         ]
-    elif (target / METADATA).is_file():
+    elif metadata_files(target):
         faults = [fault for fault, _ in item_faults(target, read=read, limits=limits)]
     else:
         faults = [fault for file in files for fault in _of_file(file, limits, read)]
@@ -144,9 +144,15 @@ def manifest_fault(
     return None
 
 
+def metadata_files(folder: Path) -> list[Path]:
+    """Return ``.metadata``, or what ``dcp.save(use_collectives=False)`` writes for each rank."""
+    common = folder / METADATA
+    return [common] if common.is_file() else sorted(folder.glob(f"__*{METADATA}"))
+
+
 def item_faults(
     folder: Path,
-    items: Mapping[Any, Any] | None = None,
+    items: Iterable[tuple[Any, Any]] | None = None,
     *,
     read: Read = lambda _: None,
     limits: list[str] | None = None,
@@ -155,7 +161,7 @@ def item_faults(
 
     Args:
         folder: with ``.metadata``.
-        items: ``storage_data`` of the metadata, or a part of it; all of it by default.
+        items: indices and places, as in ``storage_data`` of the metadata; all by default.
         read: for progress.
         limits: takes the names of files that hold no CRC.
 
@@ -164,12 +170,12 @@ def item_faults(
     """
     if items is None:
         try:
-            items = _storage_data(folder)
+            items = _stored_items(folder)
         except Exception as error:  # noqa: BLE001  a damaged pickle raises anything
             yield f"{METADATA} can't be read: {type(error).__name__}: {error}", METADATA
             return
     unknown = set()
-    for index, place in sorted(items.items(), key=lambda e: (e[1].relative_path, e[1].offset)):
+    for index, place in sorted(items, key=lambda e: (e[1].relative_path, e[1].offset)):
         name = index.fqn
         if getattr(place, "transform_descriptors", None) or place.relative_path.endswith(
             ".safetensors"
@@ -202,18 +208,20 @@ def sha256_of(path: Path, read: Read = lambda _: None) -> str:
     return digest.hexdigest()
 
 
-def _storage_data(folder: Path) -> Mapping[Any, Any]:
-    with (folder / METADATA).open("rb") as file:
-        found: Mapping[Any, Any] = pickle.load(file).storage_data  # noqa: S301  as DCP does
+def _stored_items(folder: Path) -> list[tuple[Any, Any]]:
+    found: list[tuple[Any, Any]] = []
+    for path in metadata_files(folder):
+        with path.open("rb") as file:
+            found += pickle.load(file).storage_data.items()  # noqa: S301  as DCP does
     return found
 
 
 def _with_tensors(folder: Path, name: str, fault: str) -> str:
     """Add to what is wrong with a shard the tensors in it that are damaged."""
-    if name == METADATA:
+    if name.endswith(METADATA):
         return fault
     try:
-        inside = {i: p for i, p in _storage_data(folder).items() if p.relative_path == name}
+        inside = [(i, place) for i, place in _stored_items(folder) if place.relative_path == name]
         tensors = sorted({tensor for _, tensor in item_faults(folder, inside)})
     except Exception:  # noqa: BLE001  no DCP, or its metadata is damaged too
         return fault
@@ -248,9 +256,21 @@ def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
             yield str(error)
         except _NoChecksumsError:
             limits.append(f"{path.name}: torch's older format has no checksums")
+    elif path.name.endswith(".index.json"):  # transformers' list of the files of a large model
+        yield from _missing_files(path)
     else:
         limits.append(f"{path.name} was not read: no format that is known here")
     read(path.stat().st_size)
+
+
+def _missing_files(index: Path) -> Iterator[str]:
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        yield f"{index} is damaged: it does not list files ({error})"
+        return
+    missing = (name for name in sorted(named) if not index.with_name(name).is_file())
+    yield from (f"{index.with_name(name)} is missing; {index.name} lists it" for name in missing)
 
 
 class _NoChecksumsError(Exception):

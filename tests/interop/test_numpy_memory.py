@@ -30,6 +30,7 @@ DOORS: dict[str, Callable[..., Any]] = {
     "asarray": lambda a: torch.asarray(a),
     "asarray of a buffer": lambda a: torch.asarray(memoryview(a), dtype=torch.uint8),
     "from_dlpack": lambda a: torch.from_dlpack(a),  # type: ignore[attr-defined]
+    "from_dlpack, by name": lambda a: torch.from_dlpack(ext_tensor=a),  # type: ignore[attr-defined]
     "utils.dlpack": lambda a: torch.utils.dlpack.from_dlpack(a),
     "tensor": lambda a: torch.tensor(a),
     "frombuffer": lambda a: torch.frombuffer(a, dtype=torch.uint8),

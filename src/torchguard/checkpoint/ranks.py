@@ -34,9 +34,7 @@ _T = TypeVar("_T")
 def folder_of_all_ranks(link: Path, *, keep: int, fsync: bool, group: Any) -> Iterator[Path]:
     """Give all ranks one new folder; show it at ``link`` when every rank has left the block."""
     group = None if group is True else group
-    rank, lock, new = dist.get_rank(group), -1, None
-    if rank < 0:
-        raise ValueError("checkpoint_folder: this rank is not in group, expected one of its ranks")
+    rank, lock, new = _rank_in(group), -1, None
     alone = link.name[-1].isdigit() and not link.is_symlink()
 
     def begin() -> str | None:
@@ -76,6 +74,13 @@ def folder_of_all_ranks(link: Path, *, keep: int, fsync: bool, group: Any) -> It
     finally:
         if lock >= 0:
             os.close(lock)
+
+
+def _rank_in(group: Any) -> int:
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("checkpoint_folder: this rank is not in group, expected one of its ranks")
+    return rank
 
 
 def _of_all(group: Any, call: Callable[[], _T], link: Path) -> list[_T]:

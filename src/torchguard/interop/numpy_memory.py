@@ -103,12 +103,18 @@ def _refuse_or_warn(name: str, readonly: str) -> None:
 def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
     """Guard a function whose first argument may be an array: from_numpy, as_tensor, from_dlpack."""
     array_type, name = np.ndarray, original.__name__
+    keyword = "ext_tensor" if name == "from_dlpack" else "data"
 
-    def guarded(data: Any, *args: Any, **options: Any) -> Any:
+    def guarded(*args: Any, **options: Any) -> Any:
+        data = args[0] if args else options.get(keyword)
         if isinstance(data, array_type) and not data.flags.writeable:
             _refuse_or_warn(name, readonly)
-            data = data.copy(order="K")
-        return original(data, *args, **options)
+            copied = data.copy(order="K")
+            if args:
+                args = (copied, *args[1:])
+            else:
+                options[keyword] = copied
+        return original(*args, **options)
 
     return guarded
 

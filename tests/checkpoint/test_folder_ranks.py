@@ -275,6 +275,17 @@ with torchguard.install("save", "load"):
     except torchguard.errors.SaveError:
         result["older"] = older["a"].tolist()
 
+# A planner of the user's keeps its options.
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+nested = {"inner": {"a": torch.ones(2)}, "b": torch.ones(2)}
+dcp.save(nested, checkpoint_id=folder / "nested",
+         planner=DefaultSavePlanner(flatten_state_dict=False))
+loaded = {"inner": {"a": torch.zeros(2)}, "b": torch.zeros(2)}
+with torchguard.install("load"):
+    dcp.load(loaded, checkpoint_id=folder / "nested",
+             planner=DefaultLoadPlanner(flatten_state_dict=False))
+result["nested"] = loaded["b"].tolist()
+
 # Each rank for itself, with metadata of its own; since 2.9.
 result["apart"] = "not here"
 if "use_collectives" in inspect.signature(dcp.save).parameters:
@@ -360,6 +371,10 @@ def test_install_reaches_dcp(ranks: Any) -> None:
 
 def test_install_takes_the_older_order_of_arguments(ranks: Any) -> None:
     assert [each["older"] for each in ranks] == [[1.0, 1.0]] * len(ranks)
+
+
+def test_install_takes_the_planner_of_the_caller(ranks: Any) -> None:
+    assert [each["nested"] for each in ranks] == [[1.0, 1.0]] * len(ranks)
 
 
 def test_ranks_that_save_without_collectives(ranks: Any) -> None:

@@ -90,3 +90,27 @@ def test_a_file_that_an_index_lists_is_missed(tmp_path: Path) -> None:
     assert "model-2.safetensors is missing" in fault
     index.write_text("{}")
     assert "is damaged" in torchguard.verify_checkpoint(tmp_path).faults[0]
+
+
+def test_a_sharded_save_that_was_stopped_is_not_whole(tmp_path: Path) -> None:
+    """Before its metadata has its name, and when it has written over another one."""
+    folder = tmp_path / "run" / "step-1"  # it may lie deeper than the path that is asked for
+    state_dict_saver.save({"a": torch.ones(3)}, checkpoint_id=folder)
+    (tmp_path / "run" / "notes.metadata.json").write_text("{}")  # of other programs
+    assert torchguard.verify_checkpoint(tmp_path / "run")
+    metadata = folder / ".metadata"
+    (folder / ".metadata.tmp").write_bytes(metadata.read_bytes())
+    assert "stopped before its end" in torchguard.verify_checkpoint(folder).faults[0]
+    metadata.unlink()
+    assert "has no .metadata" in torchguard.verify_checkpoint(folder).faults[0]
+    assert not torchguard.verify_checkpoint(tmp_path / "run")
+
+
+def test_what_is_no_checkpoint_is_not_whole(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        assert "no checkpoint of a format" in torchguard.verify_checkpoint(path).faults[0]
+    torch.save({"a": 1}, tmp_path / "older", _use_new_zipfile_serialization=False)
+    found = torchguard.verify_checkpoint(tmp_path)
+    assert found
+    assert "notes.txt was not read" in str(found)

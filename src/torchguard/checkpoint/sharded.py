@@ -93,6 +93,10 @@ def _load(
     except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
         failure = error
     planner = _ComparingPlanner(path, extra=extra, cast=cast, partial=partial, failure=failure)
+    own = options.get("planner")
+    if own is not None:
+        planner.flatten_state_dict = own.flatten_state_dict
+        planner.flatten_sharded_tensors = own.flatten_sharded_tensors
     try:
         original(loaded, **{**options, "checkpoint_id": path, "planner": planner})
     except CheckpointException as error:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,9 +21,13 @@ from torchguard.checkpoint.loading import guard_load
 from torchguard.errors import DamagedFileError
 
 METADATA = ".metadata"
+_METADATA_NAME = re.compile(r"(__\d+)?\.metadata(\.tmp)?")
 _CHUNK = 1 << 20
 _MARKED_AS_FOLDER = 0x10
 _HEADER_SIZE = 8
+_OLDER_MAGIC = (
+    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # a pickled number
+)
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
 
 Read = Callable[[int], object]
@@ -60,8 +65,9 @@ def verify_checkpoint(
 
     Nothing is loaded into a model. A folder of ``checkpoint_folder(group=)`` is compared with the
     size and sha256 of each file in its manifest; a folder of ``torch.distributed.checkpoint``
-    without one by the CRC that ``torch.save`` has put into every tensor; other folders file by
-    file. A ``.safetensors`` file has no checksums: only its header and its size are compared.
+    without one, which may lie deeper, by the CRC that ``torch.save`` has put into every tensor,
+    which does not tell shards of two saves apart; other folders file by file. A ``.safetensors``
+    file has no checksums: only its header and its size are compared.
     Of a folder of DCP ``.metadata`` is unpickled, as DCP does: verify what you trust.
 
     Args:
@@ -95,9 +101,8 @@ def verify_checkpoint(
             progress(min(done, total), total)
 
     limits: list[str] = []
-    if target.is_file():
-        faults = list(_of_file(target, limits, read))
-    elif (manifest := manifest_of(target)) is not None:
+    manifest = None if target.is_file() else manifest_of(target)
+    if manifest is not None:
         faults = [
             _with_tensors(target, name, fault)
             for name in manifest
@@ -109,12 +114,10 @@ def verify_checkpoint(
             for file in files
             if (name := file.relative_to(target).as_posix()) not in known
         ]
-    elif metadata_files(target):
-        faults = [fault for fault, _ in item_faults(target, read=read, limits=limits)]
     else:
-        faults = [fault for file in files for fault in _of_file(file, limits, read)]
-        if not files:
-            faults = [f"{target} has no files"]
+        faults = list(_of_files(files, limits, read))
+        if not any(map(_is_known, files)):
+            faults.append(f"{target} holds no checkpoint of a format that is known here")
     return CheckpointCheck(str(path), tuple(faults), len(files), total, tuple(limits))
 
 
@@ -243,21 +246,50 @@ def _zip_fault(file: io.BytesIO) -> str | None:
     return None
 
 
+def _of_files(files: list[Path], limits: list[str], read: Read) -> Iterator[str]:
+    """Compare files without a manifest; those of DCP by folder, as ``.metadata`` says."""
+    for folder in sorted({file.parent for file in files if _is_of_dcp(file)}):
+        if not metadata_files(folder):
+            yield f"{folder} has no {METADATA}: a save was stopped before its end"
+        elif any(folder.glob(f"*{METADATA}.tmp")):  # DCP renames it when a save ends
+            yield f"{folder} has {METADATA}.tmp: a save into it was stopped before its end"
+        else:
+            yield from (fault for fault, _ in item_faults(folder, read=read, limits=limits))
+    for file in files:
+        if not _is_of_dcp(file):
+            yield from _of_file(file, limits, read)
+
+
+def _is_of_dcp(file: Path) -> bool:
+    return file.suffix == ".distcp" or _METADATA_NAME.fullmatch(file.name) is not None
+
+
+def _is_known(file: Path) -> bool:
+    return _is_of_dcp(file) or file.suffix == ".safetensors" or _is_of_torch(file)
+
+
+def _is_of_torch(file: Path) -> bool:
+    if file.suffix in {".pt", ".pth", ".bin", ".ckpt", ".tar"} or zipfile.is_zipfile(file):
+        return True
+    with file.open("rb") as opened:
+        return opened.read(len(_OLDER_MAGIC)) == _OLDER_MAGIC
+
+
 def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
     if path.suffix == ".safetensors":
         limits.append(f"{path.name}: safetensors has no checksums; header and size were compared")
         fault = _safetensors_fault(path)
         if fault is not None:
             yield f"{path} {fault}"
-    elif path.suffix in {".pt", ".pth", ".bin", ".ckpt", ".tar"} or zipfile.is_zipfile(path):
+    elif path.name.endswith(".index.json"):  # transformers' list of the files of a large model
+        yield from _missing_files(path)
+    elif _is_of_torch(path):
         try:
             guard_load(_has_no_checksums)(path)
         except DamagedFileError as error:
             yield str(error)
         except _NoChecksumsError:
             limits.append(f"{path.name}: torch's older format has no checksums")
-    elif path.name.endswith(".index.json"):  # transformers' list of the files of a large model
-        yield from _missing_files(path)
     else:
         limits.append(f"{path.name} was not read: no format that is known here")
     read(path.stat().st_size)

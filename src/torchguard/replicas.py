@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchguard._public import public
@@ -117,11 +118,18 @@ class Replicas:
         return due
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        model = self._model
-        ignored = getattr(model, "parameters_to_ignore", ())
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        wrapped = [m for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
+        ignored = {
+            id(parameter)
+            for each in wrapped
+            for name, parameter in each.module.named_parameters()
+            if name in each.parameters_to_ignore
+        }
+        inner: Any = self._model
+        while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+            inner = inner.module if inner in wrapped else inner._orig_mod  # of torch.compile
         for name, parameter in inner.named_parameters():
-            if parameter.requires_grad and name not in ignored:
+            if parameter.requires_grad and id(parameter) not in ignored:
                 yield name, parameter
 
     def _state(self) -> Iterator[tuple[str, Any]]:

@@ -122,6 +122,17 @@ def compared(model, what="__call__"):
     return None
 
 
+# What DDP ignores stays ignored where torch.compile wraps it.
+model = made()
+DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+with torch.no_grad():
+    model[0].bias.add_(rank)
+wrapped = torch.compile(DDP(model), backend="eager")
+result["ignored, compiled"] = compared(wrapped)
+with torch.no_grad():
+    model[2].bias.add_(rank)
+result["broken, compiled"] = compared(wrapped)
+
 # Tensor parallel: the first weight is sharded, the last bias has a copy on each rank.
 plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 parallel = parallelize_module(made(), mesh, plan)
@@ -197,7 +208,18 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(
     "case",
-    ["right", "accumulation", "norm", "frozen", "ignored", "unused", "fsdp", "tp", "transaction"],
+    [
+        "right",
+        "accumulation",
+        "norm",
+        "frozen",
+        "ignored",
+        "ignored, compiled",
+        "unused",
+        "fsdp",
+        "tp",
+        "transaction",
+    ],
 )
 def test_right_runs_raise_nothing(ranks: Any, case: str) -> None:
     if case == "fsdp" and ranks[0][case] == "not here":
@@ -222,6 +244,11 @@ def test_a_fault_is_named_in_its_first_step(ranks: Any, case: str, step: int, na
         assert names in found[1]
     groups = f"{', '.join(map(str, range(len(ranks) - 1)))} | {len(ranks) - 1}"
     assert groups in ranks[0][case][1]
+
+
+def test_a_compiled_model_is_compared(ranks: Any) -> None:
+    for each in ranks:
+        assert each["broken, compiled"].startswith("replicas_agree: 2.bias is not the same")
 
 
 def test_hsdp_is_compared_along_the_dimension_that_replicates(ranks: Any) -> None:

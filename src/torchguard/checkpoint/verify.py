@@ -25,9 +25,7 @@ _METADATA_NAME = re.compile(r"(__\d+)?\.metadata(\.tmp)?")
 _CHUNK = 1 << 20
 _MARKED_AS_FOLDER = 0x10
 _HEADER_SIZE = 8
-_OLDER_MAGIC = (
-    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # a pickled number
-)
+_OLDER_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # a pickled number
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
 
 Read = Callable[[int], object]

@@ -39,8 +39,9 @@ def replicas_agree(
     of two integers for each group that replicates; details travel only where they differ.
 
     Left out: parameters that are frozen or that DDP ignores, buffers (BatchNorm's statistics
-    are each rank's own), what is sharded, and tensors that are sparse or quantized. A DTensor is compared along the dimensions of its
-    mesh that replicate it, and so are HSDP and tensor parallelism.
+    are each rank's own), what is sharded, and tensors that are sparse or quantized. A DTensor is
+    compared along the dimensions of its mesh that replicate it, and so are HSDP and tensor
+    parallelism.
 
     Args:
         model: the module, wrapped or not.

@@ -160,15 +160,11 @@ class Replicas:
         for name, value in named:
             for group, local in _replicated(value, self._group):
                 groups.setdefault(group, {})[name] = _hash(local)
+        own = groups.pop(self._group)
         apart = [not _alike_in(group, hashes) for group, hashes in groups.items()]
-        if set(groups) - {self._group}:
-            # A group whose ranks differ must not leave those of the others waiting.
-            device = _device_of(self._group)
-            flag = torch.tensor([int(any(apart))], dtype=torch.int64, device=device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-            apart = [bool(flag.item())]
-        if any(apart):
-            self._raise(groups)
+        # A group whose ranks differ must not leave those of the others waiting.
+        if not _alike_in(self._group, own, apart=any(apart)):
+            self._raise({**groups, self._group: own})
 
     def _raise(self, groups: dict[Any, dict[str, Tensor]]) -> None:
         """Say on all ranks what differs: every rank sees the hashes of all."""
@@ -235,8 +231,11 @@ def _device_of(group: Any) -> torch.device:
     return torch.device("cpu" if "cpu" in entries else entries[0])
 
 
-def _alike_in(group: Any, hashes: dict[str, Tensor]) -> bool:
-    """Whether all ranks of a group have the same names and hashes, by one all-reduce."""
+def _alike_in(group: Any, hashes: dict[str, Tensor], *, apart: bool = False) -> bool:
+    """Whether all ranks of a group have the same names and hashes, by one all-reduce.
+
+    ``apart`` says that this rank knows of a difference in another group; then they have not.
+    """
     device = _device_of(group)
     names = torch.tensor([zlib.crc32(name.encode()) for name in hashes], dtype=torch.int64)
     values = [each.to(device) for each in hashes.values()]
@@ -244,6 +243,8 @@ def _alike_in(group: Any, hashes: dict[str, Tensor]) -> bool:
     all_bits = _hash(listed)
     # max(h) is ~max(~h), the smallest h, only where all have the same.
     both = torch.stack([all_bits, ~all_bits])
+    if apart:
+        both.fill_(torch.iinfo(torch.int64).max)  # no number is its own complement
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     largest, smallest_inverted = both.tolist()
     return bool(largest == ~smallest_inverted)

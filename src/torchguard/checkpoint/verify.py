@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -269,8 +270,9 @@ def _is_known(file: Path) -> bool:
 def _is_of_torch(file: Path) -> bool:
     if file.suffix in {".pt", ".pth", ".bin", ".ckpt", ".tar"} or zipfile.is_zipfile(file):
         return True
-    with file.open("rb") as opened:
+    with contextlib.suppress(OSError), file.open("rb") as opened:
         return opened.read(len(_OLDER_MAGIC)) == _OLDER_MAGIC
+    return False
 
 
 def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:

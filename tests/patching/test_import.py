@@ -127,6 +127,18 @@ def test_importing_every_module_of_torchguard_changes_nothing_either(tmp_path: P
     assert found == {"changed": [], "appeared": [], "settings": []}
 
 
+def test_installing_guards_imports_no_compiler() -> None:
+    """They take a second; only the probe of "recompute" needs one."""
+    program = """
+        import sys, torch.utils.checkpoint, torchguard
+        before = set(sys.modules)  # on torch 2.6 torch.utils.checkpoint imports sympy
+        from torchguard.patching.guards import GUARDS
+        torchguard.install(*(name for name in GUARDS if name != "recompute"))
+        print(sorted({"sympy", "torch._dynamo"} & (set(sys.modules) - before)))
+    """
+    assert output_of(program) == "[]\n"
+
+
 def test_a_module_that_patches_torch_is_seen(tmp_path: Path) -> None:
     (tmp_path / "culprit.py").write_text(CULPRIT)
     found = json.loads(output_of(OBSERVER, "culprit", folder=tmp_path))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.proxy import GraphAppendingTracer
 
 from torchguard._torch import (
@@ -187,7 +186,7 @@ class _Call:
             }
             unread = check.unread(proxies, self._fakes)
         read = looked_at(asked, values, unread)
-        if any(free_unbacked_symbols(size) for size in fake.size()):  # it may be empty
+        if _may_be_empty(fake):
             harmless = read.new_full((1,), 1 if check.kind == "divisor" else 0)
             read = torch.cat((read.reshape(-1), harmless))
         dtype = torch.float64 if check.kind == "value" else torch.int64
@@ -199,6 +198,14 @@ class _Call:
         # Later checks, and passes, look at what Dynamo knows of a value.
         new.meta["example_value"] = fake
         return new  # type: ignore[no-any-return]
+
+
+def _may_be_empty(fake: torch.Tensor) -> bool:
+    """Whether one of the sizes is known only when the graph runs."""
+    # Here, because it imports sympy, which takes as long as the rest of install().
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # noqa: PLC0415
+
+    return any(free_unbacked_symbols(size) for size in fake.size())
 
 
 def _can_check(check: Check, node: Any) -> bool:

@@ -27,7 +27,8 @@ nox.options.stop_on_first_error = False
 def matrix(session: nox.Session, torch: str) -> None:
     """Run the doctor and the tests on one version of torch."""
     session.install(f"torch=={torch}", "-e", ".[test]")
-    examine(session, f"torch-{torch}")
+    # The command line depends on Python: nox -s pythons runs its tests.
+    examine(session, f"torch-{torch}", "--ignore", "tests/cli")
 
 
 @nox.session(python=PYTHON_VERSIONS)
@@ -37,7 +38,7 @@ def pythons(session: nox.Session) -> None:
     examine(session, f"python-{session.python}")
 
 
-def examine(session: nox.Session, name: str) -> None:
+def examine(session: nox.Session, name: str, *options: str) -> None:
     """Leave what the doctor and the tests find under this name."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     # First, because a failing test ends the session. 1 says that a guard left a defect open,
@@ -49,5 +50,5 @@ def examine(session: nox.Session, name: str) -> None:
     named = f"junit_suite_name={str(described).strip()}"
     junit = (f"--junitxml={RESULTS / f'{name}.xml'}", "-o", named)
     workers = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
-    tests = (*workers, "--ignore", "tests/repository", *junit)
+    tests = (*workers, "--ignore", "tests/repository", *options, *junit)
     session.run("python", "-m", "pytest", *tests, *session.posargs)

@@ -178,7 +178,7 @@ def _compiled(way: Assign, index: Any, backend: str) -> Assign:
     """Compile with the index inside, or, where it is a tensor, as an argument."""
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     if isinstance(index, slice):
-        inner = torch.compile(of_its_own(lambda t, value: way(t, index, value)), **options)
+        inner: Any = torch.compile(of_its_own(lambda t, value: way(t, index, value)), **options)
         return lambda t, _, value: inner(t, value)
 
     def assign(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -254,7 +254,7 @@ def take_in(results: Path, folder: Path) -> list[Path]:
         begun = [row["operator"] for row in record.pop("begun", []) if row["operator"] not in done]
         if begun:
             record["unfinished"] = begun
-        list(BENCHMARKS[name].afterwards(record))
+        BENCHMARKS[name].afterwards(record)
         to = folder / f"{record['date'][:10]}-{name}-{device}.json"
         write_record(to, record)
         written.append(to)

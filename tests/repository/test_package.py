@@ -138,18 +138,6 @@ except RuntimeError:
     assert "closed" in memory
 
 
-@pytest.mark.slow
-def test_tests_of_the_wheel(dist: dict[str, Path], installed: Path, tmp_path: Path) -> None:
-    """Tests pass against the wheel with the sources deleted."""
-    unpack(dist[".gz"], tmp_path)
-    [source] = [path for path in tmp_path.iterdir() if path.is_dir()]
-    shutil.rmtree(source / "src")
-    files = ["tests/rollback/test_shared_memory.py"]
-    options = ("-p", "no:cacheprovider", "-q", "-m", "not slow")
-    shown = run_installed(installed, "-m", "pytest", *options, *files, folder=source)
-    assert " passed" in shown
-
-
 def test_pytest_plugin(installed: Path, tmp_path: Path) -> None:
     """pytest finds the plug-in of the installed package."""
     (tmp_path / "test_it.py").write_text("def test_it(): pass\n")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import datetime as dt
-import os
+import itertools
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ EXAMPLES = """\
 python -m benchmarks list
 python -m benchmarks run --quick                       does every one of them run?
 python -m benchmarks run resize end_to_end --json benchmarks/records
+python -m benchmarks run transaction --help            what one of them takes
 python -m benchmarks gpu --minutes 9 --out DIR         every record that needs a GPU
 python -m benchmarks report DIR                        what gpu found -> records, then pages
 python -m benchmarks report                            records -> docs/benchmarks.md
@@ -44,37 +44,24 @@ def listing() -> str:
     return "\n".join(f"{name:{widest}}  {each.question}" for name, each in benchmarks().items())
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run benchmarks, each on each device in a process of its own; 1 if one of them failed."""
-    chosen = [benchmarks()[name] for name in options.names or benchmarks()]
-    folder = options.json is not None and (len(chosen) > 1 or options.json.is_dir())
+def run(names: Sequence[str], options: Sequence[str]) -> int:
+    """Run a benchmark here, or several in processes of their own; 1 if one of those failed."""
+    if len(names) == 1:
+        return benchmarks()[names[0]].main(options)
     failed = []
-    for benchmark in chosen:
-        devices = [options.device] if options.device else benchmark.devices_here()
-        for device in devices:
-            if device not in benchmark.devices:
-                continue  # of the ones that were not asked for by name
-            print(f"== {benchmark.name} on {device}: {benchmark.question}", flush=True)
-            line = [f"benchmarks/{benchmark.file}.py", "--device", device]
-            if options.quick:
-                line.append("--quick")
-            if options.json is not None:
-                path = options.json / record_name(benchmark, device) if folder else options.json
-                line += ["--json", os.path.relpath(path, ROOT)]  # where it runs
-            begun = time.monotonic()
-            done = subprocess.run([sys.executable, *line], cwd=ROOT, check=False)  # noqa: S603
-            if done.returncode != 0:
-                failed.append(f"{benchmark.name} on {device} ended with {done.returncode}")
-            print(f"-- {time.monotonic() - begun:.0f} s", flush=True)
+    for name in names or benchmarks():
+        benchmark = benchmarks()[name]
+        device = benchmark.parser().parse_args(options).device
+        if not ({device} & {*benchmark.devices} if device else benchmark.devices_here()):
+            continue
+        print(f"== {name}: {benchmark.question}", flush=True)
+        line = [sys.executable, "-m", "benchmarks", "run", name, *options]
+        status = subprocess.run(line, check=False).returncode  # noqa: S603
+        if status != 0:
+            failed.append(f"{name} ended with {status}")
     for each in failed:
         print(f"FAILED: {each}", file=sys.stderr)
     return bool(failed)
-
-
-def record_name(benchmark: Benchmark, device: str) -> str:
-    """Return what a record of today is called: ``2026-11-21-resize-cpu.json``."""
-    today = dt.datetime.now(dt.timezone.utc).date().isoformat()
-    return f"{today}-{benchmark.name}-{device}.json"
 
 
 def report(options: argparse.Namespace) -> int:
@@ -84,7 +71,7 @@ def report(options: argparse.Namespace) -> int:
     if options.results is not None:
         for path in take_in(options.results, options.records):
             print(f"{path.name}: from {options.results}")
-    return main(options.records, options.to, check=options.check)
+    return main(options.records, check=options.check)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,25 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="name each benchmark and what it answers")
     commands.add_parser("gpu", help="make every record that needs a GPU, in minutes")
-
     runs = commands.add_parser("run", help="run them, all or those that are named")
     runs.add_argument("names", nargs="*", metavar="NAME", help=", ".join(benchmarks()))
-    runs.add_argument("--device", choices=("cpu", "cuda"), help="one of them only")
-    runs.add_argument("--quick", action="store_true", help="a moment each: do they run at all?")
-    runs.add_argument(
-        "--json",
-        type=Path,
-        metavar="PATH",
-        help="the record's file; for several benchmarks a folder, where each gets its name",
-    )
-
+    runs.add_argument("options", nargs="*", metavar="--option", help="see run NAME --help")
     reports = commands.add_parser("report", help="turn the records into docs/benchmarks.md")
     reports.add_argument(
         "results", nargs="?", type=Path, metavar="DIR", help="what gpu wrote: into records first"
     )
     reports.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
     reports.add_argument("--records", type=Path, default=ROOT / "benchmarks" / "records")
-    reports.add_argument("--to", type=Path, default=ROOT, help="the checkout whose pages to write")
     return parser
 
 
@@ -124,20 +101,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["gpu"]:
         return gpu.main(given[1:], began=BEGAN if arguments is None else None)
-    parser = _parser()
-    options = parser.parse_args(given)
-    if options.command == "list":
+    if given[:1] == ["run"] and given[1:] not in (["-h"], ["--help"]):
+        names = list(itertools.takewhile(lambda each: not each.startswith("-"), given[1:]))
+        options = given[1 + len(names) :]
+        if unknown := [name for name in names if name not in benchmarks()]:
+            _parser().error(f"no benchmark {unknown[0]!r}: there are {', '.join(benchmarks())}")
+        if len(names) != 1 and any(each.endswith(".json") for each in options):
+            _parser().error(f"{' '.join(options)}: several benchmarks need a folder")
+        return run(names, options)
+    parsed = _parser().parse_args(given)
+    if parsed.command == "list":
         print(listing())
         return 0
-    if options.command == "report":
-        return report(options)
-    unknown = [name for name in options.names if name not in benchmarks()]
-    if unknown:
-        parser.error(f"no benchmark {unknown[0]!r}: there are {', '.join(benchmarks())}")
-    several = len(options.names) != 1
-    if options.json is not None and options.json.suffix == ".json" and several:
-        parser.error(f"--json {options.json}: several benchmarks need a folder")
-    return run(options)
+    return report(parsed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """What an indexed assignment costs, spelled in seven ways.
 
-    python benchmarks/bench_assign.py --json benchmarks/records/<date>-assign-cpu.json
-
 Baseline: ``out = t.clone(); out[index] = value``, in the same process and the same
 rounds (see ``harness.py``). Eager and compiled by inductor, forward and backward, from
 1e3 to 1e8 elements, CPU always and CUDA where there is one. ``t`` is (rows, 64), which
@@ -11,23 +9,18 @@ makes a hundredth of the rows, or of the elements, the selection. Against writin
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 from benchmarks.harness import AddedTarget, Comparison, Side, Target, measure
 from benchmarks.machine import keep_freed_memory
+from benchmarks.paired import of_its_own
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Row, Table
 from torchguard import sliced_assign
@@ -42,8 +35,8 @@ FEWER = 5  # times
 QUICK_SIZES = (10**3,)
 
 EAGER = Target(1.05)
-EAGER_SMALL = AddedTarget(microseconds=10)
-OVER_INDEX_PUT = AddedTarget(microseconds=2)
+EAGER_SMALL = AddedTarget(10)
+OVER_INDEX_PUT = AddedTarget(2)
 COMPILED = Target(1.03)
 
 WHY_EAGER = (
@@ -185,24 +178,14 @@ def _compiled(way: Assign, index: Any, backend: str) -> Assign:
     """Compile with the index inside, or, where it is a tensor, as an argument."""
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     if isinstance(index, slice):
-        inner = torch.compile(_of_its_own(lambda t, value: way(t, index, value)), **options)
+        inner: Any = torch.compile(of_its_own(lambda t, value: way(t, index, value)), **options)
         return lambda t, _, value: inner(t, value)
 
     def assign(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return way(t, index, value)
 
-    outer: Assign = torch.compile(_of_its_own(assign), **options)
+    outer: Assign = torch.compile(of_its_own(assign), **options)
     return outer
-
-
-def _of_its_own(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Dynamo keeps its decisions with the code: each function gets its own, and its own limit."""
-    function.__code__ = function.__code__.replace()
-    return function
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--largest", type=float, default=1e8, help="elements (default: 1e8)")
 
 
 def run(setting: Setting) -> Results:
@@ -244,7 +227,7 @@ BENCHMARK = Benchmark(
     "What does an indexed assignment cost, spelled in seven ways, eager and compiled?",
     run,
     rounds=51,
-    add_options=_add_options,
+    options={"--largest": {"type": float, "default": 1e8, "help": "elements"}},
     tables=(
         Table(
             {
@@ -260,7 +243,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

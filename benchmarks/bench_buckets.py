@@ -1,7 +1,5 @@
 """A stream of batches whose lengths vary, through a small transformer, in the ways there are.
 
-    python benchmarks/bench_buckets.py --json benchmarks/records/<date>-buckets-cpu.json
-
 Each row is a process of its own. Its compiler cache has only what torch prepares once per machine
 (precompiled headers, what the CPU can do), made before by compiling ``x + 1``. It runs the stream
 twice: the first time gives the total from a cold start, checks of ``bucketed`` included; the second
@@ -22,13 +20,13 @@ Shapes: B batch, T time, D features.
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import itertools
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +35,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-if __package__ in {None, ""}:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.counting import recordings
 from benchmarks.processes import in_a_process
-from benchmarks.program import Benchmark, Results, Setting
-from benchmarks.stream import Stream
+from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
 from torchguard import Buckets, bucketed
 from torchguard._torch import graphs_compiled
@@ -211,9 +205,6 @@ def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JS
     else:
         waste = 0.0
     return {
-        "row": row if mode is None else f"{row}, {mode}",
-        "phase": phase,
-        "device": device,
         "seconds": [round(value, 6) for value in passes[0]],
         "total_s": sum(passes[0]),
         "steady_ms": 1e3 * statistics.median(passes[1]),
@@ -226,69 +217,43 @@ def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JS
     }
 
 
-class Cache:
-    """A folder for compiled code, with what torch prepares once per machine.
-
-    Args:
-        folder: empty.
-        devices: to prepare for.
-    """
-
-    def __init__(self, folder: Path, devices: Iterable[str]) -> None:
-        self.folder = folder
-        self._environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
-        for device in devices:
-            in_a_process("bench_buckets", "prepare", device, environment=self._environment)
-        self._prepared = set(folder.rglob("*"))
-
-    def run(self, *row: Any) -> dict[str, Any]:
-        """Run a row, given as :func:`run_row` takes it; compiled code of earlier ones is gone."""
-        for path in sorted(set(self.folder.rglob("*")) - self._prepared, reverse=True):
-            if path.is_dir() and not path.is_symlink():
-                path.rmdir()
-            else:
-                path.unlink()
-        begun = time.perf_counter()
-        found = in_a_process("bench_buckets", "run_row", *row, environment=self._environment)
-        return {**found, "process_s": time.perf_counter() - begun}
-
-
 def prepare(device: str) -> None:
     """Compile something; torch then keeps precompiled headers, and what the processor can do."""
     torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
 
 
-def stream(  # noqa: PLR0917 - each says what is run
-    cache: Cache,
-    rows: Sequence[str],
-    phases: Sequence[str],
-    device: str,
-    batches: int,
-    backend: str,
-    modes: Sequence[str | None] | None = None,
-    to: Stream | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Run these rows in these phases, and show each; what is known already is left out."""
-    to = to or Stream()
-    known = {(row["row"], row["phase"]) for row in to.known("rows")}
-    if modes is None:
-        modes = [None, "reduce-overhead"] if device == "cuda" else [None]
-    for mode in modes:
-        for phase in phases:
-            for row in rows:
-                named = row if mode is None else f"{row}, {mode}"
-                if (row == "eager" and mode) or (named, phase) in known:
-                    continue
-                if to.time_is_up():
-                    return
-                found = cache.run(row, phase, device, batches, mode, backend)
-                print(
-                    f"{found['row']:36} {phase:8} {device:4} {found['total_s']:8.1f} s in all "
-                    f"{found['steady_ms']:8.2f} ms a step {found['graphs']:4} graphs "
-                    f"waste {100 * found['waste']:5.1f} %"
-                )
-                to.keep("rows", found)
-                yield found
+def streams(setting: Setting, folder: Path) -> Iterator[Case]:
+    """Yield every row of every phase: a process of its own, whose cache is only prepared."""
+    quick, options, device = setting.quick, setting.options, setting.device
+    rows: Sequence[str] = ["bucketed fit 4"] if quick else ROWS
+    if options.rows is not None:  # in the order in which they were named
+        parts = options.rows.split(",")
+        rows = list(dict.fromkeys(row for part in parts for row in ROWS if part in row))
+    phases = [options.phase] if options.phase else PHASES[-1:] if quick else PHASES
+    modes = [None, "reduce-overhead"] if device == "cuda" else [None]
+    if options.mode is not None and not quick:
+        modes = [None if options.mode == "default" else options.mode]
+    backend = "aot_eager" if quick and device == "cpu" else "inductor"
+    process = partial(in_a_process, environment={"TORCHINDUCTOR_CACHE_DIR": str(folder)})
+    if backend == "inductor":
+        process("bench_buckets", "prepare", device)
+    prepared = set(folder.rglob("*"))
+
+    def found(*row: Any) -> dict[str, Any]:
+        for path in sorted(set(folder.rglob("*")) - prepared, reverse=True):  # of earlier rows
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                path.unlink()
+        begun = time.perf_counter()
+        result = process("bench_buckets", "run_row", *row)
+        return {**result, "process_s": time.perf_counter() - begun}
+
+    for mode, phase, row in itertools.product(modes, phases, rows):
+        if row != "eager" or mode is None:
+            batches = 2 if quick else options.batches
+            names = {"row": row if mode is None else f"{row}, {mode}", "phase": phase}
+            yield names, partial(found, row, phase, device, batches, mode, backend)
 
 
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -335,7 +300,6 @@ def overhead(count: int, rounds: int) -> dict[str, Any]:
         added["exact"].append(took["exact"] - took["compiled"])
         added["padded"].append(took["padded"] - took["compiled"] - took["kernels"])
     return {
-        "buckets": count,
         "compiled_us": best["compiled"],
         "padded_us": best["padded"],
         "added_exact_us": best["exact"] - best["compiled"],
@@ -345,108 +309,50 @@ def overhead(count: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def verdicts(rows: list[dict[str, Any]], overheads: list[dict[str, Any]]) -> list[str]:
+def verdicts(rows: list[dict[str, Any]], overheads: list[dict[str, Any]]) -> Iterator[str]:
     """Say which targets are reached."""
-    found = []
     if overheads:
         worst = max(each["added_padded_us"] for each in overheads)
         ratio = overheads[-1]["padded_us"] / overheads[0]["padded_us"]
-        reached = worst <= OVERHEAD_TARGET_US
-        found = [
-            _verdict(f"adds at most {OVERHEAD_TARGET_US:g} us", reached, f"{worst:.1f} us"),
-            _verdict(
-                "flat within 10 % to 64 buckets", ratio <= FLATNESS_TARGET, f"{ratio:.3f} times"
-            ),
-        ]
+        target = f"adds at most {OVERHEAD_TARGET_US:g} us"
+        yield _verdict(target, worst <= OVERHEAD_TARGET_US, f"{worst:.1f} us")
+        target = "flat within 10 % to 64 buckets"
+        yield _verdict(target, ratio <= FLATNESS_TARGET, f"{ratio:.3f} times")
     by_row = {(each["row"], each["phase"], each["device"]): each for each in rows}
     for (row, phase, device), each in by_row.items():
         # Where the compiler makes CUDA graphs the mode stands behind the name.
         name, _, mode = row.partition(", ")
+        if name != OURS:
+            continue
+        where = ", ".join(filter(None, (phase, device, mode)))
         hand = by_row.get((", ".join(filter(None, (HAND, mode))), phase, device))
-        if name == OURS and hand is not None:
+        if hand is not None:
             ratio = each["steady_total_s"] / hand["steady_total_s"]
-            text = f"{_where(phase, device, mode)}: steady state within 3 % of padding by hand"
-            found.append(_verdict(text, ratio <= STEADY_TARGET, f"{ratio:.3f} times"))
-        if name == OURS and mode:
-            buckets = len(fitted(8))
+            target = f"{where}: steady state within 3 % of padding by hand"
+            yield _verdict(target, ratio <= STEADY_TARGET, f"{ratio:.3f} times")
+        if mode:
+            buckets, recorded = len(fitted(8)), each["cuda_graphs"]
             # Forward and backward are a graph each, and one that is empty owns their memory.
             allowed = buckets * (2 if phase == "training" else 1) + 1
-            text = f"{_where(phase, device, mode)}: one CUDA graph per bucket and direction"
-            recorded = each["cuda_graphs"]
-            found.append(_verdict(text, recorded <= allowed, f"{recorded} for {buckets} buckets"))
-        if device == "cuda" and row == OURS:
-            others = [
-                other["total_s"]
-                for (name, its_phase, its_device), other in by_row.items()
-                if its_phase == phase and its_device == device and not name.startswith("bucketed")
-            ]
-            text = f"{phase}, {device}: total below every other row"
-            best = min(others, default=float("inf"))
-            found.append(_verdict(text, each["total_s"] < best, f"{each['total_s']:.1f} s"))
-    return found
-
-
-def _where(phase: str, device: str, mode: str) -> str:
-    return ", ".join(filter(None, (phase, device, mode)))
+            target = f"{where}: one CUDA graph per bucket and direction"
+            yield _verdict(target, recorded <= allowed, f"{recorded} for {buckets} buckets")
 
 
 def _verdict(target: str, reached: bool, measured: str) -> str:
     return f"{target}: {'reached' if reached else 'missed'} ({measured})"
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--batches", type=int, default=BATCHES, help=f"of the stream (default: {BATCHES})"
-    )
-    parser.add_argument("--phase", choices=PHASES, help="one of them only")
-    parser.add_argument("--rows", help="only rows that contain this, or one of several: a,b")
-    parser.add_argument("--mode", help="of torch.compile, this one only; 'default' is one")
-
-
-def _check_options(options: argparse.Namespace) -> str | None:
-    if options.batches < 1:
-        return f"--batches {options.batches}: expected 1 or more"
-    return None
-
-
 def run(setting: Setting) -> Results:
     """Run the stream in every way, and measure what a call costs more."""
-    quick, wanted = setting.quick, setting.options.rows
-    parts = None if wanted is None else wanted.split(",")
-    rows = list(ROWS)
-    if parts is not None:  # in the order in which they were named
-        rows = list(dict.fromkeys(row for part in parts for row in ROWS if part in row))
-    if quick and wanted is None:
-        rows = ["bucketed fit 4"]
-    phases = [setting.options.phase] if setting.options.phase else PHASES[-1:] if quick else PHASES
-    batches = 2 if quick else setting.options.batches
-    backend = "aot_eager" if quick and setting.device == "cpu" else "inductor"
-    mode = setting.options.mode
-    modes = None if mode is None or quick else [None if mode == "default" else mode]
     with tempfile.TemporaryDirectory() as folder:
-        compiling = backend == "inductor" and any(row != "eager" for row in rows)
-        cache = Cache(Path(folder), [setting.device] if compiling else [])
-        found = list(
-            stream(cache, rows, phases, setting.device, batches, backend, modes, setting.stream)
-        )
-    overheads = []
-    known = {row["buckets"] for row in setting.stream.known("overhead")}
-    for count in COUNTS[:2] if quick else COUNTS:
-        if count in known or setting.stream.time_is_up():
-            continue
-        each = {"device": setting.device, **overhead(count, setting.rounds)}
-        overheads.append(each)
-        setting.stream.keep("overhead", each)
-        print(
-            f"{each['buckets']:2} buckets: adds {each['added_exact_us']:.1f} us to an exact fit, "
-            f"{each['added_padded_us']:.1f} us to a padded call"
-        )
-    return {"rows": found, "overhead": overheads}
+        found = setting.collect(streams(setting, Path(folder)))
+    counts = COUNTS[:2] if setting.quick else COUNTS
+    cases = (({"buckets": each}, partial(overhead, each, setting.rounds)) for each in counts)
+    return {"rows": found, "overhead": setting.collect(cases, "overhead")}
 
 
-def _afterwards(record: dict[str, Any]) -> Iterator[str]:
-    record["targets"] = verdicts(record["rows"], record["overhead"])
-    yield from record["targets"]
+def _afterwards(record: dict[str, Any]) -> None:
+    record["targets"] = list(verdicts(record["rows"], record["overhead"]))
 
 
 BENCHMARK = Benchmark(
@@ -454,9 +360,12 @@ BENCHMARK = Benchmark(
     "How long does a stream of batches of many lengths take, in every way to run it?",
     run,
     rounds=200,
-    rounds_of="rounds of the overhead of a call",
-    add_options=_add_options,
-    check_options=_check_options,
+    options={
+        "--batches": {"type": int, "default": BATCHES, "help": "of the stream"},
+        "--phase": {"choices": PHASES, "help": "one of them only"},
+        "--rows": {"help": "only rows that contain this, or one of several: a,b"},
+        "--mode": {"help": "of torch.compile, this one only; 'default' is one"},
+    },
     afterwards=_afterwards,
     tables=(
         Table(
@@ -482,7 +391,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

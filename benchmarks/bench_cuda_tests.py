@@ -1,7 +1,5 @@
 """The tests that need a GPU: ``pytest -m cuda``, with a line for each test as it ends.
 
-    python benchmarks/bench_cuda_tests.py --lines results.jsonl --seconds 60
-
 On a CPU the same tests are collected and skipped, each with its reason.
 """
 
@@ -14,12 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.machine import ROOT
 from benchmarks.program import Benchmark, Results, Setting
@@ -29,40 +22,24 @@ _TOLD = "TORCHGUARD_TESTS_TOLD_TO"  # a file descriptor that the plug-in below w
 _GRACE = 2.0  # seconds that pytest gets to end by itself
 
 
-@dataclass(frozen=True)
-class Tested:
-    """One test."""
-
-    test: str
-    device: str
-    outcome: str
-    seconds: float
-    why: str
-    """The end of what pytest says of a failure, or the reason why it was skipped."""
-
-    target: str = "passes"
-    verdict: str | None = None
+def _tell(report: Any, outcome: str, why: str) -> None:
+    line = {"test": report.nodeid, "outcome": outcome, "why": why[-2000:]}
+    line["seconds"] = round(getattr(report, "duration", 0.0), 3)
+    os.write(int(os.environ[_TOLD]), (json.dumps(line) + "\n").encode())
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Tell of a test as soon as it has ended: this file is pytest's plug-in, too."""
-    if _TOLD in os.environ and (report.when == "call" or not report.passed):
-        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-        line = {
-            "test": report.nodeid,
-            "outcome": "error" if report.when != "call" and report.failed else report.outcome,
-            "seconds": round(report.duration, 3),
-            "why": why[-2000:],
-        }
-        os.write(int(os.environ[_TOLD]), (json.dumps(line) + "\n").encode())
+    if report.when == "call" or not report.passed:
+        skipped = isinstance(report.longrepr, tuple)  # a file, a line, and the reason
+        outcome = "error" if report.when != "call" and report.failed else report.outcome
+        _tell(report, outcome, report.longrepr[2] if skipped else report.longreprtext)
 
 
 def pytest_collectreport(report: Any) -> None:
     """Tell of a file that can't be imported: its tests would be missing without a word."""
-    if _TOLD in os.environ and report.failed:
-        line = {"test": report.nodeid, "outcome": "error", "seconds": 0.0}
-        line["why"] = report.longreprtext[-2000:]
-        os.write(int(os.environ[_TOLD]), (json.dumps(line) + "\n").encode())
+    if report.failed:
+        _tell(report, "error", report.longreprtext)
 
 
 def files() -> list[str]:
@@ -79,16 +56,9 @@ def files() -> list[str]:
 def results(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
     """Run them in a process of its own; it is ended when time is up."""
     reading, writing = os.pipe()
-    line = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider"]
-    line += [
-        "-p",
-        "no:xdist",
-        "-p",
-        "benchmarks.bench_cuda_tests",
-        "--tb=short",
-        "--continue-on-collection-errors",
-        *files(),
-    ]
+    line = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "--tb=short", *files()]
+    line += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "benchmarks.bench_cuda_tests"]
+    line += ["--continue-on-collection-errors"]
     line += [f"--deselect={test}" for test in sorted(done)]
     with subprocess.Popen(  # noqa: S603 - our own tests
         line, cwd=ROOT, env={**os.environ, _TOLD: str(writing)}, pass_fds=(writing,)
@@ -111,9 +81,9 @@ def run(setting: Setting) -> Results:
     rows = []
     for each in results(setting, done):
         verdict = {"passed": "reached", "skipped": None}.get(each["outcome"], "missed: it fails")
-        rows.append(Tested(device=setting.device, verdict=verdict, **each))
-        setting.stream.keep("rows", rows[-1])
-        print(f"{rows[-1].outcome:8} {rows[-1].seconds:6.1f} s {rows[-1].test}")
+        row = {"device": setting.device, **each, "target": "passes", "verdict": verdict}
+        setting.keep("rows", row)
+        rows.append(row)
     return {"rows": rows}
 
 
@@ -133,13 +103,6 @@ BENCHMARK = Benchmark(
     "Do the tests that need a GPU pass on one?",
     run,
     rounds=1,
-    quick_rounds=1,
     devices=("cuda",),
-    rehearsed_on=("cpu",),
-    rounds_of="not used: each test runs once",
     tables=(Table({"test": "`{test}`", "": "{outcome}", "why": "{last}"}, rows=_listed),),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """Whole steps of training and of inference, with the guards on and off, by turns.
 
-    python benchmarks/bench_end_to_end.py --json benchmarks/records/<date>-end_to_end-cpu.json
-
 A decoder of the shape of GPT-2 small (inference: one token more, with keys and values cached by
 indexed assignment), convolutions of the shape of ResNet-50, and a tiny perceptron; weights are
 random. On a CPU the two large ones are scaled down; each row says to what. Each model runs eager
@@ -15,26 +13,21 @@ more" is the control: it should not differ. Then the peak of the memory, to the 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 import torchguard
 from benchmarks.clocks import peak_bytes
 from benchmarks.counting import counted
 from benchmarks.harness import Scope
 from benchmarks.models import Convolutions, Decoder, DecoderSize, Perceptron
-from benchmarks.paired import Variant, calls_for, ratios, take_turns
+from benchmarks.paired import Variant, calls_for, of_its_own, ratios, take_turns
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.spread import Interval, Spread
 from benchmarks.tables import AIM, Table
@@ -64,7 +57,6 @@ TARGETS = {"install()": 1.001, "install(), every guard": 1.01}
 TARGETS['install("resize", "out", "setitem")'] = TARGETS["install(), every guard"]
 
 NARROW = 0.001  # width of a 95 % interval, as a share of the step: the target is no wider
-QUICKEST_TO_COMPILE = (5, 4, 1, 0, 3, 2)  # perceptron, decoder, convolutions
 FIRST_ROUNDS, MORE_ROUNDS = 8, 4  # every variant stands first equally often in a multiple of these
 
 Call = Callable[..., torch.Tensor]
@@ -100,35 +92,15 @@ class Workload:
 
         return train
 
-
-@dataclass(frozen=True)
-class Paired:
-    """One scope against nothing."""
-
-    what: str
-    phase: str
-    mode: str
-    scope: str
-    device: str
-    n: int
-    calls: int
-    """Steps in a block, of which a round's time is the mean."""
-
-    nothing_ms: Spread
-    scope_ms: Spread
-    ratio: Interval
-    graphs: int
-    """Compiled in this scope before the rounds."""
-
-    compiled_again: int
-    """Compiled during the rounds, by all scopes together; 0 if none disturbs another."""
-
-    peak_bytes: int
-    more_bytes: int
-    """At the peak, over nothing's."""
-
-    target: str | None = None
-    verdict: str | None = None
+    def prepared(self, backend: str | None) -> Callable[[], None]:
+        """Return a step that has run, compiled if there is a backend."""
+        computes = self.computes
+        if backend is not None:
+            computes = torch.compile(of_its_own(computes), backend=backend)
+        step = self.step(computes)
+        for _ in range(3):  # compiles, checks, and allocates what stays
+            step()
+        return step
 
 
 def workloads(device: str, *, quick: bool) -> Iterator[Workload]:
@@ -233,8 +205,7 @@ class Contest:
     """One workload, eager or compiled, prepared in every scope; rounds can be added to it."""
 
     def __init__(self, workload: Workload, setting: Setting, *, compiled: bool) -> None:
-        self.workload, self.setting = workload, setting
-        self.mode = "compiled" if compiled else "eager"
+        self.setting = setting
         device, backend = setting.device, "aot_eager" if setting.quick else "inductor"
         self.variants: list[Variant] = []
         self.graphs: dict[str, int] = {}
@@ -242,57 +213,51 @@ class Contest:
         for name in _scopes(setting):
             with SCOPES[name]():
                 before = graphs_compiled()
-                computes = workload.computes
-                if compiled:
-                    computes = torch.compile(of_its_own(computes), backend=backend)
-                step = workload.step(computes)
-                for _ in range(3):  # compiles, checks, and allocates what stays
-                    step()
+                step = workload.prepared(backend if compiled else None)
                 self.graphs[name] = graphs_compiled() - before
                 self.peaks[name] = _peak(step, device)
             self.variants.append(Variant(name, step, SCOPES[name]))
         self.calls = calls_for(self.variants[0].step, setting.block_seconds(0.03), device)
-        self.seconds: dict[str, list[float]] = {}
+        self.seconds: dict[str, list[float]] = {name: [] for name in self.graphs}
         self.again = 0
 
     def add(self, rounds: int) -> None:
         """Measure so many rounds more."""
-        before = graphs_compiled()
-        done = len(self.seconds.get(NOTHING, ()))
+        before, done = graphs_compiled(), len(self.seconds[NOTHING])
         found = take_turns(self.variants, rounds, self.calls, self.setting.device, first=done)
         for name, times in found.items():
-            self.seconds.setdefault(name, []).extend(times)
+            self.seconds[name] += times
         self.again += graphs_compiled() - before
 
-    def width(self) -> float:
-        """Return how wide the widest interval is, as a share of the step."""
-        return max(each.high - each.low for each in ratios(self.seconds, NOTHING).values())
+    def is_narrow(self) -> bool:
+        """Whether every interval is as narrow as the target."""
+        return all(
+            each.high - each.low <= NARROW for each in ratios(self.seconds, NOTHING).values()
+        )
 
-    def rows(self) -> list[Paired]:
-        """Return a row for each scope, with all rounds so far."""
-        intervals = ratios(self.seconds, NOTHING)
-        plain = Spread.of([1e3 * value for value in self.seconds[NOTHING]])
-        return [
-            _judged(
-                Paired(
-                    what=self.workload.what,
-                    phase=self.workload.phase,
-                    mode=self.mode,
-                    scope=name,
-                    device=self.setting.device,
-                    n=len(self.seconds[name]),
-                    calls=self.calls,
-                    nothing_ms=plain,
-                    scope_ms=Spread.of([1e3 * value for value in self.seconds[name]]),
-                    ratio=interval,
-                    graphs=self.graphs[name],
-                    compiled_again=self.again,
-                    peak_bytes=self.peaks[name],
-                    more_bytes=self.peaks[name] - self.peaks[NOTHING],
-                )
-            )
-            for name, interval in intervals.items()
-        ]
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for each scope, with all rounds so far."""
+        for name, interval in ratios(self.seconds, NOTHING).items():
+            more = self.peaks[name] - self.peaks[NOTHING]
+            row = {
+                "scope": name,
+                "device": self.setting.device,
+                "n": len(self.seconds[name]),
+                "calls": self.calls,  # steps in a block, of which a round's time is the mean
+                "nothing_ms": Spread.of([1e3 * value for value in self.seconds[NOTHING]]),
+                "scope_ms": Spread.of([1e3 * value for value in self.seconds[name]]),
+                "ratio": interval,
+                "graphs": self.graphs[name],  # compiled in this scope before the rounds
+                # By all scopes together during the rounds; 0 if none disturbs another.
+                "compiled_again": self.again,
+                "peak_bytes": self.peaks[name],
+                "more_bytes": more,
+                "target": None,
+                "verdict": None,
+            }
+            if self.setting.device == "cuda" and name in TARGETS:
+                row.update(judged(TARGETS[name], interval, more))
+            yield row
 
 
 def _scopes(setting: Setting) -> list[str]:
@@ -306,119 +271,49 @@ def _peak(step: Callable[[], Any], device: str) -> int:
     return peak_bytes(step) if device == "cuda" else counted(step, device).peak_bytes
 
 
-def of_its_own(function: Any) -> Any:
-    """Dynamo keeps its decisions with the code: each scope gets a copy, and compiles for itself."""
-    copy = type(function)(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _judged(row: Paired) -> Paired:
-    if row.device != "cuda" or row.scope not in TARGETS:
-        return row
-    allowed = TARGETS[row.scope]
-    if row.more_bytes > 0:
-        verdict = f"missed: {row.more_bytes} bytes more at the peak"
-    elif row.ratio.high <= allowed:
+def judged(allowed: float, ratio: Interval, more_bytes: int) -> dict[str, str]:
+    """Return what was aimed at on a GPU, in time and memory, and whether it is reached."""
+    if more_bytes > 0:
+        verdict = f"missed: {more_bytes} bytes more at the peak"
+    elif ratio.high <= allowed:
         verdict = "reached"
-    elif row.ratio.holds_one:
+    elif ratio.holds_one:
         verdict = "reached: not distinguishable from nothing"
-    elif row.ratio.median <= allowed:
+    elif ratio.median <= allowed:
         verdict = "reached by the median; the interval goes beyond"
     else:
-        verdict = f"missed: {100 * (row.ratio.median - allowed):.2f} % more than it allows"
+        verdict = f"missed: {100 * (ratio.median - allowed):.2f} % more than it allows"
     target = f"at most {100 * (allowed - 1):.3g} % more time, and not one byte"
-    return replace(row, target=target, verdict=verdict)
-
-
-def _line(row: Paired) -> str:
-    return (
-        f"{row.what.partition(':')[0][:24]:24} {row.phase[:9]:9} {row.mode:8} {row.scope:36} "
-        f"{row.nothing_ms.median:8.3f} ms {row.ratio.median:.4f} "
-        f"[{row.ratio.low:.4f}, {row.ratio.high:.4f}] {row.more_bytes:+d} bytes"
-        + (f": {row.verdict}" if row.verdict else "")
-    )
+    return {"target": target, "verdict": verdict}
 
 
 def run(setting: Setting) -> Results:
-    """Measure every workload, eager and compiled."""
-    if setting.stream.seconds is not None:
-        return {"rows": until_time_is_up(setting)}
-    rows: list[Paired] = []
-    for workload in workloads(setting.device, quick=setting.quick):
-        for compiled in (False, True):
-            contest = Contest(workload, setting, compiled=compiled)
-            contest.add(setting.rounds)
-            rows += _kept(contest, setting)
-            torch.compiler.reset()
-    return {"rows": rows}
+    """Measure every workload, eager and compiled.
 
-
-def until_time_is_up(setting: Setting) -> list[Paired]:
-    """Measure until every interval is narrower than ``NARROW``, or time is up.
-
-    Each workload, eager or compiled, has its share of the time: it is prepared, and then the one
-    whose intervals are widest gets more rounds. Eager ones come first, because compiling takes
-    long; what an earlier run has measured narrowly enough is left out.
+    With ``--seconds`` each has its share of the time, until every interval is narrower than
+    ``NARROW``. Eager ones come first, and then what compiles quickest; what an earlier run has
+    measured is left out.
     """
-    widths = _widths(setting)
+    stream, rows = setting.stream, []
+    timed = stream.seconds is not None
     models = list(workloads(setting.device, quick=setting.quick))
-    pairs = [(model, False) for model in models]
-    compiled = QUICKEST_TO_COMPILE[:3] if setting.quick else QUICKEST_TO_COMPILE
-    pairs += [(models[place], True) for place in compiled]
-
-    def width(pair: tuple[Workload, bool]) -> float:
-        workload, is_compiled = pair
-        mode = "compiled" if is_compiled else "eager"
-        return widths.get((workload.what, workload.phase, mode), float("inf"))
-
-    # What was not measured yet comes first, then what is widest.
-    todo = sorted((pair for pair in pairs if width(pair) > NARROW), key=width, reverse=True)
-    contests: list[Contest] = []
-    rows: dict[Contest, list[Paired]] = {}
-    for number, (workload, is_compiled) in enumerate(todo, start=1):
-        if setting.stream.time_is_up():
+    pairs = [(model, False) for model in models] + [(model, True) for model in models[::-1]]
+    known = {(row["what"], row["phase"], row["mode"]) for row in stream.known("rows")}
+    for number, (workload, compiled) in enumerate(pairs, start=1):
+        mode = "compiled" if compiled else "eager"
+        if (workload.what, workload.phase, mode) in known:
+            continue
+        if stream.time_is_up():
             break
-        contests.append(Contest(workload, setting, compiled=is_compiled))
-        contests[-1].add(FIRST_ROUNDS)
-        rows[contests[-1]] = _kept(contests[-1], setting)
-        while setting.stream.elapsed() < number / len(todo):
-            widest = max(contests, key=Contest.width)
-            if widest.width() <= NARROW or _enough(widest, setting):
-                break
-            widest.add(MORE_ROUNDS)
-            rows[widest] = _kept(widest, setting)
-    if len(contests) < len(todo) or any(each.width() > NARROW for each in contests):
-        setting.stream.stopped = not setting.quick  # the next run goes on
-    return [row for kept in rows.values() for row in kept]
-
-
-def _enough(contest: Contest, setting: Setting) -> bool:
-    """Whether a quick run has shown that rounds can be added; only real ones seek an interval."""
-    return setting.quick and len(contest.seconds[NOTHING]) > FIRST_ROUNDS
-
-
-def _widths(setting: Setting) -> dict[tuple[str, str, str], float]:
-    """Return how wide the widest interval of each workload is that an earlier run has measured."""
-    widths: dict[tuple[str, str, str], float] = {}
-    for row in setting.stream.known("rows"):
-        key = (row["what"], row["phase"], row["mode"])
-        widths[key] = max(widths.get(key, 0.0), row["ratio"]["high"] - row["ratio"]["low"])
-    return widths
-
-
-def _kept(contest: Contest, setting: Setting) -> list[Paired]:
-    rows = contest.rows()
-    for row in rows:
-        setting.stream.keep("rows", row)
-        print(_line(row))
-    return rows
+        contest = Contest(workload, setting, compiled=compiled)
+        contest.add(FIRST_ROUNDS if timed else setting.rounds)
+        while timed and not contest.is_narrow() and stream.elapsed() < number / len(pairs):
+            contest.add(MORE_ROUNDS)
+        for row in contest.rows():
+            rows.append({"what": workload.what, "phase": workload.phase, "mode": mode, **row})
+            setting.keep("rows", rows[-1])
+        torch.compiler.reset()
+    return {"rows": rows}
 
 
 BENCHMARK = Benchmark(
@@ -427,7 +322,6 @@ BENCHMARK = Benchmark(
     run,
     rounds=101,
     quick_rounds=2,
-    rounds_of="rounds per workload",
     tables=(
         Table(
             {
@@ -447,7 +341,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

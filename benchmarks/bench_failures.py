@@ -1,7 +1,5 @@
 """A call that fails, for every operator with ``out=`` of torch's own OpInfo database.
 
-    python benchmarks/bench_failures.py --json benchmarks/records/<date>-failures-cpu.json
-
 ``out`` is an empty tensor in memory of another library (DLPack), so it can't grow, on a
 CPU and on a GPU alike: each call with a result fails. Then: are shape, stride, offset, storage and
 every byte of it as they were? Asked of plain torch, inside ``guarded()`` and under
@@ -13,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import sys
 import types
 import unittest
@@ -20,14 +19,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import dlpack
-
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torchguard
 from benchmarks.harness import Scope
@@ -58,19 +53,6 @@ class Case:
     """Whether ``install()`` patches that name."""
 
     guards: tuple[Any, ...] = ("out",)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the failed calls of one operator left behind."""
-
-    operator: str
-    device: str
-    torch: str
-    guarded: str
-    installed: str
-    target: str | None
-    verdict: str | None
 
 
 @contextlib.contextmanager
@@ -215,7 +197,7 @@ def tried(case: Case, scope: Scope, device: str) -> str:
     return f"corrupt after {kind}"
 
 
-def outcome(case: Case, device: str) -> Outcome:
+def outcome(case: Case, device: str) -> dict[str, Any]:
     """Try a case in plain torch and under both guards."""
     install: Scope = partial(torchguard.install, *case.guards, only_if_needed=False)
     plain = tried(case, contextlib.nullcontext, device)
@@ -223,41 +205,30 @@ def outcome(case: Case, device: str) -> Outcome:
     installed = tried(case, install, device) if case.patched else "not patched"
     failed = plain != "did not fail"
     held = not any(each.startswith("corrupt") for each in (guarded, installed))
-    return Outcome(
-        operator=case.operator,
-        device=device,
-        torch=plain,
-        guarded=guarded,
-        installed=installed,
-        target="outputs as they were" if failed else None,
-        verdict=("holds" if held else "does not hold") if failed else None,
-    )
+    return {
+        "torch": plain,
+        "guarded": guarded,
+        "installed": installed,
+        "target": "outputs as they were" if failed else None,
+        "verdict": ("holds" if held else "does not hold") if failed else None,
+    }
 
 
 def run(setting: Setting) -> Results:
     """Try every operator."""
     warnings.simplefilter("ignore")  # torch's own, about outputs that are resized
-    known = {row["operator"] for row in setting.stream.known("rows")}
     # One that ended the process is not tried again: it has been named, and has no result.
-    known |= {row["operator"] for row in setting.stream.known("begun")}
-    rows: list[Outcome] = []
-    for case in cases(setting.device):
-        if case.operator in known:
-            continue
-        if setting.stream.time_is_up() or (setting.quick and len(rows) >= QUICK):
-            break
+    begun = {row["operator"] for row in setting.stream.known("begun")}
+
+    def found(case: Case) -> dict[str, Any]:
         setting.stream.keep("begun", {"operator": case.operator, "device": setting.device})
-        rows.append(outcome(case, setting.device))
-        setting.stream.keep("rows", rows[-1])
-        if rows[-1].verdict != "holds":
-            print(rows[-1])
-    counts = {name: sum(row.torch.startswith(name) for row in rows) for name in ("corrupt", "as")}
-    held = sum(row.verdict == "holds" for row in rows)
-    print(
-        f"{len(rows)} calls on {setting.device}: plain torch corrupts {counts['corrupt']} and "
-        f"leaves {counts['as']} as they were; with guards {held} hold"
-    )
-    return {"rows": rows}
+        return outcome(case, setting.device)
+
+    made: Iterator[Case] = (case for case in cases(setting.device) if case.operator not in begun)
+    if setting.quick:
+        made = itertools.islice(made, QUICK)
+    found_of = (({"operator": case.operator}, partial(found, case)) for case in made)
+    return {"rows": setting.collect(found_of)}
 
 
 def _counts(record: Row, device: str) -> list[Row]:
@@ -287,8 +258,6 @@ BENCHMARK = Benchmark(
     "Does a failed call of any operator with `out=` leave its output as it was?",
     run,
     rounds=1,
-    quick_rounds=1,
-    rounds_of="not used: each operator fails once in each scope",
     tables=(
         Table(
             {
@@ -305,7 +274,3 @@ BENCHMARK = Benchmark(
         Table({"begun and not ended": "`{operator}`"}, rows=_unfinished),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

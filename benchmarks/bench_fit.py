@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import statistics
-import sys
 import sysconfig
 import time
 import tokenize
@@ -26,9 +24,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-if __package__ in {None, ""}:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Row, Table
@@ -40,7 +35,6 @@ BATCH = 16
 COUNTS = (4, 8, 16)
 COSTS: tuple[Cost, ...] = ("linear", "quadratic")
 Lengths = NDArray[np.int64]
-Rule = Callable[[Observed, int, int, Any], Buckets]
 
 
 def generated(random: np.random.Generator, number: int) -> dict[str, Lengths]:
@@ -87,56 +81,33 @@ def real() -> dict[str, Lengths]:
     }
 
 
-def _powers_of_two(_seen: Observed, top: int, count: int, _: Any) -> Buckets:
+RULES = (
+    *("powers of two", "multiples of 64", "equal width", "quantiles", "equal duration"),
+    *("exponential", "geometric", "optimal"),
+)
+
+
+def ladders(seen: Observed, top: int, count: int, cost: Cost) -> dict[str, Buckets]:
+    """Return so many buckets, up to the largest size, by each rule."""
     below = 1 << (top - 1).bit_length() - 1
-    return Buckets([top, *(below >> n for n in range(count - 1) if below >> n)])
-
-
-def _multiples_of_64(_seen: Observed, top: int, count: int, _: Any) -> Buckets:
-    return Buckets.multiples_of(64 * -(-top // (64 * count)), top)
-
-
-def _equal_width(_seen: Observed, top: int, count: int, _: Any) -> Buckets:
-    return Buckets([-(-top * part // count) for part in range(1, count + 1)])
-
-
-def _parts(seen: Observed, top: int, count: int, mass: NDArray[np.float64]) -> Buckets:
-    shares = mass.cumsum() / mass.sum()
     wanted = np.arange(1, count) / count
-    return Buckets([*seen.sizes[np.searchsorted(shares, wanted)].tolist(), top])
 
+    def parts(mass: NDArray[np.float64]) -> Buckets:
+        places = np.searchsorted(mass.cumsum() / mass.sum(), wanted)
+        return Buckets([*seen.sizes[places].tolist(), top])
 
-def _quantiles(seen: Observed, top: int, count: int, _: Any) -> Buckets:
-    return _parts(seen, top, count, seen.weights)
-
-
-def _equal_duration(seen: Observed, top: int, count: int, _: Any) -> Buckets:
-    return _parts(seen, top, count, seen.weights * seen.sizes)
-
-
-def _exponential(_seen: Observed, top: int, count: int, _: Any) -> Buckets:
     step = 128 if top >= 1024 else 16  # noqa: PLR2004 - stated above
-    return Buckets.geometric(step, top, count, multiple_of=step)
-
-
-def _geometric(seen: Observed, top: int, count: int, _: Any) -> Buckets:
-    return Buckets.geometric(int(seen.sizes[0]), top, count, multiple_of=8)
-
-
-def _optimal(seen: Observed, top: int, count: int, cost: Any) -> Buckets:
-    return Buckets.fit(histogram(seen), count, cost=cost, maximum=top)
-
-
-RULES: dict[str, Rule] = {
-    "powers of two": _powers_of_two,
-    "multiples of 64": _multiples_of_64,
-    "equal width": _equal_width,
-    "quantiles": _quantiles,
-    "equal duration": _equal_duration,
-    "exponential": _exponential,
-    "geometric": _geometric,
-    "optimal": _optimal,
-}
+    found = (
+        Buckets([top, *(below >> n for n in range(count - 1) if below >> n)]),
+        Buckets.multiples_of(64 * -(-top // (64 * count)), top),
+        Buckets([-(-top * part // count) for part in range(1, count + 1)]),
+        parts(seen.weights),
+        parts(seen.weights * seen.sizes),
+        Buckets.geometric(step, top, count, multiple_of=step),
+        Buckets.geometric(int(seen.sizes[0]), top, count, multiple_of=8),
+        Buckets.fit(histogram(seen), count, cost=cost, maximum=top),
+    )
+    return dict(zip(RULES, found, strict=True))
 
 
 def histogram(seen: Observed) -> dict[int, float]:
@@ -160,8 +131,7 @@ def compare(kinds: dict[str, Lengths], splits: int) -> list[dict[str, Any]]:
                 waste: dict[str, list[float]] = {rule: [] for rule in RULES}
                 for first, second in halves:
                     seen = observe(first, kind)
-                    for rule, make in RULES.items():
-                        ladder = make(seen, top, count, cost)
+                    for rule, ladder in ladders(seen, top, count, cost).items():
                         waste[rule].append(100 * ladder.waste(second, cost))
                 means = {rule: statistics.fmean(values) for rule, values in waste.items()}
                 best = min((rule for rule in RULES if rule != "optimal"), key=means.__getitem__)
@@ -178,13 +148,7 @@ def compare(kinds: dict[str, Lengths], splits: int) -> list[dict[str, Any]]:
                         "spread_of_that": round(statistics.stdev(over), 3) if splits > 1 else None,
                     }
                 )
-                print(_line(rows[-1]), flush=True)
     return rows
-
-
-def _line(row: dict[str, Any]) -> str:
-    cells = " ".join(f"{value:7.1f}" for value in row["waste_percent"].values())
-    return f"{row['kind']:17} {row['cost']:9} {row['count']:2} {cells}"
 
 
 def planning_times(repeats: int) -> list[dict[str, Any]]:
@@ -211,22 +175,7 @@ def planning_times(repeats: int) -> list[dict[str, Any]]:
             plan()
             seconds.append(time.process_time() - begun)
         rows.append({"what": what, "n": repeats, "processor_seconds": round(min(seconds), 4)})
-        print(rows[-1], flush=True)
     return rows
-
-
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the mean over all cells, and the cells in which another rule wins."""
-    means = {
-        rule: round(statistics.fmean(row["waste_percent"][rule] for row in rows), 2)
-        for rule in RULES
-    }
-    beaten = [
-        {key: row[key] for key in ("kind", "cost", "count", "best_other", "over_best_other")}
-        for row in rows
-        if row["over_best_other"] > 0
-    ]
-    return {"cells": len(rows), "mean_waste_percent": means, "cells_another_rule_wins": beaten}
 
 
 def run(setting: Setting) -> Results:
@@ -234,16 +183,8 @@ def run(setting: Setting) -> Results:
     splits, repeats = (1, 1) if setting.quick else (4, 5)
     random = np.random.default_rng(11)
     kinds = generated(random, 4000 if setting.quick else 40_000)
-    print(f"{'':30}", " ".join(f"{rule[:7]:>7}" for rule in RULES))
     rows = compare({**kinds, **({} if setting.quick else real())}, splits)
-    totals = summary(rows)
-    print(json.dumps(totals, indent=1))
-    return {
-        "splits": splits,
-        "summary": totals,
-        "rows": rows,
-        "planning_times": planning_times(repeats),
-    }
+    return {"splits": splits, "rows": rows, "planning_times": planning_times(repeats)}
 
 
 _WASTE = {
@@ -262,7 +203,6 @@ BENCHMARK = Benchmark(
     "How much do the buckets of `Buckets.fit` waste against other rules, and how long is planning?",
     run,
     rounds=1,
-    rounds_of="not used: every rule gets the same halves",
     devices=("cpu",),
     threads=None,
     tables=(
@@ -278,7 +218,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

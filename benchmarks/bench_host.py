@@ -1,7 +1,5 @@
 """How often a step calls a function of a guard, and what that is of the host's time at most.
 
-    python benchmarks/bench_host.py --json benchmarks/records/<date>-host-cpu.json
-
 On every device the guards work on the host: what they add to a step is the calls that enter their
 Python code, times what such a call costs. Both are measured here, so the bound needs no GPU.
 
@@ -23,15 +21,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torchguard
 from benchmarks import bench_resize, bench_verified
@@ -40,7 +35,6 @@ from benchmarks.bench_end_to_end import (
     Workload,
     convolution_steps,
     decoder_steps,
-    of_its_own,
     perceptron_steps,
 )
 from benchmarks.harness import measure
@@ -64,31 +58,6 @@ COSTS: dict[str, tuple[str, ...]] = {
     "with out=": ("add-with-out",),
     "checked graph": ("steady-tiny",),
 }
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What a scope can add to a step."""
-
-    what: str
-    phase: str
-    mode: str
-    scope: str
-    n: int
-    calls: dict[str, dict[str, int]]
-    """How often a step enters each kind of guard, and by which function of torch."""
-
-    count: int
-    bound_ns: float
-    host_ms: Spread
-    percent: float
-    """The bound over the least of the host's time."""
-
-    host_least_ms: float
-
-    target: str
-    verdict: str
-    device: str = "cpu"
 
 
 def workloads(*, quick: bool, compiled: bool) -> Iterator[Workload]:
@@ -151,10 +120,8 @@ def _kind(frame: FrameType) -> tuple[str, str]:
         return kind, str(names["original"].__name__)
     if file == "resize" and code.co_name in {"resize_", "resize_as_", "set_"}:
         return code.co_name, code.co_name
-    if Path(code.co_filename).parent.name == "verification" and code.co_name in {
-        "run",
-        "run_target",
-    }:
+    called = code.co_name in {"run", "run_target"}
+    if called and Path(code.co_filename).parent.name == "verification":
         return "checked graph", "a compiled graph"
     return f"{file}.{code.co_name}", code.co_name
 
@@ -170,9 +137,10 @@ def processor_seconds(step: Callable[[], None], calls: int) -> float:
 def costs(setting: Setting) -> tuple[list[Any], dict[str, float]]:
     """Measure what a call of each kind adds: rows as of the other benchmarks, and nanoseconds."""
     wanted = {row for rows in COSTS.values() for row in rows}
-    makers = (*bench_resize.comparisons("cpu"), *bench_verified.steady("cpu", ("tiny",)))
+    tiny = bench_verified.steady("cpu", ("tiny",), quick=setting.quick)
+    makers = (*bench_resize.comparisons("cpu"), *tiny)
     rows = measure([each for each in makers if each.id in wanted], setting, block_seconds=4e-3)
-    upper = {row.id: row.added_ns.q3 for row in rows}
+    upper = {row["id"]: row["added_ns"].q3 for row in rows}
     return rows, {kind: max(upper[name] for name in names) for kind, names in COSTS.items()}
 
 
@@ -183,46 +151,37 @@ def bound_of(calls: Mapping[str, Mapping[str, int]], cost: Mapping[str, float]) 
 
 def bounds(
     workload: Workload, setting: Setting, cost: Mapping[str, float], *, compiled: bool
-) -> Iterator[Bound]:
+) -> Iterator[dict[str, Any]]:
     """Count what a step enters in each scope, and divide by the host's time."""
-    backend = "aot_eager" if setting.quick else "inductor"
-
-    def prepared() -> Callable[[], None]:
-        computes = workload.computes
-        if compiled:
-            computes = torch.compile(of_its_own(computes), backend=backend)
-        step = workload.step(computes)
-        for _ in range(3):  # compiles, checks, and allocates what stays
-            step()
-        return step
-
-    plain = prepared()
+    backend = None if not compiled else "aot_eager" if setting.quick else "inductor"
+    plain = workload.prepared(backend)
     calls = calls_for(plain, setting.block_seconds(0.01), "cpu")
     taken = [1e3 * processor_seconds(plain, calls) for _ in range(setting.rounds)]
     for scope, allowed in TARGETS.items():
         with SCOPES[scope]():
-            step = prepared()
+            step = workload.prepared(backend)
             found = entered(step)
             again = entered(step)
         if found != again:
             raise RuntimeError(f"a step called {found}, and the next one {again}")
         nanoseconds = bound_of(found, cost)
         percent = nanoseconds / (1e4 * min(taken))
-        yield Bound(
-            what=workload.what,
-            phase=workload.phase,
-            mode="compiled" if compiled else "eager",
-            scope=scope,
-            n=setting.rounds,
-            calls=found,
-            count=sum(sum(functions.values()) for functions in found.values()),
-            bound_ns=round(nanoseconds, 1),
-            host_ms=Spread.of(taken),
-            host_least_ms=float(f"{min(taken):.5g}"),
-            percent=float(f"{percent:.3g}"),
-            target=f"at most {allowed:g} % of the host's time",
-            verdict="reached" if percent <= allowed else f"missed: {percent:.3g} %",
-        )
+        yield {
+            "what": workload.what,
+            "phase": workload.phase,
+            "mode": "compiled" if compiled else "eager",
+            "scope": scope,
+            "n": setting.rounds,
+            "calls": found,  # by kind of guard, and by which function of torch
+            "count": sum(sum(functions.values()) for functions in found.values()),
+            "bound_ns": round(nanoseconds, 1),
+            "host_ms": Spread.of(taken),
+            "host_least_ms": float(f"{min(taken):.5g}"),
+            "percent": float(f"{percent:.3g}"),
+            "target": f"at most {allowed:g} % of the host's time",
+            "verdict": "reached" if percent <= allowed else f"missed: {percent:.3g} %",
+            "device": "cpu",
+        }
 
 
 def run(setting: Setting) -> Results:
@@ -234,12 +193,8 @@ def run(setting: Setting) -> Results:
         found = list(workloads(quick=setting.quick, compiled=compiled))
         for workload in found[-1:] if setting.quick else found:
             for row in bounds(workload, setting, cost, compiled=compiled):
+                setting.keep("rows", row)
                 rows.append(row)
-                print(
-                    f"{row.what.partition(':')[0][:40]:40} {row.phase:20} {row.mode:8} "
-                    f"{row.scope:24} {row.count:4} calls, {row.bound_ns / 1e3:.2f} us of "
-                    f"{row.host_least_ms:.3f} ms: {row.percent:.3g} %: {row.verdict}"
-                )
             torch.compiler.reset()
     kinds = {kind: round(nanoseconds, 1) for kind, nanoseconds in cost.items()}
     return {"costs": made, "cost_ns": kinds, "rows": rows}
@@ -250,7 +205,6 @@ BENCHMARK = Benchmark(
     "How many calls of a step enter a guard, and what is that of the host's time at most?",
     run,
     rounds=51,
-    rounds_of="rounds per cost and per step",
     devices=("cpu",),
     tables=(
         Table(
@@ -273,7 +227,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """What ``import torchguard`` adds to a program that has imported torch.
 
-    python benchmarks/bench_import.py --json benchmarks/records/<date>-import-cpu.json
-
 Each round is a process of its own, which imports torch first. The bytecode of torchguard is
 compiled by a round that does not count, as pip does it when it installs. Time is read on the clock
 and of the processor; the second leaves out what other programs take.
@@ -13,32 +11,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.spread import Spread
 from benchmarks.tables import AIM, Table
 
 TARGET_MS = 30.0
-
-
-@dataclass(frozen=True)
-class Imported:
-    """What importing one package took, in milliseconds, and what it brought."""
-
-    what: str
-    device: str
-    n: int
-    clock_ms: Spread
-    processor_ms: Spread
-    modules: int
-    target: str | None = None
-    verdict: str | None = None
 
 
 # Prints, as JSON, what each import took and how many modules it brought.
@@ -68,27 +47,17 @@ def run(setting: Setting) -> Results:
     """Import in as many processes as there are rounds."""
     rounds = [importing() for _ in range(setting.rounds + 1)][1:]  # the first compiles
     rows = []
-    for name in rounds[0]:
-        clock = Spread.of([each[name]["clock_ms"] for each in rounds])
-        row = Imported(
-            what=f"import {name}",
-            device="cpu",
-            n=setting.rounds,
-            clock_ms=clock,
-            processor_ms=Spread.of([each[name]["processor_ms"] for each in rounds]),
-            modules=rounds[0][name]["modules"],
-        )
+    for name, first in rounds[0].items():
+        row: dict[str, Any] = {"what": f"import {name}", "device": "cpu", "n": setting.rounds}
+        for clock in ("clock_ms", "processor_ms"):
+            row[clock] = Spread.of([each[name][clock] for each in rounds])
+        row["modules"] = first["modules"]
         if name == "torchguard":
-            over = clock.median - TARGET_MS
-            verdict = "reached" if over <= 0 else f"missed: {over:.0f} ms more"
-            added = {"target": f"at most {TARGET_MS:g} ms after torch", "verdict": verdict}
-            row = Imported(**(vars(row) | added))
+            over = row["clock_ms"].median - TARGET_MS
+            row["target"] = f"at most {TARGET_MS:g} ms after torch"
+            row["verdict"] = "reached" if over <= 0 else f"missed: {over:.0f} ms more"
+        setting.keep("rows", row)
         rows.append(row)
-        print(
-            f"{row.what:20} {clock.median:8.1f} ms [{clock.q1:.1f}, {clock.q3:.1f}], "
-            f"{row.processor_ms.median:.1f} ms of the processor, {row.modules} modules"
-            + (f": {row.verdict}" if row.verdict else "")
-        )
     return {"rows": rows}
 
 
@@ -98,7 +67,6 @@ BENCHMARK = Benchmark(
     run,
     rounds=21,
     quick_rounds=1,
-    rounds_of="processes",
     devices=("cpu",),
     tables=(
         Table(
@@ -114,7 +82,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

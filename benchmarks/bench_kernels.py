@@ -1,7 +1,5 @@
 """What a guarded call makes torch do: operators called, kernels launched, bytes at the peak.
 
-    python benchmarks/bench_kernels.py --json benchmarks/records/<date>-kernels-cpu.json
-
 Counted with the profiler, not timed. The claim is "no extra kernel": where nothing fails, a guard
 reads metadata and launches nothing. On a CPU the calls of ATen operators stand for it. What copies
 data on purpose (``guarded(data=True)``) has no claim and shows its price.
@@ -10,21 +8,16 @@ data on purpose (``guarded(data=True)``) has no claim and shows its price.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 import torchguard
-from benchmarks.counting import Counts, counted
+from benchmarks.counting import counted
 from benchmarks.harness import Scope
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Table
@@ -45,25 +38,6 @@ class Case:
     guarded: Call
     scope: Scope = contextlib.nullcontext
     claimed: bool = True
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What one call of each made torch do."""
-
-    what: str
-    device: str
-    operators: tuple[int, int]
-    kernels: tuple[int, int]
-    copies: tuple[int, int]
-    peak_bytes: tuple[int, int]
-    """Plain and guarded."""
-
-    more: dict[str, int]
-    """Operators that the guarded call makes and the plain one does not."""
-
-    target: str | None
-    verdict: str | None
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -156,7 +130,7 @@ def _buckets(device: str) -> Iterator[Case]:
     )
 
 
-def compare(case: Case, device: str) -> Counted:
+def compare(case: Case, device: str) -> dict[str, Any]:
     """Count what both make torch do; each runs before, so that nothing is done for the first time.
 
     Also used by the tests.
@@ -167,52 +141,21 @@ def compare(case: Case, device: str) -> Counted:
         for _ in range(2):
             case.guarded()
         guarded = counted(case.guarded, device)
-    verdict = None
-    if case.claimed:
-        verdict = "holds" if _holds(plain, guarded) else "does not hold"
-    return Counted(
-        what=case.what,
-        device=device,
-        operators=(plain.calls, guarded.calls),
-        kernels=(plain.kernels, guarded.kernels),
-        copies=(plain.copies, guarded.copies),
-        peak_bytes=(plain.peak_bytes, guarded.peak_bytes),
-        more=guarded.more_than(plain),
-        target=CLAIM if case.claimed else None,
-        verdict=verdict,
-    )
-
-
-def _holds(plain: Counts, guarded: Counts) -> bool:
-    return (
-        guarded.more_than(plain).keys() <= QUESTIONS
-        and guarded.kernels <= plain.kernels
-        and guarded.copies <= plain.copies
-        and guarded.peak_bytes <= plain.peak_bytes
-    )
+    names = ("operators", "kernels", "copies", "peak_bytes")
+    pairs = {name: (getattr(plain, name), getattr(guarded, name)) for name in names}
+    pairs["operators"] = (plain.calls, guarded.calls)
+    more = guarded.more_than(plain)
+    holds = more.keys() <= QUESTIONS and all(pairs[name][1] <= pairs[name][0] for name in names[1:])
+    verdict = "holds" if holds else "does not hold"
+    judged = {"target": CLAIM, "verdict": verdict} if case.claimed else {}
+    return {**pairs, "more": more, "target": None, "verdict": None, **judged}
 
 
 def run(setting: Setting) -> Results:
     """Count every case."""
-    rows = []
-    known = {row["what"] for row in setting.stream.known("rows")}
-    for case in cases(setting.device):
-        if case.what in known:
-            continue
-        if setting.stream.time_is_up():
-            break
-        row = compare(case, setting.device)
-        rows.append(row)
-        setting.stream.keep("rows", row)
-        more = ", ".join(f"{count} {name}" for name, count in row.more.items())
-        print(
-            f"{row.what:48} {row.device:4} operators {row.operators[0]} -> {row.operators[1]}, "
-            f"kernels {row.kernels[0]} -> {row.kernels[1]}, "
-            f"bytes {row.peak_bytes[0]} -> {row.peak_bytes[1]}"
-            + (f": {row.verdict}" if row.verdict else "")
-            + (f" ({more})" if more else "")
-        )
-    return {"rows": rows}
+    made = cases(setting.device)
+    found = (({"what": case.what}, partial(compare, case, setting.device)) for case in made)
+    return {"rows": setting.collect(found)}
 
 
 BENCHMARK = Benchmark(
@@ -220,8 +163,6 @@ BENCHMARK = Benchmark(
     "Does a guard call an operator, launch a kernel or need a byte more than plain torch?",
     run,
     rounds=1,
-    quick_rounds=1,
-    rounds_of="not used: counts are exact",
     tables=(
         Table(
             {
@@ -236,7 +177,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """Memory really runs out while a tensor grows in the middle of a training run.
 
-    python benchmarks/bench_out_of_memory.py --json benchmarks/records/<date>-out_of_memory-cpu.json
-
 Each row is a process of its own whose memory is limited: on a GPU by
 ``torch.cuda.set_per_process_memory_fraction``, on a CPU by ``RLIMIT_AS``. It trains, and between
 steps a cache is resized to twice its size, or is the ``out=`` of an operator, until torch raises.
@@ -15,26 +13,27 @@ The claims are checked; the times, of the last successful and of the failed call
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 import torchguard
 from benchmarks.processes import in_a_process
-from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
 from torchguard.rollback.consistency import is_consistent
 
 MIB = 2**20
+# What has to hold of the cache afterwards: its description, its memory, its view, its next resize.
+WHOLE = (
+    *("consistent", "same_shape", "same_memory", "same_elements", "view_consistent"),
+    *("grows_again", "training_equal"),
+)
 BEGIN = MIB // 4  # elements of the cache: 1 MiB
 STEPS_AFTER = 20
 OUT = 'install("out"), out='
@@ -45,40 +44,6 @@ ALLOWED = {"cpu": 1024 * MIB, "cuda": 4096 * MIB}
 # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 ALLOWED_QUICK = {"cpu": 192 * MIB, "cuda": 256 * MIB}
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What was left after memory had run out."""
-
-    way: str
-    device: str
-    allowed_bytes: int
-    error: str
-    asked_bytes: int
-    """What the failed call asked for."""
-
-    says_bytes: int
-    """What the cache's shape says afterwards."""
-
-    holds_bytes: int
-    """What its storage has."""
-
-    consistent: bool
-    same_shape: bool
-    same_memory: bool
-    same_elements: bool | None
-    """None where to read them could end the process."""
-
-    view_consistent: bool
-    grows_again: bool
-    """Whether a resize that fits works afterwards."""
-
-    training_equal: bool
-    failed_us: float
-    """Time of the call that failed."""
-
-    verdict: str
 
 
 class Training:
@@ -150,11 +115,10 @@ def ended(way: str, device: str, allowed: int) -> dict[str, Any]:
     while undisturbed.done < training.done:
         undisturbed.step()
     pairs = zip(training.model.parameters(), undisturbed.model.parameters(), strict=True)
-    return {
-        **found,
-        "grows_again": grows_again,
-        "training_equal": all(torch.equal(ours, other) for ours, other in pairs),
-    }
+    found["grows_again"] = grows_again
+    found["training_equal"] = all(torch.equal(ours, other) for ours, other in pairs)
+    whole = all(found[name] for name in WHOLE)
+    return {**found, "verdict": "nothing lost" if whole else "the cache is lost"}
 
 
 def _computes_into(cache: torch.Tensor, elements: int) -> torch.Tensor:
@@ -186,6 +150,7 @@ def _until_it_fails(
         "consistent": consistent,
         "same_shape": tuple(cache.shape) == (elements,),
         "same_memory": cache.untyped_storage().data_ptr() == before,
+        # None where to read them could end the process.
         "same_elements": bool(torch.equal(cache[:BEGIN], expected)) if consistent else None,
         "view_consistent": is_consistent(view),
         "failed_us": round(1e6 * failed, 1),
@@ -195,34 +160,13 @@ def _until_it_fails(
 def run(setting: Setting) -> Results:
     """Run every way in a process of its own."""
     allowed = (ALLOWED_QUICK if setting.quick else ALLOWED)[setting.device]
-    rows = []
-    known = {row["way"] for row in setting.stream.known("rows")}
-    for way in WAYS[:2] if setting.quick else WAYS:
-        if way in known:
-            continue
-        if setting.stream.time_is_up():
-            break
-        found = in_a_process(
-            "bench_out_of_memory", "ended", way, setting.device, allowed, environment=DETERMINISTIC
-        )
-        whole = all(
-            found[name]
-            for name in (
-                "consistent", "same_shape", "same_memory", "same_elements", "view_consistent",
-                "grows_again", "training_equal",
-            )
-        )  # fmt: skip
-        verdict = "nothing lost" if whole else "the cache is lost"
-        rows.append(
-            Ended(way=way, device=setting.device, allowed_bytes=allowed, verdict=verdict, **found)
-        )
-        setting.stream.keep("rows", rows[-1])
-        print(
-            f"{way:22} {setting.device:4} {found['error']} at {found['asked_bytes'] / MIB:.0f} MiB:"
-            f" says {found['says_bytes'] / MIB:.0f} MiB, holds {found['holds_bytes'] / MIB:.0f};"
-            f" training goes on: {found['training_equal']}: {verdict}"
-        )
-    return {"rows": rows}
+
+    def case(way: str) -> Case:
+        process = partial(in_a_process, environment=DETERMINISTIC)
+        find = partial(process, "bench_out_of_memory", "ended", way, setting.device, allowed)
+        return {"way": way, "allowed_bytes": allowed}, find
+
+    return {"rows": setting.collect(map(case, WAYS[:2] if setting.quick else WAYS))}
 
 
 BENCHMARK = Benchmark(
@@ -230,8 +174,6 @@ BENCHMARK = Benchmark(
     "When memory really runs out while a tensor grows: is the tensor whole, does training go on?",
     run,
     rounds=1,
-    quick_rounds=1,
-    rounds_of="not used: each way runs once",
     tables=(
         Table(
             {
@@ -248,7 +190,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

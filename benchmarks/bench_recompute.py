@@ -1,7 +1,5 @@
 """What the guard of activation checkpointing costs.
 
-    python benchmarks/bench_recompute.py --device cpu
-
 Baseline: the same step in plain torch, in the same process, in the same rounds (see
 ``harness.py``): forward, second run and backward, each block of the net checkpointed by itself. The
 step is the same with the guard off and on; ``off-against-off`` shows what the machine alone makes
@@ -12,21 +10,17 @@ B batch, T time, D width, C channels, H height, W width of an image.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 from benchmarks.bench_transaction import held_bytes
 from benchmarks.harness import Comparison, Scope, Side, Target, measure
+from benchmarks.models import Bottleneck
 from benchmarks.program import Benchmark, Results, Setting
 from torchguard import install, uninstall
 
@@ -53,49 +47,25 @@ class Checkpointed(nn.Module):
         return x
 
 
-class Bottleneck(nn.Module):
-    """Three convolutions, as in ResNet-50."""
-
-    def __init__(self, given: int, width: int, stride: int) -> None:
-        super().__init__()
-        made = 4 * width
-        self.path = nn.Sequential(
-            nn.Conv2d(given, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, made, 1, bias=False), nn.BatchNorm2d(made),
-        )  # fmt: skip
-        self.shortcut = nn.Sequential(
-            nn.Conv2d(given, made, 1, stride, bias=False), nn.BatchNorm2d(made)
-        )
-        if given == made:
-            self.shortcut = nn.Sequential()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add the shortcut."""
-        return torch.relu(self.path(x) + self.shortcut(x))
+def transformer(count: int) -> list[nn.Module]:
+    """Return blocks as large as those of BERT-base, which has 12."""
+    return [nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True) for _ in range(count)]
 
 
-def transformer() -> Checkpointed:
-    """Return 12 blocks as large as those of BERT-base."""
-    return Checkpointed(
-        [nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True) for _ in range(12)]
-    )
-
-
-def smallest() -> Checkpointed:
-    """Return one block that computes next to nothing, with the modules of one of BERT's."""
-    return Checkpointed([nn.TransformerEncoderLayer(8, 1, 8, batch_first=True)])
-
-
-def resnet() -> Checkpointed:
-    """Return the 16 blocks of a ResNet-50."""
+def resnet(count: int) -> list[nn.Module]:
+    """Return the first of the 16 blocks of a ResNet-50."""
+    sizes = [64] * 3 + [128] * 4 + [256] * 6 + [512] * 3
     blocks: list[nn.Module] = []
     given = 64
-    for stage, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
-        for i in range(count):
-            blocks.append(Bottleneck(given, width, 2 if stage and i == 0 else 1))
-            given = 4 * width
-    return Checkpointed(blocks)
+    for before, size in zip([64, *sizes], sizes[:count], strict=False):
+        blocks.append(Bottleneck(given, size, 1 if size == before else 2))
+        given = 4 * size
+    return blocks
+
+
+def smallest(_: int) -> list[nn.Module]:
+    """Return one block that computes next to nothing, with the modules of one of BERT's."""
+    return [nn.TransformerEncoderLayer(8, 1, 8, batch_first=True)]
 
 
 Net = tuple[str, str, Callable[[], Checkpointed], tuple[int, ...]]
@@ -106,9 +76,14 @@ def nets(device: str, *, quick: bool) -> Iterator[Net]:
     large, tokens, size = (32, 256, 56) if device == "cuda" else (2, 64, 56)
     if quick:
         large, tokens, size = 2, 4, 8
-    yield "transformer", "transformer of 12 blocks, no buffers", transformer, (large, tokens, 768)
-    yield "resnet", "ResNet-50, 156 buffers", resnet, (2 * large, 64, size, size)
-    yield "block", "a single block of width 8", smallest, (1, 1, 8)
+    texts, images = (large, tokens, 768), (2 * large, 64, size, size)
+    for name, what, make, shape, count in (
+        ("transformer", "transformer of 12 blocks, no buffers", transformer, texts, 12),
+        ("resnet", "ResNet-50, 156 buffers", resnet, images, 16),
+        ("block", "a single block of width 8", smallest, (1, 1, 8), 1),
+    ):
+        blocks = partial(make, 1 if quick else count)
+        yield name, what, lambda blocks=blocks: Checkpointed(blocks()), shape  # type: ignore[misc]
 
 
 def comparisons(device: str, *, quick: bool) -> Iterator[Comparison]:
@@ -127,17 +102,19 @@ def comparisons(device: str, *, quick: bool) -> Iterator[Comparison]:
             )
 
 
-def memory(device: str, *, quick: bool) -> Iterator[dict[str, Any]]:
+def memory(setting: Setting) -> Iterator[dict[str, Any]]:
     """Count what the guard holds between forward and backward, beside the bytes of buffers."""
-    for name, _, make, shape in nets(device, quick=quick):
+    device = setting.device
+    for name, _, make, shape in nets(device, quick=setting.quick):
         net, batch = make().to(device), torch.randn(shape, device=device, requires_grad=True)
         net(batch).sum().backward()
         without = held_bytes(lambda: net(batch), device)  # noqa: B023
         with guarded():
             held = held_bytes(lambda: net(batch), device) - without  # noqa: B023
         buffers = sum(each.nbytes for each in net.buffers())
-        print(f"{name}: {held} bytes held, buffers {buffers}")
-        yield {"what": name, "device": device, "held": held, "buffers": buffers}
+        row = {"what": name, "device": device, "held": held, "buffers": buffers}
+        setting.keep("memory", row)
+        yield row
 
 
 def run(setting: Setting) -> Results:
@@ -148,14 +125,10 @@ def run(setting: Setting) -> Results:
         "rows": measure(
             comparisons(setting.device, quick=setting.quick), setting, block_seconds=0.5
         ),
-        "memory": list(memory(setting.device, quick=setting.quick)),
+        "memory": list(memory(setting)),
     }
 
 
 BENCHMARK = Benchmark(
     "recompute", "What does the guard of activation checkpointing cost?", run, rounds=25
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

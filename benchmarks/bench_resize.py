@@ -1,7 +1,5 @@
 """What the guards of exception-safe mutation cost when nothing fails.
 
-    python benchmarks/bench_resize.py --json benchmarks/records/2026-11-22-resize-cpu.json
-
 Baseline: the same statement in plain torch, in the same process, in the same
 rounds (see ``harness.py``). CPU always, and CUDA where there is one. Growing: a
 tensor grows once only, so each call gets a fresh one of 16 elements; making it is
@@ -10,22 +8,19 @@ timed in every round as a statement of its own and taken off both sides.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-if __package__ in {None, ""}:  # run as a file: the folder on the path is this one
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from benchmarks.attributes import attributes_of_torch
-from benchmarks.harness import Comparison, Side, Target, measure
+from benchmarks.harness import Comparison, Scope, Side, Target, measure
 from benchmarks.program import Benchmark, Results, Setting
 from torchguard import guarded, install, rollback_on_error, safe_resize_, safe_set_, uninstall
 
+NAMESPACES = ("Tensor", "linalg", "special", "fft", "nn.functional")
 KIB, MIB = 2**10, 2**20
 
 # The figures that were aimed at. 500 ns on the 400 that resize_ takes are 2.2 times.
@@ -49,169 +44,125 @@ WHY_WITHOUT_OUT = (
 )
 
 
+RESIZE = partial(install, "resize", only_if_needed=False)
+OUT = partial(install, "out", only_if_needed=False)
+BOTH = partial(install, "resize", "out", only_if_needed=False)
+SAVING = partial(guarded, data=True)
+
+
 def comparisons(device: str) -> Iterator[Comparison]:
     """Yield every row, in the order of the record."""
-    yield from _not_growing(device)
+    names: dict[str, Any] = {
+        "torch": torch,
+        "safe_resize_": safe_resize_,
+        "safe_set_": safe_set_,
+        "guarded": guarded,
+        "rollback_on_error": rollback_on_error,
+        "t": torch.zeros(32, 32, device=device),
+        "empty": torch.empty(0, device=device),
+        "storage": torch.zeros(32, 32, device=device).untyped_storage(),
+        **{name: torch.ones(10, device=device) for name in ("a", "b", "out")},
+    }
+    large = names | {name: torch.ones(MIB // 4, device=device) for name in ("a", "b")}
+    yield from _not_growing(names)
     yield from _growing(device)
-    yield from _set(device)
-    yield from _out(device)
-    yield from _scope(device)
-    yield from _block_of_code(device)
-    yield from _not_patched(device)
+    out, set_ = "torch.add(a, b, out=out)", "empty.set_(storage, 0, (32, 32), (32, 1))"
+    enters = "with rollback_on_error(a{}): a.copy_(b)"
+    safe_set = set_.replace("empty.set_(", "safe_set_(empty, ")
+    add = 'torch.add of 10 elements {} out=, install("out")'
+    inside, saved = (
+        "{} of 10 elements inside guarded()",
+        "a.copy_(b) of {} inside guarded(data=True)",
+    )
+    rolled_back = "a.copy_(b) of {} inside rollback_on_error(a{})"
+    not_patched = '{}, which nothing patches, install("resize", "out")'
+    yield _row("set-helper", "set_, by safe_set_()", set_, safe_set, names)
+    yield _row("set-install", "set_, by install()", set_, None, names, RESIZE)
+    call = "torch.add(a, b)"
+    yield replace(
+        _row("add-without-out", add.format("without"), call, None, names, OUT),
+        target=WITHOUT_OUT,
+        why=WHY_WITHOUT_OUT,
+    )
+    yield _row("add-with-out", add.format("with"), out, None, names, OUT)
+    for name, call in (("plain", "a * b"), ("in-place", "a.copy_(b)"), ("out", out)):
+        yield _row(f"guarded-{name}", inside.format(call), call, None, names, guarded)
+    for name, size, given in (("small", "10 elements", names), ("1mb", "1 MB", large)):
+        what = saved.format(size)
+        yield _row(f"guarded-data-{name}", what, "a.copy_(b)", None, given, SAVING)
+    what = "entering and leaving guarded(), with a * b inside"
+    yield _row("guarded-enter", what, "a * b", "with guarded(): a * b", names)
+    for name, size, given, data in (
+        ("rollback-small", "10 elements", names, ""),
+        ("rollback-data-small", "10 elements", names, ", data=True"),
+        ("rollback-data-1mb", "1 MB", large, ", data=True"),
+    ):
+        what = rolled_back.format(size, data)
+        yield _row(name, what, "a.copy_(b)", enters.format(data), given)
+    for name, call in (("view", "a.view(2, 5)"), ("sum", "a.sum()")):
+        what = not_patched.format(call)
+        yield _row(f"not-patched-{name}", what, call, None, names, BOTH)
 
 
-def _not_growing(device: str) -> Iterator[Comparison]:
-    names = {"t": torch.zeros(32, 32, device=device), "safe_resize_": safe_resize_}
+def _row(  # noqa: PLR0917 - the columns of a table
+    name: str,
+    what: str,
+    plain: str,
+    guarded: str | None,
+    names: Mapping[str, Any],
+    scope: Scope = contextlib.nullcontext,
+) -> Comparison:
+    """Return a comparison; without a guarded statement it is the plain one in the scope."""
+    return Comparison(name, what, Side(plain, names), Side(guarded or plain, names, scope))
+
+
+def _not_growing(names: Mapping[str, Any]) -> Iterator[Comparison]:
     plain, helper = "t.resize_(32, 32)", "safe_resize_(t, 32, 32)"
     both = "t.resize_(16, 16); t.resize_(32, 32)"
     both_helper = "safe_resize_(t, 16, 16); safe_resize_(t, 32, 32)"
-    yield from _both_ways("resize_, same size", "same-size", plain, helper, names)
-    yield from _both_ways(
-        "resize_, to a quarter and back, within the storage",
-        "within-storage",
-        both,
-        both_helper,
-        names,
-        calls=2,
-    )
-
-
-def _both_ways(
-    what: str, name: str, plain: str, helper: str, names: dict[str, Any], *, calls: int = 1
-) -> Iterator[Comparison]:
-    for way, side in (
-        ("helper", Side(helper, names)),
-        ("install", Side(plain, names, partial(install, "resize", only_if_needed=False))),
+    within = "resize_, to a quarter and back, within the storage"
+    for name, what, statement, safe, calls in (
+        ("same-size", "resize_, same size", plain, helper, 1),
+        ("within-storage", within, both, both_helper, 2),
     ):
-        yield Comparison(
-            f"{name}-{way}",
-            f"{what}, by {'safe_resize_()' if way == 'helper' else 'install()'}",
-            Side(plain, names),
-            side,
-            calls=calls,
-            target=NOT_GROWING,
-            why=WHY_NOT_GROWING,
-        )
+        for row in (
+            _row(f"{name}-helper", f"{what}, by safe_resize_()", statement, safe, names),
+            _row(f"{name}-install", f"{what}, by install()", statement, None, names, RESIZE),
+        ):
+            yield replace(row, calls=calls, target=NOT_GROWING, why=WHY_NOT_GROWING)
 
 
 def _growing(device: str) -> Iterator[Comparison]:
     make = f"torch.empty(16, device={device!r})"
     for size, label in ((KIB, "1 KB"), (MIB, "1 MB"), (64 * MIB, "64 MB")):
         names = {"torch": torch, "safe_resize_": safe_resize_, "n": 16 + size // 4}
-        yield Comparison(
-            f"grow-{label.replace(' ', '').lower()}",
-            f"resize_, growing by {label}",
-            Side(f"{make}.resize_(n)", names),
-            Side(f"safe_resize_({make}, n)", names),
-            making=Side(make, names),
-            target=GROWING if size >= MIB else None,
-            why=WHY_GROWING,
-        )
-        if size >= MIB:
+        name = f"grow-{label.replace(' ', '').lower()}"
+        for suffix, also, call in (("", "", ""), ("-fill", ", and filling it", ".zero_()")):
+            if size < MIB and suffix:
+                continue
             yield Comparison(
-                f"grow-{label.replace(' ', '').lower()}-fill",
-                f"resize_, growing by {label}, and filling it",
-                Side(f"{make}.resize_(n).zero_()", names),
-                Side(f"safe_resize_({make}, n).zero_()", names),
+                name + suffix,
+                f"resize_, growing by {label}{also}",
+                Side(f"{make}.resize_(n){call}", names),
+                Side(f"safe_resize_({make}, n){call}", names),
                 making=Side(make, names),
-                target=GROWING,
+                target=GROWING if size >= MIB else None,
                 why=WHY_GROWING,
             )
 
 
-def _set(device: str) -> Iterator[Comparison]:
-    storage = torch.zeros(32, 32, device=device).untyped_storage()
-    names = {"t": torch.empty(0, device=device), "storage": storage, "safe_set_": safe_set_}
-    plain = Side("t.set_(storage, 0, (32, 32), (32, 1))", names)
-    yield Comparison(
-        "set-helper",
-        "set_, by safe_set_()",
-        plain,
-        Side("safe_set_(t, storage, 0, (32, 32), (32, 1))", names),
-    )
-    installed = partial(install, "resize", only_if_needed=False)
-    yield Comparison(
-        "set-install", "set_, by install()", plain, Side(plain.statement, names, installed)
-    )
-
-
-def _out(device: str) -> Iterator[Comparison]:
-    a, b, out = (torch.ones(10, device=device) for _ in range(3))
-    names = {"torch": torch, "a": a, "b": b, "out": out}
-    installed = partial(install, "out", only_if_needed=False)
-    for name, statement, target in (
-        ("without", "torch.add(a, b)", WITHOUT_OUT),
-        ("with", "torch.add(a, b, out=out)", None),
-    ):
-        yield Comparison(
-            f"add-{name}-out",
-            f'torch.add of 10 elements {name} out=, install("out")',
-            Side(statement, names),
-            Side(statement, names, installed),
-            target=target,
-            why=WHY_WITHOUT_OUT,
-        )
-
-
-def _scope(device: str) -> Iterator[Comparison]:
-    a, b, out = (torch.ones(10, device=device) for _ in range(3))
-    names = {"torch": torch, "a": a, "b": b, "out": out}
-    for name, what, statement in (
-        ("plain", "a * b", "a * b"),
-        ("in-place", "a.copy_(b)", "a.copy_(b)"),
-        ("out", "torch.add(a, b, out=out)", "torch.add(a, b, out=out)"),
-    ):
-        yield Comparison(
-            f"guarded-{name}",
-            f"{what} of 10 elements inside guarded()",
-            Side(statement, names),
-            Side(statement, names, guarded),
-        )
-    large = {"a": torch.ones(MIB // 4, device=device), "b": torch.ones(MIB // 4, device=device)}
-    for name, what, operands in (("small", "10 elements", names), ("1mb", "1 MB", large)):
-        yield Comparison(
-            f"guarded-data-{name}",
-            f"a.copy_(b) of {what} inside guarded(data=True)",
-            Side("a.copy_(b)", operands),
-            Side("a.copy_(b)", operands, partial(guarded, data=True)),
-        )
-    with_scope = {**names, "guarded": guarded}
-    yield Comparison(
-        "guarded-enter",
-        "entering and leaving guarded(), with a * b inside",
-        Side("a * b", with_scope),
-        Side("with guarded(): a * b", with_scope),
-    )
-
-
-def _block_of_code(device: str) -> Iterator[Comparison]:
-    for name, what, elements in (("small", "10 elements", 10), ("1mb", "1 MB", MIB // 4)):
-        names = {
-            "a": torch.ones(elements, device=device),
-            "b": torch.ones(elements, device=device),
-            "rollback_on_error": rollback_on_error,
-        }
-        for suffix, arguments in (("", "a"), ("-data", "a, data=True")):
-            if elements > 10 and not suffix:  # noqa: PLR2004  metadata costs the same at any size
-                continue
-            yield Comparison(
-                f"rollback{suffix}-{name}",
-                f"a.copy_(b) of {what} inside rollback_on_error({arguments})",
-                Side("a.copy_(b)", names),
-                Side(f"with rollback_on_error({arguments}): a.copy_(b)", names),
-            )
-
-
-def _not_patched(device: str) -> Iterator[Comparison]:
-    names = {"x": torch.ones(10, device=device)}
-    everything = partial(install, "resize", "out", only_if_needed=False)
-    for name, statement in (("view", "x.view(2, 5)"), ("sum", "x.sum()")):
-        yield Comparison(
-            f"not-patched-{name}",
-            f'{statement}, which nothing patches, install("resize", "out")',
-            Side(statement, names),
-            Side(statement, names, everything),
-        )
+def attributes_of_torch() -> dict[str, Any]:
+    """Return them by their paths; a class has those of its bases too."""
+    # Strong references: an attribute may be made anew by each look at it.
+    found = {f"torch.{name}": value for name, value in vars(torch).items()}
+    for namespace in NAMESPACES:
+        owner: Any = torch
+        for part in namespace.split("."):
+            owner = getattr(owner, part)
+        inherited = [vars(base) for base in getattr(owner, "__mro__", ())[1:]]
+        for attributes in (*reversed(inherited), vars(owner)):
+            found.update({f"torch.{namespace}.{name}": attributes[name] for name in attributes})
+    return found
 
 
 def untouched() -> dict[str, Any]:
@@ -252,7 +203,3 @@ def run(setting: Setting) -> Results:
 BENCHMARK = Benchmark(
     "resize", "What do the guards of exception-safe mutation cost when nothing fails?", run
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,16 +26,11 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-if __package__ in {None, ""}:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_fit import generated, real
 from benchmarks.program import Benchmark, Results, Setting
@@ -186,51 +181,28 @@ def compare(kind: str, lengths: Lengths, epochs: int) -> Iterator[dict[str, Any]
             yield _row(kind, f"{name}, {what}", lengths, drawn)
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each rule over the kinds of lengths."""
-    names = list(dict.fromkeys(row["rule"] for row in rows))
-    mine = {name: [row for row in rows if row["rule"] == name] for name in names}
-    return {
-        "mean_waste_percent": {
-            name: round(statistics.fmean(row["waste_percent"] for row in found), 1)
-            for name, found in mine.items()
-        },
-        "mean_shapes": {
-            name: round(statistics.fmean(row["shapes"] for row in found))
-            for name, found in mine.items()
-        },
-        "largest_step_over_mean": {
-            name: round(max(row["largest_step"] / row["tokens_per_step"] for row in found), 2)
-            for name, found in mine.items()
-        },
-    }
-
-
 def run(setting: Setting) -> Results:
     """Draw the epochs of every rule."""
     epochs = 1 if setting.quick else setting.rounds
     kinds = generated(np.random.default_rng(11), 2000 if setting.quick else 40_000)
     kinds = {**kinds, **({} if setting.quick else real())}
-    rows = []
-    for kind, lengths in kinds.items():
-        for row in compare(kind, lengths, epochs):
-            rows.append(row)
-            waste, shapes = row["waste_percent"], row["shapes"]
-            print(f"{kind:17} {row['rule']:32} {waste:7.2f} % {shapes:5} shapes")
-    totals = summary(rows)
-    for name, waste in totals["mean_waste_percent"].items():
-        shapes, largest = totals["mean_shapes"][name], totals["largest_step_over_mean"][name]
-        print(f"{'mean':17} {name:32} {waste:7.1f} % {shapes:5} shapes, largest step {largest}")
-    return {"tokens": TOKENS, "epochs": epochs, "summary": totals, "rows": rows}
+    rows = [row for kind, lengths in kinds.items() for row in compare(kind, lengths, epochs)]
+    return {"tokens": TOKENS, "epochs": epochs, "rows": rows}
 
 
 def _totals(record: Row, _: str) -> list[Row]:
-    """Return a row for each rule; the summary has a list of rules for each figure."""
-    summary = record["summary"]
-    names = ("mean_waste_percent", "mean_shapes", "largest_step_over_mean")
+    """Return the mean of each rule over the kinds of lengths."""
+    found: dict[str, list[Row]] = {}
+    for row in record["rows"]:
+        found.setdefault(row["rule"], []).append(row)
     return [
-        {"rule": rule, **{name: summary[name][rule] for name in names}}
-        for rule in summary["mean_waste_percent"]
+        {
+            "rule": rule,
+            "waste": statistics.fmean(row["waste_percent"] for row in rows),
+            "shapes": round(statistics.fmean(row["shapes"] for row in rows)),
+            "largest": round(max(row["largest_step"] / row["tokens_per_step"] for row in rows), 2),
+        }
+        for rule, rows in found.items()
     ]
 
 
@@ -240,17 +212,15 @@ BENCHMARK = Benchmark(
     "draw batches?",
     run,
     rounds=3,
-    quick_rounds=1,
-    rounds_of="epochs per rule",
     devices=("cpu",),
     threads=None,
     tables=(
         Table(
             {
                 "batches": "{rule}",
-                "waste, mean": "{mean_waste_percent:.1f} %",
-                "shapes, mean": "{mean_shapes}",
-                "largest step": "{largest_step_over_mean:.1f}",
+                "waste, mean": "{waste:.1f} %",
+                "shapes, mean": "{shapes}",
+                "largest step": "{largest:.1f}",
             },
             lead="What an epoch computes beyond its real tokens, at about {tokens:,} padded tokens "
             "per step in the mean; {epochs} epochs of each kind of lengths. A rule is followed by "
@@ -261,7 +231,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

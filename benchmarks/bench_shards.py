@@ -7,14 +7,11 @@ gradients that each step of DistributedDataParallel pays. Target there: the time
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,18 +20,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-if __package__ in {None, ""}:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torchguard
-from benchmarks.harness import Comparison, Row, Side, Target, measure, shown
-from benchmarks.machine import ROOT
+from benchmarks.harness import Comparison, Side, Target, compared, measure
+from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
-from benchmarks.spread import Spread
 
 TENSORS, ELEMENTS, RANKS = 161, 25_600_000, 2
-REDUCED = "dist.all_reduce(each)  # of all 161 gradients, in buckets of 25 MB"
-AGREED = "agree.gradients()"
 
 
 def save(state: dict[str, Any], link: str) -> None:
@@ -72,7 +63,7 @@ def files(folder: str, *, quick: bool) -> Iterator[Comparison]:
     )
 
 
-def _rank(rank: int, store: str, rounds: int, elements: int) -> list[tuple[float, float]]:
+def ranked(rank: int, store: str, rounds: int, elements: int) -> list[tuple[float, float]]:
     """Return this rank's nanoseconds of the all-reduce and of the comparison, round by round."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
@@ -105,53 +96,34 @@ def _rank(rank: int, store: str, rounds: int, elements: int) -> list[tuple[float
     return pairs[2:]
 
 
-def replicas(setting: Setting) -> Row:
+def replicas(setting: Setting) -> dict[str, Any]:
     """Measure on two processes; the figures are those of rank 0, barriers included."""
     rounds = setting.rounds if setting.quick else 4 * setting.rounds
     elements = ELEMENTS // (100 if setting.quick else 1)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(RANKS) as threads:
         ranks = [
-            subprocess.Popen(  # noqa: S603  this very file
-                [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_shards", "rank",
-                 json.dumps([rank, f"{folder}/store", rounds, elements])],
-                cwd=ROOT, stdout=subprocess.PIPE, text=True,
+            threads.submit(
+                in_a_process, "bench_shards", "ranked", rank, f"{folder}/store", rounds, elements
             )
             for rank in range(RANKS)
-        ]  # fmt: skip
-        outputs = [each.communicate()[0] for each in ranks]
-    pairs = json.loads(outputs[0].splitlines()[-1])
-    target = Target(1.0)
-    values: dict[str, Any] = {
-        "id": "replicas_agree",
+        ]
+        pairs = [each.result() for each in ranks][0]  # noqa: RUF015 - all have to end well
+    return {
         "what": f"{TENSORS} tensors of {elements:,} elements, two ranks of gloo",
-        "device": "cpu",
-        "baseline": REDUCED,
-        "guarded": AGREED,
-        "n": rounds,
-        "block": 1,
-        "baseline_ns": Spread.of([before for before, _ in pairs]),
-        "guarded_ns": Spread.of([after for _, after in pairs]),
-        "added_ns": Spread.of([after - before for before, after in pairs]),
-        "ratio": Spread.of([after / before for before, after in pairs]),
-        "target": str(target),
+        "baseline": "dist.all_reduce(each)  # of all 161 gradients, in buckets of 25 MB",
+        "guarded": "agree.gradients()",
+        **compared(pairs, Target(1.0)),
     }
-    row = Row(**values)
-    verdict = target.verdict(row)
-    if verdict != "reached":
-        verdict += target.noise(pairs)
-    row = Row(**values, verdict=verdict)
-    print(shown(row))
-    return row
 
 
 def run(setting: Setting) -> Results:
     """Measure every row."""
-    agreed = replicas(setting)
+    agreed = setting.collect([({"id": "replicas_agree"}, partial(replicas, setting))])
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
         rows = measure(files(folder, quick=setting.quick), setting, block_seconds=0.05)
         dist.destroy_process_group()
-    return {"rows": [*rows, asdict(agreed)]}
+    return {"rows": [*rows, *agreed]}
 
 
 BENCHMARK = Benchmark(
@@ -162,9 +134,3 @@ BENCHMARK = Benchmark(
     devices=("cpu",),
 )
 main = BENCHMARK.main
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        print(json.dumps(_rank(*json.loads(sys.argv[2]))))
-        sys.exit()
-    sys.exit(main())

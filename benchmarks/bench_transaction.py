@@ -1,8 +1,5 @@
 """A training step within ``transaction`` against the plain loop; and every operator of it failing.
 
-    python benchmarks/bench_transaction.py --json benchmarks/records/<date>-transaction-cpu.json
-    python benchmarks/bench_transaction.py --faults all
-
 Target: at most 0.2 ms more per step for a state of ResNet-50's size (161 parameters, 159 buffers),
 with parameters so small that the step itself takes little. Beside it what people do
 today: a deep copy of both state dicts before each step.
@@ -15,11 +12,11 @@ adds cases in which each pair of values occurs; ``all`` runs the whole product, 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,18 +24,16 @@ from unittest import mock
 import torch
 from torch import nn
 
-if __package__ in {None, ""}:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torchguard
 from benchmarks.harness import AddedTarget, Comparison, Side, measure
-from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
 from support import fault_injection as faults
 
 BLOCKS, CHANNELS = 53, 4  # 53 convolutions, each with a BatchNorm, and one linear layer
-AT_MOST = AddedTarget(microseconds=200)
+AT_MOST = AddedTarget(200)
 WAYS = {
     "nothing": faults.nothing,
     "zero_grad": faults.zero_grad,
@@ -47,6 +42,7 @@ WAYS = {
     "transaction": faults.transaction,
 }
 ON_A_GPU = 4  # every so-many-th operator fails there, where minutes are few
+KINDS = ("fused", "foreach")
 RESTORES = {"copy of everything", "transaction"}
 PLAIN_LOOP = "net(batch).sum().backward(); optimizer.step(); optimizer.zero_grad()"
 
@@ -59,6 +55,13 @@ def resnet_sized() -> nn.Module:
         for layer in (nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS))
     ]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(CHANNELS, 2))
+
+
+def trained(kind: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return such a network, and its AdamW of a kind."""
+    net = resnet_sized().to(device)
+    fused, foreach = (name == kind for name in KINDS)
+    return net, torch.optim.AdamW(net.parameters(), fused=fused, foreach=foreach)
 
 
 def plain_torch() -> Any:
@@ -74,11 +77,8 @@ def deep_copies(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 def steps(device: str) -> Iterator[Comparison]:
     """Compare steps that succeed."""
-    for name in ("fused", "foreach"):
-        net = resnet_sized().to(device)
-        optimizer = torch.optim.AdamW(
-            net.parameters(), fused=name == "fused", foreach=name == "foreach"
-        )
+    for name in KINDS:
+        net, optimizer = trained(name, device)
         names = {
             "net": net,
             "optimizer": optimizer,
@@ -117,27 +117,19 @@ def held_bytes(function: Callable[[], object], device: str) -> int:
     return sum(each.self_cpu_memory_usage for each in profile.key_averages())
 
 
-def memory(device: str) -> Iterator[dict[str, Any]]:
+def memory(name: str, device: str) -> dict[str, int]:
     """Count what a block holds when its optimizer has stepped, beside what a deep copy holds."""
-    for name in ("fused", "foreach"):
-        net = resnet_sized().to(device)
-        optimizer = torch.optim.AdamW(
-            net.parameters(), fused=name == "fused", foreach=name == "foreach"
-        )
-        step = torchguard.transaction(net, optimizer)
-        for _ in range(2):  # the second block finds the optimizer's state, and what is kept
-            held = held_bytes(step.__enter__, device)
-            for parameter in net.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            held += held_bytes(optimizer.step, device)
-            step.__exit__(None, None, None)
-            optimizer.zero_grad()
-        copied = held_bytes(lambda: deep_copies(net, optimizer), device)  # noqa: B023
-        buffers = sum(each.nbytes for each in net.buffers())
-        what = f"AdamW({name}=True)"
-        found = {"what": what, "held": held, "deepcopy": copied, "buffers": buffers}
-        yield {**found, "device": device}
-        print(f"AdamW({name}=True): {held} bytes held, buffers {buffers}, deep copy {copied}")
+    net, optimizer = trained(name, device)
+    step = torchguard.transaction(net, optimizer)
+    for _ in range(2):  # the second block finds the optimizer's state, and what is kept
+        held = held_bytes(step.__enter__, device)
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        held += held_bytes(optimizer.step, device)
+        step.__exit__(None, None, None)
+        optimizer.zero_grad()
+    copied = held_bytes(lambda: deep_copies(net, optimizer), device)
+    return {"held": held, "deepcopy": copied, "buffers": sum(each.nbytes for each in net.buffers())}
 
 
 def chosen(how: str, device: str) -> list[faults.Case]:
@@ -150,44 +142,29 @@ def chosen(how: str, device: str) -> list[faults.Case]:
     return {"table": table, "pairs": [*table, *faults.covering(every)], "all": every}[how]
 
 
-def counted(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Count how each fault point ends, by way of cleaning up."""
-    every = 16 if setting.quick else 1 if setting.device == "cpu" else ON_A_GPU
-    known = {(row["case"], row["way"]): row for row in setting.stream.known("faults")}
+def counted(setting: Setting) -> Iterator[Case]:
+    """Yield each case with each way of cleaning up: how its fault points end is counted."""
+    every = 64 if setting.quick else 1 if setting.device == "cpu" else ON_A_GPU
+
+    def found(case: faults.Case, name: str) -> dict[str, Any]:
+        restores = name in RESTORES
+        ended = faults.count(case, WAYS[name], restores=restores, every=every)
+        return {**asdict(ended), "examples": ended.examples[:5] if restores else []}
+
     for case in chosen(setting.options.faults, setting.device):
-        for name, way in WAYS.items():
-            row = known.get((str(case), name))
-            if row is None:
-                if setting.stream.time_is_up():
-                    return
-                found = faults.count(case, way, restores=name in RESTORES, every=every)
-                row = {"case": str(case), "way": name, "device": setting.device, **asdict(found)}
-                row["examples"] = found.examples[:5] if name in RESTORES else []
-                setting.stream.keep("faults", row)
-            print(
-                f"{row['case']:36} {name:24} {row['points']:5} points: {row['wrong']} wrong, "
-                f"{row['stuck']} stuck, {row['committed']} after the commit"
-            )
-            yield row
+        for name in WAYS:
+            yield {"case": str(case), "way": name}, partial(found, case, name)
 
 
 def run(setting: Setting) -> Results:
     """Measure every row, and count the faults."""
+    device = setting.device
+    held = (({"what": f"AdamW({name}=True)"}, partial(memory, name, device)) for name in KINDS)
     return {
-        "rows": measure(steps(setting.device), setting, block_seconds=0.2),
-        "memory": list(memory(setting.device)),
-        "faults": list(counted(setting)),
+        "rows": measure(steps(device), setting, block_seconds=0.2),
+        "memory": setting.collect(held, "memory"),
+        "faults": setting.collect(counted(setting), "faults"),
     }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what this benchmark alone takes."""
-    parser.add_argument(
-        "--faults",
-        choices=("table", "pairs", "all"),
-        default="table",
-        help="which cases to inject faults into (default: table)",
-    )
 
 
 BENCHMARK = Benchmark(
@@ -195,7 +172,13 @@ BENCHMARK = Benchmark(
     "What does a training step within `transaction` cost, and what does a failed one leave behind?",
     run,
     rounds=25,
-    add_options=add_options,
+    options={
+        "--faults": {
+            "choices": ("table", "pairs", "all"),
+            "default": "table",
+            "help": "which cases to inject faults into (default: table)",
+        }
+    },
     tables=(
         Table(),
         Table(
@@ -220,7 +203,3 @@ BENCHMARK = Benchmark(
         ),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

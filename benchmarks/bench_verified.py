@@ -9,21 +9,15 @@ new to it are checked again, up to 64 of them, and then those that compiled code
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-
-if __package__ in {None, ""}:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import AddedTarget, Comparison, Side, measure
 from benchmarks.processes import in_a_process
@@ -35,10 +29,10 @@ from torchguard import verified_backend
 # B batch, T time, D features
 B, T, D = 8, 64, 128
 ALLOWED_RATIO = 1.15
-LATER = AddedTarget(microseconds=1)
-LATER_DYNAMIC = AddedTarget(microseconds=0.5)
+LATER = AddedTarget(1)
+LATER_DYNAMIC = AddedTarget(0.5)
 WORKLOADS = ("transformer", "lengths", "tiny")
-LENGTHS = range(8, 128)  # of the workload "lengths"
+LENGTHS = range(8, 128)  # of the workload "lengths"; quick mode has few of them
 GRAPHS, FEW = 1000, 3  # of the workload "tiny"; in quick mode
 LATER_ROUNDS = 51
 
@@ -79,6 +73,7 @@ def first_call(
         calls = [lambda: torch.compile(model, backend=backend)(x).sum().backward()]
     elif workload == "lengths":
         model, batches = perceptron(device)
+        batches = batches[:FEW] if quick else batches
         compiled = torch.compile(model, backend=backend, dynamic=True)
         calls = [lambda batch=batch: compiled(batch).sum().backward() for batch in batches]  # type: ignore[misc]
     else:
@@ -113,25 +108,25 @@ def first_calls(workload: str, setting: Setting) -> dict[str, Any]:
             arguments = (workload, setting.device, count, checked, setting.quick)
             found[checked].append(in_a_process("bench_verified", "first_call", *arguments))
     pairs = list(zip(found[False], found[True], strict=True))
-    ratio = Spread.of([one["seconds"] / bare["seconds"] for bare, one in pairs])
+
+    def ratio(name: str) -> Spread:
+        return Spread.of([one[name] / bare[name] for bare, one in pairs])
+
+    reached = ratio("seconds").median <= ALLOWED_RATIO
     return {
-        "id": f"first-{workload}",
-        "device": setting.device,
         "n": setting.rounds,
-        "plain_seconds": vars(Spread.of([bare["seconds"] for bare, _ in pairs])),
-        "checked_seconds": vars(Spread.of([one["seconds"] for _, one in pairs])),
-        "ratio": vars(ratio),
-        "processor_ratio": vars(
-            Spread.of([one["processor_seconds"] / bare["processor_seconds"] for bare, one in pairs])
-        ),
-        "memory_ratio": vars(Spread.of([one["bytes"] / bare["bytes"] for bare, one in pairs])),
+        "plain_seconds": Spread.of([bare["seconds"] for bare, _ in pairs]),
+        "checked_seconds": Spread.of([one["seconds"] for _, one in pairs]),
+        "ratio": ratio("seconds"),
+        "processor_ratio": ratio("processor_seconds"),
+        "memory_ratio": ratio("bytes"),
         "checks": pairs[0][1]["checks"],
         "target": f"at most {ALLOWED_RATIO} times",
-        "verdict": "reached" if ratio.median <= ALLOWED_RATIO else "missed",
+        "verdict": "reached" if reached else "missed",
     }
 
 
-def steady(device: str, workloads: Sequence[str]) -> Iterator[Comparison]:
+def steady(device: str, workloads: Sequence[str], *, quick: bool) -> Iterator[Comparison]:
     """Return later calls: the transformer, a tiny graph, and a graph with dynamic shapes."""
     x = torch.ones(8, device=device)
     model, batch = transformer(device)
@@ -152,12 +147,13 @@ def steady(device: str, workloads: Sequence[str]) -> Iterator[Comparison]:
             guarded=Side("with no_grad: checked(x)", names),
             target=LATER,
         )
-    yield _steady_lengths(device)
+    if "lengths" in workloads:
+        yield _steady_lengths(device, LENGTHS[:FEW] if quick else LENGTHS)
 
 
-def _steady_lengths(device: str) -> Comparison:
-    """Return calls with 120 lengths by turns, each of which has been called before."""
-    batches = [torch.ones(length, device=device) for length in LENGTHS]
+def _steady_lengths(device: str, lengths: Sequence[int]) -> Comparison:
+    """Return calls with these lengths by turns, each of which has been called before."""
+    batches = [torch.ones(length, device=device) for length in lengths]
     sides = []
     for name, backend in (("bare", "aot_eager"), ("checked", verified_backend("aot_eager"))):
         compiled: Any = torch.compile(_another(tiny(2)), backend=backend, dynamic=True)
@@ -187,30 +183,16 @@ def run(setting: Setting) -> Results:
     workloads = WORKLOADS[1:] if setting.quick else WORKLOADS
     # Calls after the first take seconds to measure, first calls take minutes.
     later = replace(setting, rounds=3 if setting.quick else LATER_ROUNDS)
-    rows = measure(steady(setting.device, workloads), later, block_seconds=0.05)
-    firsts = []
-    known = {row["id"] for row in setting.stream.known("first_calls")}
-    for workload in workloads:
-        if setting.stream.time_is_up() or f"first-{workload}" in known:
-            continue
-        first = first_calls(workload, setting)
-        firsts.append(first)
-        setting.stream.keep("first_calls", first)
-        plain, checked = first["plain_seconds"]["median"], first["checked_seconds"]["median"]
-        print(
-            f"{first['id']:34} {setting.device:4} {plain:.2f} s -> {checked:.2f} s, "
-            f"{first['ratio']['median']:.2f} times "
-            f"({first['processor_ratio']['median']:.2f} in processor time), "
-            f"memory {first['memory_ratio']['median']:.2f} times, {first['checks']} checks: "
-            f"{first['verdict']}"
-        )
-    return {"first_calls": firsts, "rows": rows}
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--graphs", type=int, default=GRAPHS, help=f"of the workload tiny (default: {GRAPHS})"
+    calls = steady(setting.device, workloads, quick=setting.quick)
+    rows = measure(calls, later, block_seconds=0.05)
+    firsts = setting.collect(
+        (
+            ({"id": f"first-{workload}"}, functools.partial(first_calls, workload, setting))
+            for workload in workloads
+        ),
+        "first_calls",
     )
+    return {"first_calls": firsts, "rows": rows}
 
 
 BENCHMARK = Benchmark(
@@ -219,8 +201,7 @@ BENCHMARK = Benchmark(
     run,
     rounds=7,
     quick_rounds=1,
-    rounds_of="first calls a row",
-    add_options=_add_options,
+    options={"--graphs": {"type": int, "default": GRAPHS, "help": "of the workload tiny"}},
     tables=(
         Table(
             {
@@ -237,7 +218,3 @@ BENCHMARK = Benchmark(
         Table({"workload": "{id}", **COMPARISONS}),
     ),
 )
-main = BENCHMARK.main
-
-if __name__ == "__main__":
-    sys.exit(main())

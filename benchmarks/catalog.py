@@ -10,8 +10,6 @@ import importlib
 
 from benchmarks.program import Benchmark
 
-__all__ = ["BENCHMARKS"]
-
 _NAMES = (
     "end_to_end",
     "host",

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["gpu_facts", "on_both_clocks", "peak_bytes"]
-
 _QUERY = (
     "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw",
     "persistence_mode", "utilization.gpu",

@@ -20,8 +20,6 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Counts", "counted", "recordings"]
-
 _LAUNCHES = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "copies"}
 
 

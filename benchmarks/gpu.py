@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import resource
-import selectors
 import shlex
 import signal
 import subprocess
@@ -24,20 +22,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.stream import NO_GPU, append, lines_of
-
-__all__ = ["PIECES", "Piece", "limit_of", "main", "pieces_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOG = "results.jsonl", "log.txt"
 CLOSING = 6.0  # seconds kept at the end: for the last process to die, and for the summary
 TICK = 0.2  # seconds between two looks at whether to stop
 GRACE = 4.0  # seconds between telling a benchmark that time is up and ending it
-REHEARSAL = 240.0  # seconds that a rehearsal may take before something is wrong
 CRASHES = 3  # times a piece is begun again after it died
 
 # What a piece starts is ended with it: they are one process group. (Python 3.10 can't make a
@@ -65,13 +60,11 @@ class Piece:
     """Of the time, beside the others'; what one leaves over goes to all that follow."""
 
     options: tuple[str, ...] = ()
-    rehearsed: tuple[str, ...] = ()
-    """Options of a rehearsal in place of these."""
 
     def command(self, device: str, *, quick: bool) -> list[str]:
         """Return the command line, without where the results go."""
-        options = ("--quick", *self.rehearsed) if quick else self.options
-        return [f"benchmarks/bench_{self.name}.py", "--device", device, *options]
+        options = ("--quick",) if quick else self.options
+        return ["-m", "benchmarks", "run", self.name, "--device", device, *options]
 
 
 PIECES = (
@@ -127,36 +120,38 @@ def limit_of(piece: Piece, left: Iterable[Piece], seconds: float) -> float:
     return seconds * piece.share / sum(each.share for each in left)
 
 
+@dataclass
 class Session:
     """One call of the command."""
 
-    def __init__(
-        self, out: Path, seconds: float, *, device: str, quick: bool, revision: str | None = None
-    ) -> None:
-        self.out, self.device, self.quick, self.revision = out, device, quick, revision
-        self.results, self.log_file = out / RESULTS, out / LOG
-        self.deadline = time.monotonic() + seconds - CLOSING
-        self.begun = time.monotonic()
-        out.mkdir(parents=True, exist_ok=True)
-        self.stopped_by: str | None = None
-        """The signal that stopped the command; read often, never raised.
+    out: Path
+    seconds: float
+    device: str = "cuda"
+    quick: bool = False
+    revision: str | None = None
+    begun: float = field(default_factory=time.monotonic)
+    stopped_by: str | None = None
+    """The signal that stopped the command; read often, never raised.
 
-        An exception could come while a process is being started, and nothing would end that one.
-        """
-        self.scratch = tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True)
+    An exception could come while a process is being started, and nothing would end that one.
+    """
+
+    def __post_init__(self) -> None:
+        self.results = self.out / RESULTS
+        self.out.mkdir(parents=True, exist_ok=True)
 
     def left(self) -> float:
         """Return the seconds until no piece may run."""
-        return self.deadline - time.monotonic()
+        return self.begun + self.seconds - CLOSING - time.monotonic()
 
     def say(self, text: str) -> None:
         """Show a line and put it in the log."""
         shown = f"[{time.monotonic() - self.begun:5.0f} s] {text}"
         print(shown, flush=True)
-        with self.log_file.open("a", encoding="utf-8") as log:
+        with (self.out / LOG).open("a", encoding="utf-8") as log:
             log.write(shown + "\n")
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, scratch: str) -> dict[str, str]:
         """Return a child's environment: the checkout's torchguard, and compiled code kept aside."""
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         return {
@@ -165,8 +160,8 @@ class Session:
             "PYTHONUNBUFFERED": "1",
             # The driver is asked without touching CUDA: what forks afterwards can still use it.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-            "TORCHINDUCTOR_CACHE_DIR": str(Path(self.scratch.name) / "inductor"),
-            "TRITON_CACHE_DIR": str(Path(self.scratch.name) / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(scratch) / "inductor"),
+            "TRITON_CACHE_DIR": str(Path(scratch) / "triton"),
             **({} if self.revision is None else {"BENCHMARKS_REVISION": self.revision}),
         }
 
@@ -175,97 +170,73 @@ class Session:
         own = max(1.0, seconds - GRACE)
         command = [sys.executable, *piece.command(self.device, quick=self.quick)]
         command += ["--lines", str(self.results.resolve()), "--seconds", f"{own:.1f}"]
-        begun, used = time.monotonic(), _processor_seconds()
-        with subprocess.Popen(  # noqa: S603 - a benchmark of ours
-            command,
-            cwd=ROOT,
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            **_GROUP,
-        ) as running:
+        begun = time.monotonic()
+        with (
+            tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True) as scratch,
+            (self.out / LOG).open("ab") as log,
+            subprocess.Popen(  # noqa: S603 - a benchmark of ours
+                command,
+                cwd=ROOT,
+                env=self.environment(scratch),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                **_GROUP,
+            ) as running,
+        ):
             try:
-                ended = self._follow(running, piece, begun + seconds)
+                ended = self._wait(running, piece, begun + seconds)
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(running.pid, signal.SIGKILL)  # with all that it has started
+        line = {"part": piece.part, "name": piece.name, "ended": ended, "limit": round(seconds, 1)}
         took = round(time.monotonic() - begun, 1)
-        used = round(_processor_seconds() - used, 1)
-        line = {"part": piece.part, "name": piece.name, "ended": ended, "seconds": took}
-        append(self.results, {"piece": {**line, "limit": round(seconds, 1), "processor": used}})
-        self.say(f"{piece.part} {piece.name}: {ended} after {took:.0f} s ({used:.0f} s processor)")
+        append(self.results, {"piece": {**line, "seconds": took}})
+        self.say(f"{piece.part} {piece.name}: {ended} after {took:.0f} s")
         return ended
 
-    def _follow(self, running: subprocess.Popen[bytes], piece: Piece, until: float) -> str:
-        """Show what it prints, until it ends or has to."""
-        assert running.stdout is not None
-        rest = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(running.stdout, selectors.EVENT_READ)
-            while (wait := until - time.monotonic()) > 0:
-                if self.stopped_by is not None:
-                    return f"stopped by {self.stopped_by}"
-                if not selector.select(min(wait, TICK)):
-                    if running.poll() is not None:  # a child of it holds the pipe
-                        break
-                    continue
-                read = os.read(running.stdout.fileno(), 65536)
-                if not read:
-                    break
-                *lines, rest = (rest + read).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"USDT:"):  # the profiler's own marks, two for each profile
-                        continue
-                    self.say(f"  {piece.part} {line.decode(errors='replace')}")
-        if rest:
-            self.say(f"  {piece.part} {rest.decode(errors='replace')}")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = running.wait(max(0.0, min(GRACE, until - time.monotonic())))
-            if status != 0:
-                return f"failed with {status}"
-            done = finished(self.results, piece)
-            return "finished" if done else "stopped by itself: its time was up"
+    def _wait(self, running: subprocess.Popen[bytes], piece: Piece, until: float) -> str:
+        """Wait until it ends or has to."""
+        while time.monotonic() < until:
+            if self.stopped_by is not None:
+                return f"stopped by {self.stopped_by}"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = running.wait(TICK)
+                if status != 0:
+                    return f"failed with {status}"
+                done = finished(self.results, piece)
+                return "finished" if done else "stopped by itself: its time was up"
         return "killed: time was up"
-
-    def close(self) -> None:
-        """Leave nothing behind but the results and the log."""
-        self.scratch.cleanup()
-
-
-def _processor_seconds() -> float:
-    """Return what processes that have ended have used of the processor."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def finished(path: Path, piece: Piece) -> bool:
     """Whether the last run of a piece that is written down there has come to its end."""
-    lines = lines_of(path)
-    heads = [
-        line["run"]
-        for line in lines
-        if "head" in line and line["head"]["benchmark"] == f"bench_{piece.name}"
-    ]
-    ends = {line["run"]: line["ended"] for line in lines if "ended" in line}
-    return bool(heads) and ends.get(heads[-1]) == "finished"
+    runs: dict[str, str | None] = {}
+    for line in lines_of(path):
+        if "head" in line and line["head"]["benchmark"] == f"bench_{piece.name}":
+            runs[line["run"]] = None
+        elif "ended" in line and line["run"] in runs:
+            runs[line["run"]] = line["ended"]
+    return bool(runs) and [*runs.values()][-1] == "finished"
 
 
 def work_through(session: Session, pieces: Sequence[Piece], *, go_on: bool) -> list[str]:
     """Run the pieces one after the other; return the lines of a summary."""
     summary = []
     for number, piece in enumerate(pieces):
+        named = f"{piece.part} {piece.name}"
         if go_on and finished(session.results, piece):
-            summary.append(f"{piece.part} {piece.name}: finished before")
+            summary.append(f"{named}: finished before")
             continue
         if session.stopped_by is not None:
-            summary.append(f"{piece.part} {piece.name}: stopped by {session.stopped_by}")
+            summary.append(f"{named}: stopped by {session.stopped_by}")
             continue
         if session.left() < GRACE + 1:
-            summary.append(f"{piece.part} {piece.name}: no time was left")
+            summary.append(f"{named}: no time was left")
             continue
-        limit = REHEARSAL if session.quick else limit_of(piece, pieces[number:], session.left())
-        limit = min(limit, session.left())
+        limit = session.left()
+        if not session.quick:
+            limit = limit_of(piece, pieces[number:], limit)
         command = shlex.join(["python", *piece.command("cuda", quick=False)])
         would = "would run on a GPU" if session.quick else "runs"
         session.say(f"== {piece.part}: {PARTS[piece.part]}")
@@ -275,7 +246,7 @@ def work_through(session: Session, pieces: Sequence[Piece], *, go_on: bool) -> l
             ended = session.run(piece, until - time.monotonic())
             if not ended.startswith("failed with -") or until - time.monotonic() < 2 * GRACE:
                 break  # what died of a signal goes on behind what killed it
-        summary.append(f"{piece.part} {piece.name}: {ended}")
+        summary.append(f"{named}: {ended}")
         if ended == f"failed with {NO_GPU}":
             summary.append("no part can run without a CUDA GPU; --rehearse is for a CPU")
             break
@@ -308,7 +279,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, *, began: float | None = None) -> int:
     """Run the command; ``began`` is when its process did, on the monotonic clock."""
-    before = 0.0 if began is None else time.monotonic() - began
     parser = _parser()
     options = parser.parse_args(arguments)
     out: Path = options.out or options.go_on
@@ -323,18 +293,10 @@ def main(arguments: Sequence[str] | None = None, *, began: float | None = None) 
     except ValueError as error:
         parser.error(str(error))
     device = "cpu" if options.rehearse else "cuda"
-    session = Session(
-        out,
-        60 * options.minutes - before,
-        device=device,
-        quick=options.rehearse,
-        revision=options.revision,
-    )
-    try:
-        with _told_to_stop(session):
-            summary = work_through(session, pieces, go_on=options.go_on is not None)
-    finally:
-        session.close()
+    session = Session(out, 60 * options.minutes, device, options.rehearse, options.revision)
+    session.begun = session.begun if began is None else began
+    with _told_to_stop(session):
+        summary = work_through(session, pieces, go_on=options.go_on is not None)
     for line in summary:
         session.say(line)
     session.say(f"python -m benchmarks report {out} makes records and pages of what is there")

@@ -9,7 +9,6 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,19 @@ import torch
 
 from benchmarks.clocks import gpu_facts
 
-__all__ = ["NOT_ON_A_GPU", "ROOT", "context", "keep_freed_memory"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 # What mallopt(3) calls them: blocks got from the system one by one, and how much is kept.
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
 
-NOT_ON_A_GPU = "not measured on a GPU yet"
 
-
-def context(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def context(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Describe the run of a benchmark that was given these arguments."""
-    given = sys.argv[1:] if arguments is None else arguments
     gpu = gpu_facts() if torch.cuda.is_available() else {}
     return {
-        "benchmark": benchmark,
+        "benchmark": f"bench_{benchmark}",
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *given]),
+        "command": shlex.join(["python", "-m", "benchmarks", "run", benchmark, *arguments]),
         "revision": _revision(),
         "versions": {
             "torchguard": importlib.import_module("torchguard").__version__,

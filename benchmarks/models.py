@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Convolutions", "Decoder", "DecoderSize", "Perceptron"]
-
 
 @dataclass(frozen=True)
 class DecoderSize:

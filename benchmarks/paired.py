@@ -9,6 +9,7 @@ the host's time where the host is slower, and the GPU's where the GPU is.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from typing import Any
 
 from benchmarks.clocks import on_both_clocks
 from benchmarks.harness import Scope
-from benchmarks.spread import Interval
-
-__all__ = ["Variant", "calls_for", "ratios", "take_turns"]
+from benchmarks.program import Setting
+from benchmarks.spread import Interval, Spread
+from benchmarks.tables import Table
 
 _WARM = 20  # calls, after which the interpreter has adapted again
 
@@ -32,6 +33,19 @@ class Variant:
     name: str
     step: Step
     scope: Scope
+
+
+def of_its_own(function: Any) -> Any:
+    """Return a copy that Dynamo, which keeps its decisions with the code, compiles for itself."""
+    copy = type(function)(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def seconds(step: Step, calls: int, device: str) -> float:
@@ -88,3 +102,38 @@ def ratios(found: dict[str, list[float]], baseline: str) -> dict[str, Interval]:
         for name, times in found.items()
         if name != baseline
     }
+
+
+def guarded_step(step: Step, guard: Scope, setting: Setting) -> dict[str, Any]:
+    """Let a step take turns with itself in a guard's scope; ``control`` is nothing once more."""
+    variants = [
+        Variant("nothing", step, contextlib.nullcontext),
+        Variant("control", step, contextlib.nullcontext),
+        Variant("guard", step, guard),
+    ]
+    calls = calls_for(step, setting.block_seconds(0.05), "cpu")
+    found = take_turns(variants, setting.rounds, calls, "cpu")
+    ratio = ratios(found, "nothing")
+    guarded, control = ratio["guard"], ratio["control"]
+    same = guarded.holds_one or (guarded.low <= control.high and control.low <= guarded.high)
+    return {
+        "n": setting.rounds,
+        "calls": calls,
+        "nothing_ms": Spread.of([1e3 * seconds for seconds in found["nothing"]]),
+        "ratio": guarded,
+        "control": control,
+        "verdict": "not distinguishable" if same else f"{guarded.median:.3g} times",
+    }
+
+
+def steps_table(guarded: str, part: str) -> Table:
+    """Return how the steps of a part are shown; ``guarded`` is the heading of the guard's times."""
+    interval = "{{{0}.median:.3f}}{1} [{{{0}.low:.3f}}, {{{0}.high:.3f}}]"
+    columns = {
+        "step": "{what}, {phase}",
+        "plain": "{nothing_ms.median:.3g} ms",
+        f"{guarded} [95 %]": interval.format("ratio", " times"),
+        "plain, once more [95 %]": interval.format("control", ""),
+        "verdict": "{verdict}",
+    }
+    return Table(columns, rows=part)

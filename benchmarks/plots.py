@@ -1,6 +1,5 @@
 """Draws records: a picture for each benchmark that has one. Needs the extra ``plot``.
 
-A drawing gets a record, a device and where to write; ``PLOTS`` has them by the benchmark's name.
 The PNG carries which record it shows, and ``shows`` reads that back without matplotlib.
 """
 
@@ -10,11 +9,12 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.records import Record, of_device
 
-__all__ = ["PLOTS", "shows"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Paul Tol's "bright": told apart by colour-blind eyes.
 BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = (
@@ -25,21 +25,6 @@ COLOURS = (BLUE, RED, GREEN, PURPLE, YELLOW, CYAN, "#222222", GREY)
 _DOTS = 130  # per inch
 _SOURCE = b"Source"
 _PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def _pyplot() -> Any:
-    import matplotlib as mpl  # noqa: PLC0415  an extra
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    return plt
-
-
-def _save(figure: Any, record: Record, to: Path) -> None:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(to, dpi=_DOTS, metadata={"Software": None, "Source": _source(record)})
-    _pyplot().close(figure)
 
 
 def _source(record: Record) -> str:
@@ -69,17 +54,19 @@ def _machine(record: Record, device: str) -> str:
     return f"torch {record['versions']['torch'].partition('+')[0]}, {named}, {record['date'][:10]}"
 
 
-def _bare(axes: Any, *, keep: tuple[str, ...] = ("bottom",)) -> None:
+def _bare(axes: Any, *keep: str) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in keep)
     axes.set_axisbelow(True)
 
 
-def _per_call(record: Record, device: str, to: Path) -> None:
+def _per_call(record: Record, device: str) -> Figure:
     """Draw a line per comparison, from plain torch (open) to the guard (full), and the ratio."""
-    plt = _pyplot()
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra
+
     rows = of_device(record, "rows", device)
-    figure, axes = plt.subplots(figsize=(11, 0.36 * len(rows) + 1.8), layout="constrained")
+    figure = Figure(figsize=(11, 0.36 * len(rows) + 1.8), layout="constrained")
+    axes = figure.subplots()
     for height, row in zip(range(len(rows), 0, -1), rows, strict=True):
         before, after = row["baseline_ns"], row["guarded_ns"]
         axes.plot((before["median"], after["median"]), (height, height), color="0.8", zorder=1)
@@ -104,7 +91,7 @@ def _per_call(record: Record, device: str, to: Path) -> None:
     )
     axes.set_xlim(left, right * 6)  # room for the ratios
     axes.grid(axis="x", color="0.92")
-    _bare(axes)
+    _bare(axes, "bottom")
     axes.tick_params(axis="y", length=0)
     axes.plot([], [], "o", color=PLAIN, mfc="white", label="plain torch")
     axes.plot([], [], "o", color=GUARDED, label="with torchguard")
@@ -112,59 +99,17 @@ def _per_call(record: Record, device: str, to: Path) -> None:
     axes.set_title(
         f"Time per call when nothing fails: {_machine(record, device)}", fontsize=10, loc="left"
     )
-    _save(figure, record, to)
+    return figure
 
 
-def _end_to_end(record: Record, device: str, to: Path) -> None:
-    """Draw the interval of each ratio around the line of no difference, a panel per model."""
-    plt = _pyplot()
-    rows = of_device(record, "rows", device)
-    models = list(dict.fromkeys(row["what"] for row in rows))
-    steps = list(dict.fromkeys((row["what"], row["phase"], row["mode"]) for row in rows))
-    scopes = list(dict.fromkeys(row["scope"] for row in rows))
-    figure, panels = plt.subplots(
-        len(models), 1, figsize=(10, 1.2 + 0.62 * len(steps)), squeeze=False, layout="constrained"
-    )
-    for model, axes in zip(models, panels[:, 0], strict=True):
-        mine = [step for step in steps if step[0] == model]
-        for row in (row for row in rows if row["what"] == model):
-            place = mine.index((model, row["phase"], row["mode"]))
-            scope = scopes.index(row["scope"])
-            height = -place - (scope - (len(scopes) - 1) / 2) * 0.8 / len(scopes)
-            low, middle, high = (
-                100 * (row["ratio"][name] - 1) for name in ("low", "median", "high")
-            )
-            color = GREY if scope == 0 and "nothing" in row["scope"] else COLOURS[scope]
-            axes.plot((low, high), (height, height), color=color, lw=2)
-            axes.plot(middle, height, "o", color=color, ms=4.5)
-        axes.axvline(0, color="0.3", lw=0.8)
-        axes.set_yticks(
-            range(0, -len(mine), -1), [f"{phase}, {mode}" for _, phase, mode in mine], fontsize=9
-        )
-        axes.set_xscale("symlog", linthresh=1)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:+g} %" if value else "0")
-        axes.grid(axis="x", color="0.92")
-        axes.set_title(model, fontsize=9.5, loc="left")
-        _bare(axes)
-        axes.tick_params(axis="y", length=0)
-    for number, scope in enumerate(scopes):
-        color = GREY if number == 0 and "nothing" in scope else COLOURS[number]
-        panels[0, 0].plot([], [], "o-", color=color, label=scope)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8.5, frameon=False)
-    figure.suptitle(
-        f"How much longer a step takes, 95 % interval: {_machine(record, device)}", fontsize=10.5
-    )
-    _save(figure, record, to)
-
-
-def _buckets(record: Record, device: str, to: Path) -> None:
+def _buckets(record: Record, device: str) -> Figure:
     """Draw total seconds against batches, a panel per phase."""
-    plt = _pyplot()
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra
+
     rows = of_device(record, "rows", device)
     phases = list(dict.fromkeys(row["phase"] for row in rows))
-    figure, panels = plt.subplots(
-        1, len(phases), figsize=(6.2 * len(phases), 5), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(6.2 * len(phases), 5), layout="constrained")
+    panels = figure.subplots(1, len(phases), squeeze=False)
     names = list(dict.fromkeys(row["row"] for row in rows))
     for phase, axes in zip(phases, panels[0], strict=True):
         for row in (row for row in rows if row["phase"] == phase):
@@ -176,21 +121,21 @@ def _buckets(record: Record, device: str, to: Path) -> None:
             )  # fmt: skip
         axes.set(title=phase, xlabel="batches", ylabel="seconds since the start", ylim=0)
         axes.grid(color="0.94")
-        _bare(axes, keep=("bottom", "left"))
+        _bare(axes, "bottom", "left")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.suptitle(
         f"A stream of batches of many lengths: {_machine(record, device)}", fontsize=10.5
     )
-    _save(figure, record, to)
+    return figure
 
 
-Draw = Callable[[Record, str, Path], None]
-
-PLOTS: dict[str, Draw] = {
-    "end_to_end": _end_to_end,
-    "resize": _per_call,
-    "buckets": _buckets,
-    "padding": _per_call,
-}
+PLOTS: dict[str, Callable[[Record, str], Figure]] = {"resize": _per_call, "buckets": _buckets}
 """By the benchmark's name."""
+
+
+def draw(name: str, record: Record, device: str, to: Path) -> None:
+    """Draw a benchmark's record to a PNG that says which record it shows."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Software": None, "Source": _source(record)}
+    PLOTS[name](record, device).savefig(to, dpi=_DOTS, metadata=metadata)

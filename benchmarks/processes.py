@@ -18,8 +18,6 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 
-__all__ = ["in_a_process"]
-
 
 def in_a_process(
     file: str, function: str, *arguments: Any, environment: Mapping[str, str] | None = None

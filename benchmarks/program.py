@@ -1,4 +1,4 @@
-"""What every benchmark's program does: arguments in, results measured and shown, a record out.
+"""What every benchmark's program does: arguments in, results found and shown, a record out.
 
 A file ``bench_*.py`` holds cases and says, as a :class:`Benchmark`, how they become results.
 """
@@ -6,9 +6,10 @@ A file ``bench_*.py`` holds cases and says, as a :class:`Benchmark`, how they be
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,15 @@ from typing import Any
 import torch
 
 from benchmarks.clocks import gpu_facts
-from benchmarks.machine import NOT_ON_A_GPU, context
+from benchmarks.machine import context
 from benchmarks.stream import NO_GPU, Stream, text
 from benchmarks.tables import Table
 
-__all__ = ["Benchmark", "Results", "Setting", "write_record"]
-
 Results = Mapping[str, Any]
-"""The parts of a record, by name: lists of results, which add up over the devices, or facts."""
+"""The parts of a record, by name: lists of results, or facts."""
+
+Case = tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
+"""What names a result, and what finds out the rest of it."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,33 @@ class Setting:
         """Return how long a block of calls shall take: as usual, or a moment."""
         return 2e-4 if self.quick else usual
 
+    def keep(self, part: str, row: Mapping[str, Any]) -> None:
+        """Write a result to the stream and show it: words and numbers, of a spread the median."""
+        self.stream.keep(part, row)
+        cells = {name: getattr(value, "median", value) for name, value in row.items()}
+        print(
+            ", ".join(
+                f"{name} {f'{cell:.4g}' if isinstance(cell, float) else cell}"
+                for name, cell in cells.items()
+                if isinstance(cell, (str, int, float)) and name != "device"
+            )
+        )
 
-def _no_options(_: argparse.ArgumentParser) -> None:
-    pass
+    def collect(self, cases: Iterable[Case], part: str = "rows") -> list[dict[str, Any]]:
+        """Return a result for each case, each kept and shown as soon as it is there.
+
+        What an earlier run has found is left out, and the rest where time is up.
+        """
+        known = self.stream.known(part)
+        rows: list[dict[str, Any]] = []
+        for names, find in cases:
+            if any(names.items() <= row.items() for row in known):
+                continue
+            if self.stream.time_is_up():
+                break
+            rows.append({**names, "device": self.device, **find()})
+            self.keep(part, rows[-1])
+        return rows
 
 
 @dataclass(frozen=True)
@@ -61,116 +87,91 @@ class Benchmark:
 
     rounds: int = 51
     quick_rounds: int = 3
-    rounds_of: str = "rounds per row"
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Where the answer may differ; a benchmark of plain Python names the CPU alone."""
-
-    rehearsed_on: tuple[str, ...] = ()
-    """Where it can be run, though no record is made: the path taken is what is looked at."""
 
     threads: int | None = 1
     """The work of most is small, and threads would only add noise; None: as many as there are."""
 
-    add_options: Callable[[argparse.ArgumentParser], None] = _no_options
-    check_options: Callable[[argparse.Namespace], str | None] = lambda _: None
-    """Returns what is wrong with the arguments."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What it alone takes: arguments of ``add_argument`` by the option's name."""
 
-    afterwards: Callable[[dict[str, Any]], Iterator[str]] = lambda _: iter(())
-    """Says, line by line, what the whole record shows; it may add to the record."""
+    afterwards: Callable[[dict[str, Any]], None] = lambda _: None
+    """Adds to a record what all of its results show together."""
 
     tables: tuple[Table, ...] = ()
     """How the page shows its records; empty: each list in a record as it is."""
-
-    @property
-    def file(self) -> str:
-        """The file's name without its ending."""
-        return f"bench_{self.name}"
 
     def devices_here(self) -> list[str]:
         """Return the devices of this machine that it can run on."""
         cuda = torch.cuda.is_available()
         return [device for device in self.devices if device != "cuda" or cuda]
 
-    def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run on the devices there are, show the results, and write the record."""
-        parser = _parser(self)
+    def parser(self) -> argparse.ArgumentParser:
+        """Return what reads its arguments."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks run {self.name}", description=self.question
+        )
+        parser.add_argument("--device", choices=("cpu", "cuda"), help="this one only")
+        parser.add_argument("--rounds", type=int, default=self.rounds, help="default: %(default)s")
+        parser.add_argument("--quick", action="store_true", help="a moment: does it run at all?")
+        parser.add_argument(
+            "--json", type=Path, metavar="PATH", help="write the record there, or to a folder"
+        )
+        parser.add_argument(
+            "--lines",
+            type=Path,
+            metavar="PATH",
+            help="append each result there as soon as it is found, and skip those that are there",
+        )
+        parser.add_argument("--seconds", type=float, help="stop then, with what there is")
+        for name, arguments in self.options.items():
+            parser.add_argument(name, **arguments)
+        return parser
+
+    def main(self, arguments: Sequence[str]) -> int:
+        """Run on the devices there are, show the results, and write a record for each device."""
+        parser = self.parser()
         options = parser.parse_args(arguments)
-        _check(self, parser, options)
+        devices = [options.device] if options.device else self.devices_here()
+        if "cuda" in devices and not torch.cuda.is_available():
+            parser.exit(NO_GPU, "--device cuda: torch.cuda.is_available() is False here\n")
+        # A rehearsal of what needs a GPU takes the same path on a CPU.
+        if not devices or not {*devices} <= {"cpu", *self.devices}:
+            parser.error(f"needs one of {', '.join(self.devices)}")
+        if options.rounds < 1:
+            parser.error(f"--rounds {options.rounds}: expected 1 or more")
+        if options.json is not None and options.json.suffix == ".json" and len(devices) > 1:
+            parser.error(f"--json {options.json}: {' and '.join(devices)} need a folder")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        given = sys.argv[1:] if arguments is None else list(arguments)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        for device in devices:
+            self._run(device, options, list(arguments))
+        return 0
+
+    def _run(self, device: str, options: argparse.Namespace, given: list[str]) -> None:
         if options.lines is not None:  # a path of this machine, and no part of what was measured
             place = given.index("--lines")
             given = given[:place] + given[place + 2 :]
-        head = {**context(self.file, given), "quick": options.quick}
-        devices = [options.device] if options.device else self.devices_here()
-        rounds = self.quick_rounds if options.quick else options.rounds
-        parts: dict[str, Any] = {}
-        for device in devices:
-            stream = Stream(options.lines, {**head, "device": device}, options.seconds)
-            results = self.run(Setting(device, options.quick, rounds, options, stream))
-            if device == "cuda":  # what it ran at, while it is still warm
-                results = {**results, "gpu_at_end": gpu_facts()}
-            stream.end(results)
-            for name, found in results.items():
-                parts[name] = [*parts.get(name, []), *found] if isinstance(found, list) else found
-        record = dict(head)
-        if "cuda" in self.devices and "cuda" not in devices:
-            record["note"] = NOT_ON_A_GPU
-        record = json.loads(text({**record, **parts}))
-        for line in self.afterwards(record):
-            print(line)
-        if "note" in record:
-            print(record["note"])
+        head = {**context(self.name, given), "quick": options.quick}
+        rounds = min(options.rounds, self.quick_rounds) if options.quick else options.rounds
+        stream = Stream(options.lines, {**head, "device": device}, options.seconds)
+        results = self.run(Setting(device, options.quick, rounds, options, stream))
+        if device == "cuda":  # what it ran at, while it is still warm
+            results = {**results, "gpu_at_end": gpu_facts()}
+        stream.end(results)
+        record = json.loads(text({**head, **results}))
+        self.afterwards(record)
         if options.json is not None:
-            write_record(options.json, record)
-        return 0
+            path = options.json
+            if path.suffix != ".json":
+                today = dt.datetime.now(dt.timezone.utc).date().isoformat()
+                path /= f"{today}-{self.name}-{device}.json"
+            write_record(path, record)
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python benchmarks/{benchmark.file}.py", description=benchmark.question
-    )
-    parser.add_argument(
-        "--device", choices=(*benchmark.devices, *benchmark.rehearsed_on), help="one of them only"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=benchmark.rounds,
-        help=f"{benchmark.rounds_of} (default: {benchmark.rounds})",
-    )
-    parser.add_argument("--quick", action="store_true", help="a moment: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
-    parser.add_argument(
-        "--lines",
-        type=Path,
-        metavar="PATH",
-        help="append each result there as soon as it is found, and skip those that are there",
-    )
-    parser.add_argument("--seconds", type=float, help="stop then, with what there is")
-    benchmark.add_options(parser)
-    return parser
-
-
-def _check(
-    benchmark: Benchmark, parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> None:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.exit(NO_GPU, "--device cuda: torch.cuda.is_available() is False here\n")
-    if not options.device and not benchmark.devices_here():
-        parser.error(f"needs one of {', '.join(benchmark.devices)}, and there is none here")
-    if options.seconds is not None and options.seconds <= 0:
-        parser.error(f"--seconds {options.seconds:g}: expected more than 0")
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: expected 1 or more")
-    wrong = benchmark.check_options(options)
-    if wrong is not None:
-        parser.error(wrong)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

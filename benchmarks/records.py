@@ -9,8 +9,6 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 
-__all__ = ["RECORDS", "Record", "committed", "measured_on", "newest", "of_device", "read_record"]
-
 RECORDS = ROOT / "benchmarks" / "records"
 
 Record = dict[str, Any]
@@ -36,11 +34,6 @@ def committed(folder: Path = RECORDS) -> list[Record]:
 def of_device(record: Record, part: str, device: str) -> list[dict[str, Any]]:
     """Return a part's results for one device; those that name none are the CPU's."""
     return [row for row in record.get(part, []) if row.get("device", "cpu") == device]
-
-
-def measured_on(path: Path, device: str) -> bool:
-    """Whether a record has rows of this device."""
-    return bool(of_device(json.loads(path.read_text(encoding="utf-8")), "rows", device))
 
 
 def newest(records: list[Record], benchmark: str, device: str) -> Record | None:

@@ -12,17 +12,16 @@ from pathlib import Path
 
 from benchmarks import gpu
 from benchmarks.catalog import BENCHMARKS
-from benchmarks.machine import NOT_ON_A_GPU, ROOT
-from benchmarks.plots import PLOTS, shows
+from benchmarks.machine import ROOT
+from benchmarks.plots import PLOTS, draw, shows
 from benchmarks.program import Benchmark, write_record
 from benchmarks.records import Record, committed, newest, of_device
 from benchmarks.stream import records_of
 from benchmarks.tables import Table, described, filled, markdown
 
-__all__ = ["main", "page", "rewritten", "take_in"]
-
 PAGE = Path("docs", "benchmarks.md")
 IMAGES = Path("docs", "img")
+MISSING = {"cpu": "no record yet", "cuda": "not measured on a GPU yet"}
 
 _HEAD = """\
 <!-- written by python -m benchmarks report; change the records, or `tables` of a benchmark -->
@@ -93,15 +92,11 @@ def _overview(records: list[Record]) -> str:
             if device not in benchmark.devices:
                 cells.append("the same" if device == "cuda" else "not asked")
             elif record is None:
-                cells.append(_missing(device))
+                cells.append(MISSING[device])
             else:
                 cells.append(", ".join(filter(None, (record["date"][:10], _count(record, device)))))
         rows.append((f"[{_title(name)}](#{_title(name).lower().replace(' ', '-')})", *cells))
     return markdown(("", "CPU", "GPU"), rows)
-
-
-def _missing(device: str) -> str:
-    return NOT_ON_A_GPU if device == "cuda" else "no record yet"
 
 
 def _title(name: str) -> str:
@@ -115,8 +110,7 @@ def _section(benchmark: Benchmark, records: list[Record]) -> Iterator[str]:
         record = newest(records, benchmark.name, device)
         if record is None:
             command = f"`python -m benchmarks run {benchmark.name} --device {device}`"
-            missing = _missing(device)
-            yield f"{missing[0].upper()}{missing[1:]}: {command} makes the record."
+            yield f"{MISSING[device][0].upper()}{MISSING[device][1:]}: {command} makes the record."
             continue
         if len(benchmark.devices) > 1:
             yield f"### {_title(benchmark.name)} on a {'GPU' if device == 'cuda' else 'CPU'}"
@@ -260,7 +254,7 @@ def take_in(results: Path, folder: Path) -> list[Path]:
         begun = [row["operator"] for row in record.pop("begun", []) if row["operator"] not in done]
         if begun:
             record["unfinished"] = begun
-        list(BENCHMARKS[name].afterwards(record))
+        BENCHMARKS[name].afterwards(record)
         to = folder / f"{record['date'][:10]}-{name}-{device}.json"
         write_record(to, record)
         written.append(to)
@@ -291,6 +285,6 @@ def main(folder: Path, to: Path = ROOT, *, check: bool = False) -> int:
         (to / path).parent.mkdir(parents=True, exist_ok=True)
         (to / path).write_text(text, encoding="utf-8")
     for path, name, record, device in plots:
-        PLOTS[name](record, device, to / path)
+        draw(name, record, device, to / path)
     print(f"{', '.join(map(str, texts))} and {len(plots)} plots: from {len(records)} records")
     return 0

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Interval", "Spread"]
-
 _RESAMPLES = 4000
 _INSIDE = (2.5, 97.5)  # percent
 

@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NO_GPU", "Line", "Stream", "append", "identity", "lines_of", "records_of", "text"]
-
 Line = dict[str, Any]
 
 NO_GPU = 3  # exit status of a benchmark that was asked for a GPU where there is none
@@ -39,10 +37,9 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a record can't hold {value!r}")
 
 
-def identity(part: str, row: Any) -> tuple[Any, ...]:
+def identity(part: str, row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what tells a result from the others of its part: the names in it, and the device."""
-    plain = asdict(row) if is_dataclass(row) and not isinstance(row, type) else row
-    return (part, plain.get("device", "cpu"), *(plain.get(name) for name in _NAMES))
+    return (part, row.get("device", "cpu"), *(row.get(name) for name in _NAMES))
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
@@ -97,7 +94,7 @@ class Stream:
         """Return the results of earlier runs of the same benchmark, revision, torch and machine."""
         return self._known.get(part, [])
 
-    def keep(self, part: str, row: Any) -> None:
+    def keep(self, part: str, row: Mapping[str, Any]) -> None:
         """Write a result; one that is written again replaces the first."""
         self._kept.add(identity(part, row))
         if self.path is not None:

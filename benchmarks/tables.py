@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["AIM", "COMPARISONS", "Row", "Table", "described", "filled", "markdown"]
-
 Row = Mapping[str, Any]
 
 AIM = "{target}: {verdict}"

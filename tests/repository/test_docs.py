@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import doctest
+import functools
 import importlib
 import pkgutil
 import re
@@ -12,7 +13,6 @@ import subprocess
 import symtable
 import sys
 from pathlib import Path
-from types import ModuleType
 from urllib.parse import unquote
 
 import pytest
@@ -60,17 +60,11 @@ def test_code_faults(code: str, fault: str, tmp_path: Path) -> None:
     assert fault in found[0]
 
 
-def test_first_snippet() -> None:
-    """The first snippet of the README has ten lines or fewer."""
-    first = next(blocks((ROOT / "README.md").read_text(encoding="utf-8")))
-    assert first.code.count("\n") <= 10
-
-
-def test_code_width() -> None:
-    """No line of code in the README is wider than a desktop shows."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = [line for block in blocks(page) for line in block.code.splitlines()]
-    assert [line for line in lines if len(line) > 90] == []
+def test_first_snippet_and_width() -> None:
+    """The README's first snippet has ten lines or fewer, and none is wider than a desktop shows."""
+    code = [block.code for block in blocks((ROOT / "README.md").read_text(encoding="utf-8"))]
+    assert code[0].count("\n") <= 10
+    assert [line for each in code for line in each.splitlines() if len(line) > 90] == []
 
 
 def _names_from_elsewhere(code: str) -> set[str]:
@@ -95,22 +89,17 @@ def test_blocks_are_complete() -> None:
     code = [block.code for block in blocks(page) if block.language == "python"]
     assert len(code) > 2
     assert [each for each in code if _names_from_elsewhere(each)] == []
+    own = "import a\ndef f(x):\n    b = x\n    return a, b, c, len(d)\nf(e)\n"
+    assert _names_from_elsewhere(own) == {"c", "d", "e"}
 
 
 def test_blocks_can_be_pasted() -> None:
-    """The interactive prompt ends a function at an empty line, and only there."""
+    """The interactive prompt ends a function at an empty line: none lies inside of one."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = "".join(block.code for block in blocks(page) if block.language == "python")
-    line = [sys.executable, "-i", "-q", "-W", "ignore"]
-    done = subprocess.run(line, input=code, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == re.findall(r"# -> (.*)$", code, re.MULTILINE)
-    assert "Error" not in done.stderr
-
-
-def test_names_from_elsewhere() -> None:
-    """Names that a block does not bind itself are found."""
-    code = "import a\ndef f(x):\n    b = x\n    return a, b, c, len(d)\nf(e)\n"
-    assert _names_from_elsewhere(code) == {"c", "d", "e"}
+    code = [block.code for block in blocks(page) if block.language == "python"]
+    ended = re.compile(r"^[ \t]+\S.*\n\s*\n[ \t]+\S", re.MULTILINE)
+    assert ended.search("def f(x):\n    y = x\n\n    return y\n")
+    assert [each for each in code if ended.search(each)] == []
 
 
 # What comes after the name of a command that a page shows, and whether it exists.
@@ -136,21 +125,18 @@ def _is_python(arguments: list[str]) -> bool:
         if command == "run":  # what follows the script belongs to the script
             position = next(i for i, name in enumerate(arguments) if name.endswith(".py"))
             options = [name for name in arguments[3:position] if name.startswith("--")]
-        return _offers(command, options)
+        return bool(_help(command)) and all(option in _help(command) for option in options)
     if arguments[0] != "-m":
         return (ROOT / arguments[0]).is_file()
     module = ROOT / arguments[1].replace(".", "/")
     return module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
 
 
-def _offers(command: str, options: list[str]) -> bool:
-    done = subprocess.run(
-        [sys.executable, "-m", "torchguard", command, "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode == 0 and all(option in done.stdout for option in options)
+@functools.cache
+def _help(command: str) -> str:
+    line = [sys.executable, "-m", "torchguard", command, "--help"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
 
 
 COMMANDS = {"git": _is_clone, "make": _is_target, "pip": _is_install, "python": _is_python}
@@ -161,22 +147,22 @@ def _exists(line: str) -> bool:
     return program in COMMANDS and COMMANDS[program](arguments)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_commands(page: Path) -> None:
+def test_commands() -> None:
     """Every command on a page exists."""
-    lines = [
+    lines = {
         line
+        for page in PAGES
         for block in blocks(page.read_text(encoding="utf-8"))
         if block.language in {"bash", "sh", "console"}
         for line in block.code.splitlines()
         if line.strip() and not line.startswith("#")
-    ]
-    assert [line for line in lines if not _exists(line)] == []
+    }
+    assert [line for line in sorted(lines) if not _exists(line)] == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_command_faults() -> None:
+    """A command that does not exist is found."""
+    for line in (
         "make docter",
         "pip install torchguard",  # another project's package
         "python -m torchguard docter",
@@ -185,11 +171,8 @@ def test_commands(page: Path) -> None:
         "python -m benchmarks.missing",
         "python -m tests",
         "curl https://example.org",
-    ],
-)
-def test_command_faults(line: str) -> None:
-    """A command that does not exist is found."""
-    assert not _exists(line)
+    ):
+        assert not _exists(line), line
 
 
 def test_foreign_package() -> None:
@@ -197,11 +180,7 @@ def test_foreign_package() -> None:
     pattern = re.compile(r"install\s+(-\S+\s+)*torchguard(?![-\w])")
     assert pattern.search("pip install -U torchguard")
     assert not pattern.search("pip install torchguard-runtime")
-    assert [
-        name
-        for name, page in zip(NAMES, PAGES, strict=True)
-        if pattern.search(page.read_text(encoding="utf-8"))
-    ] == []
+    assert [page for page in PAGES if pattern.search(page.read_text(encoding="utf-8"))] == []
 
 
 def _broken_links(page: Path, text: str) -> list[str]:
@@ -225,19 +204,15 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links(page: Path) -> None:
-    """Every link leads to a file and a heading."""
-    assert _broken_links(page, page.read_text(encoding="utf-8")) == []
-
-
-def test_link_faults() -> None:
-    """A broken link is found."""
+def test_links() -> None:
+    """Every link leads to a file and a heading; a broken one is found."""
+    for page in PAGES:
+        assert _broken_links(page, page.read_text(encoding="utf-8")) == [], page
     text = "[a](docs/none.md) ![b](none.png) [c](docs/why.md#none) [d](docs/why.md) [e](#limits)"
     text += f" [f]({FILES}docs/none.md) [g]({FILES}docs/why.md#none) [h]({FILES}docs/why.md)"
-    broken = ["docs/none.md", "none.png", "docs/why.md#none"]
-    broken += [f"{FILES}docs/none.md", f"{FILES}docs/why.md#none"]
-    assert _broken_links(ROOT / "README.md", text) == broken
+    wrong = ["docs/none.md", "none.png", "docs/why.md#none"]
+    wrong += [f"{FILES}docs/none.md", f"{FILES}docs/why.md#none"]
+    assert _broken_links(ROOT / "README.md", text) == wrong
 
 
 def test_absolute_links() -> None:
@@ -261,26 +236,21 @@ def test_repository() -> None:
     assert other == []
 
 
-def _modules() -> list[ModuleType]:
-    found = pkgutil.walk_packages(torchguard.__path__, "torchguard.")
-    # Not the integrations: they import what they are for, and Lightning replaces torch.compile.
-    return [
-        importlib.import_module(each.name)
-        for each in found
-        if each.name != "torchguard.__main__" and "integrations." not in each.name
-    ]
-
-
 def test_docstrings() -> None:
     """The examples in docstrings do what they say."""
-    results = {module.__name__: doctest.testmod(module) for module in _modules()}
+    # Not the integrations: they import what they are for, and Lightning replaces torch.compile.
+    modules = [
+        importlib.import_module(each.name)
+        for each in pkgutil.walk_packages(torchguard.__path__, "torchguard.")
+        if each.name != "torchguard.__main__" and "integrations." not in each.name
+    ]
+    results = {module.__name__: doctest.testmod(module) for module in modules}
     # doctest takes an object whose __module__ is another one for imported, so not the public ones.
     for name in torchguard.__all__:
         found = getattr(torchguard, name)
         names = {"torch": torch, "torchguard": torchguard}
-        tests = doctest.DocTestFinder().find(found, name, module=False, globs=names)
         runner = doctest.DocTestRunner()
-        for test in tests:
+        for test in doctest.DocTestFinder().find(found, name, module=False, globs=names):
             runner.run(test)
         results[name] = runner.summarize(verbose=False)
     assert [name for name, result in results.items() if result.failed] == []
@@ -297,9 +267,7 @@ def test_public_names() -> None:
     assert [name for name in functions if not re.search(rf"\b{name}\b", page)] == []
 
 
-def test_help(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     """--help lists the commands that the README names."""
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
+from benchmarks import report
 from benchmarks.__main__ import main
-from benchmarks.bench_failures import Case, outcome
 from benchmarks.bench_out_of_memory import limit
 from benchmarks.bench_padding import BENCHMARK
 from benchmarks.catalog import BENCHMARKS
@@ -33,7 +34,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.harness import Comparison, Side, measure
 from benchmarks.machine import context
-from benchmarks.program import Setting, _parser
+from benchmarks.program import Setting
 from benchmarks.stream import Stream, append, lines_of, records_of, text
 from benchmarks.tables import Table
 
@@ -102,7 +103,6 @@ def test_a_second_run_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
 def test_what_was_measured_elsewhere_is_measured_again(
     change: dict[str, Any], tmp_path: Path
 ) -> None:
-
     path = tmp_path / "results.jsonl"
     Stream(path, HEAD).keep("rows", {"id": "a", "device": "cuda"})
     assert Stream(path, {**HEAD, **change}).known("rows") == []
@@ -119,10 +119,8 @@ def test_a_benchmark_streams_and_skips_what_is_there(tmp_path: Path) -> None:
     assert BENCHMARK.main(line) == 0
     [record] = records_of(path)
     assert record["ended"] == "finished"
-    assert record["command"] == "python benchmarks/bench_padding.py --quick --device cpu"
-    size = path.stat().st_size
+    assert record["command"] == "python -m benchmarks run padding --quick --device cpu"
     assert BENCHMARK.main(line) == 0
-    assert path.stat().st_size - size < 2500  # a head and an end, no row
     [again] = records_of(path)
     assert again["rows"] == record["rows"]
 
@@ -142,25 +140,17 @@ def test_every_part_of_the_list_can_be_chosen_and_left_out() -> None:
         pieces_of("speed", None)
 
 
-def test_each_piece_is_a_benchmark_and_its_options_are_known() -> None:
-    for piece in PIECES:
-        benchmark = BENCHMARKS[piece.name]
-        assert "cuda" in benchmark.devices
-        for quick in (False, True):
-            file, *options = piece.command("cuda", quick=quick)
-            assert (ROOT / file).exists()
-            assert _parser(benchmark).parse_args(options).device == "cuda"
-
-
-def test_the_minutes_are_shared_out_and_what_is_left_over_goes_on() -> None:
-    left, given = 534.0, []
+def test_each_piece_is_a_benchmark_with_known_options_and_enough_time() -> None:
+    left = 534.0
     for number, piece in enumerate(PIECES):
-        given.append(limit_of(piece, PIECES[number:], left))
-        left -= given[-1]
+        assert "cuda" in BENCHMARKS[piece.name].devices
+        for quick in (False, True):
+            options = piece.command("cuda", quick=quick)[4:]
+            assert BENCHMARKS[piece.name].parser().parse_args(options).device == "cuda"
+        given = limit_of(piece, PIECES[number:], left)
+        assert given >= 12  # an import of torch and torchguard, and something to measure
+        left -= given
     assert left == pytest.approx(0)
-    assert min(given) >= 12  # an import of torch and torchguard, and something to measure
-    assert limit_of(PIECES[1], PIECES[1:], 534.0) > given[1]
-    assert limit_of(PIECES[-1], PIECES[-1:], 100.0) == 100.0
 
 
 @dataclass(frozen=True)
@@ -176,8 +166,8 @@ class Planned:
         return ["-c", self.program]
 
 
-def session(tmp_path: Path, seconds: float) -> Any:
-    return Session(tmp_path, seconds + CLOSING, device="cpu", quick=False)
+def session(tmp_path: Path, seconds: float = 60) -> Any:
+    return Session(tmp_path, seconds + CLOSING, device="cpu")
 
 
 CHILD = """
@@ -203,36 +193,33 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_piece_that_goes_on_too_long_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
-    running, pid = session(tmp_path, 60), tmp_path / "pid"
+    running, pid = session(tmp_path), tmp_path / "pid"
     begun = time.monotonic()
     ended = running.run(Planned(CHILD.format(path=str(pid))), 2.0)
-    running.close()
     assert time.monotonic() - begun < 8
     assert ended == "killed: time was up"
     assert is_gone(int(pid.read_text()))
     [line] = lines_of(running.results)
     assert line["piece"]["ended"] == "killed: time was up"
-    assert "c begun" in running.log_file.read_text(encoding="utf-8")
+    assert "begun" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
 def test_a_piece_that_fails_does_not_end_the_list(tmp_path: Path) -> None:
-    running = session(tmp_path, 60)
+    running = session(tmp_path)
     pieces: Any = [Planned("raise SystemExit(5)"), Planned("print('after it')", name="kernels")]
     summary = work_through(running, pieces, go_on=False)
-    running.close()
     assert summary == [
         "c padding: failed with 5",
         "c kernels: stopped by itself: its time was up",  # it wrote no end
     ]
-    assert "after it" in running.log_file.read_text(encoding="utf-8")
+    assert "after it" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
 def test_a_piece_that_dies_of_a_signal_is_begun_again(tmp_path: Path) -> None:
-    running, marks = session(tmp_path, 60), tmp_path / "marks"
+    running, marks = session(tmp_path), tmp_path / "marks"
     program = f"import os; open({str(marks)!r}, 'a').write('x'); os.kill(os.getpid(), 11)"
     pieces: Any = [Planned(program)]
     assert work_through(running, pieces, go_on=False) == ["c padding: failed with -11"]
-    running.close()
     assert marks.read_text() == "x" * CRASHES
 
 
@@ -240,18 +227,17 @@ def test_a_piece_that_dies_of_a_signal_is_begun_again(tmp_path: Path) -> None:
 def test_without_a_gpu_the_command_says_so_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-
     assert main(["gpu", "--skip", "a", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
     assert printed.count("== ") == 1
-    assert "torch.cuda.is_available() is False here" in printed
+    log = (tmp_path / "out" / "log.txt").read_text(encoding="utf-8")
+    assert "torch.cuda.is_available() is False here" in log
     assert "no part can run without a CUDA GPU; --rehearse is for a CPU" in printed
 
 
 def test_what_no_time_is_left_for_is_said(tmp_path: Path) -> None:
     running = session(tmp_path, 0.5)
     summary = work_through(running, PIECES, go_on=False)
-    running.close()
     assert summary == [f"{piece.part} {piece.name}: no time was left" for piece in PIECES]
 
 
@@ -280,16 +266,12 @@ def test_a_command_that_is_told_to_stop_ends_what_it_runs(tmp_path: Path) -> Non
 
 def test_the_command_imports_no_torch_and_gives_its_children_the_checkout() -> None:
     program = f"""
-        import os, sys
+        import os, pathlib, sys
         sys.path.insert(0, {str(ROOT)!r})
-        import benchmarks.__main__, benchmarks.gpu, pathlib, tempfile
+        import benchmarks.__main__, benchmarks.gpu
         assert "torch" not in sys.modules and "torchguard" not in sys.modules
-        with tempfile.TemporaryDirectory() as folder:
-            session = benchmarks.gpu.Session(
-                pathlib.Path(folder), 60, device="cpu", quick=True, revision="abc"
-            )
-            child = session.environment()
-            session.close()
+        session = benchmarks.gpu.Session(pathlib.Path("."), 60, revision="abc")
+        child = session.environment("scratch")
         print(child["PYTHONPATH"].split(os.pathsep)[0], child["BENCHMARKS_REVISION"])
     """
     assert output_of(program, fresh=True) == f"{ROOT / 'src'} abc\n"
@@ -308,7 +290,6 @@ def test_the_command_imports_no_torch_and_gives_its_children_the_checkout() -> N
 def test_bad_usage_ends_with_2(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-
     folders = {"empty": tmp_path / "empty", "full": tmp_path / "full"}
     for folder in folders.values():
         folder.mkdir()
@@ -329,6 +310,65 @@ def test_a_finished_piece_is_left_out_when_the_command_goes_on(tmp_path: Path) -
     assert not finished(path, kernels)
     Stream(path, HEAD)  # begun again, and killed
     assert not finished(path, padding)
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What ``gpu --rehearse`` prints and writes on a CPU."""
+    out = tmp_path_factory.mktemp("rehearsal")
+    line = [sys.executable, "-m", "benchmarks", "gpu", "--rehearse", "--minutes", "8"]
+    line += ["--only", "padding,kernels,cuda_tests", "--out", str(out)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, out
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_would_run_and_runs_it(
+    rehearsal: tuple[str, Path], tmp_path: Path
+) -> None:
+    printed, out = rehearsal
+    assert sorted(path.name for path in out.iterdir()) == ["log.txt", "results.jsonl"]
+    names = ("cuda_tests", "kernels", "padding")
+    for name in names:
+        assert f"would run on a GPU: python -m benchmarks run {name} --device cuda" in printed
+        assert f" {name}: finished" in printed
+    lines = lines_of(out / "results.jsonl")
+    assert tuple(line["piece"]["name"] for line in lines if "piece" in line) == names
+    # The tests that need a GPU were found, and each says why it was skipped.
+    tests = [line["row"] for line in lines if "test" in line.get("row", {})]
+    assert len(tests) >= 60
+    if not torch.cuda.is_available():
+        assert {row["outcome"] for row in tests} == {"skipped"}
+    with pytest.raises(ValueError, match="is of a rehearsal"):
+        report.take_in(out, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"expected results\.jsonl"):
+        report.take_in(tmp_path, tmp_path)
+
+
+@pytest.mark.slow
+def test_what_the_command_finds_on_a_gpu_becomes_records_and_pages(
+    rehearsal: tuple[str, Path], tmp_path: Path
+) -> None:
+    lines = []
+    for found in (rehearsal[1] / "results.jsonl").read_text(encoding="utf-8").splitlines():
+        line = json.loads(
+            found.replace('"cpu"', '"cuda"').replace('"quick": true', '"quick": false')
+        )
+        if "head" in line:
+            hardware = {"gpu": "NVIDIA H100", "driver": "580.1", "cpu": "a CPU"}
+            line["head"]["hardware"] = {"cores": 1} | hardware
+        if line.get("ended") and "kernels" in line["run"]:
+            continue  # this one was killed
+        lines.append(json.dumps(line))
+    (tmp_path / "results.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    written = report.take_in(tmp_path, tmp_path / "records")
+    names = {path.name[11:] for path in written}
+    assert names == {"cuda_tests-cuda.json", "kernels-cuda.json", "padding-cuda.json"}
+    assert report.main(tmp_path / "records", tmp_path) == 0
+    page = (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert page.count("NVIDIA H100 (CUDA None, driver 580.1)") == len(names)
+    assert page.count("Time was up before all of it was measured") == 1
 
 
 # --- what only a GPU has, checked against torch's signatures
@@ -361,15 +401,12 @@ def test_a_call_is_timed_between_two_events_and_on_the_host(gpu: dict[str, Any])
 
 
 def test_rows_of_a_gpu_have_the_hosts_time_beside_that_of_events(gpu: dict[str, Any]) -> None:
-    from argparse import Namespace  # noqa: PLC0415
-
     x = torch.ones(3)
     setting = Setting("cuda", quick=True, rounds=3, options=Namespace())
     comparison = Comparison("add", "an addition", Side("x + 1", {"x": x}), Side("x + 2", {"x": x}))
     [row] = measure([comparison], setting, block_seconds=1e-3)
-    assert row.host is not None
-    assert row.host["baseline_ns"].median > 0
-    assert row.baseline_ns.median == pytest.approx(row.guarded_ns.median)  # both 2 ms a block
+    assert row["host"]["baseline_ns"].median > 0
+    assert row["baseline_ns"].median == pytest.approx(row["guarded_ns"].median)  # 2 ms a block
     page = Table().of(json.loads(text({"rows": [row]})), "cuda")
     assert "more on the host" in page
 
@@ -382,7 +419,6 @@ def test_memory_of_a_gpu_is_limited_by_a_share_of_the_card(gpu: dict[str, Any]) 
 def test_a_copy_that_is_no_repository_is_told_its_revision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-
     monkeypatch.setenv("BENCHMARKS_REVISION", "abc1234")
     assert context("bench_padding", [])["revision"] == "abc1234"
 
@@ -404,20 +440,8 @@ def test_the_operators_database_is_read_without_expecttest() -> None:
             seen.append(outcome(case, "cpu"))
             if len(seen) == 5:
                 break
-        assert {{each.verdict for each in seen}} == {{"holds"}}, seen
+        assert {{each["verdict"] for each in seen}} == {{"holds"}}, seen
         assert "expecttest" not in sys.modules
         print(len(seen))
     """
     assert output_of(program) == "5\n"
-
-
-def test_a_failure_that_no_guard_undoes_is_found() -> None:
-    def spoils(out: torch.Tensor) -> None:
-        torch._C.TensorBase.resize_(out, 9)  # behind every guard's back
-
-    kept = outcome(Case("kept", (torch.float32,), lambda _: 1 / 0, False), "cpu")
-    assert (kept.torch, kept.guarded, kept.verdict) == ("as it was", "as it was", "holds")
-    found = outcome(Case("spoils", (torch.float32,), spoils, True, ("resize",)), "cpu")
-    assert found.torch == "corrupt after RuntimeError"
-    assert found.installed == "corrupt after RuntimeError"
-    assert found.verdict == "does not hold"

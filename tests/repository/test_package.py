@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -74,14 +73,15 @@ def test_source_distribution(dist: dict[str, Path], tmp_path: Path) -> None:
     """The source distribution builds the same wheel."""
     unpack(dist[".gz"], tmp_path)
     [source] = tmp_path.iterdir()
-    assert (source / "tests" / "repository" / "test_package.py").exists()
-    for name in ("mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md"):
+    for name in (
+        "tests/repository/test_package.py",
+        "mkdocs.yml",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+    ):
         assert (source / name).exists(), name
     again = build(source, tmp_path / "again", "--wheel")
-    digests = [
-        hashlib.sha256(path.read_bytes()).hexdigest() for path in (dist[".whl"], again[".whl"])
-    ]
-    assert digests[0] == digests[1]
+    assert dist[".whl"].read_bytes() == again[".whl"].read_bytes()
 
 
 def test_reproducible(dist: dict[str, Path], tmp_path: Path) -> None:
@@ -136,18 +136,6 @@ except RuntimeError:
         installed, "-m", "torchguard", "doctor", "--only", "resize-locked", folder=tmp_path
     )
     assert "closed" in memory
-
-
-@pytest.mark.slow
-def test_tests_of_the_wheel(dist: dict[str, Path], installed: Path, tmp_path: Path) -> None:
-    """Tests pass against the wheel with the sources deleted."""
-    unpack(dist[".gz"], tmp_path)
-    [source] = [path for path in tmp_path.iterdir() if path.is_dir()]
-    shutil.rmtree(source / "src")
-    files = ["tests/rollback/test_shared_memory.py"]
-    options = ("-p", "no:cacheprovider", "-q", "-m", "not slow")
-    shown = run_installed(installed, "-m", "pytest", *options, *files, folder=source)
-    assert " passed" in shown
 
 
 def test_pytest_plugin(installed: Path, tmp_path: Path) -> None:

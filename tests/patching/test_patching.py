@@ -17,18 +17,21 @@ from torch import nn
 import torchguard
 from support.child_process import output_of
 from torchguard import install
-from torchguard.patching.guards import GUARDS
+from torchguard.patching.guards import GUARDS, GuardName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 
+EVERYTHING: tuple[GuardName, ...] = (
+    "resize", "out", "verified", "save", "load", "numpy", "optimizer", "overlap", "recompute",
+)  # fmt: skip
+
+
 @pytest.fixture
 def everything_installed() -> Iterator[None]:
-    with install(
-        "resize", "out", "verified", "save", "load", "numpy", "optimizer", "overlap", "recompute"
-    ):
+    with install(*EVERYTHING):
         yield
 
 
@@ -41,10 +44,6 @@ PATHS = [
 ]
 
 
-def paths() -> list[str]:
-    return PATHS
-
-
 def live(path: str) -> Any:
     # torch.optim deletes the names of its modules, so attributes alone do not lead there.
     return pkgutil.resolve_name(path)
@@ -53,23 +52,33 @@ def live(path: str) -> Any:
 # --- names, signatures, docstrings
 
 
-@pytest.mark.usefixtures("everything_installed")
-def test_every_patched_function_has_a_readable_signature() -> None:
-    for path in paths():
-        signature = inspect.signature(live(path))
-        assert str(signature).startswith("("), path
-    assert len(paths()) > 300
-
-
-def test_without_installing_most_signatures_can_not_be_read() -> None:
-    def unreadable(path: str) -> bool:
+def test_what_torch_shows_of_a_function_is_shown_of_what_is_patched() -> None:
+    """Name, place, docstring, ``help()``; and a signature, which most do not have without it."""
+    assert len(PATHS) > 300
+    unreadable = 0
+    for path in PATHS:
         try:
             inspect.signature(live(path))
         except ValueError:
-            return True
-        return False
-
-    assert sum(unreadable(path) for path in paths()) > 300
+            unreadable += 1
+    assert unreadable > 300
+    with install(*EVERYTHING):
+        for path in PATHS:
+            function, bare = live(path), torchguard.get_original(path)
+            owner, _, name = path.rpartition(".")
+            place = name
+            if isinstance(live(owner), type):
+                owner, _, kind = owner.rpartition(".")
+                place = f"{kind}.{name}"
+            assert str(inspect.signature(function)).startswith("("), path
+            assert (function.__name__, function.__qualname__) == (name, place)
+            assert function.__module__ == owner
+            assert live(f"{function.__module__}.{function.__qualname__}") is function
+            assert function.__doc__ == bare.__doc__
+            assert f"function {place} at" in repr(function)
+            text = pydoc.render_doc(function, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
+            assert f"{name}(" in text.replace("Tensor.", "")
+            assert "torchguard" not in text
 
 
 @pytest.mark.usefixtures("everything_installed")
@@ -88,8 +97,32 @@ def test_signatures_are_torchs(path: str, signature: str | None) -> None:
     assert str(inspect.signature(live(path))) == expected
 
 
+CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("torch.max", (1, 2), {}),
+    ("torch.max", (1,), {"dim": 0, "keepdim": True}),
+    ("torch.argmax", (1, 0), {}),
+    ("torch.sum", (1,), {"dim": 0, "out": None}),
+    ("torch.median", (1, 0), {}),
+    ("torch.prod", (1,), {}),
+    ("torch.softmax", (1, 0), {"out": None}),
+    ("torch.isin", (1, 2), {"out": None}),
+    ("torch.normal", (0.0, 1.0, (2,)), {}),
+    ("torch.full", ((2,), 1), {"out": None}),
+    ("torch.zeros", (2, 3), {"out": None}),
+    ("torch.arange", (2, 3), {"out": None}),
+    ("torch.nn.functional.gelu", (1,), {"out": None}),
+    ("torch.nn.functional.linear", (1, 2), {"out": None}),
+    ("torch.Tensor.resize_", (1, 2, 3), {"memory_format": None}),
+    ("torch.Tensor.resize_", (1, (2, 3)), {}),
+    ("torch.Tensor.set_", (1,), {}),
+    ("torch.Tensor.resize_as_", (1, 2), {"memory_format": None}),
+]
+
+
 @pytest.mark.usefixtures("everything_installed")
-def test_methods_take_self_in_their_signatures() -> None:
+def test_a_signature_refuses_no_call_that_torch_takes_and_methods_take_self() -> None:
+    for path, arguments, names in CALLS:
+        inspect.signature(live(path)).bind(*arguments, **names)
     for name in ("resize_", "resize_as_", "set_"):
         parameters = list(inspect.signature(getattr(torch.Tensor, name)).parameters)
         assert parameters[0] == "self"
@@ -98,88 +131,16 @@ def test_methods_take_self_in_their_signatures() -> None:
         assert list(bound) == parameters[1:]
 
 
-@pytest.mark.usefixtures("everything_installed")
-@pytest.mark.parametrize(
-    ("path", "arguments", "names"),
-    [
-        ("torch.max", (1, 2), {}),
-        ("torch.max", (1,), {"dim": 0, "keepdim": True}),
-        ("torch.min", (1, 2), {}),
-        ("torch.argmax", (1, 0), {}),
-        ("torch.argmax", (1,), {"dim": 0, "out": None}),
-        ("torch.sum", (1, 0), {}),
-        ("torch.sum", (1,), {"dim": 0, "out": None}),
-        ("torch.mean", (1, 0), {}),
-        ("torch.median", (1, 0), {}),
-        ("torch.prod", (1,), {}),
-        ("torch.softmax", (1, 0), {"out": None}),
-        ("torch.take", (1, 2), {"out": None}),
-        ("torch.isin", (1, 2), {"out": None}),
-        ("torch.normal", (0.0, 1.0, (2,)), {}),
-        ("torch.full", ((2,), 1), {"out": None}),
-        ("torch.zeros", (2, 3), {"out": None}),
-        ("torch.arange", (2, 3), {"out": None}),
-        ("torch.nn.functional.gelu", (1,), {"out": None}),
-        ("torch.nn.functional.linear", (1, 2), {"out": None}),
-        ("torch.nn.functional.hardshrink", (1,), {"out": None}),
-        ("torch.Tensor.resize_", (1, 2, 3), {"memory_format": None}),
-        ("torch.Tensor.resize_", (1, (2, 3)), {}),
-        ("torch.Tensor.set_", (1,), {}),
-        ("torch.Tensor.resize_as_", (1, 2), {"memory_format": None}),
-    ],
-)
-def test_a_signature_refuses_no_call_that_torch_takes(
-    path: str, arguments: tuple[Any, ...], names: dict[str, Any]
-) -> None:
-    inspect.signature(live(path)).bind(*arguments, **names)
-
-
-@pytest.mark.usefixtures("everything_installed")
-def test_names_and_docstrings_are_torchs_and_lead_back_to_the_function() -> None:
-    for path in paths():
-        function, bare = live(path), torchguard.get_original(path)
-        owner, _, name = path.rpartition(".")
-        place = name
-        if isinstance(live(owner), type):
-            owner, _, kind = owner.rpartition(".")
-            place = f"{kind}.{name}"
-        assert function.__name__ == name
-        assert function.__qualname__ == place
-        assert function.__module__ == owner
-        assert live(f"{function.__module__}.{function.__qualname__}") is function
-        assert function.__doc__ == bare.__doc__
-        assert f"function {function.__qualname__} at" in repr(function)
-
-
-@pytest.mark.usefixtures("everything_installed")
-def test_help_renders_every_patched_function() -> None:
-    for path in paths():
-        text = pydoc.render_doc(live(path), renderer=pydoc.plaintext)  # type: ignore[attr-defined]
-        assert f"{path.rpartition('.')[2]}(" in text.replace("Tensor.", "")
-        assert "torchguard" not in text
-    text = pydoc.render_doc(torch.Tensor.resize_, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
-    assert "Resizes :attr:`self` tensor to the specified size" in text
-
-
 # --- pickle, copy, save
 
 
 @pytest.mark.usefixtures("everything_installed")
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_patched_function_survives_pickle(protocol: int) -> None:
-    for path in paths():
+def test_a_patched_function_survives_pickle_and_copy() -> None:
+    for path in PATHS:
         function = live(path)
-        assert pickle.loads(pickle.dumps(function, protocol)) is function  # noqa: S301
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(function, protocol)) is function  # noqa: S301
         assert copy.deepcopy(function) is function
-
-
-def test_a_pickled_patched_function_is_torchs_own_where_nothing_is_installed() -> None:
-    with install("resize", "out"):
-        pickled = pickle.dumps({path: live(path) for path in paths()})
-    loaded = pickle.loads(pickled)  # noqa: S301
-    for path, function in loaded.items():
-        assert function is torchguard.get_original(path)
-        assert live(path) is function
 
 
 def test_a_process_without_torchguard_can_load_what_was_pickled(tmp_path: Path) -> None:
@@ -201,18 +162,17 @@ def test_a_process_without_torchguard_can_load_what_was_pickled(tmp_path: Path) 
     assert printed.split() == ["True", "True", "True", "True", "torch.Size([1,", "2])", "False"]
 
 
-def test_torchs_own_functions_taken_before_can_be_pickled_while_installed() -> None:
-    bare = {path: live(path) for path in paths()}
+def test_a_function_is_pickled_by_its_name() -> None:
+    """Loaded after uninstall() it is torch's own; what was taken before or kept is refused."""
+    bare = {path: live(path) for path in PATHS}
     failing_anyway = {path for path, function in bare.items() if not _pickles(function)}
     with install("resize", "out"):
+        pickled = pickle.dumps({path: live(path) for path in PATHS})
+        kept = [torch.nn.functional.gelu, torch.add, torch.Tensor.resize_]
         failing = {path for path, function in bare.items() if not _pickles(function)}
     assert failing - failing_anyway == set()
-
-
-def test_a_patched_function_that_was_kept_is_refused_by_pickle_after_uninstall() -> None:
-    """Pickle stores a function by its name, where by then torch's own stands again."""
-    with install("resize", "out"):
-        kept = [torch.nn.functional.gelu, torch.add, torch.Tensor.resize_]
+    for path, function in pickle.loads(pickled).items():  # noqa: S301
+        assert function is live(path) is torchguard.get_original(path)
     for function in kept:
         with pytest.raises(pickle.PicklingError, match="not the same object"):
             pickle.dumps(function)
@@ -289,7 +249,7 @@ if __name__ == "__main__":
     if guarded == "guarded":
         torchguard.install("resize", "out")
     start = install_in_worker if guarded == "guarded" and how == "spawn" else None
-    loader = DataLoader(Squares(), batch_size=3, num_workers=2, multiprocessing_context=how,
+    loader = DataLoader(Squares(), batch_size=3, num_workers=1, multiprocessing_context=how,
                         worker_init_fn=start)
     for batch in loader:
         shared = batch["square"].is_shared()
@@ -300,8 +260,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_data_loader_workers_collate_as_before(how: str, tmp_path: Path) -> None:
-    bare = output_of(LOADER, how, "bare", folder=tmp_path)
+def test_data_loader_workers_collate_as_before(tmp_path: Path) -> None:
+    bare = output_of(LOADER, "fork", "bare", folder=tmp_path)
     assert "True" in bare, "the workers have to put their batches into shared memory"
-    assert output_of(LOADER, how, "guarded", folder=tmp_path) == bare
+    for how in ("fork", "spawn"):
+        assert output_of(LOADER, how, "guarded", folder=tmp_path) == bare

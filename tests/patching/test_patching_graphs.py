@@ -78,26 +78,20 @@ def _program(scripted: Any) -> str:
 
 
 MODULES: list[Callable[[], nn.Module]] = [
-    lambda: nn.Linear(3, 3),
     nn.GELU,
-    nn.Softplus,
     nn.LogSigmoid,
     lambda: nn.AvgPool2d(2),
-    lambda: nn.Softmax(1),
-    lambda: nn.LayerNorm(3),
     nn.CosineSimilarity,
     nn.PairwiseDistance,
     lambda: nn.TransformerEncoderLayer(4, 2, batch_first=True),
-    lambda: nn.MultiheadAttention(4, 2),
 ]
 
 
-@pytest.mark.parametrize("index", range(len(MODULES)))
-def test_torchscript_compiles_torchs_modules_as_before(index: int) -> None:
-    bare = str(torch.jit.script(MODULES[index]()).code)
-    with install("resize", "out"):
-        guarded = torch.jit.script(MODULES[index]())
-        assert str(guarded.code) == bare
+def test_torchscript_compiles_torchs_modules_as_before() -> None:
+    for make in MODULES:
+        bare = str(torch.jit.script(make()).code)
+        with install("resize", "out"):
+            assert str(torch.jit.script(make()).code) == bare
 
 
 @pytest.mark.parametrize("function", SCRIPTED, ids=lambda function: function.__name__)
@@ -112,12 +106,11 @@ def test_jit_trace_records_the_same_graph_with_the_same_warnings(
         texts = [f"{each.category.__name__}: {each.message}" for each in warned]
         return operators, texts, traced(*SQUARE)
 
-    bare = trace()
+    *bare, expected = trace()
     with install("resize", "out"):
-        guarded = trace()
-    assert guarded[0] == bare[0]
-    assert guarded[1] == bare[1]
-    torch.testing.assert_close(guarded[2], bare[2])
+        *guarded, found = trace()
+    assert guarded == bare
+    torch.testing.assert_close(found, expected)
 
 
 # --- graphs: torch.fx, make_fx, torch.export, torch.func
@@ -133,24 +126,17 @@ def test_symbolic_trace_has_torchs_own_functions_as_targets() -> None:
         guarded = torch.fx.symbolic_trace(adds_and_norms)
         assert graph(guarded) == graph(bare)
         assert guarded.code == bare.code
-        torch.testing.assert_close(guarded(*SQUARE), bare(*SQUARE))
         torch.testing.assert_close(guarded(*SQUARE), adds_and_norms(*SQUARE))
+        # So a pass over a graph finds what it asks for.
+        targets = {node.target for node in guarded.graph.nodes}
+        assert torchguard.get_original("torch.add") in targets
+        assert torchguard.get_original("torch.nn.functional.gelu") in targets
+        assert torch.add not in targets
     torch.testing.assert_close(guarded(*SQUARE), bare(*SQUARE))
     assert copy.deepcopy(guarded).code == bare.code
 
 
-def test_a_pass_over_a_graph_finds_the_original_of_torch_add_while_installed() -> None:
-    def found() -> int:
-        module = torch.fx.symbolic_trace(lambda x: torch.add(x, 1) + torch.nn.functional.gelu(x))
-        wanted = set(map(torchguard.get_original, ("torch.add", "torch.nn.functional.gelu")))
-        return sum(node.target in wanted for node in module.graph.nodes)
-
-    assert found() == 2
-    with install("resize", "out"):
-        assert found() == 2
-
-
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
 @pytest.mark.parametrize("function", SCRIPTED[:2], ids=lambda function: function.__name__)
 def test_make_fx_records_the_same_graph_and_guards(
     function: Callable[..., torch.Tensor], mode: str
@@ -169,7 +155,6 @@ def test_make_fx_records_the_same_graph_and_guards(
         return
     with install("resize", "out"):
         guarded = trace()
-    assert [row[0:2] for row in guarded[0]] == [row[0:2] for row in bare[0]]
     assert guarded == bare
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,16 +16,9 @@ from torchguard.cli import DOCUMENTATION
 from torchguard.defects.catalog import built_in, built_in_ids
 
 
-def test_version() -> None:
-    """``python -m torchguard --version`` prints the version."""
-    line = [sys.executable, "-m", "torchguard", "--version"]
-    done = subprocess.run(line, capture_output=True, text=True, check=True)
-    assert done.stdout == f"torchguard {torchguard.__version__}\n"
-
-
 @pytest.mark.parametrize("start", [["-m", "torchguard"], ["torchguard"]], ids=["module", "script"])
 def test_nothing_that_prints_a_text_imports_torch(start: list[str], tmp_path: Path) -> None:
-    """torch takes seconds to import; here it would raise."""
+    """As ``--version`` does: torch takes seconds to import, and here it would raise."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
     script = tmp_path / "torchguard"  # what pip makes of [project.scripts]
     script.write_text("import sys\nfrom torchguard.__main__ import main\nsys.exit(main())\n")
@@ -54,25 +48,19 @@ def test_version_of_another_program(tmp_path: Path) -> None:
         assert done.stdout == "mine 2\n"
 
 
-def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a command it prints its help."""
-    assert main([]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("usage: python -m torchguard")
-    assert "doctor" in shown.out
-    assert not shown.err
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help lists the commands."""
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "doctor" in shown
-    assert "run" in shown
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """--help, and no command at all, lists the commands."""
+    with contextlib.suppress(SystemExit) as ended:
+        assert main(arguments) == 0
+    assert ended is None
+    shown, errors = capsys.readouterr()
+    assert shown.startswith("usage: python -m torchguard")
+    for command in ("demo", "doctor", "run", "plan", "fuzz"):
+        assert f"\n    {command} " in shown
     assert "python -m torchguard doctor --only resize-locked" in shown
     assert f"documentation: {DOCUMENTATION}" in shown
+    assert not errors
 
 
 def test_help_of_the_doctor_has_the_ids(capsys: pytest.CaptureFixture[str]) -> None:

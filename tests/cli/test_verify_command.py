@@ -15,12 +15,6 @@ from torchguard.__main__ import main
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def flipped(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1 << place % 8
-    path.write_bytes(data)
-
-
 def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"a": torch.ones(3), "b": torch.ones(4, dtype=torch.bool)}
     torch.save(state, tmp_path / "new.pt")
@@ -39,25 +33,26 @@ def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.count("is whole") == len(paths)
 
 
-def test_100_flips_in_a_shard_are_seen_and_the_tensor_is_named(tmp_path: Path) -> None:
+def test_flips_in_a_shard_are_seen_and_the_tensor_is_named(tmp_path: Path) -> None:
+    """Bare DCP loads what was flipped."""
     state = {"a": torch.arange(3000.0), "b": torch.arange(3000.0)}
     state_dict_saver.save(state, checkpoint_id=tmp_path / "dcp")
     (shard,) = (tmp_path / "dcp").glob("*.distcp")
     whole = shard.read_bytes()
-    begins = whole.find(state["b"].numpy().tobytes()[:400])
-    second = whole.find(state["b"].numpy().tobytes(), begins + 1)
-    for place in range(second, second + 12_000, 120):
-        shard.write_bytes(whole)
-        flipped(shard, place)
-        found = torchguard.verify_checkpoint(tmp_path / "dcp")
-        assert len(found.faults) == 1
-        assert "does not hold what was written at b" in found.faults[0]
-        loaded = {"a": torch.zeros(3000), "b": torch.zeros(3000)}
-        with pytest.raises(RuntimeError, match="no tensor has changed"):
-            torchguard.load_sharded(loaded, tmp_path / "dcp")
-        assert not loaded["a"].any()
-        state_dict_loader.load(loaded, checkpoint_id=tmp_path / "dcp")  # bare DCP loads it
-        assert loaded["a"].any()
+    content = state["b"].numpy().tobytes()
+    second = whole.find(content, whole.find(content) + 1)
+    for place in range(second, second + 12_000, 1200):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 8
+        shard.write_bytes(data)
+        (fault,) = torchguard.verify_checkpoint(tmp_path / "dcp").faults
+        assert "does not hold what was written at b" in fault
+    loaded = {"a": torch.zeros(3000), "b": torch.zeros(3000)}
+    with pytest.raises(RuntimeError, match="no tensor has changed"):
+        torchguard.load_sharded(loaded, tmp_path / "dcp")
+    assert not loaded["a"].any()
+    state_dict_loader.load(loaded, checkpoint_id=tmp_path / "dcp")
+    assert loaded["a"].any()
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
@@ -72,11 +67,6 @@ def test_a_file_that_is_cut_off(
     assert "NOT whole" in capsys.readouterr().out
     if name == "a.safetensors":
         assert "weight" in torchguard.verify_checkpoint(path).faults[0]
-
-
-def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(tmp_path / "a.pt")]) == 2
-    assert "there is nothing at" in capsys.readouterr().err
 
 
 def test_a_file_that_an_index_lists_is_missed(tmp_path: Path) -> None:
@@ -106,7 +96,11 @@ def test_a_sharded_save_that_was_stopped_is_not_whole(tmp_path: Path) -> None:
     assert not torchguard.verify_checkpoint(tmp_path / "run")
 
 
-def test_what_is_no_checkpoint_is_not_whole(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_or_is_not_there_is_not_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(tmp_path / "a.pt")]) == 2
+    assert "there is nothing at" in capsys.readouterr().err
     (tmp_path / "notes.txt").write_text("no checkpoint")
     for path in (tmp_path, tmp_path / "notes.txt"):
         assert "no checkpoint of a format" in torchguard.verify_checkpoint(path).faults[0]

@@ -1,8 +1,10 @@
-"""``torchguard.doctor``: its arguments, its progress, its report."""
+"""``torchguard.doctor``: its arguments, its progress, its report, and the catalog as it is."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,36 +12,25 @@ import torch
 
 import torchguard
 from support.planted import planted
+from torchguard.defects.catalog import all_defects
 from torchguard.defects.doctor import DoctorProgress, DoctorReport
 
 
-class TestArguments:
-    def test_unknown_id(self) -> None:
-        """The error names the nearest identifier."""
-        with pytest.raises(ValueError, match=r"no defect 'resize-lock'.*mean resize-locked"):
-            torchguard.doctor(["resize-lock"])
-
-    def test_other_family(self) -> None:
-        """A defect that is not of the family is an error, not an empty report."""
-        with pytest.raises(ValueError, match="resize-locked is of the family 'memory'"):
-            torchguard.doctor(only=["resize-locked"], family="gradient")
-
-    def test_unknown_family(self) -> None:
-        """The error names the families."""
-        with pytest.raises(ValueError, match="memory, compile, gradient"):
-            torchguard.doctor(family="graphics")  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize(
-        ("option", "message"), [({"jobs": 0}, "jobs"), ({"timeout": -1.0}, "timeout")]
-    )
-    def test_not_positive(self, option: dict[str, Any], message: str) -> None:
-        """Numbers have to be positive."""
-        with pytest.raises(ValueError, match=message):
-            torchguard.doctor(["resize-locked"], **option)
-
-    def test_nothing(self) -> None:
-        """No defect to probe gives an empty report."""
-        assert torchguard.doctor([]).rows == ()
+@pytest.mark.parametrize(
+    ("only", "options", "message"),
+    [
+        (["resize-lock"], {}, r"no defect 'resize-lock'.*mean resize-locked"),
+        (["resize-locked"], {"family": "gradient"}, "resize-locked is of the family 'memory'"),
+        (None, {"family": "graphics"}, "memory, compile, gradient"),
+        (["resize-locked"], {"jobs": 0}, "jobs"),
+        (["resize-locked"], {"timeout": -1.0}, "timeout"),
+    ],
+)
+def test_wrong_arguments(only: Any, options: dict[str, Any], message: str) -> None:
+    """The error names what there is."""
+    with pytest.raises(ValueError, match=message):
+        torchguard.doctor(only, **options)
+    assert torchguard.doctor([]).rows == ()
 
 
 @pytest.mark.usefixtures("plugin")
@@ -58,19 +49,29 @@ def test_progress() -> None:
     assert left[-1] == 0
 
 
-class TestReport:
-    def test_json(self, report: DoctorReport) -> None:
-        """A report survives the round trip through JSON."""
-        assert DoctorReport.from_json(report.to_json()) == report
-        assert json.loads(report.to_json())["exit_status"] == report.exit_status == 1
+def test_json(report: DoctorReport) -> None:
+    """A report survives the round trip through JSON; a document of another format is refused."""
+    assert DoctorReport.from_json(report.to_json()) == report
+    document = json.loads(report.to_json())
+    assert document["exit_status"] == report.exit_status == 1
+    with pytest.raises(ValueError, match="format 2, got format 1"):
+        DoctorReport.from_json(json.dumps({**document, "format": 1}))
+    assert report.environment.torch == torch.__version__
+    assert report.environment.foreign is None
 
-    def test_other_format(self, report: DoctorReport) -> None:
-        """A document of another format is refused."""
-        document = {**json.loads(report.to_json()), "format": 1}
-        with pytest.raises(ValueError, match="format 2, got format 1"):
-            DoctorReport.from_json(json.dumps(document))
 
-    def test_environment(self, report: DoctorReport) -> None:
-        """It names the torch that the probes ran on."""
-        assert report.environment.torch == torch.__version__
-        assert report.environment.foreign is None
+@pytest.mark.slow
+def test_whole_table() -> None:
+    """On the torch at hand every row has an answer, and every guard closes its defect."""
+    line = [sys.executable, "-m", "torchguard", "doctor", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    report = DoctorReport.from_json(done.stdout)
+    assert [row.id for row in report.rows] == [row.id for row in all_defects()]
+    unanswered = [row for row in report.rows if row.bare.status in {"timeout", "broken"}]
+    assert unanswered == []
+    assert report.failed == ()
+    assert done.returncode == 0
+    # A table in which everything is absent would show nothing of the guards: these two defects
+    # are live on every torch there is.
+    closed = {row.id for row in report.rows if row.guarded.status == "closed"}
+    assert closed >= {"resize-locked", "resize-shared"}

@@ -17,94 +17,59 @@ from support.planted import planted, row
 from support.processes import wait_until_gone
 from torchguard.defects import runner
 from torchguard.defects.doctor import DoctorReport
-from torchguard.defects.runner import Verdict
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and terminals of POSIX")
 
 
-def bare(report: DoctorReport, name: str) -> Verdict:
-    return row(report, name).bare
-
-
-def guarded(report: DoctorReport, name: str) -> Verdict:
-    return row(report, name).guarded
-
-
 class TestBareRun:
-    def test_absent(self, report: DoctorReport) -> None:
-        """A probe that returns None has not found its defect."""
-        assert bare(report, "absent").status == "absent"
-        assert guarded(report, "absent").status == "-"
-        assert not row(report, "absent").live
-
-    def test_live(self, report: DoctorReport) -> None:
-        """The row carries the sentence of the probe."""
-        assert bare(report, "live").status == "corrupt"
-        assert bare(report, "live").detail == "two plus two was 5"
-        assert row(report, "live").live
-
-    def test_output_of_the_probe(self, report: DoctorReport) -> None:
-        """A verdict that a probe prints is not taken for its own."""
-        assert bare(report, "noisy").detail == "printed a verdict and meant another"
-
-    @posix_only
     @pytest.mark.parametrize(
-        ("name", "end"),
-        [("segfault", "SIGSEGV"), ("abort", "SIGABRT"), ("quits", "exit status 3")],
+        ("name", "status", "detail"),
+        [
+            ("absent", "absent", ""),
+            ("live", "corrupt", "two plus two was 5"),
+            # A verdict that a probe prints is not taken for its own.
+            ("noisy", "corrupt", "printed a verdict and meant another"),
+            # A process that dies is a live row with the signal or the exit status.
+            ("segfault", "crash", "SIGSEGV"),
+            ("abort", "crash", "SIGABRT"),
+            ("quits", "crash", "exit status 3"),
+            ("not-run", "not run", "needs two moons"),
+            ("raises", "broken", 'KeyError: "the probe\'s own fault"'),
+            ("exits", "broken", "SystemExit: 0"),
+            ("true", "broken", "expected None or one sentence"),
+            ("limits", "corrupt", "core files of 0 bytes"),
+            ("hang", "timeout", "no answer after 12 seconds"),
+            # Without its pipes a process looks as if it had ended.
+            ("hangs-closed", "timeout", "no answer after 12 seconds"),
+        ],
     )
-    def test_crash(self, report: DoctorReport, name: str, end: str) -> None:
-        """A process that dies is a live row with the signal or the exit status."""
-        assert (bare(report, name).status, bare(report, name).detail) == ("crash", end)
-        assert row(report, name).live
+    def test_verdict(self, report: DoctorReport, name: str, status: str, detail: str) -> None:
+        """Each way to end has its own; a defect that was shown, or a crash, is live."""
+        found = row(report, name)
+        assert found.bare.status == status
+        assert detail in found.bare.detail
+        assert found.live == (status in {"corrupt", "crash"})
 
-    def test_timeout(self, report: DoctorReport, plugin: Path) -> None:
-        """A probe that hangs is killed with every process it has started."""
-        assert bare(report, "hang").status == "timeout"
-        assert bare(report, "hang").detail == "no answer after 12 seconds"
-        assert not row(report, "hang").live
-        for pid in (plugin / "hanging").read_text().split():
-            assert wait_until_gone(int(pid))
-        # Without its pipes a process looks as if it had ended.
-        assert bare(report, "hangs-closed").status == "timeout"
-
-    def test_children(self, report: DoctorReport, plugin: Path) -> None:
-        """Processes that a probe leaves running end with it, and do not delay its verdict."""
-        assert bare(report, "leaves-a-child").status == "absent"
-        assert wait_until_gone(int((plugin / "left").read_text()))
+    def test_processes(self, report: DoctorReport, plugin: Path) -> None:
+        """What a probe leaves running ends with it, and does not delay its verdict."""
         # A forked child has every pipe of its parent, so the runner must not wait for those.
-        assert bare(report, "leaves-a-fork").status == "absent"
-        assert wait_until_gone(int((plugin / "forked").read_text()))
-
-    def test_not_run(self, report: DoctorReport) -> None:
-        """A probe that lacks something is "not run", which is never "closed"."""
-        assert bare(report, "not-run").status == "not run"
-        assert bare(report, "not-run").detail == "needs two moons"
-        assert guarded(report, "not-run").status == "not run"
+        for name in ("leaves-a-child", "leaves-a-fork"):
+            assert row(report, name).bare.status == "absent"
+        for name in ("hanging", "left", "forked"):
+            for pid in (plugin / name).read_text().split():
+                assert wait_until_gone(int(pid))
 
     def test_exception(self, report: DoctorReport) -> None:
-        """A probe that raises is "broken", and the row has the traceback."""
-        found = bare(report, "raises")
-        assert found.status == "broken"
-        assert found.detail == 'KeyError: "the probe\'s own fault"'
-        assert "on the way to the error" in found.log
-        assert "in raises" in found.log
-        assert guarded(report, "raises").status == "-"
-
-    def test_exit_and_wrong_result(self, report: DoctorReport) -> None:
-        """A probe that calls sys.exit(), or returns no sentence, is "broken"."""
-        assert bare(report, "exits").detail == "SystemExit: 0"
-        assert bare(report, "true").status == "broken"
-        assert "expected None or one sentence" in bare(report, "true").detail
-
-    def test_core_files(self, report: DoctorReport) -> None:
-        """A process that crashes writes no core file."""
-        assert bare(report, "limits").detail == "core files of 0 bytes"
+        """A probe that raises has its output and the traceback in the row."""
+        log = row(report, "raises").bare.log
+        assert "on the way to the error" in log
+        assert "in raises" in log
 
     def test_environment(self, report: DoctorReport, plugin: Path) -> None:
         """Switches of the caller's do not reach a probe; it has one thread and a shared cache."""
         assert plugin.exists()
         assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
-        seen = json.loads(bare(report, "switches").detail)
+        seen = json.loads(row(report, "switches").bare.detail)
         assert seen["TORCH_COMPILE_DISABLE"] is None
         assert seen["OMP_NUM_THREADS"] == "1"
         assert not Path(seen["TORCHINDUCTOR_CACHE_DIR"]).parent.exists()  # temporary
@@ -112,58 +77,38 @@ class TestBareRun:
     def test_process(self, report: DoctorReport) -> None:
         """Each probe has a process of its own."""
         names = ("process", "another-process")
-        assert len({os.getpid(), *(int(bare(report, name).detail) for name in names)}) == 3
+        assert len({os.getpid(), *(int(row(report, name).bare.detail) for name in names)}) == 3
 
 
-class TestGuardedRun:
-    def test_absent(self, report: DoctorReport) -> None:
-        """Where the defect is absent there is no guarded run."""
-        assert guarded(report, "absent-with-guard").status == "-"
-
-    @pytest.mark.parametrize("name", ["installed", "in-scope"])
-    def test_guards(self, report: DoctorReport, name: str) -> None:
-        """The guards that the defect names are installed, or their scope is entered."""
-        assert bare(report, name).status == "corrupt"
-        assert guarded(report, name).status == "closed"
-
-    def test_guarded_probe(self, report: DoctorReport) -> None:
-        """A guard that is called has a probe of its own."""
-        assert bare(report, "closed").status == "crash"
-        assert guarded(report, "closed").status == "closed"
-        assert not row(report, "closed").failed
-
-    def test_detected(self, report: DoctorReport) -> None:
-        """A guard that only finds the damage makes a row "detected", not "closed"."""
-        assert guarded(report, "detected").status == "detected"
-        assert not row(report, "detected").failed
-        assert guarded(report, "detects-nothing").status == "open"
-        assert row(report, "detects-nothing").failed
-
-    @pytest.mark.parametrize(
-        ("name", "status", "detail"),
-        [
-            ("open", "open", "still 5"),
-            ("guarded-crash", "open", "crash: SIGSEGV"),
-            ("guarded-not-run", "not run", "only the bare run works here"),
-            ("guarded-raises", "broken", "OSError: nothing to see"),
-        ],
-    )
-    def test_failed(self, report: DoctorReport, name: str, status: str, detail: str) -> None:
-        """A guard that does not close its defect fails, however its run ended."""
-        assert (guarded(report, name).status, guarded(report, name).detail) == (status, detail)
-        assert row(report, name).failed
-
-    def test_unknown_guard(self, report: DoctorReport) -> None:
-        """A guard that does not exist is "broken", and fails."""
-        assert guarded(report, "no-such-guard").status == "broken"
-        assert "no-such-guard" in guarded(report, "no-such-guard").detail
-        assert row(report, "no-such-guard").failed
-
-    def test_no_guard(self, report: DoctorReport) -> None:
-        """A live defect without a guard is "open", and does not fail."""
-        found = guarded(report, "live")
-        assert (found.status, found.detail) == ("open", "no guard yet")
-        assert not row(report, "live").failed
+@pytest.mark.parametrize(
+    ("name", "status", "detail", "failed"),
+    [
+        # Where the defect is absent, or the bare run says nothing, there is no guarded run.
+        ("absent", "-", "", False),
+        ("absent-with-guard", "-", "", False),
+        ("raises", "-", "", False),
+        ("not-run", "not run", "", False),  # which is never "closed"
+        ("live", "open", "no guard yet", False),
+        ("installed", "closed", "", False),
+        ("in-scope", "closed", "", False),
+        ("closed", "closed", "", False),  # a guard that is called has a probe of its own
+        ("detected", "detected", "", False),  # it only finds the damage
+        ("detects-nothing", "open", "", True),
+        ("open", "open", "still 5", True),
+        ("guarded-crash", "open", "crash: SIGSEGV", True),
+        ("guarded-not-run", "not run", "only the bare run works here", True),
+        ("guarded-raises", "broken", "OSError: nothing to see", True),
+        ("no-such-guard", "broken", "no-such-guard", True),
+    ],
+)
+def test_guarded_run(
+    report: DoctorReport, name: str, status: str, detail: str, *, failed: bool
+) -> None:
+    """A guard that does not close its defect fails, however its run ended."""
+    found = row(report, name)
+    assert found.guarded.status == status
+    assert detail in found.guarded.detail
+    assert found.failed == failed
 
 
 def in_front(folder: Path, patch: pytest.MonkeyPatch, sitecustomize: str) -> None:
@@ -178,15 +123,13 @@ class TestServer:
     ) -> None:
         """Spawned processes give the same rows as forked ones."""
         monkeypatch.setattr(runner, "forking_is_possible", lambda: False)
-        names = ("absent", "live", "segfault", "raises", "installed", "leaves-a-child")
+        names = ("segfault", "raises", "installed", "leaves-a-child")
         spawned = torchguard.doctor(planted(*names))
         for found in spawned.rows:
             expected = row(report, found.id.removeprefix("planted-"))
             assert found.bare.status == expected.bare.status
             assert found.guarded.status == expected.guarded.status
         assert spawned.environment == report.environment
-        (hanging,) = torchguard.doctor(planted("hang"), timeout=4).rows
-        assert hanging.bare.status == "timeout"
         assert wait_until_gone(int((plugin / "left").read_text()))
 
     @pytest.mark.usefixtures("plugin")
@@ -201,7 +144,7 @@ threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 """
         in_front(tmp_path, monkeypatch, starts_a_thread)
         found = torchguard.doctor(planted("live"))
-        assert found.rows[0].bare.detail == bare(report, "live").detail
+        assert found.rows[0].bare.detail == row(report, "live").bare.detail
 
     @pytest.mark.usefixtures("plugin")
     def test_that_dies(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

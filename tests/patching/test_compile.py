@@ -53,10 +53,7 @@ def outcome(
 
 
 def assert_same(guarded: Outcome, bare: Outcome) -> None:
-    assert guarded.graphs == bare.graphs
-    assert sum(guarded.breaks.values()) == sum(bare.breaks.values())
-    assert guarded.breaks == bare.breaks
-    assert guarded.frames == bare.frames
+    assert guarded[:3] == bare[:3]
     torch.testing.assert_close(guarded.results, bare.results, rtol=0, atol=0)
 
 
@@ -75,12 +72,8 @@ def into_input(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return out + given
 
 
-def resizes_an_input(x: torch.Tensor) -> torch.Tensor:
-    x.resize_(3)
-    return x * 2
-
-
 def resizes_as(x: torch.Tensor) -> torch.Tensor:
+    x.resize_(3)
     y = x + 1
     y.resize_as_(torch.ones(2, 2))
     torch.resize_as_(y, torch.ones(1, 2))
@@ -138,6 +131,15 @@ def through_the_interpreter(x: torch.Tensor) -> Any:
     return torch.mul(y, 2)
 
 
+def of_a_size_known_only_at_run_time(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    length = count.item()
+    torch._check(length >= 0)
+    torch._check(length <= 4)
+    out = torch.empty(length)  # type: ignore[arg-type]
+    torch.add(x[0, :length], 1, out=out)
+    return out
+
+
 CASES: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Any, ...]]]] = {
     "model": (model, square),
     "plain": (lambda: plain, square),
@@ -145,11 +147,11 @@ CASES: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Any,
     "with_out": (lambda: with_out, square),
     "into_input": (lambda: into_input, lambda: (*square(), torch.empty(4, 4))),
     "resizes": (lambda: resizes, square),
-    "resizes_an_input": (lambda: resizes_an_input, square),
     "resizes_as": (lambda: resizes_as, square),
     "sets": (lambda: sets, square),
     "after_a_break": (lambda: after_a_break, square),
     "failing_in_eager": (lambda: calls_failing_eager_code, square),
+    "unbacked": (lambda: of_a_size_known_only_at_run_time, lambda: (*square(), torch.tensor(3))),
     "calls_eager_code": (lambda: calls_eager_code, square),
     "through_the_interpreter": (lambda: through_the_interpreter, square),
 }
@@ -176,60 +178,15 @@ def attempt(name: str, backend: str, **options: Any) -> Outcome | str:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "backend"), GRID)
 def test_graphs_breaks_and_results_are_the_same(name: str, backend: str) -> None:
-    bare = attempt(name, backend)
-    with install("resize", "out"):
-        guarded = attempt(name, backend)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        bare = attempt(name, backend)
+        with install("resize", "out"):
+            guarded = attempt(name, backend)
     if isinstance(bare, str) or isinstance(guarded, str):
         assert guarded == bare
     else:
         assert bare.graphs
         assert_same(guarded, bare)
-
-
-def test_an_output_of_a_size_known_only_at_run_time_is_the_same() -> None:
-    def function(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        length = count.item()
-        torch._check(length >= 0)
-        torch._check(length <= 16)
-        out = torch.empty(length)  # type: ignore[arg-type]
-        torch.add(x[:length], 1, out=out)
-        return out
-
-    def inputs() -> tuple[Any, ...]:
-        return torch.arange(16.0), torch.tensor(5)
-
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        outcomes = []
-        for names in ((), ("resize", "out")):
-            with install(*names) if names else contextlib.nullcontext():
-                try:
-                    outcomes.append(outcome(function, inputs, "aot_eager"))
-                except Exception as error:  # noqa: BLE001  some releases refuse it
-                    outcomes.append(type(error).__name__)  # type: ignore[arg-type]
-    bare, guarded = outcomes
-    if isinstance(bare, str):
-        assert guarded == bare
-    else:
-        assert_same(guarded, bare)
-
-
-def test_a_wrapper_that_dynamo_does_see_is_noticed() -> None:
-    bare = attempt("after_a_break", "eager")
-    resize_ = torch.Tensor.resize_
-
-    def traced(self: torch.Tensor, *size: Any) -> torch.Tensor:
-        self.untyped_storage().nbytes()
-        return resize_(self, *size)
-
-    torch.Tensor.resize_ = traced  # type: ignore[method-assign, assignment]
-    try:
-        patched = attempt("after_a_break", "eager")
-    finally:
-        del torch.Tensor.resize_
-    assert isinstance(bare, Outcome)
-    assert isinstance(patched, Outcome)
-    with pytest.raises(AssertionError):
-        assert_same(patched, bare)
 
 
 KEEPS_ITS_DYNAMIC_SIZES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

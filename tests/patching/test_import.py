@@ -1,4 +1,4 @@
-"""Importing torchguard changes nothing."""
+"""Importing torchguard changes nothing; what is imported after install() is guarded."""
 
 from __future__ import annotations
 
@@ -147,3 +147,24 @@ def test_a_module_that_patches_torch_is_seen(tmp_path: Path) -> None:
     assert found["appeared"] == ["Tensor.resize_", "Tensor.size_of", "torch.linalg.new_name"]
     assert set(found["settings"]) >= {"default dtype", "deterministic", "grad mode"}
     assert "rich" in found["imported"]
+
+
+def test_what_is_imported_later_is_guarded_once_and_put_back(tmp_path: Path) -> None:
+    program = f"""
+    import sys, torch, torchguard
+    assert "torch.distributed.checkpoint" not in sys.modules
+    torchguard.install("save", "load")
+    import torch.distributed.checkpoint as dcp
+    dcp.save({{"a": torch.ones(2)}}, checkpoint_id={str(tmp_path)!r})
+    for save in (dcp.save, dcp.state_dict_saver.save):
+        try:
+            save({{"a": torch.ones(2)}}, checkpoint_id={str(tmp_path)!r})
+        except torchguard.errors.SaveError:
+            print("raised")
+    guarded = dcp.save
+    torchguard.uninstall()
+    assert dcp.save is dcp.state_dict_saver.save is not guarded
+    assert dcp.load is dcp.state_dict_loader.load
+    dcp.save({{"a": torch.ones(2)}}, checkpoint_id={str(tmp_path)!r})
+    """
+    assert output_of(program).split() == ["raised", "raised"]

@@ -11,6 +11,7 @@ import torch
 
 import torchguard
 from support.child_process import output_of
+from support.modes import FunctionMode
 from torchguard import install
 
 if TYPE_CHECKING:
@@ -78,16 +79,6 @@ class Listening(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-class ListeningMode(torch.overrides.TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append(getattr(func, "__name__", "?"))
-        return func(*args, **(kwargs or {}))
-
-
 def calls_of_everyday_code(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensor = make(torch.ones(4))
     tensor.resize_(2)
@@ -107,14 +98,14 @@ def calls_of_everyday_code(make: Callable[[torch.Tensor], torch.Tensor]) -> None
 def test_subclasses_and_modes_see_no_call_more_or_less() -> None:
     torch.overrides.resolve_name(torch.add)
 
-    def listen() -> tuple[list[str], list[str]]:
+    def listen() -> tuple[list[str], list[Any]]:
         Listening.calls = []
         calls_of_everyday_code(lambda tensor: tensor.as_subclass(Listening))
-        mode = ListeningMode()
+        mode = FunctionMode(lambda func, *_: getattr(func, "__name__", "?"))
         with mode:
             calls_of_everyday_code(lambda tensor: tensor)
         # What the test itself makes does not count.
-        return [name for name in Listening.calls if "as_subclass" not in name], mode.calls
+        return [name for name in Listening.calls if "as_subclass" not in name], mode.seen
 
     bare = listen()
     assert "resize_" in str(bare[0])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.miscompiling import spoiling
 from torchguard import (
     Buckets,
     MiscompilationWarning,
@@ -29,14 +30,7 @@ LENGTHS = (3, 6, 2)
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def wrong(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
-    """Compile a graph wrong in one value."""
-
-    def run(*inputs: Any) -> Any:
-        first, *rest = graph(*inputs)
-        return first + 1, *rest
-
-    return run
+wrong = spoiling(lambda outputs, _: [outputs[0] + 1, *outputs[1:]])
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -52,40 +46,23 @@ class Scaled(nn.Module):
         return x * self.weight * 2
 
 
-def checked_inside(backend: Any) -> Any:
-    return bucketed(verified(backend=backend)(double), **IN_BUCKETS)
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "inside": lambda backend: bucketed(verified(backend=backend)(double), **IN_BUCKETS),
+    "around": lambda backend: verified(backend=backend)(bucketed(double, **IN_BUCKETS)),
+    "inside of a module": lambda b: bucketed(verified(backend=b)(Scaled()), **IN_BUCKETS),
+    "around a module": lambda b: verified(backend=b)(bucketed(Scaled(), **IN_BUCKETS)),
+    "as a backend": lambda backend: bucketed(
+        double, **IN_BUCKETS, compile={"backend": verified_backend(backend)}
+    ),
+    "around settings": lambda backend: verified()(
+        bucketed(double, **IN_BUCKETS, compile={"backend": backend})
+    ),
+}
 
 
-def checked_around(backend: Any) -> Any:
-    return verified(backend=backend)(bucketed(double, **IN_BUCKETS))
-
-
-def module_checked_inside(backend: Any) -> Any:
-    return bucketed(verified(backend=backend)(Scaled()), **IN_BUCKETS)
-
-
-def module_checked_around(backend: Any) -> Any:
-    return verified(backend=backend)(bucketed(Scaled(), **IN_BUCKETS))
-
-
-def as_backend(backend: Any) -> Any:
-    return bucketed(double, **IN_BUCKETS, compile={"backend": verified_backend(backend)})
-
-
-def around_settings(backend: Any) -> Any:
-    return verified()(bucketed(double, **IN_BUCKETS, compile={"backend": backend}))
-
-
-MAKERS = [
-    checked_inside, checked_around, module_checked_inside, module_checked_around, as_backend,
-    around_settings,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-def test_each_buckets_graph_is_checked_and_what_is_wrong_replaced(
-    make: Callable[[Any], Any],
-) -> None:
+@pytest.mark.parametrize("how", MAKERS)
+def test_each_buckets_graph_is_checked_and_what_is_wrong_replaced(how: str) -> None:
+    make = MAKERS[how]
     right = make("aot_eager")
     before = len(verification_report().graphs)
     for length in LENGTHS:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
 
 from support.miscompiling import spoiling, stats
 from torchguard import MiscompilationWarning, verified, verified_backend
-from torchguard.equivalence.compare import COMPILING, judge
-from torchguard.equivalence.copies import copy_inputs
-from torchguard.equivalence.copies import run_on_copies as run
-from torchguard.equivalence.outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +24,7 @@ def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_is_rounded_otherwise_is_no_mismatch(dtype: torch.dtype) -> None:
+def test_what_is_rounded_otherwise_is_no_mismatch_and_a_defect_is_one(dtype: torch.dtype) -> None:
     def wide(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
         """Compute in double precision and round once, better than eager does."""
         return lambda *values: [out.to(dtype) for out in graph(*(v.double() for v in values))]
@@ -40,30 +33,11 @@ def test_what_is_rounded_otherwise_is_no_mismatch(dtype: torch.dtype) -> None:
     x, w = (torch.randn(64, 64).to(dtype) for _ in "xw")
     backend = verified_backend(wide)
     torch.compile(chain, backend=backend)(x, w)
-    (record,) = backend.stats().graphs
-    assert record.status == "verified"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_defect_is_found_in_low_precision_too(dtype: torch.dtype) -> None:
-    def shifted(outputs: list[Any], _: list[Any]) -> Any:
-        return [outputs[0].roll(1)]
-
-    torch.manual_seed(0)
-    x, w = (torch.randn(64, 64).to(dtype) for _ in "xw")
-    backend = verified_backend(spoiling(shifted))
+    assert backend.stats().verified == 1
+    torch._dynamo.reset()
+    shifted = verified_backend(spoiling(lambda outputs, _: [outputs[0].roll(1)]))
     with pytest.warns(MiscompilationWarning):
-        torch.testing.assert_close(torch.compile(chain, backend=backend)(x, w), chain(x, w))
-
-
-def test_a_reference_far_from_eager_excuses_nothing() -> None:
-    """Then it has computed something else: what a graph does may depend on the dtype."""
-    eager = Outcome(outputs=[torch.ones(4)])
-    compiled = Outcome(outputs=[torch.ones(4) * 1.01])
-    far = Outcome(outputs=[torch.ones(4).double() + 1])
-    assert not judge(eager, compiled, COMPILING, lambda: far).equal
-    near = Outcome(outputs=[torch.ones(4).double() * 1.004])
-    assert judge(eager, compiled, COMPILING, lambda: near).equal
+        torch.testing.assert_close(torch.compile(chain, backend=shifted)(x, w), chain(x, w))
 
 
 # --- at a discontinuity the last digit decides
@@ -117,7 +91,7 @@ def test_a_discontinuity_within_the_rounding_error_is_a_mismatch_if_wrong_in_dou
             checked(weight, x)
 
 
-@pytest.mark.parametrize("count", [1, 4, 12])
+@pytest.mark.parametrize("count", [1, 12])
 def test_many_discontinuities_at_once_raise_no_false_alarm(count: int) -> None:
     weight = torch.full((count,), 1 - 2.0**-24, requires_grad=True)
     checked = verified(backend=a_digit_further(2.0**-51))(compared)
@@ -203,31 +177,6 @@ def test_a_discontinuity_of_a_graph_with_dynamic_shapes_is_a_mismatch() -> None:
         torch.compile(discontinuous, backend=verified_backend(planted), dynamic=True)(
             weight, torch.ones(2)
         )
-
-
-def test_copies_are_not_kept_alive_by_autocast() -> None:
-    seen = []
-
-    def project(weight: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
-        seen.append(weakref.ref(weight))
-        return [nn.functional.linear(x, weight)]
-
-    weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        run(project, [weight, x])
-        gc.collect()
-        assert [copied() for copied in seen] == [None]
-        nn.functional.linear(x, weight)
-        assert torch.is_autocast_cache_enabled()
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_storage_requires_grad_if_any_tensor_over_it_does(order: tuple[int, int]) -> None:
-    data = torch.ones(3)
-    tensors = data, data.detach().requires_grad_()
-    require_grad: list[bool] = []
-    copy_inputs([tensors[i] for i in order], change=lambda _, one: require_grad.append(one))
-    assert require_grad == [True]
 
 
 def test_a_discontinuity_draws_no_random_number_of_the_callers() -> None:

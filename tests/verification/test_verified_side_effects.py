@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from support.miscompiling import inputs, one_value, spoiling, stats, workload
+from support.miscompiling import inputs, spoiling, stats, workload
 from torchguard import verified, verified_backend
+from torchguard.verification.check import GraphCheck
+from torchguard.verification.graph import why_not_twice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,8 +93,6 @@ def test_hooks_on_saved_tensors_see_one_run() -> None:
 
 
 def test_what_communicates_is_left_unverified() -> None:
-    from torchguard.verification.graph import why_not_twice  # noqa: PLC0415
-
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
     graph = torch.fx.Graph()
@@ -104,18 +104,15 @@ def test_what_communicates_is_left_unverified() -> None:
     assert "communicates with other processes" in reason
 
 
-def test_inputs_above_max_bytes_are_not_copied() -> None:
-    backend = verified_backend(spoiling(one_value), max_bytes=100)
-    torch.compile(workload, backend=backend)(*inputs())
-    assert backend.stats().graphs[0].reason == "its inputs have 192 bytes, max_bytes is 100"
-
-
 def test_what_can_not_be_copied_is_left_unverified() -> None:
-    backend = verified_backend("eager")
     sparse = torch.eye(3).to_sparse()
-    torch.compile(lambda x: x * 2, backend=backend)(sparse)
-    for record in backend.stats().graphs:
-        assert record.status == "unverified", record
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for given, reason in ((sparse, "sparse"), (nested, "NestedTensor")):
+        backend = verified_backend("aot_eager")
+        torch.compile(lambda x: x * 2, backend=backend)(given)
+        for record in backend.stats().graphs:
+            assert record.status == "unverified", record
+            assert reason in record.reason
 
 
 def test_what_eager_does_not_do_twice_is_no_mismatch() -> None:
@@ -136,6 +133,22 @@ def test_what_eager_does_not_do_twice_is_no_mismatch() -> None:
     assert record.reason == "eager itself does not give the same result twice"
 
 
+def test_a_graph_for_which_memory_does_not_suffice_twice_runs_unverified() -> None:
+    calls = []
+
+    def twice(outputs: list[Any], _: list[Any]) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError
+        return outputs
+
+    backend = verified_backend(spoiling(twice))
+    assert torch.compile(lambda x: (x * 2,), backend=backend)(torch.ones(1))[0] == 2
+    (record,) = backend.stats().graphs
+    assert (record.status, record.runs) == ("unverified", "planted")
+    assert record.reason == "out of memory while re-running the graph for verification"
+
+
 def test_hooks_of_a_parameter_that_the_graph_owns_are_not_called_for_a_check() -> None:
     weight = nn.Parameter(torch.ones(3))
     seen: list[torch.Tensor] = []
@@ -152,8 +165,6 @@ def test_hooks_of_a_parameter_that_the_graph_owns_are_not_called_for_a_check() -
 
 
 def test_nothing_is_kept_alive() -> None:
-    from torchguard.verification.check import GraphCheck  # noqa: PLC0415
-
     def checks() -> list[GraphCheck]:
         # By type: isinstance() asks a dead weakref.proxy for its class, which raises.
         return [value for value in gc.get_objects() if type(value) is GraphCheck]

@@ -20,6 +20,14 @@ from torchguard.cli.doctor import lines, shown_on, table, wrapped
 from torchguard.defects.doctor import DoctorProgress, DoctorReport
 
 
+@pytest.fixture(scope="module")
+def report(plugin: Path) -> DoctorReport:
+    """Rows of each kind, but for those that wait for a timeout."""
+    del plugin
+    names = ("absent", "live", "segfault", "not-run", "raises", "installed", "closed", "detected")
+    return torchguard.doctor(planted(*names, "open"))
+
+
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command with its output in pipes."""
     line = [sys.executable, "-m", "torchguard", "doctor", *arguments]

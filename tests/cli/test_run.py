@@ -207,12 +207,6 @@ if __name__ == "__main__":
 
 
 class TestGuards:
-    def test_off(self, tmp_path: Path) -> None:
-        """Under ``python`` the guards are off, so these tests can fail."""
-        write(tmp_path / "behaves.py", BEHAVIOUR)
-        done = execute("behaves.py", "spawn", folder=tmp_path)
-        assert done.stdout.splitlines() == ["main bare", "spawn bare bare"], done.stderr
-
     @pytest.mark.parametrize(
         ("program", "methods"),
         [

@@ -152,15 +152,9 @@ def test_dynamo_knows_torchs_own_functions_after_uninstall() -> None:
 def graphs_of(function: Any, *inputs: Any, **options: Any) -> tuple[int, Any]:
     """How many graphs Dynamo made of a function, and what it returned."""
     torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled: Any = torch.compile(function, backend=backend, **options)
-    result = compiled(*inputs)
-    return len(graphs), result
+    counting = Counting("eager")
+    result = torch.compile(function, backend=counting, **options)(*inputs)
+    return len(counting.graphs), result
 
 
 @pytest.mark.parametrize("name", ["add", "nn.functional.gelu"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import math
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from support.dynamo import traces_autocast
 from support.miscompiling import inputs, one_value, spoiling, workload
 from torchguard import MiscompilationWarning, verified, verified_backend
 from torchguard.errors import MiscompilationError
+from torchguard.verification.check import GraphCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -257,44 +259,6 @@ def test_the_reproducer_shows_the_difference(tmp_path: Path) -> None:
     assert "the largest difference is" in done.stdout
 
 
-class LongNorm(RunningNorm):
-    """The same among forty statements that are compiled right."""
-
-    def forward(self, batch: torch.Tensor) -> Any:
-        with torch.autocast("cpu", enabled=False):
-            other = batch
-            for number in range(20):
-                other = (other + number).sin()
-        return super().forward(batch), other, other.sum(), batch.cos()
-
-
-def test_the_smaller_reproducer_holds_little_else_than_the_fault(tmp_path: Path) -> None:
-    norm = verified(backend="aot_eager")(LongNorm())
-    with pytest.warns(MiscompilationWarning):
-        norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))[0].backward()
-    whole = tmp_path / "reproducers" / "LongNorm.py"
-    done = subprocess.run(
-        [sys.executable, str(whole), "--minify"], capture_output=True, text=True, check=False
-    )
-    if not traces_autocast():
-        assert "it stays whole: this torch compiles it as 2 graphs" in done.stderr
-        return
-    assert done.returncode == 1, done.stderr
-    script = Path(done.stdout.strip()).read_text()
-    assert "lerp_" in script
-    assert ".sin()" not in script
-    assert ".cos()" not in script
-    # What a mode is set with is never left out: half of a pair would set it for good.
-    entered = script.count("_enter_autocast(") + script.count("autocast_increment_nesting(")
-    left = script.count("_exit_autocast(") + script.count("autocast_decrement_nesting(")
-    assert entered == left > 0
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1, done.stderr
-    assert "the largest difference is" in done.stdout
-
-
 # --- which calls are checked
 
 
@@ -325,3 +289,21 @@ def test_a_defect_that_shows_in_the_second_call_is_found_with_calls_2(*, dynamic
     assert compiled(torch.ones(size + dynamic)).tolist() == [[2] * (size + dynamic)] * 2
     (record,) = backend.stats().graphs
     assert (record.status, record.runs) == ("mismatched", "aot_eager")
+
+
+def test_nothing_is_kept_alive() -> None:
+    def checks() -> list[GraphCheck]:
+        # By type: isinstance() asks a dead weakref.proxy for its class, which raises.
+        return [value for value in gc.get_objects() if type(value) is GraphCheck]
+
+    # What other tests have compiled may still wait for a first call.
+    before = weakref.WeakSet(checks())
+    backend = verified_backend("aot_eager")
+    compiled = torch.compile(workload, backend=backend)
+    x, state = inputs()
+    outputs = compiled(x, state)
+    alive = [weakref.ref(value) for value in (x, state, *outputs)]
+    del x, state, outputs
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * len(alive)
+    assert [check for check in checks() if check not in before] == []

@@ -151,13 +151,21 @@ def test_ranks_take_the_same_fallback_and_do_not_wait_where_their_sizes_differ(
         def wrong_on_rank_1(graph, inputs):
             return lambda *inputs: (graph(*inputs)[0] + rank,)
 
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(3, 1)
+
+            def forward(self, x):
+                return self.layer(x)
+
         torch.manual_seed(0)
         backend = verified_backend(wrong_on_rank_1, group=dist.group.WORLD)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+        model = Net()
         data_parallel = torch.nn.parallel.DistributedDataParallel(model)
         torch.compile(data_parallel, backend=backend)(torch.ones(2, 3) * rank).sum().backward()
         graphs = [[graph.runs, graph.status] for graph in backend.stats().graphs]
-        gradient = model[0].weight.grad.tolist()
+        gradient = model.layer.weight.grad.tolist()
 
         def wrong_from_9(graph, inputs):
             def run(*inputs):

@@ -153,7 +153,8 @@ def graphs_of(function: Any, *inputs: Any, **options: Any) -> tuple[int, Any]:
     """How many graphs Dynamo made of a function, and what it returned."""
     torch._dynamo.reset()
     counting = Counting("eager")
-    result = torch.compile(function, backend=counting, **options)(*inputs)
+    compiled: Any = torch.compile(function, backend=counting, **options)
+    result = compiled(*inputs)
     return len(counting.graphs), result
 
 

@@ -65,43 +65,26 @@ def test_uninstall_restores_every_attribute_or_its_absence() -> None:
     assert torch.Tensor.resize_ is torch._C.TensorBase.resize_
 
 
-def test_installing_the_same_guard_twice_leaves_one_layer() -> None:
+def test_installations_count_and_may_end_in_any_order() -> None:
+    """There is one layer, which stays until the last of them is undone."""
     first = install("resize")
     layer = torch.Tensor.resize_
-    second = install("resize", "resize")
-    assert second.names == ("resize",)
+    second = install("resize", "out", "resize")
+    assert repr(second) == "Installation(names=('resize', 'out'), skipped={})"
+    assert torchguard.installed() == ("resize", "out")
     assert torch.Tensor.resize_ is layer
-    first.uninstall()
-    first.uninstall()  # again: it does nothing
-    assert torch.Tensor.resize_ is layer
-    second.uninstall()
-    assert "resize_" not in vars(torch.Tensor)
-
-
-def test_nested_with_statements_count_and_different_names_add_up() -> None:
-    with install("resize"):
-        layer = torch.Tensor.resize_
-        with install("resize", "out") as inner:
-            assert repr(inner) == "Installation(names=('resize', 'out'), skipped={})"
-            with install("resize"):
-                pass
-            assert torchguard.installed() == ("resize", "out")
-            assert torch.Tensor.resize_ is layer
-            assert resize_is_safe()
-            assert out_is_safe()
-        assert torchguard.installed() == ("resize",)
+    with install("out", "resize") as third:
+        assert third.names == ("out", "resize")
+        first.uninstall()
+        first.uninstall()  # again: it does nothing
+        assert torch.Tensor.resize_ is layer
         assert resize_is_safe()
-        assert not out_is_safe()
-    assert torchguard.installed() == ()
-
-
-def test_installations_may_end_in_any_order() -> None:
-    first, second, third = install("resize"), install("out", "resize"), install("out")
-    first.uninstall()
-    assert set(torchguard.installed()) == {"out", "resize"}
+        assert out_is_safe()
+    fourth = install("out")
     second.uninstall()
     assert torchguard.installed() == ("out",)
-    third.uninstall()
+    assert not resize_is_safe()
+    fourth.uninstall()
     assert torchguard.installed() == ()
 
 

@@ -108,13 +108,13 @@ def test_a_function_that_other_code_has_wrapped_is_guarded_too(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = torch_has(f"torch.{name}")
-    theirs = {
+    wrappers: dict[str, Callable[[], Any]] = {
         "wraps": lambda: wrapped_out(function),
         "mock": lambda: mock.MagicMock(wraps=function),
         "side effect": lambda: mock.MagicMock(side_effect=function),
         "partial": lambda: functools.partial(function),
-    }[kind]()
-    monkeypatch.setattr(f"torch.{name}", theirs)
+    }
+    monkeypatch.setattr(f"torch.{name}", wrappers[kind]())
     before = snapshot()
     with install("out"):
         assert "out" in installed()

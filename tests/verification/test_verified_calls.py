@@ -178,14 +178,18 @@ def test_ranks_take_the_same_fallback_and_do_not_wait_where_their_sizes_differ(
         sizes = [(5, 6, 7, 8, 5), (5, 5, 12, 5, 5)][rank]
         right = all(compiled(torch.ones(n))[0].tolist() == [2] * n for n in sizes)
         runs = [graph.runs for graph in backend.stats().graphs]
-        print(json.dumps([graphs, gradient, right, runs]))
+        print(json.dumps({"graphs": graphs, "gradient": gradient, "right": right, "runs": runs}))
         """),
         tmp_path,
     )
-    gradient = [[1.0, 1.0, 1.0]]
-    assert ranks == [
-        [[["aot_eager", "verified"]], gradient, True, ["wrong_from_9"]],
-        [[["aot_eager", "mismatched"]], gradient, True, ["aot_eager"]],
+    assert [rank["graphs"] for rank in ranks] == [
+        [["aot_eager", "verified"]],
+        [["aot_eager", "mismatched"]],
+    ]
+    assert [rank["gradient"] for rank in ranks] == [[[1.0, 1.0, 1.0]]] * 2
+    assert [(rank["right"], rank["runs"]) for rank in ranks] == [
+        (True, ["wrong_from_9"]),
+        (True, ["aot_eager"]),
     ]
 
 

@@ -343,8 +343,12 @@ class Meeting:
             assert self._first_left.wait(WAIT)
 
     def call_twice(self, call: Callable[[], object]) -> None:
+        def call_first() -> None:
+            call()
+            self._first_left.set()
+
         call()
-        self._first = threading.Thread(target=lambda: (call(), self._first_left.set()))
+        self._first = threading.Thread(target=call_first)
         self._first.start()
         assert self._first_entered.wait(WAIT)
         call()

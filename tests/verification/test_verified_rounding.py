@@ -74,21 +74,23 @@ def compared(weight: torch.Tensor, x: torch.Tensor) -> Any:
     return (weight * x)[0] * 0, weight * x > 1
 
 
+def below() -> torch.Tensor:
+    """A weight a digit below a discontinuity, and one far above."""
+    return torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
+
+
 @pytest.mark.parametrize("discontinuous", [stopped, chosen, compared])
 @pytest.mark.parametrize("digit_in_double", [2.0**-51, 2.0**-22])
 def test_a_discontinuity_within_the_rounding_error_is_a_mismatch_if_wrong_in_double_too(
     discontinuous: Callable[..., Any], digit_in_double: float
 ) -> None:
-    x = torch.tensor([1.0, 2.0])
-    weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)  # a digit below, and far above
-    backend = a_digit_further(digit_in_double)
-    checked = verified(backend=backend)(discontinuous)
+    checked = verified(backend=a_digit_further(digit_in_double))(discontinuous)
     if digit_in_double < 2.0**-50:
-        checked(weight, x)
+        checked(below(), torch.tensor([1.0, 2.0]))
         assert stats(checked).verified == 1
     else:
         with pytest.warns(MiscompilationWarning):
-            checked(weight, x)
+            checked(below(), torch.tensor([1.0, 2.0]))
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -101,36 +103,43 @@ def test_many_discontinuities_at_once_raise_no_false_alarm(count: int) -> None:
     assert record.reason.startswith("rounding decides at a discontinuity: output 1: ")
 
 
-def in_float32(spoil: Callable[[list[Any]], list[Any]]) -> Any:
-    """Make a backend that is right in double precision."""
+def named(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    return (weight * x)[0] * 0, (weight * x).argmax()
 
-    def spoiled(outputs: list[Any], inputs: list[Any]) -> Any:
+
+def larger(outputs: list[Any]) -> list[Any]:
+    return [outputs[0] + 0.01]
+
+
+@pytest.mark.parametrize(
+    ("function", "numbers", "spoil", "match"),
+    [
+        # What rounding never does, though the graph is discontinuous.
+        (stopped, [0.7] * 4, larger, "the largest by 0.01"),
+        (chain, [[0.7] * 4] * 4, larger, "the largest by 0.01"),
+        # A large number excuses no small one: rounding moves the first by more than 3.
+        (
+            lambda w, x: w * x,
+            [1e8, 1.0],
+            lambda outputs: [outputs[0] + torch.tensor([0.0, 3.0])],
+            "1 of 2 elements differ, the largest by 3",
+        ),
+        # A discontinuity excuses no number that eager never names.
+        (named, [1.0, 1.0, 0.5], lambda outputs: [outputs[0], torch.tensor(-7)], "output 1"),
+    ],
+)
+def test_what_differs_by_more_than_rounding_is_a_mismatch_though_double_is_right(
+    function: Any, numbers: list[Any], spoil: Any, match: str
+) -> None:
+    def in_float32(outputs: list[Any], inputs: list[Any]) -> list[Any]:
         wide = any(value.dtype == torch.float64 for value in inputs)
-        return outputs if wide else spoil(outputs)
+        return outputs if wide else spoil(outputs)  # type: ignore[no-any-return]
 
-    return spoiling(spoiled)
-
-
-def test_a_large_number_excuses_no_small_one() -> None:
-    def off(outputs: list[Any]) -> list[Any]:
-        return [outputs[0] + torch.tensor([0.0, 3.0])]  # rounding moves the first by more
-
-    weight = torch.tensor([1e8, 1.0], requires_grad=True)
-    with pytest.warns(MiscompilationWarning, match="1 of 2 elements differ, the largest by 3"):
-        verified(backend=in_float32(off))(lambda w, x: w * x)(weight, torch.ones(2))
-
-
-def test_a_discontinuity_excuses_no_number_that_eager_never_names() -> None:
-    def garbage(outputs: list[Any]) -> list[Any]:
-        return [outputs[0], torch.tensor(-7)]
-
-    def named(weight: torch.Tensor, x: torch.Tensor) -> Any:
-        return (weight * x)[0] * 0, (weight * x).argmax()
-
-    weight = torch.tensor([1.0, 1.0, 0.5], requires_grad=True)
-    with pytest.warns(MiscompilationWarning):
-        _, place = verified(backend=in_float32(garbage))(named)(weight, torch.ones(3))
-    assert int(place) == 0
+    weight = torch.tensor(numbers, requires_grad=True)
+    x = torch.eye(4) if function is chain else torch.ones(len(numbers))
+    with pytest.warns(MiscompilationWarning, match=match):
+        found = verified(backend=spoiling(in_float32))(function)(weight, x)
+    torch.testing.assert_close(found, function(weight, x))
 
 
 @pytest.mark.parametrize("when", ["compiling", "running", "copying"])
@@ -157,9 +166,8 @@ def test_what_double_precision_can_not_tell_is_a_mismatch(when: str) -> None:
 
     shared = torch.ones(2)
     other = shared.view(torch.int32) if when == "copying" else shared.clone()
-    weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
     with pytest.warns(MiscompilationWarning):
-        verified(backend=planted)(discontinuous)(weight, torch.ones(2), shared, other.detach())
+        verified(backend=planted)(discontinuous)(below(), torch.ones(2), shared, other.detach())
 
 
 def test_a_discontinuity_of_a_graph_with_dynamic_shapes_is_a_mismatch() -> None:
@@ -172,10 +180,9 @@ def test_a_discontinuity_of_a_graph_with_dynamic_shapes_is_a_mismatch() -> None:
     def discontinuous(weight: torch.Tensor, x: torch.Tensor) -> Any:
         return torch.relu(weight * x - 1) * x.shape[0]
 
-    weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
     with pytest.warns(MiscompilationWarning):
         torch.compile(discontinuous, backend=verified_backend(planted), dynamic=True)(
-            weight, torch.ones(2)
+            below(), torch.ones(2)
         )
 
 
@@ -187,21 +194,7 @@ def test_a_discontinuity_draws_no_random_number_of_the_callers() -> None:
             torch.rand(3)
         return further(graph, inputs)
 
-    weight = torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
     checked, before = verified(backend=drawing)(stopped), torch.get_rng_state()
-    checked(weight, torch.ones(2))
+    checked(below(), torch.ones(2))
     assert stats(checked).graphs[0].reason
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("discontinuous", [stopped, chain])
-def test_what_rounding_never_does_is_a_mismatch_though_double_is_right(
-    discontinuous: Callable[..., Any],
-) -> None:
-    def larger(outputs: list[Any], inputs: list[Any]) -> Any:
-        off = 0.01 if inputs[0].dtype == torch.float32 else 0.0
-        return [outputs[0] + off]
-
-    weight = torch.full((4, 4), 0.7, requires_grad=True)
-    with pytest.warns(MiscompilationWarning, match="the largest by 0.01"):
-        verified(backend=spoiling(larger))(discontinuous)(weight, torch.eye(4))

@@ -209,7 +209,7 @@ def test_what_is_verified_already_is_returned_as_it_is() -> None:
     assert verified()(checked) is checked
     for options in ({"calls": 2}, {"backend": "eager"}):
         with pytest.raises(TypeError, match="verified already, with other options"):
-            verified(**options)(checked)  # type: ignore[call-overload]
+            verified(**options)(checked)
     module = verified(backend="aot_eager")(torch.nn.Linear(2, 2))
     module(torch.ones(1, 2))
     assert verified()(module) is module

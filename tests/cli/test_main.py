@@ -19,6 +19,8 @@ from torchguard.__main__ import main
 from torchguard.cli import DOCUMENTATION, demo
 from torchguard.defects.catalog import built_in, built_in_ids
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 @pytest.mark.parametrize("start", [["-m", "torchguard"], ["torchguard"]], ids=["module", "script"])
 def test_nothing_that_prints_a_text_imports_torch(start: list[str], tmp_path: Path) -> None:
@@ -92,6 +94,9 @@ def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
+# --- demo
+
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = [act.name for act in demo._ACTS]
 
@@ -142,7 +147,7 @@ def test_an_act_that_dies_is_lost() -> None:
     assert text == "the process ended with -9"
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+# --- verify
 
 
 def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

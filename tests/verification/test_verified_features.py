@@ -101,8 +101,20 @@ def _complex() -> Callable[[], Any]:
     return run
 
 
+def _inference() -> Callable[[], Any]:
+    with torch.inference_mode():
+        x = torch.ones(3)
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return x.mul_(2) + 1
+
+    return run
+
+
 MAKERS = [
-    _optimizer, _with_checkpoint, _autocast, _aliased, _differentiable_view, _no_grad, _complex,
+    _inference, _optimizer, _with_checkpoint, _autocast, _aliased, _differentiable_view, _no_grad,
+    _complex,
 ]  # fmt: skip
 
 
@@ -115,15 +127,6 @@ def test_it_works_with_other_parts_of_torch(make: Callable[[], Any]) -> None:
         torch.testing.assert_close(compiled(), eager())
     statuses = {graph.status for graph in backend.stats().graphs}
     assert statuses == {"verified"}, str(backend.stats())
-
-
-def test_inference_mode() -> None:
-    backend = verified_backend("aot_eager")
-    with torch.inference_mode():
-        x = torch.ones(3)
-        assert torch.compile(lambda v: v.mul_(2) + 1, backend=backend)(x).tolist() == [3, 3, 3]
-        assert x.tolist() == [2, 2, 2]
-    assert backend.stats().graphs[0].status == "verified", str(backend.stats())
 
 
 def test_an_unknown_backend_is_refused_where_it_is_named() -> None:
@@ -249,7 +252,9 @@ def test_what_can_not_be_copied_is_left_unverified() -> None:
     for given, reason in ((sparse, "sparse"), (nested, "NestedTensor")):
         backend = verified_backend("aot_eager")
         torch.compile(lambda x: x * 2, backend=backend)(given)
-        for record in backend.stats().graphs:
+        graphs = backend.stats().graphs
+        assert graphs or given is sparse  # some releases don't compile those
+        for record in graphs:
             assert record.status == "unverified", record
             assert reason in record.reason
 

@@ -264,13 +264,9 @@ def resizes_as(x: torch.Tensor) -> torch.Tensor:
     y = x + 1
     y.resize_as_(torch.ones(2, 2))
     torch.resize_as_(y, torch.ones(1, 2))
-    return y * 2
-
-
-def sets(x: torch.Tensor) -> torch.Tensor:
-    y = x + 1
-    y.set_(torch.ones(2, 2))  # type: ignore[call-overload]
-    return y * 2
+    z = x + 1
+    z.set_(torch.ones(1, 2))  # type: ignore[call-overload]
+    return y * z
 
 
 def after_a_break(x: torch.Tensor) -> torch.Tensor:
@@ -310,14 +306,6 @@ def calls_failing_eager_code(x: torch.Tensor) -> torch.Tensor:
     return failing_in_eager(x + 1) * 2  # type: ignore[no-any-return]
 
 
-def through_the_interpreter(x: torch.Tensor) -> Any:
-    # Dynamo gives up on this frame; what it calls is looked at on its own.
-    made = sorted([3, 1, 2], key=lambda number: int(torch.add(x, number).sum()))
-    y = x + made[0]
-    y.resize_(2, 2)
-    return torch.mul(y, 2)
-
-
 def of_a_size_known_only_at_run_time(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     length = count.item()
     torch._check(length >= 0)
@@ -335,12 +323,10 @@ CASES: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Any,
     "into_input": (lambda: into_input, lambda: (*square(), torch.empty(4, 4))),
     "resizes": (lambda: resizes, square),
     "resizes_as": (lambda: resizes_as, square),
-    "sets": (lambda: sets, square),
     "after_a_break": (lambda: after_a_break, square),
     "failing_in_eager": (lambda: calls_failing_eager_code, square),
     "unbacked": (lambda: of_a_size_known_only_at_run_time, lambda: (*square(), torch.tensor(3))),
     "calls_eager_code": (lambda: calls_eager_code, square),
-    "through_the_interpreter": (lambda: through_the_interpreter, square),
 }
 
 

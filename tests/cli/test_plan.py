@@ -72,6 +72,9 @@ def test_text(
         "multiples of 64",
     ):
         assert text in shown
+    for count in range(1, 16):  # the table of other counts
+        fitted = Buckets.fit(seen, count, cost="quadratic", multiple_of=8)
+        assert f"{count:>4} {100 * fitted.waste(seen, 'quadratic'):>7.1f} %" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -96,18 +99,6 @@ def test_tokens(
         slots += sampler.batch_sizes[size] * size**power
     useful = sum(length**power for length in docstrings)
     assert f"those that are not full: {100 * (slots / useful - 1):.1f} %" in shown
-
-
-def test_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It shows the waste of 1 to 32 buckets."""
-    sizes = [3 * size + size % 7 for size in range(1, 101)]
-    path = tmp_path / "sizes.txt"
-    path.write_text(" ".join(map(str, sizes)))
-    run(str(path))
-    shown = capsys.readouterr().out
-    for count in range(1, 33):
-        waste = Buckets.fit(sizes, count).waste(sizes)
-        assert f"{count:>4} {100 * waste:>7.1f} %" in shown
 
 
 FILES = {

@@ -87,7 +87,7 @@ def test_no_program_that_is_compiled_right_is_a_mismatch() -> None:
     """Programs go through AOTAutograd, which writes each of them anew."""
     # It loses what is written through a dropout that does nothing, up to 2.13.
     # https://github.com/pytorch/pytorch/issues/195422
-    programs = [each for each in map(program, range(40)) if "F.dropout" not in each.source]
+    programs = [each for each in map(program, range(24)) if "F.dropout" not in each.source]
     assert len({each.gradients for each in programs}) == 2
     for made in programs:
         torch._dynamo.reset()

@@ -133,7 +133,7 @@ def test_what_differs_by_more_than_rounding_is_a_mismatch_though_double_is_right
 ) -> None:
     def in_float32(outputs: list[Any], inputs: list[Any]) -> list[Any]:
         wide = any(value.dtype == torch.float64 for value in inputs)
-        return outputs if wide else spoil(outputs)  # type: ignore[no-any-return]
+        return outputs if wide else spoil(outputs)
 
     weight = torch.tensor(numbers, requires_grad=True)
     x = torch.eye(4) if function is chain else torch.ones(len(numbers))

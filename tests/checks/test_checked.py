@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchguard
-from torchguard.checks.check import current
+from support.modes import DispatchMode, FunctionMode
 from torchguard.errors import IndexOutOfRangeError, TorchGuardError, ZeroDivisorError
 
 X = torch.arange(12.0).reshape(4, 3)
@@ -58,29 +57,25 @@ def test_nothing_is_written() -> None:
     assert x._version == version
 
 
-def test_a_scope_covers_its_own_thread_and_ends() -> None:
-    seen = []
-    with torchguard.checked():
-        assert raises(lambda: X[BAD])
-        thread = threading.Thread(target=lambda: seen.append(raises(lambda: X[BAD])))
-        thread.start()
-        thread.join()
-        with torchguard.checked():
-            pass
-        assert raises(lambda: X[BAD])
-    assert seen == [False]
-    assert not raises(lambda: X[BAD])
+def in_a_thread(call: Callable[[], Any]) -> bool:
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.append(raises(call)))
+    thread.start()
+    thread.join()
+    return seen[0]
 
 
-def test_scopes_that_overlap() -> None:
-    """Those of generators are left in any order."""
+def test_a_scope_covers_its_own_thread_and_ends_in_any_order() -> None:
+    """Scopes of generators are not left in the order in which they were entered."""
     first, second = torchguard.checked(), torchguard.checked()
     first.__enter__()
+    assert raises(lambda: X[BAD])
+    assert not in_a_thread(lambda: X[BAD])
     second.__enter__()
     first.__exit__(None, None, None)
     assert raises(lambda: X[BAD])
     second.__exit__(None, None, None)
-    assert current() is None
+    assert not raises(lambda: X[BAD])
 
 
 def test_a_decorated_function_and_many_scopes() -> None:
@@ -100,16 +95,14 @@ def test_a_decorated_function_and_many_scopes() -> None:
     assert "index_select" not in vars(torch.Tensor)
 
 
-@pytest.mark.parametrize("wrong", [int, 1, "step"])
-def test_what_can_not_be_decorated(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="checked: function is"):
-        torchguard.checked()(wrong)
-
-
-def test_generators_and_a_wrong_report() -> None:
+def test_what_can_not_be_decorated_and_a_wrong_report() -> None:
     def generator() -> Any:
         yield 1
 
+    wrong: Any
+    for wrong in (int, 1, "step"):
+        with pytest.raises(TypeError, match="checked: function is"):
+            torchguard.checked()(wrong)
     with pytest.raises(TypeError, match=r"write `with torchguard\.checked"):
         torchguard.checked()(generator)
     with pytest.raises(ValueError, match="report is 'epoch', expected 'step' or 'call'"):
@@ -140,36 +133,12 @@ def test_installed_with_others(names: tuple[Any, ...]) -> None:
     for name in names:
         torchguard.install(name)
     assert "checks" in torchguard.installed()
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(raises(lambda: X[BAD])))
-    thread.start()
-    thread.join()
-    assert seen == [True]
+    assert in_a_thread(lambda: X[BAD])
     with torchguard.checked(), torchguard.guarded():
         assert raises(lambda: X.clone().index_add_(0, BAD, X[:2]))
     torchguard.uninstall(names[0])
     torchguard.uninstall()
     assert not raises(lambda: X[BAD])
-
-
-class Recording(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Subclass(torch.Tensor):
@@ -197,14 +166,14 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
     seen = []
     for _ in range(2):
         Subclass.seen.clear()
-        with Recording() as functions, Counting() as operators:
+        with FunctionMode() as functions, DispatchMode() as operators:
             _calls(X, index)
         _calls(X.as_subclass(Subclass), index)
         seen.append((functions.seen, operators.seen, list(Subclass.seen)))
         if len(seen) == 1:
             scope = torchguard.checked()
             scope.__enter__()
-    with Recording(), Counting():
+    with FunctionMode(), DispatchMode():
         assert raises(lambda: X.gather(0, BAD[:, None]))
     scope.__exit__(None, None, None)
     assert seen[0] == seen[1]
@@ -213,7 +182,6 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: X[torch.tensor([-4, 3])],
         lambda: X[torch.tensor([True, False, True, False])],
         lambda: X[:, None, torch.tensor([-3, 2])],
         lambda: X[..., torch.tensor(2)],
@@ -229,7 +197,6 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
         lambda: functional.cross_entropy(X, torch.full((4, 3), 1 / 3)),
         lambda: functional.cross_entropy(torch.ones(1, 300), torch.tensor([255]).to(torch.uint8)),
         lambda: torch.tensor(5).index_select(0, torch.tensor([0])),
-        lambda: torch.tensor([1.0, 2.0]) % torch.tensor([0.0, 1.0]),
         lambda: torch.tensor([1, 2]) / torch.tensor([0, 1]),
         lambda: torch.tensor([1.5]) // torch.tensor([0]),
         lambda: X.to("meta")[torch.tensor([9]).to("meta")],
@@ -255,8 +222,6 @@ def test_no_false_alarm(call: Callable[[], Any]) -> None:
 
 
 def test_fake_tensors() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
-
     with torchguard.checked(), FakeTensorMode():
         x, index = torch.empty(4, 3), torch.empty(2, dtype=torch.int64)
         assert x[index].shape == (2, 3)
@@ -278,24 +243,28 @@ def test_tracing_and_scripting_record_nothing_of_the_checks() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("pointers", "columns"),
-    [([0, 1, 2], [0, 3]), ([0, 1, 2], [0, -1]), ([0, 5, 2], [0, 1]), ([0, 9, 9], [0, 1])],
-)
-def test_sparse_indices(pointers: list[int], columns: list[int]) -> None:
-    def call() -> Tensor:
-        numbers = torch.tensor(pointers), torch.tensor(columns)
-        return torch.sparse_csr_tensor(*numbers, torch.ones(2), size=(2, 3))
+def sparse(pointers: list[int], columns: list[int]) -> Tensor:
+    numbers = torch.tensor(pointers), torch.tensor(columns)
+    return torch.sparse_csr_tensor(*numbers, torch.ones(2), size=(2, 3))
 
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: sparse([0, 1, 2], [0, 3]),
+        lambda: sparse([0, 1, 2], [0, -1]),
+        lambda: sparse([0, 5, 2], [0, 1]),
+        lambda: sparse([0, 9, 9], [0, 1]),
+        lambda: functional.embedding_bag(BAD % 4, X, torch.tensor([0, 9])),
+    ],
+)
+def test_indices_of_sparse_tensors_and_offsets(call: Callable[[], Any]) -> None:
     with torchguard.checked():
         assert raises(call)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "targets"), [((9, 1), 1), ((-1, 1), 1), ((4, -1), 1), ((4, 1), 3)]
-)
 @pytest.mark.parametrize("as_list", [True, False])
-def test_lengths_of_ctc_loss(lengths: tuple[int, int], targets: int, as_list: bool) -> None:
+def test_lengths_of_ctc_loss(as_list: bool) -> None:
     """As tensors and as lists; of padded targets what lies beyond their length is not read."""
     log_probs = torch.zeros(4, 1, 3).log_softmax(-1)
 
@@ -306,12 +275,8 @@ def test_lengths_of_ctc_loss(lengths: tuple[int, int], targets: int, as_list: bo
 
     with torchguard.checked():
         call(4, 1, 1)
-        assert raises(lambda: call(*lengths, targets))
-
-
-def test_offsets_of_embedding_bag() -> None:
-    with torchguard.checked():
-        assert raises(lambda: functional.embedding_bag(BAD % 4, X, torch.tensor([0, 9])))
+        for bad in ((9, 1, 1), (-1, 1, 1), (4, -1, 1), (4, 1, 3)):
+            assert raises(lambda bad=bad: call(*bad)), bad  # type: ignore[misc]
 
 
 def test_operators_with_reflected_operands() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import torchguard
+from support.compiled import Counting
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
 
 N = 5
@@ -164,36 +165,45 @@ def test_eager(case: Case) -> None:
             case.call(_values(case, case.good[-1], value))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_compiled(case: Case, backend: str) -> None:
-    """The same in compiled code, which does not compile again for a bad value."""
+def _compiled(cases: Sequence[Case], backend: str) -> None:
+    """Compile all cases as one function; one bad value raises, and compiles nothing again."""
     torch.compiler.reset()
-    graphs: list[Any] = []
+    counting = Counting(backend)
 
-    def counting(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-    def call(values: Tensor) -> Any:
-        results = case.call(values)
+    def call(values: list[Tensor]) -> Any:
+        results = [case.call(value) for case, value in zip(cases, values, strict=True)]
         return results  # noqa: RET504 - more than a call, so that it has a frame to compile
 
     compiled = torch.compile(call, backend=counting, dynamic=False)
-    good = _values(case, *case.good[-2:])
+    good = [_values(case, *case.good[-2:]) for case in cases]
     torch.manual_seed(0)
-    bare, count = compiled(good), len(graphs)
+    bare, count = compiled(good), len(counting.graphs)
     with torchguard.checked():
         torch.manual_seed(0)
         torch.testing.assert_close(compiled(good), bare, rtol=0, atol=0, equal_nan=True)
-        assert len(graphs) == 2 * count
-        for value in case.bad:
-            with pytest.raises(case.error) as raised:
-                compiled(_values(case, case.good[-1], value))
-            if case.compiles:
-                assert "test_checked_values.py:" in str(raised.value)
-        for value in case.good:
-            compiled(_values(case, case.good[-1], value))
-        assert compiled(good).equal(bare) or case.name in {"binary_cross_entropy", "multinomial"}
+        assert len(counting.graphs) == 2 * count
+        for place, case in enumerate(cases):
+            for value in (*case.bad, *case.good):
+                given = [*good[:place], _values(case, case.good[-1], value), *good[place + 1 :]]
+                if value in case.good:
+                    compiled(given)
+                    continue
+                with pytest.raises(case.error) as raised:
+                    compiled(given)
+                if case.compiles:
+                    assert "test_checked_values.py:" in str(raised.value)
+        compiled(good)
     compiled(good)
-    assert len(graphs) == 2 * count
+    assert len(counting.graphs) == 2 * count
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_compiled(case: Case) -> None:
+    """The same in compiled code."""
+    _compiled([case], "aot_eager")
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor() -> None:
+    """All in one graph, which takes less time to compile."""
+    _compiled([case for case in CASES if case.compiles], "inductor")

@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,19 @@ import pytest
 
 import torchguard
 from support.planted import distribution, only, planted, row
-from support.terminal import Terminal, on_a_terminal
+from support.terminal import Terminal
 from torchguard.__main__ import main
 from torchguard.cli import doctor as doctor_command
 from torchguard.cli.doctor import lines, shown_on, table, wrapped
 from torchguard.defects.doctor import DoctorProgress, DoctorReport
 
-posix_only = pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+
+@pytest.fixture(scope="module")
+def report(plugin: Path) -> DoctorReport:
+    """Rows of each kind, but for those that wait for a timeout."""
+    del plugin
+    names = ("absent", "live", "segfault", "not-run", "raises", "installed", "closed", "detected")
+    return torchguard.doctor(planted(*names, "open"))
 
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -30,36 +35,38 @@ def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 
 class TestTable:
-    @pytest.mark.parametrize("width", [80, 100, 140])
+    @pytest.mark.parametrize("width", [80, 140])
     def test_width(self, report: DoctorReport, width: int) -> None:
-        """The table keeps to its width and loses no word."""
+        """The table keeps to its width and loses no word; it has colors only when asked."""
         shown = table(report, width=width)
         assert max(map(len, shown.splitlines())) <= width
         words = " ".join(shown.split())
         for found in report.rows:
             assert f"{found.id} " in words
-        assert "until then: count again" in words
-        assert "with the guard on: still 5" in words
-        assert 'install("resize")' in words
-        assert "crash (SIGSEGV):" in words
-        assert "look before you read" in words  # what the guard leaves open
+        for text in (
+            "until then: count again",
+            "with the guard on: still 5",
+            'install("resize")',
+            "crash (SIGSEGV):",
+            "look before you read",  # what the guard leaves open
+        ):
+            assert text in words
+        assert "\x1b" not in shown
+        assert "\x1b[32mclosed\x1b[0m" in table(report, color=True)
 
     @pytest.mark.parametrize("form", [table, lines])
-    def test_counts(self, report: DoctorReport, form: Any) -> None:
-        """What is detected is counted apart from what is closed."""
+    def test_counts_and_environment(self, report: DoctorReport, form: Any) -> None:
+        """What is detected is counted apart from what is closed; at the end, what it ran on."""
         rows = tuple(row(report, name) for name in ("closed", "installed", "detected", "open"))
-        counted = " ".join(form(DoctorReport(rows, report.environment)).split())
+        shown = form(DoctorReport(rows, report.environment))
+        counted = " ".join(shown.split())
         assert "4 live; 2 of those closed by their guards; 1 detected, not prevented; " in counted
         assert "1 open in spite of their guards; 0 open, no guard yet" in counted
         assert "NOT CLOSED: planted-open torch" in counted
-
-    @pytest.mark.parametrize("form", [table, lines])
-    def test_environment(self, report: DoctorReport, form: Any) -> None:
-        """It ends with what the probes ran on."""
-        shown = form(report).splitlines()
-        for fact in ("torch", "Python", "platform", "GPU", "torchguard"):
-            assert any(line.startswith(f"{fact} ") for line in shown), fact
-        assert shown[-1] == "the foreign distribution named torchguard is not installed"
+        *_, torch, python, platform, gpu, ours, foreign = shown.splitlines()
+        for fact in (torch, python, platform, gpu, ours):
+            assert fact.partition(" ")[0] in {"torch", "Python", "platform", "GPU", "torchguard"}
+        assert foreign == "the foreign distribution named torchguard is not installed"
 
     def test_foreign_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It warns of the distribution that owns the same folder."""
@@ -69,34 +76,24 @@ class TestTable:
         assert found.environment.foreign == "9.9"
         assert "WARNING: the distribution torchguard 9.9 is installed" in table(found)
 
-    def test_colors(self, report: DoctorReport) -> None:
-        """It has colors only when asked."""
-        plain, colored = table(report), table(report, color=True)
-        assert "\x1b" not in plain
-        assert "\x1b[32mclosed\x1b[0m" in colored
-
     def test_lines(self, report: DoctorReport) -> None:
-        """As plain text each defect is one line, with all there is to say."""
-        shown = lines(report).splitlines()
-        assert len(shown) == len(report.rows) + 1 + 2 + 1 + 6
-        (found,) = (line for line in shown if line.startswith("planted-detected: "))
-        assert found == (
-            "planted-detected: crash (SIGSEGV), detected; planted: detected; "
-            "guard: check_consistent(); look before you read"
-        )
-
-    def test_lines_on_a_terminal(self, report: DoctorReport) -> None:
-        """Without rich they fit its width, word for word."""
-        shown = wrapped(lines(report), 60)
+        """As plain text each defect is one line; on a terminal without rich they fit its width."""
+        text = lines(report)
+        assert len(text.splitlines()) == len(report.rows) + 1 + 2 + 1 + 6
+        assert (
+            "\nplanted-detected: crash (SIGSEGV), detected; planted: detected; "
+            "guard: check_consistent(); look before you read\n"
+        ) in text
+        shown = wrapped(text, 60)
         assert max(map(len, shown.splitlines())) < 60
-        assert shown.split() == lines(report).split()
+        assert shown.split() == text.split()
         assert "\n\n" in shown
 
 
-class TestExitStatus:
-    @pytest.mark.usefixtures("plugin")
-    def test_0(self, tmp_path: Path) -> None:
-        """0 when every live defect that has a guard is closed; plain text needs no rich."""
+@pytest.mark.usefixtures("plugin")
+class TestCommand:
+    def test_lines(self, tmp_path: Path) -> None:
+        """It ends with 0 when every live defect that has a guard is closed; it needs no rich."""
         (tmp_path / "rich.py").write_text("raise SystemExit('rich was imported')")
         path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
         done = command(
@@ -110,47 +107,6 @@ class TestExitStatus:
         assert "planted-closed" in done.stdout
         assert "planted-detected: crash (SIGSEGV), detected" in done.stderr
 
-    def test_1(
-        self,
-        report: DoctorReport,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        """1 when a guard leaves its defect open."""
-        monkeypatch.setattr(doctor_command, "doctor", lambda *_, **__: report)
-        assert main(["doctor"]) == 1
-        assert "NOT CLOSED: planted-open" in capsys.readouterr().out
-
-    @pytest.mark.usefixtures("plugin")
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--only", "planted-liv"], "did you mean planted-live"),
-            (["--only", ""], "no defect ''"),
-            (
-                ["--only", "resize-locked", "--family", "compile"],
-                "nothing to probe in the family 'compile': resize-locked is of the family 'memory'",
-            ),
-            (["--family", "graphics"], "invalid choice: 'graphics'"),
-            (["--jobs", "0"], "argument --jobs"),
-            (["--timeout", "soon"], "argument --timeout"),
-            (["extra"], "unrecognized arguments: extra"),
-        ],
-    )
-    def test_2(
-        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """2 on bad usage."""
-        with pytest.raises(SystemExit) as ended:
-            main(["doctor", *arguments])
-        assert ended.value.code == 2
-        shown = capsys.readouterr()
-        assert message in shown.err
-        assert shown.out == ""
-
-
-@pytest.mark.usefixtures("plugin")
-class TestOutput:
     def test_json(self) -> None:
         """--json prints one document and nothing else, whatever a plug-in prints."""
         done = command("--json", *only("noisy", "open"))
@@ -169,12 +125,31 @@ class TestOutput:
             assert b"Error" not in doctor.stderr.read()
         assert doctor.returncode == 0
 
-    @posix_only
-    def test_terminal(self) -> None:
-        """On a terminal it is a table with colors."""
-        shown = on_a_terminal("doctor", *only("closed")).partition("memory family")[2]
-        assert "planted-closed" in shown
-        assert "\x1b[32mclosed\x1b[0m" in shown
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--only", "planted-liv"], "did you mean planted-live"),
+            (["--only", ""], "no defect ''"),
+            (
+                ["--only", "resize-locked", "--family", "compile"],
+                "nothing to probe in the family 'compile': resize-locked is of the family 'memory'",
+            ),
+            (["--family", "graphics"], "invalid choice: 'graphics'"),
+            (["--jobs", "0"], "argument --jobs"),
+            (["--timeout", "soon"], "argument --timeout"),
+            (["extra"], "unrecognized arguments: extra"),
+        ],
+    )
+    def test_bad_usage(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It ends with 2."""
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", *arguments])
+        assert ended.value.code == 2
+        shown = capsys.readouterr()
+        assert message in shown.err
+        assert shown.out == ""
 
 
 @pytest.mark.parametrize(
@@ -187,59 +162,53 @@ class TestOutput:
         ([], {"TERM": "dumb"}, False),
     ],
 )
-def test_no_color(
+def test_on_a_terminal(
     report: DoctorReport,
     monkeypatch: pytest.MonkeyPatch,
     switches: list[str],
     environment: dict[str, str],
     colored: bool,
 ) -> None:
-    """--no-color, NO_COLOR and a dumb terminal switch colors off."""
+    """It is a table, with colors unless they are switched off; 1 when a guard fails."""
     monkeypatch.setattr(doctor_command, "doctor", lambda *_, **__: report)
     monkeypatch.setattr(sys, "stdout", Terminal())
     for name, value in {"NO_COLOR": "", "TERM": "xterm", **environment}.items():
         monkeypatch.setenv(name, value)
-    main(["doctor", *switches])
+    assert main(["doctor", *switches]) == 1
     assert isinstance(sys.stdout, Terminal)
-    assert ("\x1b[32mclosed\x1b[0m" in sys.stdout.getvalue()) is colored
-    assert ("\x1b" in sys.stdout.getvalue()) is colored
+    shown = sys.stdout.getvalue()
+    assert ("\x1b[32mclosed\x1b[0m" in shown) is colored
+    assert ("\x1b" in shown) is colored
+    assert "NOT CLOSED: planted-open" in " ".join(shown.split())
 
 
 class TestProgress:
-    def steps(self, report: DoctorReport) -> Iterator[DoctorProgress]:
-        yield DoctorProgress(0, 2, ("planted-live",), None, 121.0)
-        yield DoctorProgress(1, 2, (), row(report, "live"))
-        yield DoctorProgress(2, 2, (), row(report, "segfault"))
-
-    def test_bar(self, report: DoctorReport) -> None:
-        """On a terminal, with rich, it is a bar that is drawn in place."""
-        pytest.importorskip("rich")
-        terminal = Terminal()
-        with shown_on(terminal, color=True) as show:
-            for step in self.steps(report):
-                show(step)
-        shown = terminal.getvalue()
-        assert "2/2" in shown
-        assert "\x1b[" in shown
-        assert "\n[2/2]" not in shown
-
-    @pytest.mark.parametrize(("stream", "rich"), [(Terminal, False), (io.StringIO, True)])
-    def test_lines(
+    @pytest.mark.parametrize(
+        ("stream", "rich"), [(Terminal, True), (Terminal, False), (io.StringIO, True)]
+    )
+    def test_bar_or_lines(
         self,
         report: DoctorReport,
         monkeypatch: pytest.MonkeyPatch,
         stream: type[io.StringIO],
         rich: bool,
     ) -> None:
-        """Without rich, and in a file, it is one line for each defect."""
+        """On a terminal, with rich, it is a bar drawn in place; else one line for each defect."""
         if not rich:
             monkeypatch.setitem(sys.modules, "rich", None)
         log = stream()
         with shown_on(log, color=True) as show:
-            for step in self.steps(report):
-                show(step)
-        assert log.getvalue().splitlines() == [
-            "2 defects to probe, about 2 minutes",
-            "[1/2] planted-live: corrupt, open, no guard yet",
-            "[2/2] planted-segfault: crash (SIGSEGV), open, no guard yet",
-        ]
+            show(DoctorProgress(0, 2, ("planted-live",), None, 121.0))
+            show(DoctorProgress(1, 2, (), row(report, "live")))
+            show(DoctorProgress(2, 2, (), row(report, "segfault")))
+        shown = log.getvalue()
+        if stream is Terminal and rich:
+            assert "2/2" in shown
+            assert "\x1b[" in shown
+            assert "\n[2/2]" not in shown
+        else:
+            assert shown.splitlines() == [
+                "2 defects to probe, about 2 minutes",
+                "[1/2] planted-live: corrupt, open, no guard yet",
+                "[2/2] planted-segfault: crash (SIGSEGV), open, no guard yet",
+            ]

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import COMPILING, PADDING, close, judge
+from torchguard.equivalence.copies import copy_inputs, why_not_copied
 from torchguard.equivalence.copies import run_on_copies as run
-from torchguard.equivalence.copies import why_not_copied
-from torchguard.equivalence.isolate import isolated, run_undoing_mutations
+from torchguard.equivalence.isolate import run_undoing_mutations
 from torchguard.equivalence.outcome import Given, Gradient, Outcome, Output
+from torchguard.equivalence.perturb import can_be_perturbed, perturb_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,9 +80,18 @@ def test_a_run_that_draws_nothing_says_so() -> None:
 
 def test_autocast_neither_keeps_casts_nor_takes_kept_ones() -> None:
     """A weight that autocast has cast before would hide that it was perturbed."""
-    with torch.autocast("cpu", torch.bfloat16), isolated():
+    seen = []
+
+    def project(weight: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
         assert not torch.is_autocast_cache_enabled()
-    assert torch.is_autocast_cache_enabled()
+        seen.append(weakref.ref(weight))
+        return [nn.functional.linear(x, weight)]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        run(project, [torch.randn(4, 4, requires_grad=True), torch.randn(2, 4)])
+        assert torch.is_autocast_cache_enabled()
+    gc.collect()
+    assert [copied() for copied in seen] == [None]
 
 
 def test_modes_that_a_graph_leaves_switched_are_restored() -> None:
@@ -96,23 +108,6 @@ def test_modes_that_a_graph_leaves_switched_are_restored() -> None:
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype("cpu") == before
-
-
-def test_hooks_for_saved_tensors_are_not_called() -> None:
-    """A caller that offloads saved tensors does not see those of a check."""
-    seen: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(tensor)
-        return tensor
-
-    x = torch.ones(2, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run(lambda value: [value.exp()], [x])
-        undone(torch.exp, x)
-        assert seen == []
-        x.exp()
-    assert len(seen) == 1
 
 
 def test_modules_are_as_they_were() -> None:
@@ -138,34 +133,56 @@ def test_modules_are_as_they_were() -> None:
     assert outcome.buffers["num_batches_tracked"].after == 2
 
 
-def test_a_run_on_copies_leaves_its_inputs_and_says_which_it_has_written() -> None:
-    """The outcome holds the inputs as they were after the run."""
-    x = torch.zeros(2)
-    outcome = run(lambda a, b, _: [a.add_(1) + b], [x, torch.zeros(2), 3])
-    assert outcome.mutated == {0}
-    assert x.tolist() == [0, 0]
-    assert outcome.inputs[0].tolist() == [1, 1]
-
-
-def test_a_write_to_an_input_is_undone_and_reported() -> None:
-    """The version counter goes back too, so that a later backward does not fail."""
+def test_what_a_run_writes_to_an_input_is_undone_and_reported() -> None:
+    """The version counter goes back too; of a run on copies the outcome has them after the run."""
     x = torch.zeros(2)
     version = x._version
+    outcome = run(lambda a, b, _: [a.add_(1) + b], [x, torch.zeros(2), 3])
+    assert outcome.mutated == {0}
+    assert outcome.inputs[0].tolist() == [1, 1]
     assert undone(lambda a, _: a.add_(1), x, torch.zeros(2)).mutated == {0}
+    owned = run(lambda b: [x.add_(b)], [torch.ones(2)], [x])  # as a graph owns its parameters
+    assert owned.inputs[0].tolist() == [1, 1]
     assert (x.tolist(), x._version) == ([0, 0], version)
 
 
-def test_what_can_not_be_copied_is_named_before_it_is_tried() -> None:
-    """A differentiable view of another dtype has no base that could be copied."""
-    real = torch.view_as_real(torch.ones(2, requires_grad=True) * (1 + 1j))
-    assert why_not_copied([real]) == "input 0 is a differentiable view of another dtype"
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        # It has no base that could be copied.
+        (
+            lambda: torch.view_as_real(torch.ones(2, requires_grad=True) * (1 + 1j)),
+            "input 1 is a differentiable view of another dtype",
+        ),
+        (lambda: torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+        (lambda: torch.ones(2, device="meta"), "on the meta device"),
+    ],
+    ids=["view", "sparse", "meta"],
+)
+def test_what_can_not_be_copied_is_named_before_it_is_tried(
+    make: Callable[[], torch.Tensor], reason: str
+) -> None:
     x = torch.ones(2)
+    found = why_not_copied([x, make()])
+    assert found is not None
+    assert found.startswith("input 1 is ")
+    assert reason in found
     values = [x, x.detach().view(torch.int32)]
     assert why_not_copied(values) is None
-    widened = why_not_copied(
-        values, lambda dtype: torch.float64 if dtype.is_floating_point else dtype
-    )
-    assert widened == "input 1 shares a storage with one of another dtype"
+    assert why_not_copied(values, _widened) == "input 1 shares a storage with one of another dtype"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_storage_requires_grad_if_any_tensor_over_it_does(order: tuple[int, int]) -> None:
+    data = torch.ones(3)
+    tensors = data, data.detach().requires_grad_()
+    require_grad: list[bool] = []
+    copy_inputs([tensors[i] for i in order], change=lambda _, one: require_grad.append(one))
+    assert require_grad == [True]
 
 
 # --- comparing
@@ -185,17 +202,6 @@ def test_compiling_has_the_tolerances_of_assert_close(dtype: torch.dtype) -> Non
     assert (found.relative, found.absolute, found.of_largest) == (relative, absolute, 0)
 
 
-def test_padding_is_measured_by_the_largest_value() -> None:
-    """A sum over a padded length rounds as its largest term does, and no more than that."""
-    expected = torch.tensor([1000.0, 1e-3])
-    for off, equal in ((0.04, True), (0.06, False)):
-        one, other = Outcome(outputs=[expected]), Outcome(outputs=[expected + off])
-        verdict = judge(one, other, PADDING)
-        assert verdict.equal is equal
-        assert not judge(one, other, COMPILING).equal
-    assert judge(one, one, PADDING).strain == 0
-
-
 @given(
     numbers=st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=6),
     same=st.booleans(),
@@ -208,36 +214,74 @@ def test_close_is_isclose(numbers: list[tuple[float, float]], *, same: bool) -> 
     assert torch.equal(close(expected, actual), wanted)
 
 
-@pytest.mark.parametrize("policy", [COMPILING, PADDING], ids=["compiling", "padding"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, 7.0])
-def test_one_value_that_is_off_is_a_difference(policy: Any, value: float) -> None:
-    """In an output, a gradient and a buffer alike."""
-    right, wrong = torch.ones(3), torch.tensor([1.0, value, 1.0])
-    for part in ("outputs", "gradients"):
-        one, other = (
-            Outcome(outputs=[each]) if part == "outputs" else Outcome(gradients={0: Gradient(each)})
-            for each in (right, wrong)
-        )
-        (found,) = judge(one, other, policy).differences
-        assert (found.part, found.key, found.kind) == (part, 0, "numbers")
+def of(*outputs: Any, **gradients: Any) -> Outcome:
+    """Make an outcome with these outputs, and with gradients of the parameters named."""
+    outcome = Outcome(outputs=[torch.as_tensor(value) for value in outputs])
+    for name, value in gradients.items():
+        outcome.gradients[name] = Gradient(torch.tensor([value]), name)
+    return outcome
+
+
+def double(value: float) -> Outcome:
+    return of(torch.tensor(value, dtype=torch.float64))
+
+
+LARGE = torch.tensor([1000.0, 1e-3])
+DIGITS = torch.tensor([1.0, 1.25, 1.5]).to(torch.float8_e5m2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reference", "other", "exact", "equal"),
+    [
+        # A sum over a padded length rounds as its largest term does, and no more than that.
+        (PADDING, of(LARGE), of(LARGE + 0.04), None, True),
+        (PADDING, of(LARGE), of(LARGE + 0.06), None, False),
+        (COMPILING, of(LARGE), of(LARGE + 0.04), None, False),
+        # A small gradient is measured by a hundredth of the largest: 5e-5 of 0.01.
+        (PADDING, of(weight=1.0, bias=0.0), of(weight=1.0, bias=4e-7), None, True),
+        (PADDING, of(weight=1.0, bias=0.0), of(weight=1.0, bias=2e-6), None, False),
+        # No gradient and a gradient of zeros are equal.
+        (PADDING, of(weight=0.0), of(), None, True),
+        (PADDING, of(weight=1.0), of(), None, False),
+        (PADDING, of(), of(weight=1.0), None, False),
+        # Beyond 2 ** 53 both are one number in double precision.
+        (PADDING, of(2**60), of(2**60 + 1), None, False),
+        # A value of 8 bits may be off by its last digit.
+        (COMPILING, of(DIGITS[0]), of(DIGITS[1]), None, True),
+        (COMPILING, of(DIGITS[0]), of(DIGITS[2]), None, False),
+        # A result may be four times as far from the exact one as eager is.
+        (COMPILING, of(1.0 + 1e-4), of(1.0 + 3e-4), double(1.0), True),
+        (COMPILING, of(1.0 + 1e-4), of(1.0 + 1e-3), double(1.0), False),
+        # What is far from eager too has computed something else: it excuses nothing.
+        (COMPILING, of(1.0), of(1.01), double(1.004), True),
+        (COMPILING, of(1.0), of(1.01), double(2.0), False),
+        # What is not finite has to stand in the same places.
+        *(
+            (policy, of([right, 1.0]), of([wrong, 1.0 + 1e-4]), of([right, 1.0]), False)
+            for policy in (COMPILING, PADDING)
+            for right, wrong in (
+                (math.inf, -math.inf), (math.nan, 0.0), (math.inf, 1.0), (1.0, math.nan),
+            )
+        ),
+        (COMPILING, of([math.inf, math.nan]), of([math.inf, math.nan]), None, True),
+    ],
+)  # fmt: skip
+def test_what_is_equal(
+    policy: Any, reference: Outcome, other: Outcome, exact: Outcome | None, *, equal: bool
+) -> None:
+    assert judge(reference, other, policy, lambda: exact).equal is equal
+    assert judge(reference, reference, policy, lambda: exact).equal
+
+
+def test_what_is_reported() -> None:
+    """No gradients where outputs are wrong already; none of a leaf that the run has made."""
+    for value in (math.nan, math.inf, 7.0):
+        (found,) = judge(of(1.0, weight=1.0), of(value, weight=2.0), COMPILING).differences
+        assert (found.part, found.key, found.kind) == ("outputs", 0, "numbers")
         assert found.finite is math.isfinite(value)
-
-
-def test_a_gradient_that_only_one_run_has_is_compared_with_zeros() -> None:
-    """Unless it is of a leaf that the run itself has made."""
-    none = Outcome(gradients={})
-    for known in (True, False):
-        one = Outcome(gradients={("leaf", 1): Gradient(torch.ones(2), known=known)})
-        assert judge(one, none, PADDING).equal is not known
-        assert judge(none, one, PADDING).equal is not known
-    zeros = Outcome(gradients={0: Gradient(torch.zeros(2))})
-    assert judge(zeros, none, PADDING).equal
-
-
-def test_a_large_integer_that_is_off_by_one_is_found() -> None:
-    """Beyond 2 ** 53 both are one number in double precision."""
-    large = torch.tensor([2**60])
-    assert not judge(Outcome(outputs=[large]), Outcome(outputs=[large + 1]), PADDING).equal
+    made = Outcome(gradients={("leaf", 1): Gradient(torch.ones(2), known=False)})
+    assert judge(made, Outcome(gradients={}), PADDING).equal
+    assert judge(of(LARGE), of(LARGE), PADDING).strain == 0
 
 
 # --- ranks
@@ -263,83 +307,6 @@ def test_every_rank_gets_the_largest(which: Any, monkeypatch: pytest.MonkeyPatch
         assert largest_of_all_ranks(which, [-2, 5]) == [-2, 5]
 
 
-# --- tolerances at their edges
-
-
-def _returning(*values: Any, **gradients: float) -> Outcome:
-    """Make an outcome with these outputs, and with gradients of the parameters named."""
-    outcome = Outcome(outputs=[torch.as_tensor(value) for value in values])
-    for name, number in gradients.items():
-        outcome.gradients[name] = Gradient(torch.tensor([number]), name)
-    return outcome
-
-
-def test_a_value_of_8_bits_may_be_off_by_its_last_digit_only() -> None:
-    one, next_to_it, behind = torch.tensor([1.0, 1.25, 1.5]).to(torch.float8_e5m2)
-    assert judge(_returning(one), _returning(next_to_it), COMPILING).equal
-    assert not judge(_returning(one), _returning(behind), COMPILING).equal
-
-
-def test_a_small_gradient_is_measured_by_a_hundredth_of_the_largest() -> None:
-    """``PADDING`` allows 5e-5 of that: 5e-7 where the largest gradient is 1."""
-    reference = _returning(weight=1.0, bias=0.0)
-    assert judge(reference, _returning(weight=1.0, bias=4e-7), PADDING).equal
-    assert not judge(reference, _returning(weight=1.0, bias=2e-6), PADDING).equal
-
-
-def test_gradients_are_not_reported_where_outputs_are_wrong_already() -> None:
-    found = judge(_returning(1.0, weight=1.0), _returning(2.0, weight=2.0), COMPILING)
-    assert [each.part for each in found.differences] == ["outputs"]
-
-
-@pytest.mark.parametrize(("off", "equal"), [(3e-4, True), (1e-3, False)])
-def test_a_result_may_be_four_times_as_far_from_the_exact_one_as_eager_is(
-    off: float, equal: bool
-) -> None:
-    exact = _returning(torch.ones((), dtype=torch.float64))
-    found = judge(_returning(1.0 + 1e-4), _returning(1.0 + off), COMPILING, lambda: exact)
-    assert found.equal is equal
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"), [(math.inf, -math.inf), (math.nan, 0.0), (math.inf, 1.0)], ids=str
-)
-def test_what_is_not_finite_has_to_stand_in_the_same_places(right: float, wrong: float) -> None:
-    """Also where eager rounds enough for the double-precision reference to be asked."""
-    exact = _returning(torch.tensor([right, 1.0], dtype=torch.float64))
-    eager, compiled = ([value, 1.0 + 1e-4] for value in (right, wrong))
-    assert judge(_returning(eager), _returning(eager), COMPILING, lambda: exact).equal
-    assert not judge(_returning(eager), _returning(compiled), COMPILING, lambda: exact).equal
-
-
-# --- what a run on copies does with tensors of other kinds
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
-        (lambda: torch.ones(2, device="meta"), "on the meta device"),
-    ],
-    ids=["sparse", "meta"],
-)
-def test_a_tensor_without_memory_of_its_own_is_not_copied(
-    make: Callable[[], torch.Tensor], words: str
-) -> None:
-    reason = why_not_copied([torch.ones(2), make()])
-    assert reason is not None
-    assert reason.startswith("input 1 is ")
-    assert words in reason
-
-
-def test_a_tensor_that_the_graph_owns_keeps_its_data_and_its_version() -> None:
-    weight = torch.zeros(2)
-    version = weight._version
-    outcome = run(lambda x: [weight.add_(x)], [torch.ones(2)], [weight])
-    assert outcome.inputs[0].tolist() == [1, 1]
-    assert (weight.tolist(), weight._version) == ([0, 0], version)
-
-
 def test_an_inference_tensor_counts_as_written() -> None:
     """It has no version counter that could tell."""
     with torch.inference_mode():
@@ -348,9 +315,63 @@ def test_an_inference_tensor_counts_as_written() -> None:
     assert run(lambda x: [x + 1], [torch.ones(2)]).mutated == frozenset()
 
 
-def test_running_out_of_memory_is_no_outcome_to_compare() -> None:
-    def function(x: torch.Tensor) -> list[torch.Tensor]:
-        raise torch.OutOfMemoryError
+# --- other last digits, and nothing but these
 
-    with pytest.raises(torch.OutOfMemoryError):
-        run(function, [torch.ones(2)])
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def nudged(values: torch.Tensor, seed: int = 1) -> torch.Tensor:
+    copy = values.clone()
+    perturb_(copy, seed)
+    return copy
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    numbers=st.lists(st.floats(allow_nan=True), min_size=1, max_size=8),
+    seed=st.integers(0, 1000),
+)
+@example(dtype=torch.float32, numbers=[*(4 * [torch.finfo(torch.float32).max]), -math.inf], seed=1)
+def test_no_value_moves_further_than_rounding_does(
+    dtype: torch.dtype, numbers: list[float], seed: int
+) -> None:
+    values = torch.tensor(numbers, dtype=torch.float64).to(dtype)
+    other = nudged(values, seed)
+    assert other.dtype == dtype
+    assert torch.equal(other.isfinite(), values.isfinite())
+    odd = ~values.isfinite() | (values == 0)
+    assert torch.equal(other[odd].nan_to_num(nan=7.0), values[odd].nan_to_num(nan=7.0))
+    details = torch.finfo(dtype)
+    relative = details.eps * (1 if details.bits == 16 else 32)
+    # One rounding more; below the normal numbers it is as large as their smallest step.
+    allowed = values.double().abs() * (relative + details.eps) + details.smallest_normal
+    assert bool(((other.double() - values.double()).abs() <= allowed)[~odd].all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_many_values_move_and_each_seed_moves_them_otherwise(dtype: torch.dtype) -> None:
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0)).to(dtype) + 1
+    assert (nudged(values) != values).float().mean() > 0.4
+    assert torch.equal(nudged(values, 1), nudged(values, 1))
+    assert not torch.equal(nudged(values, 1), nudged(values, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn])
+def test_what_has_no_digits_to_change_stays(dtype: torch.dtype) -> None:
+    values = torch.ones(8).to(dtype)
+    assert not can_be_perturbed(values)
+    assert torch.equal(nudged(values).float(), values.float())
+
+
+def test_both_parts_of_a_complex_number_move() -> None:
+    values = torch.complex(torch.ones(100), torch.ones(100))
+    moved = torch.view_as_real(nudged(values)) != 1
+    assert moved.any(0).tolist() == [True, True]
+
+
+def test_under_autocast_the_digits_are_those_that_autocast_keeps() -> None:
+    values = torch.ones(1000)
+    assert (nudged(values).bfloat16() == 1).all()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (nudged(values).bfloat16() != 1).any()

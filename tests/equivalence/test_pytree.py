@@ -74,21 +74,13 @@ def test_unflatten_is_the_inverse_of_flatten(tree: Any) -> None:
     assert all(a is b for a, b in zip(flatten(tree)[0], leaves, strict=True))
 
 
-def test_unflatten_keeps_what_a_container_holds_besides_its_items() -> None:
-    """A copy of the container is filled, not a new one made."""
+def test_unflatten_copies_a_container_that_changes_and_leaves_others_alone() -> None:
+    """What a container holds besides its items is kept."""
     assert unflatten([5], Encoding({"a": 1}, "said")).said == "said"
-
-
-def test_unflatten_leaves_untouched_containers_alone() -> None:
-    """A container without a new leaf is the same object."""
     inner = {"b": 2}
     made = unflatten([5, 2], [1, inner])
     assert made == [5, {"b": 2}]
     assert made[1] is inner
-
-
-def test_unflatten_refuses_a_wrong_number_of_leaves() -> None:
-    """Too many leaves are an error."""
     with pytest.raises(ValueError, match="too many"):
         unflatten([1, 2], [1])
 

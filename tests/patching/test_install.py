@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from torchguard.patching.guards import GUARDS, Guard
 from torchguard.patching.install import Installation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 RESIZE = (
@@ -51,6 +52,9 @@ def test_install_guards_resize_and_nothing_else_by_default() -> None:
 
 def test_uninstall_restores_every_attribute_or_its_absence() -> None:
     before = snapshot()
+    uninstall()  # nothing is installed: it does nothing
+    uninstall("out")
+    assert same(before, snapshot())
     assert "resize_" not in vars(torch.Tensor)
     install("resize", "out")
     assert "resize_" in vars(torch.Tensor)
@@ -61,52 +65,26 @@ def test_uninstall_restores_every_attribute_or_its_absence() -> None:
     assert torch.Tensor.resize_ is torch._C.TensorBase.resize_
 
 
-def test_installing_the_same_guard_twice_leaves_one_layer() -> None:
+def test_installations_count_and_may_end_in_any_order() -> None:
+    """There is one layer, which stays until the last of them is undone."""
     first = install("resize")
     layer = torch.Tensor.resize_
-    second = install("resize", "resize")
-    assert second.names == ("resize",)
+    second = install("resize", "out", "resize")
+    assert repr(second) == "Installation(names=('resize', 'out'), skipped={})"
+    assert torchguard.installed() == ("resize", "out")
     assert torch.Tensor.resize_ is layer
-    first.uninstall()
-    assert torch.Tensor.resize_ is layer
-    second.uninstall()
-    assert "resize_" not in vars(torch.Tensor)
-
-
-def test_different_names_add_up() -> None:
-    with install("resize"):
-        layer = torch.Tensor.resize_
-        with install("out"):
-            assert torchguard.installed() == ("resize", "out")
-            assert torch.Tensor.resize_ is layer
-            assert resize_is_safe()
-            assert out_is_safe()
-        assert torchguard.installed() == ("resize",)
-        assert not out_is_safe()
-    assert torchguard.installed() == ()
-
-
-def test_nested_with_statements_count() -> None:
-    with install("resize"):
-        with install("resize", "out"):
-            with install("resize"):
-                pass
-            assert resize_is_safe()
+    with install("out", "resize") as third:
+        assert third.names == ("out", "resize")
+        first.uninstall()
+        first.uninstall()  # again: it does nothing
+        assert torch.Tensor.resize_ is layer
         assert resize_is_safe()
-        assert not out_is_safe()
-    assert not resize_is_safe()
-
-
-def test_installations_may_end_in_any_order() -> None:
-    first, second, third = install("resize"), install("out", "resize"), install("out")
-    first.uninstall()
-    assert torchguard.installed() == ("out", "resize") or torchguard.installed() == (
-        "resize",
-        "out",
-    )
+        assert out_is_safe()
+    fourth = install("out")
     second.uninstall()
     assert torchguard.installed() == ("out",)
-    third.uninstall()
+    assert not resize_is_safe()
+    fourth.uninstall()
     assert torchguard.installed() == ()
 
 
@@ -117,51 +95,22 @@ def test_a_with_statement_that_raises_uninstalls_and_lets_the_error_through() ->
 
 
 def test_uninstall_by_name_undoes_every_layer_of_that_guard_only() -> None:
-    install("resize")
+    mine = install("resize")
     install("resize", "out")
     uninstall("resize")
     assert torchguard.installed() == ("out",)
+    another = install("resize")
+    mine.uninstall()  # it was undone by name, and does not undo a later one
+    assert "resize" in installed()
+    another.uninstall()
     uninstall("out", "resize")
     assert torchguard.installed() == ()
 
 
-def test_uninstall_with_nothing_installed_does_nothing() -> None:
-    before = snapshot()
-    uninstall()
-    uninstall("out")
-    assert same(before, snapshot())
-
-
-def test_an_installation_says_what_it_did_and_uninstalls_once() -> None:
-    outer = install("resize")
-    inner = install("resize", "out")
-    assert repr(inner) == "Installation(names=('resize', 'out'), skipped={})"
-    inner.uninstall()
-    inner.uninstall()
-    assert "resize" in installed()
-    outer.uninstall()
-    assert not installed()
-
-
-def test_an_installation_that_was_undone_by_name_does_not_undo_a_later_one() -> None:
-    mine = install("resize")
-    uninstall()
-    another = install("resize")
-    mine.uninstall()
-    assert "resize" in installed()
-    another.uninstall()
-
-
 def test_installed_looks_at_the_live_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not installed()
-    assert "resize" not in installed()
     with install("resize"):
-        assert installed()
-        assert "resize" in installed()
-        assert "out" not in installed()
+        assert torchguard.installed() == ("resize",)
         monkeypatch.setattr(torch.Tensor, "set_", torch_has("torch.Tensor.set_"))
-        assert "resize" not in installed()
-        assert not installed()
         assert torchguard.installed() == ()
         monkeypatch.undo()
         assert torchguard.installed() == ("resize",)
@@ -176,16 +125,15 @@ def test_original_is_torchs_own_function_patched_or_not() -> None:
     assert torch_has("torch.Tensor.resize_") is torch._C.TensorBase.resize_
 
 
-@pytest.mark.parametrize("path", ["torch.Tensor.no_such_method", "torch.no_such_module.add"])
-def test_original_of_what_does_not_exist_raises(path: str) -> None:
-    with pytest.raises(AttributeError):
-        torch_has(path)
-
-
-@pytest.mark.parametrize("path", ["Tensor.resize_", "numpy.add", "torch", ""])
-def test_original_of_what_is_not_torchs_says_what_a_path_looks_like(path: str) -> None:
-    with pytest.raises(ValueError, match=r"path is .*expected one like 'torch\.Tensor\.resize_'"):
-        torch_has(path)
+def test_original_of_what_does_not_exist_or_is_not_torchs_raises() -> None:
+    for path in ("torch.Tensor.no_such_method", "torch.no_such_module.add"):
+        with pytest.raises(AttributeError):
+            torch_has(path)
+    for path in ("Tensor.resize_", "numpy.add", "torch", ""):
+        with pytest.raises(
+            ValueError, match=r"path is .*expected one like 'torch\.Tensor\.resize_'"
+        ):
+            torch_has(path)
 
 
 # --- unknown names
@@ -208,14 +156,10 @@ def test_an_unknown_name_is_refused_with_the_list_and_the_nearest(
     assert same(before, snapshot())
 
 
-def test_one_unknown_name_among_good_ones_installs_nothing() -> None:
+def test_one_unknown_name_among_good_ones_or_a_list_of_names_installs_nothing() -> None:
     with pytest.raises(ValueError, match="named 'resise'"):
         install("resize", "resise")  # type: ignore[arg-type]
-    assert not installed()
-
-
-def test_a_list_of_names_is_refused_with_a_word_on_how_to_give_them() -> None:
-    with pytest.raises((TypeError, ValueError), match=r"guards are|install"):
+    with pytest.raises(TypeError, match=r"separate arguments: install\('resize', 'out'\)"):
         install(["resize", "out"])  # type: ignore[arg-type]
     assert not installed()
 
@@ -245,46 +189,29 @@ BROKEN: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["alone", "beside another"])
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_guard_that_fails_midway_undoes_everything(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = snapshot()
-    scripted = dict(torch.jit._builtins._get_builtin_table())
-    monkeypatch.setitem(GUARDS, "broken", Guard("broken", BROKEN[how], lambda: None))
-    with pytest.raises((ZeroDivisionError, AttributeError, TypeError)):
-        install("resize", "out", "broken")  # type: ignore[arg-type]
-    assert same(before, snapshot())
-    assert torchguard.installed() == ()
-    now = torch.jit._builtins._get_builtin_table()
-    assert [name for key, name in now.items() if key not in scripted] == []
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_guard_that_fails_midway_leaves_what_was_installed_before(
-    how: str, monkeypatch: pytest.MonkeyPatch
+def test_a_guard_that_fails_midway_undoes_everything_and_leaves_what_was_there_before(
+    how: str, monkeypatch: pytest.MonkeyPatch, *, held: bool
 ) -> None:
     monkeypatch.setitem(GUARDS, "broken", Guard("broken", BROKEN[how], lambda: None))
-    with install("resize"):
-        layer = torch.Tensor.resize_
-        before = snapshot()
+    with install("resize") if held else contextlib.nullcontext():
+        before, names = snapshot(), torchguard.installed()
+        scripted = dict(torch.jit._builtins._get_builtin_table())
         with pytest.raises((ZeroDivisionError, AttributeError, TypeError)):
-            install("broken", "out", "resize")  # type: ignore[arg-type]
+            install("resize", "out", "broken")  # type: ignore[arg-type]
         assert same(before, snapshot())
-        assert torchguard.installed() == ("resize",)
-        assert torch.Tensor.resize_ is layer
-    assert "resize_" not in vars(torch.Tensor)
+        assert torchguard.installed() == names == (("resize",) if held else ())
+        now = torch.jit._builtins._get_builtin_table()
+        assert [name for key, name in now.items() if key not in scripted] == []
 
 
 def test_two_guards_on_one_path_leave_one_layer_and_the_last_takes_it_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(
-        GUARDS, "second", Guard("second", lambda: {"torch.relu": _passing_on}, lambda: None)
-    )
-    monkeypatch.setitem(
-        GUARDS, "third", Guard("third", lambda: {"torch.relu": _passing_on}, lambda: None)
-    )
+    for name in ("second", "third"):
+        guard = Guard(name, lambda: {"torch.relu": _passing_on}, lambda: None)
+        monkeypatch.setitem(GUARDS, name, guard)
     bare = torch.relu
     first, second = install("second"), install("third")  # type: ignore[arg-type]
     layer = torch.relu
@@ -314,10 +241,12 @@ def fixed_resize(
     return bare(self, *size, memory_format=memory_format)
 
 
-def test_a_guard_that_this_torch_does_not_need_is_skipped_with_the_reason(
+def test_a_guard_that_this_torch_does_not_need_is_skipped_with_the_reason_unless_forced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "resize_", fixed_resize)
+    with install("resize") as installation:
+        assert installation.skipped == {}  # shared memory is not fixed
     monkeypatch.setattr(torch.UntypedStorage, "resizable", lambda _: False)
     installation = install("resize")
     assert installation.names == ()
@@ -326,19 +255,6 @@ def test_a_guard_that_this_torch_does_not_need_is_skipped_with_the_reason(
     assert not installed()
     assert torch.Tensor.resize_ is fixed_resize
     installation.uninstall()
-
-
-def test_a_resize_that_is_fixed_for_all_but_shared_memory_is_still_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.Tensor, "resize_", fixed_resize)
-    with install("resize") as installation:
-        assert installation.skipped == {}
-
-
-def test_a_skipped_guard_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "resize_", fixed_resize)
-    monkeypatch.setattr(torch.UntypedStorage, "resizable", lambda _: False)
     with install("resize", only_if_needed=False) as installation:
         assert installation.skipped == {}
         assert "resize" in installed()
@@ -365,33 +281,23 @@ def test_the_out_guard_is_skipped_where_a_failing_out_changes_nothing(
         assert torch.add is fixed_add
 
 
-@pytest.mark.parametrize("setting", ["device", "dtype", "inference", "no_grad", "deterministic"])
-def test_no_setting_of_torch_makes_a_needed_guard_look_unneeded(setting: str) -> None:
-    settings = {
-        "device": lambda: torch.device("meta"),
-        "dtype": _default_dtype,
-        "inference": torch.inference_mode,
-        "no_grad": torch.no_grad,
-        "deterministic": _deterministic,
-    }
-    with settings[setting](), install("resize", "out") as installation:  # type: ignore[attr-defined]
-        assert installation.skipped == {}
-
-
-class _default_dtype:  # noqa: N801
-    def __enter__(self) -> None:
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """Set what a guard might be tried under, all at once."""
+    with torch.device("meta"), torch.inference_mode():
         torch.set_default_dtype(torch.float16)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_default_dtype(torch.float32)
-
-
-class _deterministic:  # noqa: N801
-    def __enter__(self) -> None:
         torch.use_deterministic_algorithms(mode=True)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.use_deterministic_algorithms(mode=False)
 
-    def __exit__(self, *_: object) -> None:
-        torch.use_deterministic_algorithms(mode=False)
+
+@pytest.mark.parametrize("setting", [_settings, torch.no_grad])
+def test_no_setting_of_torch_makes_a_needed_guard_look_unneeded(setting: Any) -> None:
+    with setting(), install("resize", "out") as installation:
+        assert installation.skipped == {}
 
 
 # --- threads

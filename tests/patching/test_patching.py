@@ -1,4 +1,4 @@
-"""A patched function is read, pickled, copied and sent to workers as before."""
+"""A patched function is read, pickled, copied, and known to torch's own tables as before."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ import io
 import pickle
 import pkgutil
 import pydoc
+import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import torchguard
 from support.child_process import output_of
+from support.modes import FunctionMode
 from torchguard import install
-from torchguard.patching.guards import GUARDS
+from torchguard.patching.guards import GUARDS, GuardName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+
+EVERYTHING: tuple[GuardName, ...] = (
+    "resize", "out", "verified", "save", "load", "numpy", "optimizer", "overlap", "recompute",
+)  # fmt: skip
 
 
 @pytest.fixture
 def everything_installed() -> Iterator[None]:
-    with install(
-        "resize", "out", "verified", "save", "load", "numpy", "optimizer", "overlap", "recompute"
-    ):
+    with install(*EVERYTHING):
         yield
 
 
@@ -41,10 +47,6 @@ PATHS = [
 ]
 
 
-def paths() -> list[str]:
-    return PATHS
-
-
 def live(path: str) -> Any:
     # torch.optim deletes the names of its modules, so attributes alone do not lead there.
     return pkgutil.resolve_name(path)
@@ -53,43 +55,70 @@ def live(path: str) -> Any:
 # --- names, signatures, docstrings
 
 
-@pytest.mark.usefixtures("everything_installed")
-def test_every_patched_function_has_a_readable_signature() -> None:
-    for path in paths():
-        signature = inspect.signature(live(path))
-        assert str(signature).startswith("("), path
-    assert len(paths()) > 300
-
-
-def test_without_installing_most_signatures_can_not_be_read() -> None:
-    def unreadable(path: str) -> bool:
+def test_what_torch_shows_of_a_function_is_shown_of_what_is_patched() -> None:
+    """Name, place, docstring, ``help()``; and a signature, which most do not have without it."""
+    assert len(PATHS) > 300
+    unreadable = 0
+    for path in PATHS:
         try:
             inspect.signature(live(path))
         except ValueError:
-            return True
-        return False
+            unreadable += 1
+    assert unreadable > 300
+    with install(*EVERYTHING):
+        for path in PATHS:
+            function, bare = live(path), torchguard.get_original(path)
+            owner, _, name = path.rpartition(".")
+            place = name
+            if isinstance(live(owner), type):
+                owner, _, kind = owner.rpartition(".")
+                place = f"{kind}.{name}"
+            assert str(inspect.signature(function)).startswith("("), path
+            assert (function.__name__, function.__qualname__) == (name, place)
+            assert function.__module__ == owner
+            assert live(f"{function.__module__}.{function.__qualname__}") is function
+            assert function.__doc__ == bare.__doc__
+            assert f"function {place} at" in repr(function)
+            text = pydoc.render_doc(function, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
+            assert f"{name}(" in text.replace("Tensor.", "")
+            assert "torchguard" not in text
 
-    assert sum(unreadable(path) for path in paths()) > 300
+
+CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("torch.max", (1, 2), {}),
+    ("torch.max", (1,), {"dim": 0, "keepdim": True}),
+    ("torch.argmax", (1, 0), {}),
+    ("torch.sum", (1,), {"dim": 0, "out": None}),
+    ("torch.median", (1, 0), {}),
+    ("torch.prod", (1,), {}),
+    ("torch.softmax", (1, 0), {"out": None}),
+    ("torch.isin", (1, 2), {"out": None}),
+    ("torch.normal", (0.0, 1.0, (2,)), {}),
+    ("torch.full", ((2,), 1), {"out": None}),
+    ("torch.zeros", (2, 3), {"out": None}),
+    ("torch.arange", (2, 3), {"out": None}),
+    ("torch.nn.functional.gelu", (1,), {"out": None}),
+    ("torch.nn.functional.linear", (1, 2), {"out": None}),
+    ("torch.Tensor.resize_", (1, 2, 3), {"memory_format": None}),
+    ("torch.Tensor.resize_", (1, (2, 3)), {}),
+    ("torch.Tensor.set_", (1,), {}),
+    ("torch.Tensor.resize_as_", (1, 2), {"memory_format": None}),
+]
 
 
 @pytest.mark.usefixtures("everything_installed")
-@pytest.mark.parametrize(
-    ("path", "signature"),
-    [
-        ("torch.add", "(input, other, *, alpha=1, out=None)"),
-        ("torch.linalg.qr", "(A, mode='reduced', *, out=None)"),
-        ("torch.tensordot", None),
-        ("torch.norm", None),
-        ("torch.nn.functional.normalize", None),
-    ],
-)
-def test_signatures_are_torchs(path: str, signature: str | None) -> None:
-    expected = signature or str(inspect.signature(torchguard.get_original(path)))
-    assert str(inspect.signature(live(path))) == expected
-
-
-@pytest.mark.usefixtures("everything_installed")
-def test_methods_take_self_in_their_signatures() -> None:
+def test_signatures_are_torchs_and_refuse_no_call_that_torch_takes() -> None:
+    """And methods take self."""
+    written = {
+        "torch.add": "(input, other, *, alpha=1, out=None)",
+        "torch.linalg.qr": "(A, mode='reduced', *, out=None)",
+    }
+    for path in ("torch.tensordot", "torch.norm", "torch.nn.functional.normalize"):
+        written[path] = str(inspect.signature(torchguard.get_original(path)))
+    for path, signature in written.items():
+        assert str(inspect.signature(live(path))) == signature
+    for path, arguments, names in CALLS:
+        inspect.signature(live(path)).bind(*arguments, **names)
     for name in ("resize_", "resize_as_", "set_"):
         parameters = list(inspect.signature(getattr(torch.Tensor, name)).parameters)
         assert parameters[0] == "self"
@@ -98,88 +127,16 @@ def test_methods_take_self_in_their_signatures() -> None:
         assert list(bound) == parameters[1:]
 
 
-@pytest.mark.usefixtures("everything_installed")
-@pytest.mark.parametrize(
-    ("path", "arguments", "names"),
-    [
-        ("torch.max", (1, 2), {}),
-        ("torch.max", (1,), {"dim": 0, "keepdim": True}),
-        ("torch.min", (1, 2), {}),
-        ("torch.argmax", (1, 0), {}),
-        ("torch.argmax", (1,), {"dim": 0, "out": None}),
-        ("torch.sum", (1, 0), {}),
-        ("torch.sum", (1,), {"dim": 0, "out": None}),
-        ("torch.mean", (1, 0), {}),
-        ("torch.median", (1, 0), {}),
-        ("torch.prod", (1,), {}),
-        ("torch.softmax", (1, 0), {"out": None}),
-        ("torch.take", (1, 2), {"out": None}),
-        ("torch.isin", (1, 2), {"out": None}),
-        ("torch.normal", (0.0, 1.0, (2,)), {}),
-        ("torch.full", ((2,), 1), {"out": None}),
-        ("torch.zeros", (2, 3), {"out": None}),
-        ("torch.arange", (2, 3), {"out": None}),
-        ("torch.nn.functional.gelu", (1,), {"out": None}),
-        ("torch.nn.functional.linear", (1, 2), {"out": None}),
-        ("torch.nn.functional.hardshrink", (1,), {"out": None}),
-        ("torch.Tensor.resize_", (1, 2, 3), {"memory_format": None}),
-        ("torch.Tensor.resize_", (1, (2, 3)), {}),
-        ("torch.Tensor.set_", (1,), {}),
-        ("torch.Tensor.resize_as_", (1, 2), {"memory_format": None}),
-    ],
-)
-def test_a_signature_refuses_no_call_that_torch_takes(
-    path: str, arguments: tuple[Any, ...], names: dict[str, Any]
-) -> None:
-    inspect.signature(live(path)).bind(*arguments, **names)
-
-
-@pytest.mark.usefixtures("everything_installed")
-def test_names_and_docstrings_are_torchs_and_lead_back_to_the_function() -> None:
-    for path in paths():
-        function, bare = live(path), torchguard.get_original(path)
-        owner, _, name = path.rpartition(".")
-        place = name
-        if isinstance(live(owner), type):
-            owner, _, kind = owner.rpartition(".")
-            place = f"{kind}.{name}"
-        assert function.__name__ == name
-        assert function.__qualname__ == place
-        assert function.__module__ == owner
-        assert live(f"{function.__module__}.{function.__qualname__}") is function
-        assert function.__doc__ == bare.__doc__
-        assert f"function {function.__qualname__} at" in repr(function)
-
-
-@pytest.mark.usefixtures("everything_installed")
-def test_help_renders_every_patched_function() -> None:
-    for path in paths():
-        text = pydoc.render_doc(live(path), renderer=pydoc.plaintext)  # type: ignore[attr-defined]
-        assert f"{path.rpartition('.')[2]}(" in text.replace("Tensor.", "")
-        assert "torchguard" not in text
-    text = pydoc.render_doc(torch.Tensor.resize_, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
-    assert "Resizes :attr:`self` tensor to the specified size" in text
-
-
 # --- pickle, copy, save
 
 
 @pytest.mark.usefixtures("everything_installed")
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_patched_function_survives_pickle(protocol: int) -> None:
-    for path in paths():
+def test_a_patched_function_survives_pickle_and_copy() -> None:
+    for path in PATHS:
         function = live(path)
-        assert pickle.loads(pickle.dumps(function, protocol)) is function  # noqa: S301
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(function, protocol)) is function  # noqa: S301
         assert copy.deepcopy(function) is function
-
-
-def test_a_pickled_patched_function_is_torchs_own_where_nothing_is_installed() -> None:
-    with install("resize", "out"):
-        pickled = pickle.dumps({path: live(path) for path in paths()})
-    loaded = pickle.loads(pickled)  # noqa: S301
-    for path, function in loaded.items():
-        assert function is torchguard.get_original(path)
-        assert live(path) is function
 
 
 def test_a_process_without_torchguard_can_load_what_was_pickled(tmp_path: Path) -> None:
@@ -201,18 +158,17 @@ def test_a_process_without_torchguard_can_load_what_was_pickled(tmp_path: Path) 
     assert printed.split() == ["True", "True", "True", "True", "torch.Size([1,", "2])", "False"]
 
 
-def test_torchs_own_functions_taken_before_can_be_pickled_while_installed() -> None:
-    bare = {path: live(path) for path in paths()}
+def test_a_function_is_pickled_by_its_name() -> None:
+    """Loaded after uninstall() it is torch's own; what was taken before or kept is refused."""
+    bare = {path: live(path) for path in PATHS}
     failing_anyway = {path for path, function in bare.items() if not _pickles(function)}
     with install("resize", "out"):
+        pickled = pickle.dumps({path: live(path) for path in PATHS})
+        kept = [torch.nn.functional.gelu, torch.add, torch.Tensor.resize_]
         failing = {path for path, function in bare.items() if not _pickles(function)}
     assert failing - failing_anyway == set()
-
-
-def test_a_patched_function_that_was_kept_is_refused_by_pickle_after_uninstall() -> None:
-    """Pickle stores a function by its name, where by then torch's own stands again."""
-    with install("resize", "out"):
-        kept = [torch.nn.functional.gelu, torch.add, torch.Tensor.resize_]
+    for path, function in pickle.loads(pickled).items():  # noqa: S301
+        assert function is live(path) is torchguard.get_original(path)
     for function in kept:
         with pytest.raises(pickle.PicklingError, match="not the same object"):
             pickle.dumps(function)
@@ -231,77 +187,195 @@ class Keeper(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 3)
         self.activation = torch.nn.functional.gelu
         self.combine = torch.add
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.combine(self.activation(self.layer(x)), x)
+        return self.combine(self.activation(x), x)
+
+
+def reloaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def test_tensors_and_modules_are_copied_and_saved_as_before() -> None:
-    torch.manual_seed(0)
     made_before = Keeper()
     x = torch.rand(2, 3)
     expected = made_before(x)
     with install("resize", "out"):
-        torch.manual_seed(0)
         for model in (made_before, Keeper()):
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            loaded = torch.load(file, weights_only=False)
-            for each in (model, copy.deepcopy(model), loaded):
+            for each in (model, copy.deepcopy(model), reloaded(model)):
                 torch.testing.assert_close(each(x), expected, rtol=0, atol=0)
-        file = io.BytesIO()
-        torch.save({"x": x, "view": x[1:], "state": made_before.state_dict()}, file)
-        file.seek(0)
-        saved = torch.load(file)
-        assert torch.equal(saved["view"], x[1:])
-        twin = copy.deepcopy(x)
-        assert torch.equal(twin, x)
-        assert twin is not x
+        for twin in (copy.deepcopy(x), reloaded({"view": x[:]})["view"]):
+            assert torch.equal(twin, x)
+            assert twin is not x
 
 
-# --- data loaders
+# --- subclasses and modes
 
 
-LOADER = """
+class Dispatching(torch.Tensor):
+    """The pattern of torch's notes on extending torch: a table of functions."""
+
+    table: dict[Any, str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in cls.table:
+            return cls.table[func]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def table_of_originals() -> dict[Any, str]:
+    """What docs/patching.md tells those to write who look functions up by identity."""
+    names = "add", "norm", "nn.functional.gelu", "Tensor.resize_", "nn.functional.normalize"
+    table = {torchguard.get_original(f"torch.{name}"): name.rpartition(".")[2] for name in names}
+    return table | {torchguard.get_original("torch.resize_as_"): "torch.resize_as_"}
+
+
+def assert_dispatched() -> None:
+    tensor: Any = torch.ones(3).as_subclass(Dispatching)
+    assert [
+        torch.add(tensor, 1),
+        torch.add(torch.ones(3), tensor, out=torch.empty(3)),
+        torch.norm(tensor),
+        torch.nn.functional.gelu(tensor),
+        tensor.resize_(2),
+        torch.nn.functional.normalize(tensor),
+        torch.resize_as_(tensor, torch.ones(3)),
+    ] == ["add", "add", "norm", "gelu", "resize_", "normalize", "torch.resize_as_"]
+
+
+def test_a_dispatch_table_works_whenever_it_is_built() -> None:
+    Dispatching.table = {
+        torch.add: "add",
+        torch.norm: "norm",
+        torch.nn.functional.gelu: "gelu",
+        torch.Tensor.resize_: "resize_",
+        torch.nn.functional.normalize: "normalize",
+        torch.resize_as_: "torch.resize_as_",
+    }
+    assert_dispatched()
+    with install("resize", "out"):
+        assert_dispatched()
+        Dispatching.table = table_of_originals()
+        assert_dispatched()
+    assert_dispatched()
+
+
+class Listening(torch.Tensor):
+    calls: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(torch.overrides.resolve_name(func) or getattr(func, "__name__", "?"))
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def calls_of_everyday_code(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensor = make(torch.ones(4))
+    tensor.resize_(2)
+    tensor.resize_(9)
+    tensor.resize_as_(torch.ones(3))
+    tensor.set_(torch.ones(5))  # type: ignore[call-overload]
+    torch.add(tensor, 1, out=torch.empty(0))
+    torch.add(torch.ones(5), 1, out=tensor)
+    for failing in (
+        lambda: tensor.resize_(-1),
+        lambda: torch.index_select(torch.ones(5), 0, torch.tensor([9]), out=tensor),
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            failing()  # type: ignore[no-untyped-call]
+
+
+def test_subclasses_and_modes_see_no_call_more_or_less() -> None:
+    torch.overrides.resolve_name(torch.add)
+
+    def listen() -> tuple[list[str], list[Any]]:
+        Listening.calls = []
+        calls_of_everyday_code(lambda tensor: tensor.as_subclass(Listening))
+        mode = FunctionMode(lambda func, *_: getattr(func, "__name__", "?"))
+        with mode:
+            calls_of_everyday_code(lambda tensor: tensor)
+        # What the test itself makes does not count.
+        return [name for name in Listening.calls if "as_subclass" not in name], mode.seen
+
+    bare = listen()
+    assert "resize_" in str(bare[0])
+    with install("resize", "out"):
+        assert listen() == bare
+
+
+def test_a_subclass_with_its_own_resize_is_asked_first() -> None:
+    class Counting(torch.Tensor):
+        count = 0
+
+        def resize_(self, *size: Any, **options: Any) -> Any:
+            type(self).count += 1
+            return super().resize_(*size, **options)
+
+    with install("resize"):
+        tensor = torch.from_numpy(np.ones(2)).as_subclass(Counting)
+        with pytest.raises(RuntimeError):
+            tensor.resize_(99)
+        assert Counting.count == 1
+        assert tuple(tensor.shape) == (2,)
+
+
+# --- tables of torch that know functions by identity
+
+
+TABLES = """
 import sys, torch, torchguard
-from torch.utils.data import DataLoader, Dataset
 
-class Squares(Dataset):
-    def __len__(self):
-        return 7
+def facts():
+    # Each of these fills a table of torch that is kept for the rest of the process.
+    yield sorted(
+        (getattr(owner, "__name__", type(owner).__name__), function.__name__)
+        for owner, functions in torch.overrides.get_overridable_functions().items()
+        for function in functions if hasattr(function, "__name__")
+    )
+    some = [torchguard.get_original("torch." + n) for n in ("add", "norm", "Tensor.resize_", "cat")]
+    yield [torch.overrides.resolve_name(function) for function in some]
+    yield torch.overrides.is_tensor_method_or_property(some[2])
+    zeros = torchguard.get_original("torch.zeros")
+    yield zeros in torch.overrides.get_ignored_functions()
+    yield [f in torch.overrides.get_testing_overrides() for f in some[:2]]
+    with torch.device("meta"):
+        makers = torch.zeros, torch.empty, torch.ones, torch.rand, torch.arange
+        yield [make(2).device.type for make in makers]
 
-    def __getitem__(self, index):
-        row = torch.full((3,), float(index))
-        out = torch.empty(0)
-        torch.mul(row, row, out=out)
-        guarded = bool(torchguard.installed())
-        return {"square": out.resize_(3), "index": index, "pair": (row, guarded)}
-
-def install_in_worker(_):
-    torchguard.install("resize", "out")
-
-if __name__ == "__main__":
-    how, guarded = sys.argv[1:]
-    if guarded == "guarded":
-        torchguard.install("resize", "out")
-    start = install_in_worker if guarded == "guarded" and how == "spawn" else None
-    loader = DataLoader(Squares(), batch_size=3, num_workers=2, multiprocessing_context=how,
-                        worker_init_fn=start)
-    for batch in loader:
-        shared = batch["square"].is_shared()
-        row = batch["pair"][0].sum().item()
-        print(batch["square"].tolist(), batch["index"].tolist(), row, shared)
-        print("installed", batch["pair"][1].tolist(), file=sys.stderr)
-        assert batch["pair"][1].all().item() == (guarded == "guarded")
+for step in sys.argv[1:]:
+    getattr(torchguard, step)(*["resize", "out"][: 2 * (step == "install")])
+    print(list(facts()))
 """
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_data_loader_workers_collate_as_before(how: str, tmp_path: Path) -> None:
-    bare = output_of(LOADER, how, "bare", folder=tmp_path)
-    assert "True" in bare, "the workers have to put their batches into shared memory"
-    assert output_of(LOADER, how, "guarded", folder=tmp_path) == bare
+def test_torchs_tables_of_functions_are_the_same_whenever_they_are_filled() -> None:
+    """First on bare torch and then with the guards, and the other way round."""
+    printed = output_of(TABLES, "uninstall", "install") + output_of(TABLES, "install", "uninstall")
+    assert "'meta', 'meta', 'meta'" in printed
+    assert len(printed.splitlines()) == 4
+    assert len(set(printed.splitlines())) == 1
+
+
+# --- warnings
+
+
+def test_torchs_warning_about_a_resized_output_is_still_given() -> None:
+    """It names the line in torchguard that called torch: docs/patching.md says so."""
+
+    def given() -> list[tuple[type[Warning], str]]:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            torch.add(torch.ones(2), 1, out=torch.ones(3))
+            torch.range(0, 3)
+        return [(each.category, str(each.message).partition("(")[0]) for each in warned]
+
+    bare = given()
+    assert len(bare) == 2
+    with install("out"):
+        assert given() == bare

@@ -45,13 +45,6 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
 
 
-# --- three ways in
-
-
 def stats(checked: Any) -> torchguard.VerificationReport:
     report: torchguard.VerificationReport = checked.stats()
     return report
-
-
-def bare(function: Any) -> Any:
-    return torch.compile(function)

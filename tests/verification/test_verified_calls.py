@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import textwrap
 import threading
 import warnings
@@ -14,6 +13,7 @@ import torch
 from support.child_process import JOIN_RANKS, output_of, run_ranks
 from support.miscompiling import spoiling
 from torchguard import MiscompilationWarning, verified_backend
+from torchguard.verification import fallback
 from torchguard.verification.backend import Options, SizesChecked
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def from_size(size: int) -> Any:
     return spoiling(spoil)
 
 
-@pytest.mark.parametrize("wrong_from", [8, 9, 100, 130, 2000])
+@pytest.mark.parametrize("wrong_from", [9, 130, 2000])
 def test_sizes_that_are_new_to_a_graph_are_checked_again(wrong_from: int) -> None:
     """Right for small sizes, wrong from one on: that call is right, with one warning."""
     backend = verified_backend(from_size(wrong_from))
@@ -67,12 +67,12 @@ def test_an_integer_of_the_program_and_inner_dims_are_sizes_too() -> None:
 def test_most_of_many_sizes_are_trusted_and_a_later_call_looks_up_its_sizes() -> None:
     backend = verified_backend("aot_eager")
     compiled = torch.compile(lambda x: x.sin(), backend=backend)
-    for size in range(2, 1000):
+    for size in range(2, 500):
         compiled(torch.ones(size))
     _, dynamic = backend.stats().graphs
-    assert 64 < dynamic.checks < 120
+    assert 64 < dynamic.checks < 110
     before = dynamic.checks
-    for size in (3, 64, 500, 999):
+    for size in (3, 64, 250, 499):
         compiled(torch.ones(size))
     assert dynamic.checks == before
 
@@ -96,7 +96,6 @@ def test_a_graph_that_writes_its_inputs_is_not_trusted_with_more_sizes_than_were
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Then inductor keeps the writes out of the graph; here a stand-in says that it does."""
-    fallback = importlib.import_module("torchguard.verification.fallback")
     monkeypatch.setattr(fallback, "_AOT_EAGER", fallback._AOT_EAGER._replace(name=fallback.OUTSIDE))
     monkeypatch.setattr(SizesChecked, "EACH_WRITING", 10)
     for writes in (False, True):
@@ -119,10 +118,9 @@ def test_other_sizes_are_checked_again_after_a_fallback_was_taken(
         def spoil(outputs: list[Any], given: list[Any]) -> Any:
             return [outputs[0] + 1] if given[-1].numel() == number else outputs
 
-        return spoil
+        return spoiling(spoil)
 
-    first, second = spoiling(wrong_at(9)), spoiling(wrong_at(5))
-    fallback = importlib.import_module("torchguard.verification.fallback")
+    first, second = wrong_at(9), wrong_at(5)
     fallbacks = (
         fallback.Fallback("first", first),
         fallback.Fallback("second", second),
@@ -139,34 +137,9 @@ def test_other_sizes_are_checked_again_after_a_fallback_was_taken(
     assert [graph.runs for graph in backend.stats().graphs] == ["first", "eager"]
 
 
-SHIFT = """
-    import sys, warnings
-    import torch
-    from torchguard import verified
-
-    def shift(q):
-        q[1:] = q[:-1].clone()
-        return q * 2
-
-    checked = verified()(shift)
-    warnings.simplefilter("ignore")
-    for n in map(int, sys.argv[1:]):
-        queue, same = (torch.arange(3.0 * n).view(n, 3) for _ in "ab")
-        right = torch.equal(checked(queue), shift(same)) and torch.equal(queue, same)
-        print("right" if right else "wrong", n)
-    print([graph.runs for graph in checked.stats().graphs])
-"""
-
-
-@pytest.mark.slow
-def test_a_shift_of_rows_that_is_right_for_small_sizes_alone_is_right_for_all() -> None:
-    """https://github.com/pytorch/pytorch/issues/197829"""
-    *lines, runs = output_of(SHIFT, "6", "4", "9", "300", "6", "33").splitlines()
-    assert lines == ["right 6", "right 4", "right 9", "right 300", "right 6", "right 33"]
-    assert "eager" not in runs
-
-
-def test_two_ranks_with_other_sizes_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_ranks_take_the_same_fallback_and_do_not_wait_where_their_sizes_differ(
+    tmp_path: Path,
+) -> None:
     ranks = run_ranks(
         JOIN_RANKS
         + textwrap.dedent("""
@@ -174,6 +147,25 @@ def test_two_ranks_with_other_sizes_do_not_wait_for_each_other(tmp_path: Path) -
         from torchguard import verified_backend
 
         warnings.simplefilter("ignore")
+
+        def wrong_on_rank_1(graph, inputs):
+            return lambda *inputs: (graph(*inputs)[0] + rank,)
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(3, 1)
+
+            def forward(self, x):
+                return self.layer(x)
+
+        torch.manual_seed(0)
+        backend = verified_backend(wrong_on_rank_1, group=dist.group.WORLD)
+        model = Net()
+        data_parallel = torch.nn.parallel.DistributedDataParallel(model)
+        torch.compile(data_parallel, backend=backend)(torch.ones(2, 3) * rank).sum().backward()
+        graphs = [[graph.runs, graph.status] for graph in backend.stats().graphs]
+        gradient = model.layer.weight.grad.tolist()
 
         def wrong_from_9(graph, inputs):
             def run(*inputs):
@@ -186,13 +178,18 @@ def test_two_ranks_with_other_sizes_do_not_wait_for_each_other(tmp_path: Path) -
         sizes = [(5, 6, 7, 8, 5), (5, 5, 12, 5, 5)][rank]
         right = all(compiled(torch.ones(n))[0].tolist() == [2] * n for n in sizes)
         runs = [graph.runs for graph in backend.stats().graphs]
-        print(json.dumps({"right": right, "runs": runs}))
+        print(json.dumps({"graphs": graphs, "gradient": gradient, "right": right, "runs": runs}))
         """),
         tmp_path,
     )
-    assert ranks == [
-        {"right": True, "runs": ["wrong_from_9"]},
-        {"right": True, "runs": ["aot_eager"]},
+    assert [rank["graphs"] for rank in ranks] == [
+        [["aot_eager", "verified"]],
+        [["aot_eager", "mismatched"]],
+    ]
+    assert [rank["gradient"] for rank in ranks] == [[[1.0, 1.0, 1.0]]] * 2
+    assert [(rank["right"], rank["runs"]) for rank in ranks] == [
+        (True, ["wrong_from_9"]),
+        (True, ["aot_eager"]),
     ]
 
 
@@ -201,44 +198,32 @@ def _off_by_one(outputs: list[Any], _: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_a_graph_known_to_be_wrong_does_not_stay_when_the_next_fallback_fails(
-    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile_(*_: Any) -> Any:
-        def run(*_: Any) -> Any:
-            raise torch.OutOfMemoryError
+    """The one after it runs; after an interrupt the next call checks again."""
+    left = [error]
+
+    def compile_(graph: Any, _: list[Any]) -> Any:
+        def run(*given: Any) -> Any:
+            if left:
+                raise left.pop()
+            return graph.forward(*given)
 
         return run
 
-    fallback = importlib.import_module("torchguard.verification.fallback")
-    monkeypatch.setattr(fallback, "_AOT_EAGER", fallback.Fallback("fails", compile_))
-    backend = verified_backend(spoiling(_off_by_one))
-    compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=dynamic)
-    with pytest.warns(MiscompilationWarning, match="eager runs instead"):
-        assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
-    assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_check_that_is_interrupted_is_done_again(
-    dynamic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupts = [KeyboardInterrupt]
-
-    def compile_(graph: Any, _: list[Any]) -> Any:
-        if interrupts:
-            raise interrupts.pop()
-        return graph.forward
-
-    fallback = importlib.import_module("torchguard.verification.fallback")
     monkeypatch.setattr(fallback, "_AOT_EAGER", fallback.Fallback("second", compile_))
     backend = verified_backend(spoiling(_off_by_one))
     compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=dynamic)
-    with pytest.raises(KeyboardInterrupt):
-        compiled(torch.ones(3))
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            compiled(torch.ones(3))
     with pytest.warns(MiscompilationWarning):
         assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
-    assert backend.stats().graphs[0].runs == "second"
+    assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
+    expected = "second" if error is KeyboardInterrupt else "eager"
+    assert backend.stats().graphs[0].runs == expected
 
 
 # --- threads
@@ -304,7 +289,7 @@ def test_random_numbers_of_another_thread_are_not_those_of_the_graph(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for rows in range(1000, 1007):  # a graph each
+            for rows in range(1000, 1004):  # a graph each
                 right = compiled(torch.zeros(rows))[0].tolist() == rows * [200.0]
                 assert right or is_random
     finally:
@@ -363,65 +348,53 @@ def test_tensors_that_the_graph_owns_are_not_seen_while_a_check_swaps_them() -> 
 
 
 THREADS = """
-    import collections, sys, threading, warnings
+    import collections, threading, warnings
     import torch
     from torchguard import verified
 
-    def planted(graph, inputs):
-        def run(*inputs):
-            outputs = graph(*inputs)
-            return (outputs[0] + 1, *outputs[1:])
-        return run
-
     warnings.simplefilter("ignore")
-    backend = "inductor" if sys.argv[1] == "inductor" else planted
     seen = collections.Counter()
-    for turn in range(int(sys.argv[2])):
-        torch._dynamo.reset()
-        scope = {}
-        # Long enough for another thread to call while this is compiled once more.
-        lines = ["def f(q):", "    q[1:] = q[:-1].clone()", "    r = q * 2"]
-        lines += [*(f"    r = r + {i + turn}" for i in range(100)), "    return r"]
-        exec("\\n".join(lines), scope)
-        function, checked = scope["f"], verified(backend=backend)(scope["f"])
-        start = threading.Barrier(8)
+    scope = {}
+    # Long enough for another thread to call while this is compiled once more.
+    lines = ["def f(q):", "    q[1:] = q[:-1].clone()", "    r = q * 2"]
+    lines += [*(f"    r = r + {i}" for i in range(100)), "    return r"]
+    exec("\\n".join(lines), scope)
+    function, checked = scope["f"], verified()(scope["f"])
+    start = threading.Barrier(8)
 
-        def work(number):
-            start.wait()
-            for rows in (20, 20, 20, 7, 9, 9, 30, 31, 32, 20, 20, 20):
-                queue, same = (torch.arange(3.0 * rows).view(rows, 3) + number for _ in "ab")
-                want = function(same)
-                try:
-                    got = checked(queue)
-                except Exception as error:
-                    seen[f"{type(error).__name__}: {error}"] += 1
-                    continue
-                right = torch.equal(want, got) and torch.equal(same, queue)
-                seen["right" if right else "wrong"] += 1
+    def work(number):
+        start.wait()
+        for rows in (20, 20, 20, 7, 9, 9, 30, 31, 32, 20, 20, 20):
+            queue, same = (torch.arange(3.0 * rows).view(rows, 3) + number for _ in "ab")
+            want = function(same)
+            try:
+                got = checked(queue)
+            except Exception as error:
+                seen[f"{type(error).__name__}: {error}"] += 1
+                continue
+            right = torch.equal(want, got) and torch.equal(same, queue)
+            seen["right" if right else "wrong"] += 1
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     print(dict(seen))
     if set(seen) != {"right"}:
         print(checked.stats())
 """
 
-tells_threads_apart = pytest.mark.skipif(
+
+@pytest.mark.skipif(
     not hasattr(torch.compiler, "_compile_session_context")
     and not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_tls"),
     reason="plain torch.compile raises too while another thread compiles",
 )
-
-
-@tells_threads_apart
-def test_eight_threads_that_begin_together_get_right_results_and_no_exception() -> None:
-    assert output_of(THREADS, "planted", "2") == "{'right': 192}\n"
-
-
-@tells_threads_apart
 @pytest.mark.slow
-def test_eight_threads_that_begin_together_with_inductor() -> None:
-    assert output_of(THREADS, "inductor", "1") == "{'right': 96}\n"
+def test_eight_threads_that_begin_together_get_right_results_and_no_exception() -> None:
+    """Of a shift of rows, which inductor compiles wrong for some sizes.
+
+    https://github.com/pytorch/pytorch/issues/197829
+    """
+    assert output_of(THREADS) == "{'right': 96}\n"

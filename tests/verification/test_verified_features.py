@@ -1,10 +1,11 @@
-"""verified with optimizers, checkpoints, autocast, ranks, CUDA graphs, and compile modes."""
+"""verified beside other parts of torch: it works with them, and the caller sees one run."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import textwrap
-from pathlib import Path
+import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from support.child_process import JOIN_RANKS, run_ranks
-from support.miscompiling import stats, workload
-from torchguard import MiscompilationWarning, verified, verified_backend
+from support.miscompiling import spoiling, stats, workload
+from torchguard import install, verified, verified_backend
+from torchguard.verification.graph import unlogged, why_not_twice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
@@ -68,20 +70,15 @@ def _aliased() -> Callable[[], Any]:
 def _differentiable_view() -> Callable[[], Any]:
     leaf = torch.ones(3, 4, requires_grad=True)
 
+    def write_through(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        row.add_(1)
+        return (x * x).sum()
+
     def run() -> Any:
         x = leaf * 2
-        return _write_through(x, x[0])
+        return write_through(x, x[0])
 
     return run
-
-
-def _write_through(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    row.add_(1)
-    return (x * x).sum()
-
-
-def _empty() -> Callable[[], Any]:
-    return lambda: (torch.zeros(0, 3) + 1, torch.zeros(3, 0).sum())
 
 
 def _no_grad() -> Callable[[], Any]:
@@ -90,7 +87,7 @@ def _no_grad() -> Callable[[], Any]:
     def run() -> Any:
         with torch.no_grad():
             x.mul_(0.5)
-        return x * 2
+        return x * 2, torch.zeros(0, 3) + 1, torch.zeros(3, 0).sum()
 
     return run
 
@@ -105,8 +102,7 @@ def _complex() -> Callable[[], Any]:
 
 
 MAKERS = [
-    _optimizer, _with_checkpoint, _autocast, _aliased, _differentiable_view, _empty, _no_grad,
-    _complex,
+    _optimizer, _with_checkpoint, _autocast, _aliased, _differentiable_view, _no_grad, _complex,
 ]  # fmt: skip
 
 
@@ -119,45 +115,6 @@ def test_it_works_with_other_parts_of_torch(make: Callable[[], Any]) -> None:
         torch.testing.assert_close(compiled(), eager())
     statuses = {graph.status for graph in backend.stats().graphs}
     assert statuses == {"verified"}, str(backend.stats())
-
-
-def test_all_ranks_take_the_same_fallback(tmp_path: Path) -> None:
-    ranks = run_ranks(
-        JOIN_RANKS
-        + textwrap.dedent("""
-        import warnings
-        from torchguard import verified_backend
-
-        warnings.simplefilter("ignore")
-
-        def wrong_on_rank_1(graph, inputs):
-            def run(*inputs):
-                x = graph(*inputs)[0]
-                return (x + rank,)
-            return run
-
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = torch.nn.Linear(3, 1)
-
-            def forward(self, x):
-                return self.layer(x)
-
-        torch.manual_seed(0)
-        backend = verified_backend(wrong_on_rank_1, group=dist.group.WORLD)
-        model = Net()
-        data_parallel = torch.nn.parallel.DistributedDataParallel(model)
-        compiled = torch.compile(data_parallel, backend=backend)
-        loss = compiled(torch.ones(2, 3) * rank).sum()
-        loss.backward()
-        graphs = [[graph.runs, graph.status] for graph in backend.stats().graphs]
-        print(json.dumps({"graphs": graphs, "gradient": model.layer.weight.grad.tolist()}))
-        """),
-        tmp_path,
-    )
-    assert ranks[0] == {"graphs": [["aot_eager", "verified"]], "gradient": [[1.0, 1.0, 1.0]]}
-    assert ranks[1] == {"graphs": [["aot_eager", "mismatched"]], "gradient": [[1.0, 1.0, 1.0]]}
 
 
 def test_inference_mode() -> None:
@@ -205,23 +162,280 @@ def test_cuda_graphs_are_recorded_and_replayed_after_the_check() -> None:
     assert stats(checked).verified == 1
 
 
-def test_what_is_added_at_an_id_that_occurs_twice_is_checked() -> None:
-    """As inductor of torch 2.6 compiles it for one CPU thread: the last one overwrites."""
+# --- the caller sees one run
 
-    def overwriting(graph: Any, _: Any) -> Any:
-        for node in graph.graph.nodes:
-            if node.target == "index_add":
-                node.target = "index_copy"
-        graph.recompile()
-        return graph
 
-    def added(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(8, 3).index_add(0, ids, rows)
+def test_random_numbers_are_those_of_one_run() -> None:
+    """A backend that draws numbers of its own is left unverified."""
 
-    torch.compiler.reset()
-    fast = verified(added, backend=overwriting)
-    rows = torch.rand(3, 3)
-    with pytest.warns(MiscompilationWarning):
-        fast(torch.tensor([1, 2, 3]), rows)
-    ids = torch.tensor([1, 1, 3])
-    torch.testing.assert_close(fast(ids, rows), added(ids, rows))
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(4)
+
+    backend = verified_backend("aot_eager")
+    compiled = torch.compile(noisy, backend=backend)
+    torch.manual_seed(0)
+    found = compiled(torch.zeros(4)), torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(found[0], noisy(torch.zeros(4)))
+    assert torch.equal(found[1], torch.rand(1))
+    assert backend.stats().verified == 1
+    torch._dynamo.reset()
+    backend = verified_backend(spoiling(lambda outputs, _: outputs))
+    torch.compile(noisy, backend=backend)(torch.zeros(4))
+    assert backend.stats().unverified == 1
+    assert "random numbers" in backend.stats().graphs[0].reason
+
+
+def test_gradients_are_accumulated_once_and_hooks_called_once() -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(4, 4)
+    model = nn.Sequential(first, nn.BatchNorm1d(4), nn.GELU(), nn.Linear(4, 2))
+    eager = copy.deepcopy(model)
+    checked: nn.Module = verified(backend="aot_eager")(model)
+    assert checked is model
+    calls = []
+    first.weight.register_hook(lambda gradient: calls.append("tensor"))
+    first.weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    x = torch.randn(8, 4)
+    for module in (eager, model):
+        module(x).sum().backward()
+    assert calls == ["tensor", "accumulated"]
+    for one, other in zip(eager.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+    assert [graph.status for graph in stats(model).graphs] == ["verified"]
+
+
+def test_hooks_on_saved_tensors_see_one_run() -> None:
+    def packed(function: Callable[..., Any]) -> int:
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            return tensor
+
+        x = torch.randn(4, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            function(x).sum().backward()
+        return count
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x.exp()).sum()
+
+    bare = packed(torch.compile(function, backend="aot_eager"))
+    torch._dynamo.reset()
+    backend = verified_backend("aot_eager")
+    assert packed(torch.compile(function, backend=backend)) == bare
+    assert backend.stats().verified == 1
+
+
+def test_what_communicates_is_left_unverified() -> None:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    reduce = torch.ops._c10d_functional.all_reduce.default
+    graph.output((graph.call_function(reduce, (x, "sum", "0")),))
+    reason = why_not_twice(torch.fx.GraphModule({}, graph))
+    assert reason is not None
+    assert "communicates with other processes" in reason
+
+
+@pytest.mark.parametrize("reason", ["sparse", "NestedTensor"])
+def test_what_can_not_be_copied_is_left_unverified(reason: str) -> None:
+    given = torch.eye(3).to_sparse()
+    if reason == "NestedTensor":
+        rows = [torch.ones(2), torch.ones(3)]
+        given = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    backend = verified_backend("aot_eager")
+    torch.compile(lambda x: x * 2, backend=backend)(given)
+    graphs = backend.stats().graphs
+    assert graphs or given.is_sparse  # which Dynamo may not compile
+    for record in graphs:
+        assert record.status == "unverified", record
+        assert reason in record.reason
+
+
+def test_what_eager_does_not_do_twice_is_no_mismatch() -> None:
+    counted: list[int] = []
+
+    def unsteady(x: torch.Tensor) -> torch.Tensor:
+        counted.append(1)
+        return x + len(counted)
+
+    unsteady.__module__ = "math"  # functions of which torchguard expects that they only compute
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(unsteady, (graph.placeholder("x"),)),))
+    backend = verified_backend(spoiling(lambda outputs, _: outputs))
+    x = torch.ones(3)
+    backend(torch.fx.GraphModule({}, graph), [x])(x)
+    (record,) = backend.stats().graphs
+    assert (record.status, record.runs) == ("unverified", "planted")
+    assert record.reason == "eager itself does not give the same result twice"
+
+
+def test_a_graph_for_which_memory_does_not_suffice_twice_runs_unverified() -> None:
+    calls = []
+
+    def twice(outputs: list[Any], _: list[Any]) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError
+        return outputs
+
+    backend = verified_backend(spoiling(twice))
+    assert torch.compile(lambda x: (x * 2,), backend=backend)(torch.ones(1))[0] == 2
+    (record,) = backend.stats().graphs
+    assert (record.status, record.runs) == ("unverified", "planted")
+    assert record.reason == "out of memory while re-running the graph for verification"
+
+
+def test_hooks_of_a_parameter_that_the_graph_owns_are_not_called_for_a_check() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    seen: list[torch.Tensor] = []
+    weight.register_hook(seen.append)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.mul, (x, graph.get_attr("weight")))
+    graph.output((graph.call_function(torch.sum, (product,)),))
+    backend = verified_backend("eager")
+    given = torch.ones(3)
+    backend(torch.fx.GraphModule({"weight": weight}, graph), [given])(given)[0].backward()
+    assert len(seen) == 1
+    assert backend.stats().graphs[0].reason == "a tensor that the graph owns has hooks"
+
+
+# --- threads leave Dynamo's settings and the logs of others alone
+
+
+NAMES = ("automatic_dynamic_shapes", "assume_static_by_default")
+WAIT = 60.0
+
+
+def settings() -> list[Any]:
+    return [getattr(torch._dynamo.config, name) for name in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[list[Any]]:
+    """Put Dynamo's settings back, whatever a test has done to them."""
+    found = settings()
+    yield found
+    for name, value in zip(NAMES, found, strict=True):
+        setattr(torch._dynamo.config, name, value)
+
+
+class Meeting:
+    """Two calls at the same time; the one that enters first leaves first."""
+
+    def __init__(self) -> None:
+        self._first: threading.Thread | None = None
+        self._first_entered, self._second_entered, self._first_left = (
+            threading.Event() for _ in range(3)
+        )
+
+    def meet(self) -> None:
+        if self._first is None:  # a call that compiles, before there are two
+            return
+        if threading.current_thread() is self._first:
+            self._first_entered.set()
+            assert self._second_entered.wait(WAIT)
+        else:
+            self._second_entered.set()
+            assert self._first_left.wait(WAIT)
+
+    def call_twice(self, call: Callable[[], object]) -> None:
+        def call_first() -> None:
+            call()
+            self._first_left.set()
+
+        call()
+        self._first = threading.Thread(target=call_first)
+        self._first.start()
+        assert self._first_entered.wait(WAIT)
+        call()
+        self._first.join()
+
+
+class Doubled(nn.Module):
+    def __init__(self, meet: Callable[[], None]) -> None:
+        super().__init__()
+        self.forward = function_that(meet)
+
+
+def function_that(meet: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tensor]:
+    untraced = torch.compiler.disable(meet)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        untraced()
+        return y
+
+    return doubled
+
+
+def in_place(module: nn.Module, dynamic: bool) -> nn.Module:
+    module.compile(dynamic=dynamic)
+    return module
+
+
+WAYS: dict[str, Callable[[Callable[[], None], bool], Any]] = {
+    "function": lambda meet, dynamic: verified(
+        function_that(meet), backend="eager", dynamic=dynamic
+    ),
+    "module": lambda meet, dynamic: verified(Doubled(meet), backend="eager", dynamic=dynamic),
+    "compiled": lambda meet, dynamic: verified(torch.compile(function_that(meet), dynamic=dynamic)),
+    "installed": lambda meet, dynamic: torch.compile(function_that(meet), dynamic=dynamic),
+    "installed, a decorator": lambda meet, dynamic: torch.compile(dynamic=dynamic)(
+        function_that(meet)
+    ),
+    "installed, a module": lambda meet, dynamic: torch.compile(Doubled(meet), dynamic=dynamic),
+    "installed, in place": lambda meet, dynamic: in_place(Doubled(meet), dynamic),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "dynamic"),
+    [
+        ("function", False),
+        ("function", True),
+        ("module", False),
+        *(pytest.param(how, False, marks=pytest.mark.slow) for how in list(WAYS)[2:]),
+    ],
+)
+def test_settings_of_dynamo_are_as_before(how: str, dynamic: bool, before: list[Any]) -> None:
+    """Up to torch 2.11 two calls at the same time left them changed for the whole process."""
+    meeting = Meeting()
+    with install("verified") if how.startswith("installed") else contextlib.nullcontext():
+        doubled = WAYS[how](meeting.meet, dynamic)
+
+    def call() -> None:
+        assert doubled(torch.ones(3)).tolist() == [2, 2, 2]
+
+    meeting.call_twice(call)
+    assert settings() == before
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(False, 4), (None, 2), (True, 1)])
+def test_dynamic_means_what_it_means_to_torch_compile(dynamic: bool | None, graphs: int) -> None:
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x / 2
+
+    checked = verified(halved, backend="eager", dynamic=dynamic)
+    for size in (3, 4, 5, 6):
+        assert checked(torch.ones(size)).tolist() == [0.5] * size
+    assert len(checked.stats().graphs) == graphs
+
+
+def test_only_this_thread_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("torch.something")
+    with unlogged():
+        log.error("this thread")
+        other = threading.Thread(target=log.error, args=["another thread"])
+        other.start()
+        other.join()
+    log.error("afterwards")
+    assert [record.message for record in caplog.records] == ["another thread", "afterwards"]

@@ -1,10 +1,10 @@
-"""The ways to verify: a decorator, a backend, install(); lines that Inductor compiles wrong."""
+"""The ways to verify: a decorator, a backend, install(), and each of them with bucketed."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from torch import nn
 
 import torchguard
 from support.child_process import output_of
-from support.miscompiling import bare, inputs, one_value, spoiling, stats, workload
+from support.miscompiling import inputs, one_value, spoiling, stats, workload
 from torchguard import (
+    Buckets,
     MiscompilationWarning,
+    bucketed,
     install,
     verification_report,
     verified,
@@ -27,22 +29,19 @@ from torchguard._torch import compiled_call, settings_of_compiled
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
 
-def test_a_function_stays_a_function_and_has_stats() -> None:
+def test_a_function_or_a_module_stays_what_it_was_and_has_stats() -> None:
     @verified(backend="aot_eager", fullgraph=True)
     def double(x: torch.Tensor) -> torch.Tensor:
         """Twice x."""
         return x * 2
 
-    assert double.__name__ == "double"
-    assert double.__doc__ == "Twice x."
+    assert (double.__name__, double.__doc__) == ("double", "Twice x.")
     assert double(torch.ones(2)).tolist() == [2, 2]
     assert stats(double).verified == 1
-
-
-def test_a_module_stays_what_it_was() -> None:
     original = nn.Linear(3, 2)
     keys = list(original.state_dict())
     module: nn.Module = verified(backend="aot_eager")(original)
@@ -51,24 +50,17 @@ def test_a_module_stays_what_it_was() -> None:
     assert list(module.state_dict()) == keys
     module(torch.ones(1, 3))
     assert stats(module).verified == 1
-    again = pickle.loads(pickle.dumps(module))  # noqa: S301
-    torch.testing.assert_close(again(torch.ones(1, 3)), module(torch.ones(1, 3)))
 
 
-def test_two_wrappers_are_counted_apart_and_the_process_counts_both() -> None:
+def test_two_backends_are_counted_apart_and_the_process_counts_both_in_a_table() -> None:
     before = len(verification_report().graphs)
-    one, other = verified_backend("eager"), verified_backend("aot_eager")
-    torch.compile(lambda x: x + 1, backend=one)(torch.ones(1))
+    one, other = verified_backend(spoiling(one_value)), verified_backend("aot_eager")
+    with pytest.warns(MiscompilationWarning):
+        torch.compile(workload, backend=one)(*inputs())
     torch.compile(lambda x: x + 2, backend=other)(torch.ones(1))
     assert len(one.stats().graphs) == len(other.stats().graphs) == 1
     assert len(verification_report().graphs) == before + 2
-
-
-def test_the_report_is_a_table() -> None:
-    backend = verified_backend(spoiling(one_value))
-    with pytest.warns(MiscompilationWarning):
-        torch.compile(workload, backend=backend)(*inputs())
-    shown = str(backend.stats())
+    shown = str(one.stats())
     assert "workload (" in shown
     assert "mismatched  aot_eager" in shown
     assert shown.splitlines()[-1].startswith("1 graphs: 0 verified, 1 mismatched, 0 unverified; ")
@@ -134,44 +126,37 @@ def outcome_of(function: Callable[..., Any], count: int) -> list[Any]:
     return [value.tolist() for value in given] + [None if result is None else result.tolist()]
 
 
-def wrong_everyday_lines(compile_: Callable[..., Any]) -> list[str]:
-    wrong = []
-    for function in EVERYDAY:
-        torch._dynamo.reset()
-        count = function.__code__.co_argcount
-        if outcome_of(compile_(function), count) != outcome_of(function, count):
-            wrong.append(function.__name__)
-    return wrong
-
-
-def by_decorator(function: Any) -> Any:
-    return verified()(function)
-
-
-def around_compiled(function: Any) -> Any:
-    return verified()(torch.compile(function))
-
-
-def by_backend(function: Any) -> Any:
-    return torch.compile(function, backend=verified_backend("inductor"))
-
-
 def by_install(function: Any) -> Any:
     with install("verified"):
         return torch.compile(function)
 
 
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "decorator": verified(),
+    "around what is compiled": lambda function: verified()(torch.compile(function)),
+    "backend": lambda function: torch.compile(function, backend=verified_backend("inductor")),
+    "install": by_install,
+}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
-def test_the_everyday_lines_are_wrong_bare_and_right_each_way() -> None:
-    assert wrong_everyday_lines(bare) != []
-    for way in (by_decorator, around_compiled, by_backend, by_install):
-        before = len(verification_report().graphs)
-        assert wrong_everyday_lines(way) == [], way.__name__
-        assert len(verification_report().graphs) == before + len(EVERYDAY), way.__name__
+def test_everyday_lines_are_wrong_bare_and_right_each_way() -> None:
+    """Each line by the decorator; by the other ways the one that bare torch compiles wrong."""
+
+    def is_right(function: Any, way: Callable[[Any], Any]) -> bool:
+        torch._dynamo.reset()
+        count = function.__code__.co_argcount
+        return outcome_of(way(function), count) == outcome_of(function, count)
+
+    wrong = next(function for function in EVERYDAY if not is_right(function, torch.compile))
+    for name, way in WAYS.items():
+        for function in EVERYDAY if name == "decorator" else [wrong]:
+            before = len(verification_report().graphs)
+            assert is_right(function, way), (name, function.__name__)
+            assert len(verification_report().graphs) == before + 1, name
 
 
-@pytest.mark.slow
 def test_the_backend_is_found_by_name_with_no_import(tmp_path: Path) -> None:
     information = tmp_path / "torchguard_runtime-0.dist-info"
     information.mkdir()
@@ -180,28 +165,18 @@ def test_the_backend_is_found_by_name_with_no_import(tmp_path: Path) -> None:
     group = project.partition("[project.entry-points.torch_dynamo_backends]\n")[2]
     line = group.partition("\n")[0].replace('"', "")
     (information / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{line}\n")
-    (tmp_path / "everyday.py").write_text(
-        "from __future__ import annotations\nimport torch\n"
-        + "\n".join(inspect.getsource(each) for each in (*EVERYDAY, outcome_of))
-        + "EVERYDAY = shift, swap, write_and_copy\n"
-    )
     printed = output_of(
         f"""
         import sys
         sys.path.insert(0, {str(tmp_path)!r})
-        import torch
-        from everyday import EVERYDAY, outcome_of
-        options = {{"max_fusion_size": 32}}
-        for function in EVERYDAY:
-            count = function.__code__.co_argcount
-            expected = outcome_of(function, count)
-            compiled = torch.compile(function, backend="torchguard", options=options)
-            print(outcome_of(compiled, count) == expected)
-        import torchguard
-        print(len(torchguard.verification_report().graphs))
+        import torch._dynamo
+        print("torchguard" in sys.modules)
+        found = torch._dynamo.lookup_backend("torchguard")
+        from torchguard.verification.backend import backend
+        print(found is backend)
         """
     )
-    assert printed.split() == ["True", "True", "True", "3"]
+    assert printed.splitlines() == ["False", "True"]
 
 
 @pytest.mark.slow
@@ -221,9 +196,6 @@ def test_settings_of_what_was_compiled_already_are_kept() -> None:
 def test_what_was_compiled_already_keeps_its_settings_or_is_refused() -> None:
     with pytest.raises(TypeError, match="keeps its own backend, mode and options"):
         verified(mode="max-autotune")(torch.compile(lambda x: x))
-
-
-def test_what_another_backend_compiled_is_refused() -> None:
     with pytest.raises(TypeError, match="pass what was compiled"):
         verified()(torch.compile(lambda x: x, backend="eager"))
     module = torch.nn.Linear(2, 2)
@@ -235,6 +207,9 @@ def test_what_another_backend_compiled_is_refused() -> None:
 def test_what_is_verified_already_is_returned_as_it_is() -> None:
     checked = verified(backend="aot_eager")(lambda x: x * 2)
     assert verified()(checked) is checked
+    for options in ({"calls": 2}, {"backend": "eager"}):
+        with pytest.raises(TypeError, match="verified already, with other options"):
+            verified(**options)(checked)
     module = verified(backend="aot_eager")(torch.nn.Linear(2, 2))
     module(torch.ones(1, 2))
     assert verified()(module) is module
@@ -244,13 +219,6 @@ def test_what_is_verified_already_is_returned_as_it_is() -> None:
         compiled = torch.compile(lambda x: x * 2)
     assert verified()(compiled) is compiled
     assert stats(compiled).graphs == ()
-
-
-@pytest.mark.parametrize("options", [{"calls": 2}, {"backend": "eager"}], ids=str)
-def test_other_options_for_what_is_verified_already_are_refused(options: dict[str, Any]) -> None:
-    checked = verified(backend="aot_eager")(lambda x: x * 2)
-    with pytest.raises(TypeError, match="verified already, with other options"):
-        verified(**options)(checked)
 
 
 def test_a_module_that_was_compiled_in_place_keeps_its_mode() -> None:
@@ -294,3 +262,108 @@ def test_what_can_not_be_compiled_is_refused(function: Any, message: str) -> Non
     for decorate in (verified, verified()):
         with pytest.raises(TypeError, match=message):
             decorate(function)
+
+
+# --- with bucketed, in either order: every bucket's graph is checked
+
+
+IN_BUCKETS: dict[str, Any] = {"dims": {"x": {0: "t"}}, "buckets": Buckets([4, 8])}
+LENGTHS = (3, 6, 2)
+
+
+wrong = spoiling(lambda outputs, _: [outputs[0] + 1, *outputs[1:]])
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * 2
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "inside": lambda backend: bucketed(verified(backend=backend)(double), **IN_BUCKETS),
+    "around": lambda backend: verified(backend=backend)(bucketed(double, **IN_BUCKETS)),
+    "inside of a module": lambda b: bucketed(verified(backend=b)(Scaled()), **IN_BUCKETS),
+    "around a module": lambda b: verified(backend=b)(bucketed(Scaled(), **IN_BUCKETS)),
+    "as a backend": lambda backend: bucketed(
+        double, **IN_BUCKETS, compile={"backend": verified_backend(backend)}
+    ),
+    "around settings": lambda backend: verified()(
+        bucketed(double, **IN_BUCKETS, compile={"backend": backend})
+    ),
+}
+
+
+@pytest.mark.parametrize("how", MAKERS)
+def test_each_buckets_graph_is_checked_and_what_is_wrong_replaced(how: str) -> None:
+    make = MAKERS[how]
+    right = make("aot_eager")
+    before = len(verification_report().graphs)
+    for length in LENGTHS:
+        assert right(torch.ones(length)).tolist() == [2] * length
+    graphs = verification_report().graphs[before:]
+    assert [(graph.status, graph.runs) for graph in graphs] == [("verified", "aot_eager")] * 2
+    assert right.stats().hits == {(4,): 2, (8,): 1}
+
+    torch._dynamo.reset()
+    spoiled = make(wrong)
+    before = len(verification_report().graphs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in LENGTHS:
+            assert spoiled(torch.ones(length)).tolist() == [2] * length
+    kinds = [warning.category for warning in caught]
+    assert kinds.count(MiscompilationWarning) == 2
+    assert [graph.status for graph in verification_report().graphs[before:]] == ["mismatched"] * 2
+
+
+def test_a_method_that_is_bucketed() -> None:
+    class Model:
+        @verified(backend="aot_eager")
+        @bucketed(**IN_BUCKETS)  # type: ignore[untyped-decorator]
+        def twice(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    before = len(verification_report().graphs)
+    assert Model().twice(torch.ones(3)).tolist() == [2, 2, 2]
+    assert [graph.status for graph in verification_report().graphs[before:]] == ["verified"]
+
+
+def test_a_module_stays_the_module_it_was() -> None:
+    inner = Scaled()
+    module = bucketed(inner, **IN_BUCKETS)
+    checked = verified(backend="aot_eager")(module)
+    assert checked is module
+    assert type(checked).__name__ == "Scaled"
+    assert list(checked.state_dict()) == ["weight"]
+    again = pickle.loads(pickle.dumps(bucketed(Scaled(), **IN_BUCKETS)))  # noqa: S301
+    assert again(torch.ones(3)).tolist() == copy.deepcopy(module)(torch.ones(3)).tolist()
+    before = len(verification_report().graphs)
+    inner(torch.ones(3))  # it shares everything but the buckets, and is not compiled
+    assert len(verification_report().graphs) == before
+
+
+def test_settings_given_twice_are_refused() -> None:
+    compiled = bucketed(double, **IN_BUCKETS, compile={"backend": "eager"})
+    with pytest.raises(TypeError, match="keeps its own backend, mode and options"):
+        verified(backend="aot_eager")(compiled)
+    with pytest.raises(ValueError, match="compiled already"):
+        bucketed(verified(backend="aot_eager")(Scaled()), **IN_BUCKETS, compile=True)
+
+
+@pytest.mark.slow
+def test_what_torch_compile_has_made_is_checked_in_buckets_too() -> None:
+    for function in (double, Scaled()):
+        made: Any = torch.compile(function, options={"max_fusion_size": 32})
+        checked: Any = verified()(bucketed(made, **IN_BUCKETS))
+        before = len(verification_report().graphs)
+        assert checked(torch.ones(3)).tolist() == [2, 2, 2]
+        graphs = verification_report().graphs[before:]
+        assert [(graph.status, graph.runs) for graph in graphs] == [("verified", "inductor")]

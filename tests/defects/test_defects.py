@@ -1,0 +1,342 @@
+"""The doctor: a process for each probe, a verdict for each end; the catalog; the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchguard
+from support.child_process import output_of
+from support.planted import planted, row
+from support.processes import wait_until_gone
+from torchguard.cli.doctor import guards_as_code
+from torchguard.defects import FAMILIES, BrokenDefect, Defect, all_defects, runner
+from torchguard.defects.catalog import built_in, find
+from torchguard.defects.doctor import DoctorProgress, DoctorReport
+
+posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and terminals of POSIX")
+
+
+class TestBareRun:
+    @pytest.mark.parametrize(
+        ("name", "status", "detail"),
+        [
+            ("absent", "absent", ""),
+            ("live", "corrupt", "two plus two was 5"),
+            # A verdict that a probe prints is not taken for its own.
+            ("noisy", "corrupt", "printed a verdict and meant another"),
+            # A process that dies is a live row with the signal or the exit status.
+            ("segfault", "crash", "SIGSEGV"),
+            ("abort", "crash", "SIGABRT"),
+            ("quits", "crash", "exit status 3"),
+            ("not-run", "not run", "needs two moons"),
+            ("raises", "broken", 'KeyError: "the probe\'s own fault"'),
+            ("exits", "broken", "SystemExit: 0"),
+            ("true", "broken", "expected None or one sentence"),
+            ("limits", "corrupt", "core files of 0 bytes"),
+            ("hang", "timeout", "no answer after 12 seconds"),
+            # Without its pipes a process looks as if it had ended.
+            ("hangs-closed", "timeout", "no answer after 12 seconds"),
+        ],
+    )
+    def test_verdict(self, report: DoctorReport, name: str, status: str, detail: str) -> None:
+        """Each way to end has its own; a defect that was shown, or a crash, is live."""
+        found = row(report, name)
+        assert found.bare.status == status
+        assert detail in found.bare.detail
+        assert found.live == (status in {"corrupt", "crash"})
+
+    def test_processes(self, report: DoctorReport, plugin: Path) -> None:
+        """What a probe leaves running ends with it, and does not delay its verdict."""
+        # A forked child has every pipe of its parent, so the runner must not wait for those.
+        for name in ("leaves-a-child", "leaves-a-fork"):
+            assert row(report, name).bare.status == "absent"
+        for name in ("hanging", "left", "forked"):
+            for pid in (plugin / name).read_text().split():
+                assert wait_until_gone(int(pid))
+
+    def test_exception(self, report: DoctorReport) -> None:
+        """A probe that raises has its output and the traceback in the row."""
+        log = row(report, "raises").bare.log
+        assert "on the way to the error" in log
+        assert "in raises" in log
+
+    def test_environment(self, report: DoctorReport, plugin: Path) -> None:
+        """Switches of the caller's do not reach a probe; it has one thread and a shared cache."""
+        assert plugin.exists()
+        assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+        seen = json.loads(row(report, "switches").bare.detail)
+        assert seen["TORCH_COMPILE_DISABLE"] is None
+        assert seen["OMP_NUM_THREADS"] == "1"
+        assert not Path(seen["TORCHINDUCTOR_CACHE_DIR"]).parent.exists()  # temporary
+
+    def test_process(self, report: DoctorReport) -> None:
+        """Each probe has a process of its own."""
+        names = ("process", "another-process")
+        assert len({os.getpid(), *(int(row(report, name).bare.detail) for name in names)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "detail", "failed"),
+    [
+        # Where the defect is absent, or the bare run says nothing, there is no guarded run.
+        ("absent", "-", "", False),
+        ("absent-with-guard", "-", "", False),
+        ("raises", "-", "", False),
+        ("not-run", "not run", "", False),  # which is never "closed"
+        ("live", "open", "no guard yet", False),
+        ("installed", "closed", "", False),
+        ("in-scope", "closed", "", False),
+        ("closed", "closed", "", False),  # a guard that is called has a probe of its own
+        ("detected", "detected", "", False),  # it only finds the damage
+        ("detects-nothing", "open", "", True),
+        ("open", "open", "still 5", True),
+        ("guarded-crash", "open", "crash: SIGSEGV", True),
+        ("guarded-not-run", "not run", "only the bare run works here", True),
+        ("guarded-raises", "broken", "OSError: nothing to see", True),
+        ("no-such-guard", "broken", "no-such-guard", True),
+    ],
+)
+def test_guarded_run(
+    report: DoctorReport, name: str, status: str, detail: str, *, failed: bool
+) -> None:
+    """A guard that does not close its defect fails, however its run ended."""
+    found = row(report, name)
+    assert found.guarded.status == status
+    assert detail in found.guarded.detail
+    assert found.failed == failed
+
+
+def in_front(folder: Path, patch: pytest.MonkeyPatch, sitecustomize: str) -> None:
+    """Have every interpreter that is started from here run a few lines first."""
+    (folder / "sitecustomize.py").write_text(sitecustomize)
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]))
+
+
+class TestServer:
+    @pytest.mark.skipif(not runner.forking_is_possible(), reason="no process is forked here")
+    def test_that_can_not_fork(
+        self, report: DoctorReport, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A server with a second thread ends; the probes are spawned, and give the same rows."""
+        starts_a_thread = """
+import threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+"""
+        in_front(tmp_path, monkeypatch, starts_a_thread)
+        spawned = torchguard.doctor(planted("segfault", "installed", "leaves-a-child"))
+        for found in spawned.rows:
+            expected = row(report, found.id.removeprefix("planted-"))
+            assert found.bare.status == expected.bare.status
+            assert found.guarded.status == expected.guarded.status
+        assert spawned.environment == report.environment
+        assert wait_until_gone(int((plugin / "left").read_text()))
+
+    @pytest.mark.usefixtures("plugin")
+    def test_that_dies(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where no server lives, every row is "broken" and has the server's log."""
+        dies = """
+import os, sys
+if "serve()" in str(sys.orig_argv):
+    print("out of luck", file=sys.stderr, flush=True)
+    os._exit(9)
+"""
+        in_front(tmp_path, monkeypatch, dies)
+        found = torchguard.doctor(planted("live", "closed"))
+        assert {row.bare.status for row in found.rows} == {"broken"}
+        assert "out of luck" in found.rows[0].bare.log
+        assert found.environment.torch.startswith("unknown (broken: ")
+
+    @posix_only
+    @pytest.mark.usefixtures("interruptible")
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+    def test_that_is_orphaned(self, plugin: Path, tmp_path: Path, number: signal.Signals) -> None:
+        """No process outlives a doctor that is interrupted or killed."""
+        mark = plugin / "hanging"
+        mark.unlink(missing_ok=True)
+        line = [sys.executable, "-m", "torchguard", "doctor", "--only", "planted-hang"]
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        doctor = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 240
+        while not (mark.exists() and mark.read_text().count(" ")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        doctor.send_signal(number)
+        _, errors = doctor.communicate(timeout=120)
+        for pid in mark.read_text().split():
+            assert wait_until_gone(int(pid))
+        if number is signal.SIGINT:
+            assert doctor.returncode == 130
+            assert errors.endswith("torchguard doctor: interrupted\n")
+            assert "Traceback" not in errors
+            assert list(tmp_path.glob("tg-*")) == []
+
+
+OWN = [row for row in built_in() if isinstance(row, Defect)]
+
+
+class TestOwn:
+    def test_complete(self) -> None:
+        """Every defect that a file of probes/ defines is in, by family and then by id."""
+        keys = [(FAMILIES.index(row.family), row.id) for row in OWN]
+        assert keys == sorted(keys)
+        folder = Path(torchguard.__file__).parent / "defects" / "probes"
+        written = [
+            name
+            for path in folder.glob("*.py")
+            for name in re.findall(
+                r"^@(?:\w+_defect|_miscompiled)\(\n(?:    .*\n)+\)\ndef (\w+)",
+                path.read_text(encoding="utf-8"),
+                flags=re.MULTILINE,
+            )
+        ]
+        assert sorted(name.replace("_", "-") for name in written) == sorted(row.id for row in OWN)
+        assert len(built_in()) == len(OWN) >= 37
+
+    def test_texts(self) -> None:
+        """Each says what goes wrong, where it is discussed, and what to do."""
+        for own in OWN:
+            assert 20 < len(own.summary) <= 90, own.id
+            assert all(url.startswith("https://") for url in own.upstream), own.id
+            assert own.guards or own.planned or own.advice, own.id
+
+    def test_out_garbage(self) -> None:
+        """Each guard restores what the row of a failing out= says that it restores."""
+        import torch  # noqa: PLC0415 - of this file this test alone needs it
+
+        from torchguard.defects.probes import failed_writes  # noqa: PLC0415 - imports torch
+
+        found = find("out-garbage")
+        assert guards_as_code(found.guards) == "guarded(data=True)"
+        assert found.guarded_probe is not None
+        assert found.guarded_probe() is None
+        assert 'guarded() and install("out") restore shape and storage' in found.limits
+        for scope in (torchguard.guarded, lambda: torchguard.install("out")):
+            damages = set()
+            for _, dtype, call in failed_writes._OUT_CASES:
+                for out in (torch.empty(0, dtype=dtype), torch.full((3, 3), 77, dtype=dtype)):
+                    version = out._version
+                    with scope():
+                        damage = failed_writes._damage_of(out, call)
+                    damages.add(damage)
+                    assert damage is None or out._version > version
+            assert damages == {None, "data overwritten"}
+
+    def test_detected(self) -> None:
+        """A guard is said to detect a defect only where the damage is still done."""
+        finders = ("check_consistent",)
+        assert {row.id for row in OWN if row.only_detects} == {"storage-shrunk"}
+        assert {row.id for row in OWN if row.guards == finders} == {"storage-shrunk"}
+
+
+def test_the_front_door_imports_no_probe_and_the_catalog_no_compiler() -> None:
+    program = """
+        import sys, torchguard
+        print(*(name for name in sys.modules if name.startswith("torchguard.defects.")))
+        from torchguard.defects import all_defects
+        all_defects()
+        print("torch._dynamo" in sys.modules)
+    """
+    imported, *_, compiler = output_of(program).splitlines()  # a broken plug-in may print
+    assert (imported, compiler) == ("", "False")
+
+
+class TestPlugins:
+    @pytest.mark.usefixtures("plugin")
+    def test_order(self) -> None:
+        """Defects of plug-ins come after torchguard's own, each once."""
+        names = [row.id for row in all_defects()]
+        assert names.index("resize-locked") < names.index("planted-absent")
+        assert "planted-single" in names
+        assert len(names) == len(set(names))
+
+    @pytest.mark.usefixtures("plugin")
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("c-again:planted-live", "repeats an id that belongs to the entry point 'a-planted'"),
+            ("d-not-one", "gives str, expected torchguard.defects.Defect"),
+            ("e-missing", "fails to load: ModuleNotFoundError: No module named"),
+            ("f-exits", "fails to load: SystemExit: bye"),
+            ("g-wrong[0]", "guards is 'resize': it has to be a tuple of texts"),
+            ("g-wrong[1]", "probe is 'absent': it has to be a function"),
+        ],
+    )
+    def test_broken(self, report: DoctorReport, name: str, reason: str) -> None:
+        """A plug-in that can't be used is a row that says why."""
+        (broken,) = (row for row in all_defects() if row.id == name)
+        assert isinstance(broken, BrokenDefect)
+        assert reason in broken.reason
+        assert "of the package planted" in broken.reason
+        (shown,) = (row for row in report.rows if row.id == name)
+        assert (shown.bare.status, shown.bare.detail) == ("broken", broken.reason)
+
+
+@pytest.mark.parametrize(
+    ("only", "options", "message"),
+    [
+        (["resize-lock"], {}, r"no defect 'resize-lock'.*mean resize-locked"),
+        (["resize-locked"], {"family": "gradient"}, "resize-locked is of the family 'memory'"),
+        (None, {"family": "graphics"}, "memory, compile, gradient"),
+        (["resize-locked"], {"jobs": 0}, "jobs"),
+        (["resize-locked"], {"timeout": -1.0}, "timeout"),
+    ],
+)
+def test_wrong_arguments(only: Any, options: dict[str, Any], message: str) -> None:
+    """The error names what there is."""
+    with pytest.raises(ValueError, match=message):
+        torchguard.doctor(only, **options)
+    assert torchguard.doctor([]).rows == ()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_progress() -> None:
+    """Each step names what runs, counts the rows, and estimates the rest."""
+    steps: list[DoctorProgress] = []
+    names = planted("absent", "closed")
+    torchguard.doctor(names, progress=steps.append)
+    assert {name for step in steps for name in step.running} == set(names)
+    assert [step.done for step in steps if step.row is not None] == [1, 2]
+    assert {step.total for step in steps} == {2}
+    assert steps[-1].running == ()
+    left = [step.remaining for step in steps]
+    assert left[0] is not None
+    assert left[0] > 1
+    assert left[-1] == 0
+
+
+def test_json(report: DoctorReport) -> None:
+    """A report survives the round trip through JSON; a document of another format is refused."""
+    assert DoctorReport.from_json(report.to_json()) == report
+    document = json.loads(report.to_json())
+    assert document["exit_status"] == report.exit_status == 1
+    with pytest.raises(ValueError, match="format 2, got format 1"):
+        DoctorReport.from_json(json.dumps({**document, "format": 1}))
+    assert report.environment.torch == torch.__version__
+    assert report.environment.foreign is None
+
+
+@pytest.mark.slow
+def test_whole_table() -> None:
+    """On the torch at hand every row has an answer, and every guard closes its defect."""
+    line = [sys.executable, "-m", "torchguard", "doctor", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    report = DoctorReport.from_json(done.stdout)
+    assert [row.id for row in report.rows] == [row.id for row in all_defects()]
+    unanswered = [row for row in report.rows if row.bare.status in {"timeout", "broken"}]
+    assert unanswered == []
+    assert report.failed == ()
+    assert done.returncode == 0
+    # A table in which everything is absent would show nothing of the guards: these two defects
+    # are live on every torch there is.
+    closed = {row.id for row in report.rows if row.guarded.status == "closed"}
+    assert closed >= {"resize-locked", "resize-shared"}

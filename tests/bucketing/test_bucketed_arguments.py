@@ -249,7 +249,7 @@ class TestANameThatOnlyKwargsTakes:
         [
             (mean, "attention_mask"),
             (mean, {"attention_mask": "real", "cross_attention_mask": "real"}),
-            (lambda x, **others: mean(x, **others), "attention_mask"),
+            (lambda x, **others: mean(x, **others), "attention_mask"),  # noqa: PLW0108 - another signature
         ],
         ids=["taken", "a second one", "any name"],
     )

@@ -11,10 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.pairs import PairBuckets
-
-# Two sizes.
+from torchguard import Buckets, PairBuckets
 
 
 @given(

@@ -6,62 +6,38 @@ import functools
 import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from support.bucketed import LADDER, Counting, Net, double, same
+from support.bucketed import LADDER, Counting, Net, double, same, wrap
 from torchguard import Buckets, bucketed, no_recompile
+
+EAGER: Any = {"backend": "eager"}
 
 
 class TestWhatReachesTheCompiler:
-    @pytest.mark.parametrize("count", [1, 20, 64])
-    def test_is_one_static_graph_per_bucket(self, count: int, backend: Counting) -> None:
+    @pytest.mark.parametrize("already", [False, True], ids=["compile=", "compiled already"])
+    @pytest.mark.parametrize("count", [1, 10])
+    def test_is_one_static_graph_per_bucket(
+        self, count: int, already: bool, backend: Counting
+    ) -> None:
+        """More than the recompile limit, which two wrappers of one function do not share."""
         buckets = Buckets.multiples_of(4, 4 * count)
-        wrapped = bucketed(
-            double, dims={"x": {0: "t"}}, buckets=buckets, compile={"backend": backend}
-        )
-        for length in range(1, 4 * count + 1):
-            x = torch.arange(length)
-            assert torch.equal(wrapped(x), 2 * x)
-        assert sorted(backend.graphs) == [[(size,)] for size in buckets]
-        assert backend.calls == wrapped.stats().calls == 4 * count
-        assert wrapped.stats().graphs == count
-
-    def test_would_be_symbolic_without_it(self) -> None:
-        torch.compiler.reset()
-        symbolic = []
-
-        def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            symbolic.append(any(isinstance(value, torch.SymInt) for value in inputs))
-            return graph.forward
-
-        compiled = torch.compile(lambda x: x * 2, backend=note)
-        for bucket in LADDER:
-            compiled(torch.ones(bucket))
-        assert any(symbolic)
-
-    def test_is_static_around_what_is_compiled_already(self, backend: Counting) -> None:
-        compiled = torch.compile(double, backend=backend)
-        wrapped = bucketed(compiled, dims={"x": {0: "t"}}, buckets=Buckets.multiples_of(4, 80))
-        for length in range(1, 81):
-            wrapped(torch.ones(length))
-        assert len(backend.graphs) == 20
-
-    def test_two_wrappers_of_one_function_share_no_limit(self, backend: Counting) -> None:
-        for _ in range(3):
-            wrapped = bucketed(
-                double,
-                dims={"x": {0: "t"}},
-                buckets=Buckets.multiples_of(4, 24),
-                compile={"backend": backend},
-            )
-            for length in range(1, 25):
-                wrapped(torch.ones(length))
-        assert len(backend.graphs) == 18
-        assert backend.calls == 72
+        for turn in (1, 2):
+            if already:
+                wrapped = wrap(torch.compile(double, backend=backend), buckets=buckets)
+            else:
+                wrapped = wrap(double, buckets=buckets, compile={"backend": backend})
+            for length in range(1, 4 * count + 1):
+                x = torch.arange(length)
+                assert torch.equal(wrapped(x), 2 * x)
+            assert sorted(backend.graphs) == sorted(turn * [[(size,)] for size in buckets])
+            assert backend.calls == turn * wrapped.stats().calls == turn * 4 * count
+            assert wrapped.stats().graphs == count
 
     def test_is_static_behind_a_graph_break_in_every_mode(self, backend: Counting) -> None:
         def inner(x: torch.Tensor) -> torch.Tensor:
@@ -69,13 +45,8 @@ class TestWhatReachesTheCompiler:
             torch._dynamo.graph_break()
             return y * 2
 
-        wrapped = bucketed(
-            lambda x: inner(x) + 1,
-            dims=({0: "t"},),
-            buckets=Buckets.multiples_of(4, 48),
-            compile={"backend": backend},
-        )
-        lengths = range(4, 49, 4)
+        lengths = range(4, 41, 4)
+        wrapped = wrap(lambda x: inner(x) + 1, buckets=lengths, compile={"backend": backend})
         for length in lengths:
             assert torch.equal(wrapped(torch.ones(length)), torch.full((length,), 5.0))
         calls = backend.calls
@@ -94,9 +65,7 @@ class TestWhatReachesTheCompiler:
         def scale(x: torch.Tensor, other: Any) -> torch.Tensor:
             return x * (other if isinstance(other, int) else other.sum())
 
-        wrapped = bucketed(
-            scale, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
-        )
+        wrapped = wrap(scale, compile={"backend": backend})
         x = torch.randn(3)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -107,29 +76,26 @@ class TestWhatReachesTheCompiler:
         assert "compiled 9 times for t: 3 -> 4 in x, because other differs" in said[0]
         assert backend.calls == len(backend.graphs) == wrapped.stats().graphs == 20
 
-    def test_dynamic_compilation_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="dynamic"):
-            bucketed(double, dims={"x": {0: "t"}}, buckets=LADDER, compile={"dynamic": True})
-        compiled = torch.compile(double, dynamic=True, backend="eager")
-        with pytest.raises(ValueError, match="dynamic=True"):
-            bucketed(compiled, dims={"x": {0: "t"}}, buckets=LADDER)
-
-    def test_compiling_twice_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="compiled already"):
-            bucketed(
-                torch.compile(double, backend="eager"),
-                dims={"x": {0: "t"}},
-                buckets=LADDER,
-                compile=True,
-            )
+    @pytest.mark.parametrize(
+        ("before", "compile_", "message"),
+        [
+            (None, {"dynamic": True}, "makes static sizes symbolic: leave it out"),
+            ({"dynamic": True}, None, "dynamic=True, which makes static sizes symbolic"),
+            ({}, True, "compiled already"),
+        ],
+    )
+    def test_dynamic_compilation_and_compiling_twice_are_refused(
+        self, before: Any, compile_: Any, message: str
+    ) -> None:
+        compiled = double if before is None else torch.compile(double, backend="eager", **before)
+        with pytest.raises(ValueError, match=message):
+            wrap(compiled, compile=compile_)
 
     def test_goes_through_torch_compile_as_it_is_when_a_bucket_compiles(
         self, backend: Counting, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """``install("verified")`` may come after the decorator."""
-        wrapped = bucketed(
-            double, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
-        )
+        wrapped = wrap(double, compile={"backend": backend})
         compile_, seen = torch.compile, []
 
         def replaced(function: Any, **options: Any) -> Any:
@@ -141,9 +107,7 @@ class TestWhatReachesTheCompiler:
         assert seen == [{"backend": backend, "dynamic": False}]
 
     def test_a_call_inside_a_compiled_function_breaks_its_graph(self, backend: Counting) -> None:
-        wrapped = bucketed(
-            double, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
-        )
+        wrapped = wrap(double, compile={"backend": backend})
 
         @torch.compile(backend="eager", dynamic=False)
         def outer(x: torch.Tensor) -> Any:
@@ -155,9 +119,8 @@ class TestWhatReachesTheCompiler:
 
 class TestOverflow:
     def test_is_an_error_that_names_axis_size_and_argument(self) -> None:
-        wrapped = bucketed(double, dims={"x": {0: "t"}}, buckets=LADDER)
         with pytest.raises(ValueError, match="axis 't' is 17 in x, but the largest bucket is 16"):
-            wrapped(torch.ones(17))
+            wrap(double)(torch.ones(17))
 
     @pytest.mark.parametrize("overflow", ["eager", "grow", "dynamic"])
     def test_or_runs_all_the_same(self, overflow: Any) -> None:
@@ -168,13 +131,7 @@ class TestOverflow:
             graphs.append(graph)
             return graph.forward
 
-        wrapped = bucketed(
-            double,
-            dims={"x": {0: "t"}},
-            buckets=LADDER,
-            overflow=overflow,
-            compile={"backend": note},
-        )
+        wrapped = wrap(double, overflow=overflow, compile={"backend": note})
         for length in (17, 20, 31, 3):
             x = torch.arange(length)
             assert torch.equal(wrapped(x), 2 * x)
@@ -188,14 +145,8 @@ class TestOverflow:
         def total(x: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
             return (x * m).sum(1) / n
 
-        wrapped = bucketed(
-            total,
-            dims={"x": {1: "t"}},
-            buckets=LADDER,
-            mask="m",
-            lengths="n",
-            overflow=overflow,
-            compile={"backend": "eager"},
+        wrapped = wrap(
+            total, dims={"x": {1: "t"}}, mask="m", lengths="n", overflow=overflow, compile=EAGER
         )
         for length in (5, 20, 21):
             x = torch.randn(2, length)
@@ -204,24 +155,37 @@ class TestOverflow:
 
 class TestStatistics:
     def test_count_calls_waste_and_graphs(self, backend: Counting) -> None:
-        wrapped = bucketed(
-            double, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
-        )
-        for length in (3, 4, 5):
+        wrapped = wrap(double, compile={"backend": backend})
+        for length in (3, 4, 5, 3):
             wrapped(torch.ones(length))
         stats = wrapped.stats()
-        assert (stats.calls, stats.hits, stats.graphs) == (3, {(4,): 2, (8,): 1}, 2)
-        assert stats.waste == pytest.approx(16 / 12 - 1)
+        assert (stats.calls, stats.hits, stats.graphs) == (4, {(4,): 3, (8,): 1}, 2)
+        assert stats.waste == pytest.approx(20 / 15 - 1)
         assert stats.compile_seconds > 0
+        assert stats.seen == {3: 2, 4: 1, 5: 1}
+        assert Buckets.fit(stats.seen, 2).sizes == (3, 5)
         exported = json.loads(json.dumps(stats.as_dict()))
-        assert exported["hits"] == {"4": 2, "8": 1}
-        assert "3 calls, waste 33.3 %, 2 graphs" in str(stats)
+        assert exported["hits"] == {"4": 3, "8": 1}
+        assert exported["seen"] == [[3, 2], [4, 1], [5, 1]]
+        assert "4 calls, waste 33.3 %, 2 graphs" in str(stats)
+
+    def test_an_exception_in_the_function_leaves_them_right(self) -> None:
+        def fails(x: torch.Tensor, when: bool) -> torch.Tensor:
+            if when:
+                raise RuntimeError("on purpose")
+            return x + 1
+
+        wrapped = wrap(fails)
+        wrapped(torch.ones(3), False)
+        before = wrapped.stats()
+        with pytest.raises(RuntimeError, match="on purpose"):
+            wrapped(torch.ones(3), True)
+        assert wrapped.stats() == before
+        assert torch.equal(wrapped(torch.ones(3), False), torch.full((3,), 2.0))
 
     def test_warmup_compiles_every_bucket_and_changes_nothing(self, backend: Counting) -> None:
         net = Net()
-        wrapped: Any = bucketed(
-            net, dims={"x": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
-        )
+        wrapped = wrap(net, compile={"backend": backend})
         random_state = torch.get_rng_state()
         wrapped.warmup(torch.ones(2, 3))
         assert len(backend.graphs) == 3
@@ -237,10 +201,7 @@ class TestStatistics:
     def test_warmup_compiles_for_training_what_has_run_without_gradients(
         self, backend: Counting
     ) -> None:
-        linear = nn.Linear(3, 3)
-        wrapped: Any = bucketed(
-            linear, dims={"input": {0: "t"}}, buckets=LADDER, compile={"backend": backend}
-        )
+        wrapped = wrap(nn.Linear(3, 3), compile={"backend": backend})
         with torch.no_grad():
             for length in LADDER:
                 wrapped(torch.ones(length, 3))
@@ -257,54 +218,38 @@ class TestStatistics:
             def __init__(self) -> None:
                 self.model = norm
 
-            @bucketed(dims={"x": {0: "b"}}, buckets=LADDER, compile={"backend": "eager"})
+            @bucketed(dims={"x": {0: "b"}}, buckets=LADDER, compile=EAGER)
             def loss(self, x: torch.Tensor) -> Any:
                 return self.model(x)
 
-        options: dict[str, Any] = {"buckets": LADDER, "compile": {"backend": "eager"}}
         models = [norm]
-        wrapped = {
-            "attribute": Trainer().loss,
-            "partial": bucketed(
-                functools.partial(lambda m, x: 1 * m(x), norm), dims={"x": {0: "b"}}, **options
-            ),
-            "list": bucketed(lambda x: 1 * models[0](x), dims={"x": {0: "b"}}, **options),
-        }[how]
+        function: Any = {
+            "partial": functools.partial(lambda m, x: 1 * m(x), norm),
+            "list": lambda x: 1 * models[0](x),
+        }.get(how)
+        options: Any = {"dims": {"x": {0: "b"}}, "compile": EAGER}
+        wrapped = Trainer().loss if how == "attribute" else wrap(function, **options)
         before = {name: value.clone() for name, value in norm.state_dict().items()}
         with pytest.warns(UserWarning, match="native_batch_norm.*a call with such padding will"):
             wrapped.warmup(x=torch.randn(3, 3))
         same(dict(norm.state_dict()), before)
 
-    def test_what_was_seen_fits_buckets(self) -> None:
-        wrapped = bucketed(double, dims={"x": {0: "t"}}, buckets=LADDER)
-        for length in (2, 3, 5, 5, 10):
-            wrapped(torch.ones(length))
-        stats = wrapped.stats()
-        assert stats.seen == {2: 1, 3: 1, 5: 2, 10: 1}
-        assert Buckets.fit(stats.seen, 2).sizes == (5, 10)
-        assert json.loads(json.dumps(stats.as_dict()))["seen"] == [[2, 1], [3, 1], [5, 2], [10, 1]]
-
-    def test_auto_starts_coarse_fits_once_and_freezes(self, backend: Counting) -> None:
-        wrapped = bucketed(
-            double, dims={"x": {0: "t"}}, buckets="auto", compile={"backend": backend}
-        )
+    def test_auto_starts_coarse_fits_once_and_freezes(
+        self, backend: Counting, tmp_path: Path
+    ) -> None:
+        wrapped = wrap(double, buckets="auto", compile={"backend": backend})
         generator = torch.Generator().manual_seed(0)
 
-        def call() -> None:
-            length = int(torch.randint(40, 100, (), generator=generator))
-            wrapped(torch.ones(length))
+        def buckets_after(calls: int) -> Buckets:
+            for _ in range(calls):
+                wrapped(torch.ones(int(torch.randint(40, 100, (), generator=generator))))
+            wrapped.save_plan(tmp_path / "plan.json")
+            return Buckets(json.loads((tmp_path / "plan.json").read_text())["buckets"]["t"])
 
-        for _ in range(31):
-            call()
-        assert set(wrapped.stats().hits) == {(64,), (128,)}
-        for _ in range(100):
-            call()
-        caller: Any = wrapped._caller
-        frozen = caller.spec.ladders["t"].buckets
+        assert buckets_after(31) == Buckets([64, 128])
+        frozen = buckets_after(100)
         assert len(frozen) > 2
-        for _ in range(100):
-            call()
-        assert caller.spec.ladders["t"].buckets == frozen
+        assert buckets_after(100) == frozen
         assert frozen.waste(wrapped.stats().seen) < 0.2
         assert Buckets([64, 128]).waste(range(40, 100)) > 0.4  # the ladder it began with
         assert len(backend.graphs) <= len(frozen) + 1

@@ -13,15 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchguard import Buckets, PaddingLeakError, bucketed
-
-LADDER = Buckets([8, 16])
+from support.bucketed import LADDER, double, in_time, leak, wrap
+from torchguard import bucketed
 
 torch_compile: Any = torch.compile
-
-
-def wrap(function: Any, **options: Any) -> Any:
-    return bucketed(function, **{"dims": {"x": {0: "t"}}, "buckets": LADDER, **options})
 
 
 async def later(x: torch.Tensor) -> torch.Tensor:
@@ -64,95 +59,137 @@ def _make_double() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class TestWhatCannotBeWrapped:
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     @pytest.mark.parametrize(
-        "function",
+        ("make", "message"),
         [
-            later,
-            one_after_the_other,
-            AsyncCall(),
-            AsyncModule(),
-            functools.partial(later),
-            torch.compile(later, backend="eager"),
+            *(
+                (make, "which is async: what it returns can't be sliced")
+                for make in (
+                    lambda: later,
+                    lambda: one_after_the_other,
+                    AsyncCall,
+                    AsyncModule,
+                    lambda: functools.partial(later),
+                    lambda: torch.compile(later, backend="eager"),
+                )
+            ),
+            *(
+                (make, "which is a generator: .* return a list")
+                for make in (
+                    lambda: one_by_one,
+                    GeneratorModule,
+                    lambda: torch.no_grad()(one_by_one),
+                )
+            ),
+            *(
+                (make, r"made by torch.jit: pass the module")
+                for make in (
+                    lambda: torch.jit.script(Doubles()),
+                    lambda: torch.jit.trace(Doubles(), torch.ones(3)),
+                    lambda: torch.jit.trace(double, torch.ones(3)),
+                )
+            ),
+            (lambda: Doubles, r"the class Doubles: pass an instance, bucketed\(Doub"),
+            (lambda: 3, "function is of type int, expected something to call"),
+            (lambda: wrap(double), "function is of type Bucketed: wrap what is inside"),
         ],
     )
-    def test_async_functions(self, function: Any) -> None:
-        with pytest.raises(TypeError, match="which is async: what it returns can't be sliced"):
-            wrap(function)
+    def test_is_named(self, make: Callable[[], Any], message: str) -> None:
+        with pytest.raises(TypeError, match=message):
+            wrap(make())
 
+    @pytest.mark.filterwarnings("ignore:coroutine")
     @pytest.mark.parametrize(
-        "function", [one_by_one, GeneratorModule(), torch.no_grad()(one_by_one)]
+        ("function", "kind"),
+        [(lambda x: (row for row in x), "generator"), (lambda x: later(x), "coroutine")],  # noqa: PLW0108 - no async function
     )
-    def test_generators(self, function: Any) -> None:
-        with pytest.raises(TypeError, match=r"which is a generator: .* return a list"):
-            wrap(function)
-
-    def test_a_generator_that_a_function_returns(self) -> None:
-        wrapped = wrap(lambda x: (row for row in x), check_padding="never")
-        with pytest.raises(TypeError, match="output is of type generator: what comes out"):
+    def test_a_generator_or_a_coroutine_that_a_function_returns(
+        self, function: Any, kind: str
+    ) -> None:
+        wrapped = wrap(function, check_padding="never")
+        with pytest.raises(TypeError, match=f"output is of type {kind}: what comes out"):
             wrapped(torch.ones(5))
 
-    def test_a_coroutine_that_a_function_returns(self) -> None:
-        wrapped = wrap(lambda x: later(x), check_padding="never")  # noqa: PLW0108 - no async function
-        with (
-            warnings.catch_warnings(),
-            pytest.raises(TypeError, match="output is of type coroutine: what comes out"),
-        ):
-            warnings.simplefilter("ignore")  # it was never awaited
-            wrapped(torch.ones(5))
 
-    def test_classes(self) -> None:
-        with pytest.raises(TypeError, match=r"the class Doubles: pass an instance, bucketed\(Doub"):
-            wrap(Doubles)
+class TestDeclarations:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"dims": {"z": {0: "t"}}}, "dims names 'z'"),
+            ({"dims": {"x": {0: 3}}}, "expected the name of an axis"),
+            ({"dims": {"x": {"t": 0}}}, r"dimension and then its name: \{0: 't'\}$"),
+            ({"dims": {"x": 0}}, r"dimension and then its name: \{'x': \{0: 't'\}\}$"),
+            ({"fill": {"z": 1}}, "fill names 'z'"),
+            ({"buckets": {"u": LADDER}}, "buckets names 'u'"),
+            ({"buckets": {}}, "no buckets for 't'"),
+            ({"buckets": None}, "no buckets"),
+            ({"buckets": 8}, "buckets of 't' is 8, expected Buckets, a list of sizes"),
+            ({"side": "up"}, "side is 'up'"),
+            ({"overflow": "ignore"}, "overflow is 'ignore'"),
+            ({"check_padding": "often"}, "check_padding is 'often'"),
+            ({"mask": "m"}, "mask names 'm'"),
+            ({"lengths": {"u": "x"}}, "names axis 'u'"),
+            ({"compile": "inductor"}, "compile={'backend': 'inductor'}"),
+            ({"compile": "max-autotune"}, "compile={'mode': 'max-autotune'}"),
+        ],
+    )
+    def test_a_wrong_one_says_so(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises((TypeError, ValueError), match=message):
+            wrap(double, **{"dims": {"x": {0: "t"}}, **options})
 
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-    def test_what_torch_jit_made(self) -> None:
-        def double(x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
+    def test_no_dims(self) -> None:
+        nothing: Any = {}
+        with pytest.raises(TypeError, match=r"Write bucketed\(function, dims=\{'x': \{1: 't'\}\}"):
+            bucketed(double, **nothing)
 
-        made = [
-            torch.jit.script(Doubles()),
-            torch.jit.trace(Doubles(), torch.ones(3)),
-            torch.jit.trace(double, torch.ones(3)),
-        ]
-        for each in made:
-            with pytest.raises(TypeError, match=r"made by torch.jit: pass the module"):
-                wrap(each)
+    @pytest.mark.parametrize("value", [3, "text", [torch.ones(3)]])
+    def test_something_else_than_declared_says_so(self, value: Any) -> None:
+        with pytest.raises((TypeError, KeyError), match="x"):
+            wrap(double, dims={"x": {0: "t"}})(value)
 
-    def test_what_is_no_function(self) -> None:
-        with pytest.raises(TypeError, match="function is of type int, expected something to call"):
-            wrap(3)
+    def test_a_call_without_its_argument(self) -> None:
+        with pytest.raises(TypeError, match="the call is missing the argument 'x'"):
+            wrap(double)()
+
+    def test_sizes_that_disagree_are_named(self) -> None:
+        wrapped = wrap(lambda x, y: x, dims={"x": {0: "t"}, "y": {1: "t"}})
+        with pytest.raises(ValueError, match="axis 't' is 3 in x and 4 in y"):
+            wrapped(torch.ones(3), torch.ones(1, 4))
+
+    def test_a_fill_that_the_dtype_cannot_hold_is_refused(self) -> None:
+        wrapped = wrap(double, fill={"x": -1})
+        wrapped(torch.ones(3))
+        with pytest.raises(TypeError, match="does not fit"):
+            wrapped(torch.ones(3, dtype=torch.uint8))
 
 
 class TestNotCompiled:
     def test_stats_say_so(self) -> None:
-        wrapped = wrap(lambda x: 2 * x)
+        wrapped = wrap(double)
         wrapped(torch.ones(5))
         assert not wrapped.stats().compiled
         assert "not compiled (compile=True compiles each bucket)" in str(wrapped.stats())
         assert wrapped.stats().as_dict()["compiled"] is False
-        wrapped = wrap(lambda x: 2 * x, compile={"backend": "eager"})
+        wrapped = wrap(double, compile={"backend": "eager"})
         assert wrapped.stats().compiled
         assert "not compiled" not in str(wrapped.stats())
-        assert wrap(torch_compile(lambda x: 2 * x, backend="eager")).stats().compiled
+        assert wrap(torch_compile(double, backend="eager")).stats().compiled
 
     @pytest.mark.parametrize("make", [Doubles, _make_double])
-    def test_torch_compile_around_it_warns(self, make: Callable[[], Any]) -> None:
-        wrapped = wrap(make())
-        around = torch_compile(wrapped, backend="eager")
+    def test_torch_compile_around_it_warns_once(self, make: Callable[[], Any]) -> None:
+        around = torch_compile(wrap(make()), backend="eager")
         with pytest.warns(UserWarning, match=r"runs uncompiled: .* bucketed\(..., compile=True\)"):
             assert torch.equal(around(torch.ones(5)), torch.full((5,), 2.0))
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             around(torch.ones(6))
 
-    @pytest.mark.parametrize("compile_", [False, True, {"backend": "eager"}])
+    @pytest.mark.parametrize("compile_", [False, {"backend": "aot_eager"}])
     def test_torch_compile_around_it_does_not_warn_where_something_is_said(
         self, compile_: Any
     ) -> None:
-        if compile_ is True:
-            compile_ = {"backend": "aot_eager"}
-        wrapped = wrap(Doubles(), compile=compile_)
-        around = torch_compile(wrapped, backend="eager")
+        around = torch_compile(wrap(Doubles(), compile=compile_), backend="eager")
         with warnings.catch_warnings():
             # Dynamo warns once in a process of what it can't trace.
             warnings.filterwarnings("error", message="bucketed")
@@ -161,11 +198,10 @@ class TestNotCompiled:
     def test_a_whole_graph_says_what_to_type(self) -> None:
         wrapped = wrap(Doubles())
         around = torch_compile(lambda x: wrapped(x) + 1, backend="eager", fullgraph=True)
-        with pytest.raises(Exception, match=r"bucketed|Bucketed") as caught:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"bucketed|Bucketed") as caught:
             around(torch.ones(5))
         if "reason" in inspect.signature(torch.compiler.disable).parameters:  # it is shown then
             assert "pass compile={...} to bucketed" in str(caught.value)
-        assert isinstance(caught.value, torch._dynamo.exc.Unsupported)
 
     def test_warmup_warns(self) -> None:
         with pytest.warns(UserWarning, match="has nothing to compile: .* Pass compile=True"):
@@ -175,15 +211,53 @@ class TestNotCompiled:
             wrap(Doubles(), compile=False).warmup(torch.ones(8))
 
 
-class TestCallbacks:
-    def test_what_is_not_bucketed_is_refused(self) -> None:
-        session = importlib.import_module("torchguard.integrations").Session
-        refused = r"buckets\['encoder'\] is of type Doubles, which has no stats\(\)"
-        with pytest.raises(TypeError, match=refused):
-            session("resize", {"encoder": Doubles()})
-        with pytest.raises(TypeError, match=r"buckets is of type Doubles, expected \{name: what"):
-            session("resize", Doubles())
-        assert session("resize", {"encoder": wrap(Doubles())}).metrics()
+def test_a_callback_refuses_what_is_not_bucketed() -> None:
+    session = importlib.import_module("torchguard.integrations").Session
+    refused = r"buckets\['encoder'\] is of type Doubles, which has no stats\(\)"
+    with pytest.raises(TypeError, match=refused):
+        session("resize", {"encoder": Doubles()})
+    with pytest.raises(TypeError, match=r"buckets is of type Doubles, expected \{name: what"):
+        session("resize", Doubles())
+    assert session("resize", {"encoder": wrap(Doubles())}).metrics()
+
+
+def mean(x: torch.Tensor, attention_mask: Any = None, **others: Any) -> torch.Tensor:
+    """The mean of the last dim, of what the mask says is real."""
+    if attention_mask is None:
+        return x.mean(1)
+    weights: torch.Tensor = attention_mask.to(x.dtype)
+    return (x * weights).sum(1) / weights.sum(1)
+
+
+class TestANameThatOnlyKwargsTakes:
+    """``mask="mask"`` for ``attention_mask`` vanishes in ``**kwargs``."""
+
+    @pytest.mark.parametrize(("what", "name"), [("mask", "mask"), ("lengths", "attention_masks")])
+    def test_a_name_much_like_another_warns(self, what: str, name: str) -> None:
+        with pytest.warns(
+            UserWarning, match=rf"{what} names '{name}', which only \*\*others takes: is it 'att"
+        ) as e:
+            bucketed(mean, dims={"x": {1: "t"}}, buckets=LADDER, **{what: name})  # type: ignore[call-overload]
+        assert e[0].filename == __file__
+
+    def test_a_leak_says_that_the_name_is_taken_by_kwargs_only(self) -> None:
+        text = leak(mean, torch.randn(2, 5), mask="valid")
+        assert "mask names 'valid', which the function takes as one of **others" in text
+
+    @pytest.mark.parametrize(
+        ("function", "mask"),
+        [
+            (mean, "attention_mask"),
+            (mean, {"attention_mask": "real", "cross_attention_mask": "real"}),
+            (lambda x, **others: mean(x, **others), "attention_mask"),  # noqa: PLW0108 - another signature
+        ],
+        ids=["taken", "a second one", "any name"],
+    )
+    def test_a_name_that_is_taken_says_nothing(self, function: Any, mask: Any) -> None:
+        x = torch.randn(2, 5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.allclose(in_time(function, mask=mask)(x), x.mean(1))
 
 
 class Tagger(nn.Module):
@@ -216,70 +290,11 @@ def ids_of(batch: int, length: int) -> torch.Tensor:
     return torch.arange(batch * length).reshape(batch, length) % 3
 
 
-def mean(x: torch.Tensor, attention_mask: Any = None, **others: Any) -> torch.Tensor:
-    """The mean of the last dim, of what the mask says is real."""
-    if attention_mask is None:
-        return x.mean(1)
-    weights: torch.Tensor = attention_mask.to(x.dtype)
-    return (x * weights).sum(1) / weights.sum(1)
-
-
-class TestANameThatOnlyKwargsTakes:
-    """``mask="mask"`` for ``attention_mask`` vanishes in ``**kwargs``."""
-
-    @pytest.mark.parametrize("what", ["mask", "lengths"])
-    def test_a_name_much_like_another_warns(self, what: str) -> None:
-        name = {"mask": "mask", "lengths": "attention_masks"}[what]
-        with pytest.warns(
-            UserWarning, match=rf"{what} names '{name}', which only \*\*others takes: is it 'att"
-        ) as e:
-            wrap(mean, dims={"x": {1: "t"}}, **{what: name})
-        assert e[0].filename == __file__
-
-    def test_a_leak_says_that_the_name_is_taken_by_kwargs_only(self) -> None:
-        wrapped = bucketed(mean, dims={"x": {1: "t"}}, buckets=LADDER, mask="valid")
-        with pytest.raises(PaddingLeakError, match=r"mask names 'valid', which .* \*\*others"):
-            wrapped(torch.randn(2, 5))
-
-    @pytest.mark.parametrize("mask", ["attention_mask", {"attention_mask": "real"}])
-    def test_a_name_that_is_taken_says_nothing(self, mask: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            wrapped = bucketed(mean, dims={"x": {1: "t"}}, buckets=LADDER, mask=mask)
-            x = torch.randn(2, 5)
-            assert torch.allclose(wrapped(x), x.mean(1))
-
-    def test_a_function_that_takes_any_name_says_nothing(self) -> None:
-        def call(x: torch.Tensor, **others: Any) -> torch.Tensor:
-            return mean(x, **others)
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            wrapped = bucketed(call, dims={"x": {1: "t"}}, buckets=LADDER, mask="attention_mask")
-            x = torch.randn(2, 5)
-            assert torch.allclose(wrapped(x), x.mean(1))
-
-    def test_a_second_mask_through_kwargs_says_nothing(self) -> None:
-        def call(x: torch.Tensor, attention_mask: Any = None, **others: Any) -> torch.Tensor:
-            return mean(x, attention_mask, **others)
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            bucketed(
-                call,
-                dims={"x": {1: "t"}},
-                buckets=LADDER,
-                mask={"attention_mask": "real", "cross_attention_mask": "real"},
-            )
-
-
 class TestAnArgumentThatDimsForgot:
     @pytest.mark.parametrize("check_padding", ["first", "never"])
     @pytest.mark.parametrize("batch", [2, 5])
     def test_is_named(self, batch: int, check_padding: Any) -> None:
-        wrapped = bucketed(
-            Tagger(), dims={"ids": {1: "t"}}, buckets=LADDER, check_padding=check_padding
-        )
+        wrapped = in_time(Tagger(), check_padding=check_padding)
         ids = ids_of(batch, 5)
         with pytest.raises(
             ValueError, match=rf"not types of shape \({batch}, 5\), .* in dims: "
@@ -290,40 +305,30 @@ class TestAnArgumentThatDimsForgot:
         assert isinstance(e.value.__cause__, RuntimeError)
 
     def test_several_are_named_and_labels_want_a_fill(self) -> None:
-        wrapped = bucketed(Tagger(), dims={"ids": {1: "t"}}, buckets=LADDER)
         ids = ids_of(2, 5)
         with pytest.raises(ValueError, match="types of shape") as caught:
-            wrapped(ids, types=ids, labels=ids)
+            in_time(Tagger())(ids, types=ids, labels=ids)
         assert "'types': {1: 't'}, 'labels': {1: 't'}" in str(caught.value)
         assert "{'labels': -100}" in str(caught.value)
 
     def test_inside_a_container_is_named_as_one_would_type_it(self) -> None:
-        wrapped = bucketed(Tagger(), dims={"ids": {1: "t"}}, buckets=LADDER)
+        batch = {"bias": torch.ones(2, 5, 1), "other": torch.ones(3)}
         with pytest.raises(ValueError, match=r"not batch\['bias'\] of shape \(2, 5, 1\)"):
-            wrapped(ids_of(2, 5), batch={"bias": torch.ones(2, 5, 1), "other": torch.ones(3)})
+            in_time(Tagger())(ids_of(2, 5), batch=batch)
 
     def test_another_dim_of_one_that_was_named(self) -> None:
-        wrapped = bucketed(
-            lambda x, bias: x + bias.sum(0), dims={"x": {1: "t"}, "bias": {0: "t"}}, buckets=LADDER
-        )
+        wrapped = in_time(lambda x, bias: x + bias.sum(0), dims={"x": {1: "t"}, "bias": {0: "t"}})
         with pytest.raises(ValueError, match=r"not bias of shape \(5, 5\), .*'bias': {1: 't'}}"):
             wrapped(torch.ones(8, 5), torch.ones(5, 5))
 
-    def test_an_error_of_the_function_itself_is_left_as_it_is(self) -> None:
+    @pytest.mark.parametrize("error", [KeyError("its own"), torch.OutOfMemoryError("no memory")])
+    def test_an_error_of_the_function_itself_is_left_as_it_is(self, error: Exception) -> None:
         def fails(ids: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            raise KeyError(f"no {tuple(other.shape)}")
+            raise error
 
-        wrapped = bucketed(fails, dims={"ids": {1: "t"}}, buckets=LADDER)
-        with pytest.raises(KeyError, match=r"no \(2, 5\)"):
-            wrapped(ids_of(2, 5), ids_of(2, 5))
-
-    def test_out_of_memory_is_left_as_it_is(self) -> None:
-        def fails(ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
-            raise torch.OutOfMemoryError("no memory")
-
-        wrapped = bucketed(fails, dims={"ids": {1: "t"}}, buckets=LADDER)
-        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-            wrapped(ids_of(2, 5), ids_of(2, 5))
+        with pytest.raises(type(error)) as caught:
+            in_time(fails)(ids_of(2, 5), ids_of(2, 5))
+        assert caught.value is error
 
 
 def test_a_warm_call_by_keyword() -> None:

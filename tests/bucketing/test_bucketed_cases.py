@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchguard import Buckets, bucketed
-from torchguard.defects.catalog import find
+from support.bucketed import in_time, same_gradients, wrap
 
-LADDER = Buckets([8, 16])
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,59 +31,56 @@ AOT: Any = {"backend": "aot_eager"}
 """What is about shapes, masks and gradients needs no kernels."""
 
 
-def gradients(loss: torch.Tensor, module: nn.Module) -> dict[str, torch.Tensor]:
-    module.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def same_values_and_gradients(model: nn.Module, wrapped: nn.Module, loss_of: Any) -> None:
-    expected, found = loss_of(model), loss_of(wrapped)
+def same_values_and_gradients(model: nn.Module, wrapped: Any, *given: Any) -> None:
+    expected, found = model(*given), wrapped(*given)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    wanted, got = gradients(expected, model), gradients(found, model)
-    assert wanted.keys() == got.keys()
-    largest = max(float(g.abs().max()) for g in wanted.values())
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-4 * largest, msg=name)
+    losses = (each[0] if isinstance(each, tuple) else each for each in (found, expected))
+    found, expected = (each.square().sum() for each in losses)
+    same_gradients(found, expected, model.parameters(), rtol=1e-3, share=1e-4)
 
 
-class ConvPads(nn.Module):
-    """Pads a dim that varies, then relu: https://github.com/pytorch/pytorch/issues/169760."""
+class Attention(nn.Module):
+    """Attends; then pads a dim that varies: https://github.com/pytorch/pytorch/issues/169760."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 6)
-        self.conv = nn.Conv1d(6, 3, 3)
+        self.project = nn.Linear(8, 24)
+        self.conv = nn.Conv1d(8, 3, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) -> (B, 3, T - 1)."""
-        hidden = self.linear(x).transpose(1, 2)
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, T, D), mask (B, T) True where real -> (B, 3, T - 1); causal."""
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        size = x.shape[1]
+        allowed = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+        if mask is not None:
+            itself = torch.eye(size, dtype=torch.bool, device=x.device)
+            allowed = (allowed & mask[:, None, None, :]) | itself
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        hidden = attended.transpose(1, 2).flatten(2).transpose(1, 2)
         return torch.relu(self.conv(functional.pad(hidden, (1, 0))))
 
 
-@pytest.mark.slow
-def test_a_conv_linear_model_that_pads_a_dim_that_varies() -> None:
-    model = ConvPads()
-    wrapped: Any = bucketed(model, dims={"x": {1: "t"}}, buckets=LADDER, compile=True)
-    for length in (5, 8, 13):
-        x = torch.randn(2, length, 4)
-        assert wrapped(x).shape == (2, 3, length - 1)
-        same_values_and_gradients(model, wrapped, lambda m, x=x: m(x).square().mean())
-    assert wrapped.stats().graphs == 2
+def test_attention_and_a_conv_that_pads_a_dim_that_varies_by_inductor() -> None:
+    model = Attention()
+    wrapped = in_time(model, buckets=[16], mask="mask", compile={"fullgraph": True})
+    for length in (5, 13, 16):
+        x = torch.randn(2, length, 8)
+        mask = torch.ones(2, length, dtype=torch.bool)
+        mask[0, -2:] = False
+        assert wrapped(x, mask).shape == (2, 3, length - 1)
+        same_values_and_gradients(model, wrapped, x, mask)
+    assert wrapped.stats().graphs == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_modes_that_record_cuda_graphs_where_there_is_a_gpu(mode: str) -> None:
     model = nn.Linear(4, 4)
-    wrapped: Any = bucketed(
-        model, dims={"input": {0: "t"}}, buckets=Buckets([8]), compile={"mode": mode}
-    )
+    wrapped = wrap(model, buckets=[8], compile={"mode": mode})
     inputs = [torch.randn(length, 4) for length in (5, 7, 8)]
     outputs = [wrapped(x) for x in inputs]  # none of them is overwritten by the next
     for x, found in zip(inputs, outputs, strict=True):
         torch.testing.assert_close(found, model(x))
-    same_values_and_gradients(model, wrapped, lambda m: m(inputs[0]).square().sum())
+    same_values_and_gradients(model, wrapped, inputs[0])
     assert wrapped.stats().graphs == 1
 
 
@@ -104,20 +100,12 @@ class Encoder(nn.Module):
         return self.head(hidden)
 
 
-@pytest.mark.slow
 def test_an_encoder_trained_for_20_steps_as_without_padding() -> None:
     torch.manual_seed(0)
     plain = Encoder()
     padded = copy.deepcopy(plain)
-    # Up to torch 2.6 inductor's gradient of an embedding is wrong where it compiles for one thread.
-    is_wrong = find("repeated-id").probe() is not None
-    wrapped: Any = bucketed(
-        padded,
-        dims={"ids": {1: "t"}, "padding": {1: "t"}},
-        buckets=LADDER,
-        mask={"padding": "padding"},
-        compile={"options": {"cpp.dynamic_threads": True}} if is_wrong else True,
-    )
+    dims = {"ids": {1: "t"}, "padding": {1: "t"}}
+    wrapped = in_time(padded, dims=dims, mask={"padding": "padding"}, compile=AOT)
     # Adam divides by the root of a gradient; with its usual eps a gradient that is only rounding
     # makes as long a step as any other.
     optimizers = [
@@ -145,66 +133,12 @@ def test_an_encoder_trained_for_20_steps_as_without_padding() -> None:
     assert wrapped.stats().graphs == 2
 
 
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    module = pytest.importorskip("transformers", reason="the test extra `transformers` is missing")
-    if hasattr(module.utils, "is_torchdynamo_exporting") and not hasattr(
-        torch.compiler, "is_exporting"
-    ):
-        pytest.skip("this transformers asks for torch.compiler.is_exporting: it can't be compiled")
-    return module
-
-
-@pytest.mark.slow
-def test_a_bert_classifier(transformers: Any) -> None:
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    model = transformers.BertForSequenceClassification(config)
-    wrapped = bucketed(
-        model,
-        dims={"input_ids": {1: "t"}, "attention_mask": {1: "t"}},
-        buckets=LADDER,
-        mask="attention_mask",
-        compile=AOT,
-    )
-    for length in (5, 13):
-        ids = torch.randint(1, 50, (2, length))
-        mask = torch.ones_like(ids)
-        mask[1, length // 2 :] = 0
-        labels = torch.tensor([0, 1])
-        given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        same_values_and_gradients(model, wrapped, lambda m, given=given: m(**given).loss)
-        found = wrapped(**given)
-        assert type(found) is type(model(**given))
-        torch.testing.assert_close(found.logits, model(**given).logits, rtol=1e-4, atol=1e-5)
-    assert wrapped.stats().graphs == 2
-
-
-class Tagger(nn.Module):
-    """The part of a recurrent tagger that is not recurrent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 8)
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """(B, T) -> (B, T, D)."""
-        return torch.tanh(self.linear(self.embedding(ids)))
-
-
 class Recurrent(nn.Module):
+    """A tagger on packed sequences, of which a part is not recurrent."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.tagger: Any = Tagger()
+        self.tagger: Any = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), nn.Tanh())
         self.gru = nn.GRU(8, 4, batch_first=True)
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
@@ -213,20 +147,18 @@ class Recurrent(nn.Module):
         return self.gru(packed)[1]
 
 
-@pytest.mark.slow
-def test_an_embedding_and_a_gru_on_packed_sequences_outside() -> None:
+def test_a_part_of_a_model_in_front_of_packed_sequences() -> None:
     model = Recurrent()
-    wrapped = copy.deepcopy(model)
-    wrapped.tagger = bucketed(wrapped.tagger, dims={"ids": {1: "t"}}, buckets=LADDER, compile=AOT)
+    other = copy.deepcopy(model)
+    other.tagger = in_time(other.tagger, compile=AOT)
     for lengths in ([7, 5], [14, 3]):
         ids = torch.randint(0, 20, (2, lengths[0]))
-        expected, found = model(ids, torch.tensor(lengths)), wrapped(ids, torch.tensor(lengths))
+        expected, found = model(ids, torch.tensor(lengths)), other(ids, torch.tensor(lengths))
         torch.testing.assert_close(found, expected)
-        wanted = gradients(expected.square().sum(), model)
-        got = gradients(found.square().sum(), wrapped)
-        assert wanted.keys() == got.keys()
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5)
+        same_gradients(
+            found.square().sum(), expected.square().sum(), model.parameters(), other.parameters()
+        )
+    assert other.tagger.stats().graphs == 2
 
 
 class Speech(nn.Module):
@@ -253,13 +185,12 @@ class Speech(nn.Module):
         return loss, scores
 
 
-@pytest.mark.slow
 def test_a_speech_model_with_two_dims_and_a_ctc_loss() -> None:
     model = Speech()
-    wrapped = bucketed(
+    wrapped = wrap(
         model,
         dims={"frames": {1: "s"}, "text": {1: "u"}},
-        buckets={"s": Buckets([24, 48]), "u": Buckets([6])},
+        buckets={"s": [24, 48], "u": [6]},
         # The convolution reads zeros behind the end; text has to be a valid character.
         fill={"frames": 0, "text": 1},
         outputs=(None, {1: lambda s: (s + 1) // 2}),  # torch can't run ctc_loss without data
@@ -272,46 +203,10 @@ def test_a_speech_model_with_two_dims_and_a_ctc_loss() -> None:
             torch.tensor([frames, frames - 3]),
             torch.tensor([text, text - 1]),
         )
-        found, expected = wrapped(*given), model(*given)
-        assert found[1].shape == expected[1].shape == (2, (frames + 1) // 2, 10)
-        torch.testing.assert_close(found[1], expected[1])
-        same_values_and_gradients(model, wrapped, lambda m, given=given: m(*given)[0])
+        assert wrapped(*given)[1].shape == (2, (frames + 1) // 2, 10)
+        same_values_and_gradients(model, wrapped, *given)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(8, 24)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """x (B, T, D), mask (B, T) True where real -> (B, T, D); causal."""
-        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        size = x.shape[1]
-        allowed = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
-        if mask is not None:
-            itself = torch.eye(size, dtype=torch.bool, device=x.device)
-            allowed = (allowed & mask[:, None, None, :]) | itself
-        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
-        return attended.transpose(1, 2).flatten(2)
-
-
-@pytest.mark.slow
-def test_scaled_dot_product_attention_with_causal_and_padding_masks() -> None:
-    model = Attention()
-    wrapped = bucketed(
-        model, dims={"x": {1: "t"}}, buckets=LADDER, mask="mask", compile={"fullgraph": True}
-    )
-    for length in (5, 13):
-        x = torch.randn(2, length, 8)
-        mask = torch.ones(2, length, dtype=torch.bool)
-        mask[0, -2:] = False
-        same_values_and_gradients(model, wrapped, lambda m, x=x: m(x).square().sum())
-        same_values_and_gradients(
-            model, wrapped, lambda m, x=x, mask=mask: m(x, mask).square().sum()
-        )
-
-
-@pytest.mark.slow
 def test_flex_attention() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -326,11 +221,9 @@ def test_flex_attention() -> None:
     x = torch.randn(1, 2, 37, 16)
     expected = attend(x, torch.tensor(37))
     try:
-        torch.compile(attend)(x, torch.tensor(37))
+        torch.compile(attend, backend="aot_eager")(x, torch.tensor(37))
     except Exception as error:  # noqa: BLE001
         pytest.skip(f"flex_attention does not compile on this machine: {type(error).__name__}")
-    wrapped = bucketed(
-        attend, dims={"x": {2: "t"}}, buckets=Buckets([64]), lengths="real", compile=True
-    )
+    wrapped = wrap(attend, dims={"x": {2: "t"}}, buckets=[64], lengths="real", compile=AOT)
     with torch.no_grad():
         torch.testing.assert_close(wrapped(x), expected, rtol=1e-4, atol=1e-5)

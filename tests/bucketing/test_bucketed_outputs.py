@@ -12,19 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from support.bucketed import LADDER, same
-from torchguard import Buckets, bucketed
-
-# Functions whose outputs have other sizes than their inputs, each padding-proof.
-SIZES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "L": lambda x: x * 2,
-    "L - 1": lambda x: x[1:] - 1,
-    "2 L": lambda x: x.repeat_interleave(2),
-    "(L - 1) // 2": lambda x: x.unfold(0, 3, 2).sum(-1) if x.shape[0] > 2 else x[:0],
-    "a number": lambda x: (x[:2] * 3, x.shape[0]),
-    "dict": lambda x: {"a": x + 1, "b": [x[:-1], None, "text"]},
-    "constant": lambda x: x.new_zeros(16),
-}
+from support.bucketed import in_time, leak, same, wrap
 
 
 class Pair(NamedTuple):
@@ -38,131 +26,77 @@ class Record:
     name: str
 
 
-class TestOutputs:
+# Functions whose outputs have other sizes than their inputs, each padding-proof.
+SIZES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "L": lambda x: x * 2,
+    "L - 1": lambda x: x[1:] - 1,
+    "2 L": lambda x: x.repeat_interleave(2),
+    "(L - 1) // 2": lambda x: x.unfold(0, 3, 2).sum(-1) if x.shape[0] > 2 else x[:0],
+    "a number": lambda x: (x[:2] * 3, x.shape[0]),
+    "dict": lambda x: {"a": x + 1, "b": [x[:-1], None, "text"]},
+    "constant": lambda x: x.new_zeros(16),
+    "named tuple": lambda x: Pair(x, x + 1),
+    "dataclass": lambda x: Record(x, "name"),
+    "return type": lambda x: x.cummax(0),  # torch.return_types.cummax
+}
+
+
+class TestDerived:
     @pytest.mark.parametrize("name", SIZES)
     def test_are_cut_to_the_size_they_have_without_padding(self, name: str) -> None:
+        """And come back as what they were."""
         function = SIZES[name]
-        wrapped = bucketed(function, dims=({0: "t"},), buckets=LADDER)
+        wrapped = wrap(function)
         for length in (3, 4, 5, 7, 8, 11, 16):
             x = torch.arange(1.0, length + 1)
             same(wrapped(x), function(x))
 
-    def test_come_back_as_what_they_were(self) -> None:
-        def pair(x: torch.Tensor) -> Pair:
-            return Pair(x, x + 1)
-
-        def record(x: torch.Tensor) -> Record:
-            return Record(x, "name")
-
-        def largest(x: torch.Tensor) -> Any:
-            return x.cummax(0)  # torch.return_types.cummax
-
-        x = torch.arange(5.0)
-        for function in (pair, record, largest):
-            same(bucketed(function, dims={"x": {0: "t"}}, buckets=LADDER)(x), function(x))
-
     def test_a_model_dimension_equal_to_a_bucket_is_not_cut(self) -> None:
-        linear = nn.Linear(3, 8)  # 8 features, and 8 is a bucket
-
-        def project(x: torch.Tensor) -> Any:
-            return linear(x)
-
-        wrapped = bucketed(project, dims={"x": {0: "t"}}, buckets=LADDER)
+        wrapped = wrap(nn.Linear(3, 8))  # 8 features, and 8 is a bucket
         assert wrapped(torch.ones(8, 3)).shape == (8, 8)
         assert wrapped(torch.ones(5, 3)).shape == (5, 8)
 
-    def test_of_a_size_that_depends_on_data_are_an_error_that_says_what_to_write(self) -> None:
-        def found(x: torch.Tensor) -> torch.Tensor:
-            return x.nonzero()
-
-        wrapped = bucketed(found, dims={"x": {0: "t"}}, buckets=LADDER)
-        with pytest.raises(ValueError, match=r"Say it in outputs="):
-            wrapped(torch.ones(5))
-
     def test_of_a_size_that_hangs_on_another_argument(self) -> None:
-        def half(x: torch.Tensor, up: bool) -> torch.Tensor:
-            return x[: (x.shape[0] + up) // 2]
+        """Both give 4 at the size of the bucket, and 2 and 3 at that of the call."""
 
-        wrapped = bucketed(half, dims={"x": {0: "t"}}, buckets=LADDER)
-        x = torch.arange(5)  # both give 4 at the size of the bucket
-        for up in (True, False, True):
-            assert torch.equal(wrapped(x, up), half(x, up))
+        def half(x: torch.Tensor, more: int) -> torch.Tensor:
+            return x[: (x.shape[0] + more) // 2]
 
-    def test_of_a_size_that_depends_on_what_dims_does_not_name(self) -> None:
-        def by_tensor(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            return x[: (x.shape[0] + other.shape[0]) // 2]
-
-        def by_part(x: torch.Tensor, other: dict[str, bool]) -> torch.Tensor:
-            return x[: (x.shape[0] + other["up"]) // 2]
-
-        x = torch.arange(5)  # both give 4 at the size of the bucket
-        one = bucketed(by_tensor, dims={"x": {0: "t"}}, buckets=LADDER)
-        other = bucketed(by_part, dims={"x": {0: "t"}}, buckets=LADDER)
-        same_container = bucketed(
-            lambda batch: by_part(batch["x"], batch), dims=({"x": {0: "t"}},), buckets=LADDER
-        )
+        x = torch.arange(5)
+        by_number = wrap(half)
+        by_tensor = wrap(lambda x, other: half(x, other.shape[0]))
+        by_part = wrap(lambda x, other: half(x, other["up"]))
+        same_container = wrap(lambda batch: half(batch["x"], batch["up"]), dims=({"x": {0: "t"}},))
         for up in (0, 1, 0):
-            length = (5 + up) // 2
-            assert one(x, torch.ones(up)).shape == (length,)
-            assert other(x, {"up": bool(up)}).shape == (length,)
-            assert same_container({"x": x, "up": bool(up)}).shape == (length,)
+            expected = half(x, up)
+            same(by_number(x, bool(up)), expected)
+            same(by_tensor(x, torch.ones(up)), expected)
+            same(by_part(x, {"up": bool(up)}), expected)
+            same(same_container({"x": x, "up": bool(up)}), expected)
 
     def test_of_a_size_that_hangs_on_something_outside(self) -> None:
         dropped = 0
-        wrapped = bucketed(lambda x: x[dropped:], dims=({0: "t"},), buckets=LADDER)
+        wrapped = wrap(lambda x: x[dropped:])
         x = torch.arange(5)
         for dropped in (0, 1, 0, 2):
             assert torch.equal(wrapped(x), x[dropped:])
 
     def test_of_size_1_that_lose_a_dim_are_no_guess(self) -> None:
-        wrapped = bucketed(
-            lambda x: x.squeeze(0), dims=({0: "t"},), buckets=LADDER, check_padding="never"
-        )
+        wrapped = wrap(lambda x: x.squeeze(0), check_padding="never")
         assert wrapped(torch.ones(2, 3)).shape == (2, 3)
         with pytest.raises(ValueError, match="which has no part of the shape"):
             wrapped(torch.ones(1, 3))
 
     def test_whose_formula_holds_for_some_sizes_only(self) -> None:
-        def capped(x: torch.Tensor) -> torch.Tensor:
-            return x[:3] if x.shape[0] > 6 else x
-
-        wrapped = bucketed(
-            capped, dims={"x": {0: "t"}}, buckets=Buckets([16]), check_padding="never"
+        wrapped = wrap(
+            lambda x: x[:3] if x.shape[0] > 6 else x, buckets=[16], check_padding="never"
         )
         assert wrapped(torch.arange(7)).shape == wrapped(torch.arange(9)).shape == (3,)
         with pytest.raises(ValueError, match="which has no part of the shape"):
             wrapped(torch.arange(5))  # 5 of 3
 
     def test_of_an_empty_input_that_the_function_does_not_take(self) -> None:
-        wrapped = bucketed(lambda x: x + 0 * x.amax(0), dims=({0: "t"},), buckets=LADDER)
-        assert wrapped(torch.ones(0)).shape == (0,)
-
-    def test_can_be_declared(self) -> None:
-        def halves(x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"half": x[::2], "same": x}
-
-        wrapped = bucketed(
-            halves,
-            dims={"x": {0: "t"}},
-            buckets=LADDER,
-            outputs={"half": {0: lambda t: (t + 1) // 2}, "same": {0: "t"}},
-        )
-        x = torch.arange(7)
-        same(wrapped(x), halves(x))
-
-    def test_a_wrong_declaration_is_an_error(self) -> None:
-        wrapped = bucketed(lambda x: x[1:], dims=({0: "t"},), buckets=LADDER, outputs={0: "t"})
-        with pytest.raises(ValueError, match="outputs says that dimension 0 of output is 8"):
-            wrapped(torch.ones(5))
-
-    def test_that_hide_tensors_are_refused(self) -> None:
-        class Cache:
-            def __init__(self, keys: torch.Tensor) -> None:
-                self.keys = keys
-
-        wrapped = bucketed(lambda x: (x, Cache(x)), dims=({0: "t"},), buckets=LADDER)
-        with pytest.raises(TypeError, match=r"output\[1\] is of type Cache, which holds tensors"):
-            wrapped(torch.ones(5))
+        assert wrap(lambda x: x + 0 * x.amax(0))(torch.ones(0)).shape == (0,)
 
     @settings(max_examples=30)
     @given(
@@ -171,13 +105,92 @@ class TestOutputs:
         batch=st.integers(1, 3),
     )
     def test_equal_those_without_padding(self, length: int, side: Any, batch: int) -> None:
-        wrapped = bucketed(
-            lambda x: (x.relu(), x.sum(0)),
-            dims=({1: "t"},),
-            buckets=LADDER,
-            side=side,
-        )
         x = torch.randn(batch, length)
-        found = wrapped(x)
+        found = in_time(lambda x: (x.relu(), x.sum(0)), side=side)(x)
         assert torch.equal(found[0], x.relu())
         torch.testing.assert_close(found[1], x.sum(0))
+
+
+class Cache:
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (lambda x: x.nonzero(), ValueError, "Say it in outputs="),
+        (lambda x: (x, Cache(x)), TypeError, r"output\[1\] is of type Cache, which holds tensors"),
+    ],
+    ids=["size by data", "hidden tensors"],
+)
+def test_what_can_not_be_sliced_says_what_to_write(
+    function: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        wrap(function)(torch.ones(5))
+
+
+# ---- outputs=; B batch, t length, E experts ----
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, 1) * 2  # (B * t, E)
+
+
+class TestDeclared:
+    def test_in_the_structure_of_the_output(self) -> None:
+        def model(x: torch.Tensor) -> dict[str, Any]:
+            rows = (flat(x), flat(x).T)
+            return {"half": x[:, ::2], "rows": rows, "each": x.flatten()}
+
+        wrapped = in_time(
+            model,
+            outputs={
+                "half": {1: lambda t: (t + 1) // 2},
+                "rows": ({0: (None, "t")}, {-1: (None, "t")}),
+                "each": {0: (None, "t", 2)},
+            },
+        )
+        x = torch.randn(3, 5, 2)
+        same(wrapped(x), model(x))
+
+    @pytest.mark.parametrize("side", ["right", "left"])
+    @pytest.mark.parametrize("check_padding", ["first", "never"])
+    @pytest.mark.parametrize("length", [5, 8, 9])
+    def test_rows_of_a_batch(self, length: int, check_padding: Any, side: Any) -> None:
+        wrapped = in_time(flat, outputs={0: (None, "t")}, check_padding=check_padding, side=side)
+        x = torch.randn(3, length, 2, requires_grad=True)
+        found = wrapped(x)
+        assert torch.equal(found, flat(x))
+        found.sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 2))  # type: ignore[arg-type]
+
+    def test_two_axes_and_a_function_of_one(self) -> None:
+        def pairs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (x[:, None] * y[None, ::2]).flatten()
+
+        outputs = {0: ("s", lambda t: (t + 1) // 2)}
+        wrapped = wrap(pairs, dims={"x": {0: "s"}, "y": {0: "t"}}, outputs=outputs)
+        x, y = torch.randn(5), torch.randn(7)
+        assert torch.equal(wrapped(x, y), pairs(x, y))
+
+    @pytest.mark.parametrize(
+        ("declared", "error", "message"),
+        [
+            ("t", ValueError, "outputs says that dimension 0 of output is 8"),
+            ((5, "t"), ValueError, r"is \(5, 't'\) flattened, for t = 8, but it is 24"),
+            ((None, None, "t"), ValueError, "expected None for one part only"),
+            ((None, "u"), TypeError, r"outputs has 'u' for output, .* or \(None, 't'\)"),
+        ],
+    )
+    def test_what_does_not_fit_is_named(
+        self, declared: Any, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=message):
+            in_time(flat, outputs={0: declared})(torch.randn(3, 5, 2))
+
+    def test_a_leak_of_flattened_rows_says_what_to_type(self) -> None:
+        text = leak(flat, torch.randn(3, 5, 2))
+        assert "output has 3 times 't' in" in text
+        assert "{0: (None, 't')}" in text

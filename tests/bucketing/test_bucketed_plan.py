@@ -11,90 +11,66 @@ import pytest
 import torch
 
 import torchguard
-from torchguard import Buckets, bucketed
-from torchguard.bucketing.decorator.ladders import Ladder, read_buckets, write_buckets
-
-OPTIONS: Any = {"dims": {"x": {0: "t"}}}
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x
-
-
-def ladder(*sizes: int) -> list[Ladder]:
-    return [Ladder(("t",), Buckets(sizes), growing=False)]
+from support.bucketed import double, wrap
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """What a function with buckets 8 and 16 has written after three calls."""
-    wrapped = bucketed(double, buckets=[8, 16], **OPTIONS)
+    wrapped = wrap(double, buckets=[8, 16])
     for length in (5, 12, 5):
         wrapped(torch.ones(length))
     wrapped.save_plan(tmp_path / "plan.json")
     return tmp_path / "plan.json"
 
 
+def planned(path: Path, **options: Any) -> Any:
+    return wrap(double, **{"buckets": None, "plan": path, **options})
+
+
 def test_it_holds_sizes_and_how_often_each_was_seen(path: Path) -> None:
     document = json.loads(path.read_text())
     assert document["buckets"] == {"t": [8, 16]}
     assert document["seen"] == [[[5], 2], [[12], 1]]
-    assert read_buckets(path) == {"t": Buckets([8, 16])}
 
 
-def test_what_is_read_is_proven_in_the_process_that_reads_it(path: Path) -> None:
-    again = bucketed(double, plan=path, **OPTIONS)
+@pytest.mark.parametrize("more", [{}, {"kept": {"proofs": {}, "compiled": "not read"}}])
+def test_what_is_read_is_proven_in_the_process_that_reads_it(path: Path, more: Any) -> None:
+    """Also from a file of an older release, without what that kept."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    again = planned(path)
     assert torch.equal(again(torch.ones(7)), 2 * torch.ones(7))
     assert again.stats().hits == {(8,): 1}
     assert again.stats().proven == ((8,),)
     with pytest.raises(ValueError, match="both given"):
-        bucketed(double, plan=path, buckets=[8], **OPTIONS)
+        planned(path, buckets=[8])
 
 
-def test_a_file_of_an_older_release_is_read_without_what_it_kept(path: Path) -> None:
-    document = json.loads(path.read_text())
-    document["kept"] = {"proofs": {}, "compiled": "not read"}
-    path.write_text(json.dumps(document))
-    assert bucketed(double, plan=path, **OPTIONS)(torch.ones(7)).shape == (7,)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "{", "[]", "3", "null", '"text"', "{}", '{"format": "torchguard plan"}',
+def test_a_foreign_or_torn_file_is_refused(path: Path) -> None:
+    whole = path.read_text()
+    for text in (
+        *(whole[:length] for length in range(0, len(whole) - 2, 17)),
+        "[]", "3", "null", '"text"', "{}", '{"format": "torchguard plan"}',
         '{"format": "torchguard plan", "version": 0, "buckets": {}, "pairs": []}',
         '{"format": "torchguard plan", "version": 1, "buckets": {"t": [0]}, "pairs": []}',
-    ],
-)  # fmt: skip
-def test_a_foreign_file_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"plan\.json' is not a buckets file"):
-        bucketed(double, plan=path, **OPTIONS)
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"plan\.json' is not a buckets file"):
+            planned(path)
 
 
-def test_a_torn_file_is_refused(path: Path) -> None:
-    whole = path.read_text()
-    for length in range(0, len(whole) - 2, 17):
-        path.write_text(whole[:length])
-        with pytest.raises(ValueError, match="is not a buckets file"):
-            bucketed(double, plan=path, **OPTIONS)
-
-
-def test_several_writers_leave_one_whole_file(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    write_buckets(path, ladder(1), {})
-
+def test_several_writers_leave_one_whole_file(path: Path) -> None:
     def write(number: int) -> None:
-        for _ in range(30):
-            write_buckets(path, ladder(number), dict.fromkeys(range(5000), number))
+        wrapped = wrap(double, buckets=range(number, 3000))
+        for _ in range(15):
+            wrapped.save_plan(path)
 
     writers = [threading.Thread(target=write, args=(number,)) for number in (2, 3, 4)]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        assert isinstance(read_buckets(path), dict)
-    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
+        planned(path)
+    assert [each.name for each in path.parent.iterdir()] == ["plan.json"]
 
 
 def test_what_the_command_writes_is_taken(
@@ -111,6 +87,6 @@ def test_what_the_command_writes_is_taken(
     wrapped(torch.ones(1, 50))
     assert wrapped.stats().hits == {(100,): 1}
     wrapped.save_plan(written)  # in place of what the command wrote
-    again = bucketed(lambda ids: 2 * ids, dims={"ids": {1: "t"}}, plan=written)
+    again = planned(written, dims=({1: "t"},))
     again(torch.ones(1, 50))
     assert again.stats().hits == {(100,): 1}

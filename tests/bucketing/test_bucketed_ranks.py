@@ -6,21 +6,17 @@ from typing import Any
 
 import pytest
 
-from support.child_process import run_ranks
+from support.child_process import JOIN_RANKS, run_ranks
 
 pytestmark = pytest.mark.slow
 
-# Arguments: rank, port. Each prints one line of JSON.
-WORKER = """
-import datetime, importlib, json, os, sys
-import torch, torch.distributed as dist
+# Each rank prints one line of JSON.
+WORKER = (
+    JOIN_RANKS
+    + """
 from torch import nn
-from torchguard import Buckets, PaddingLeakError, bucketed
+from torchguard import Buckets, bucketed
 
-leak_check = importlib.import_module("torchguard.bucketing.decorator.prove")
-rank, port = int(sys.argv[1]), sys.argv[2]
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
-dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
 graphs = []
 
 def backend(graph, inputs):
@@ -81,17 +77,18 @@ try:
 except Exception as error:
     result["waiting"] = type(error).__name__
 
-# What one rank sees in the first turn and the other in the later ones is no leak of either.
-checker = leak_check._Checker
-pair, first = checker._pair, checker.first
+# What one rank sees in the first turn and the other in the second is no leak of either.
+runs = []
 
-def seen_by(self, case, turn):
-    return PaddingLeakError(f"rank {rank}, turn {turn}") if (turn == 0) == (rank == 0) else None
+def jumps(x, weight):
+    runs.append(x)
+    leaks = 4 < len(runs) <= 7 if rank else len(runs) <= 4
+    return x.sum() * weight / (x.shape[0] if leaks else 1)
 
-checker._pair = lambda self, case, turn: (seen_by(self, case, turn), True)
-checker.first = lambda self, case: leak_check._First(seen_by(self, case, 0), None, False)
-double.verify(torch.arange(3))
-checker._pair, checker.first = pair, first
+jumping = bucketed(
+    jumps, dims={"x": {0: "t"}}, buckets=Buckets([4, 8]), fill={"x": 0.0}, group=True
+)
+jumping.verify(torch.ones(3), torch.ones((), requires_grad=True))
 result["jumps"] = "forgiven"
 
 # Neutral for one rank and not for the other: both refuse, after as many runs.
@@ -161,6 +158,7 @@ print(json.dumps(result), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -181,39 +179,32 @@ def test_both_ranks_take_the_pair_that_holds_either(results: list[dict[str, Any]
         assert "axes 'b' and 't' are 16 and 16" in result["pairs_error"]
 
 
-def test_what_one_rank_can_not_run_is_an_error_on_both(results: list[dict[str, Any]]) -> None:
-    assert results[0]["errors"] == ["ValueError", "RuntimeError"]
-    assert results[1]["errors"] == ["ValueError", "TypeError"]
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        # What one rank can't run is an error on both.
+        ("errors", [["ValueError", "RuntimeError"], ["ValueError", "TypeError"]]),
+        # DDP training equals training without padding.
+        ("trained", [True, True]),
+        # Ranks check together: four calls; one check: four runs, two on each of two sets of data.
+        ("ran", [4 + 4 + 4, 4 + 4 + 4]),
+        # A rank that leaks waits for the others as often.
+        ("waiting", ["PaddingLeakError", "RuntimeError"]),
+        # Jumps of two ranks are not added up.
+        ("jumps", ["forgiven", "forgiven"]),
+        # Padding that grows on any rank is proven by all.
+        ("growing", 2 * [[9, 1, 5, 1, 1]]),
+    ],
+)
+def test_ranks_agree(key: str, expected: list[Any], results: list[dict[str, Any]]) -> None:
+    assert [result[key] for result in results] == expected
 
 
-def test_ddp_training_equals_training_without_padding(results: list[dict[str, Any]]) -> None:
-    assert all(result["trained"] for result in results)
-
-
-def test_ranks_check_together_or_not_at_all(results: list[dict[str, Any]]) -> None:
-    # Four calls; one check: four runs, and two on each of two other sets of data.
-    assert [result["ran"] for result in results] == [4 + 4 + 4, 4 + 4 + 4]
-
-
-def test_a_rank_that_leaks_waits_for_the_others_as_often(results: list[dict[str, Any]]) -> None:
-    assert [result["waiting"] for result in results] == ["PaddingLeakError", "RuntimeError"]
-
-
-def test_jumps_of_two_ranks_are_not_added_up(results: list[dict[str, Any]]) -> None:
-    assert [result["jumps"] for result in results] == ["forgiven", "forgiven"]
-
-
-def test_a_leak_on_one_rank_is_an_error_on_both(results: list[dict[str, Any]]) -> None:
-    assert results[0]["leak"].startswith("RuntimeError: bucketed: the check of <lambda>() has")
-    assert results[1]["leak"].startswith("PaddingLeakError")
-
-
-def test_a_rank_for_which_0_is_neutral_refuses_with_the_other(
-    results: list[dict[str, Any]],
+@pytest.mark.parametrize(("key", "leaks"), [("leak", 1), ("neutral", 0)])
+def test_a_leak_on_one_rank_is_an_error_on_both(
+    key: str, leaks: int, results: list[dict[str, Any]]
 ) -> None:
-    assert results[0]["neutral"].startswith("PaddingLeakError")
-    assert results[1]["neutral"].startswith("RuntimeError: bucketed: the check of <lambda>() has")
-
-
-def test_padding_that_grows_on_any_rank_is_proven_by_all(results: list[dict[str, Any]]) -> None:
-    assert [result["growing"] for result in results] == 2 * [[9, 1, 5, 1, 1]]
+    """Also where 0 is not neutral for one rank, and is for the other."""
+    other = results[1 - leaks][key]
+    assert other.startswith("RuntimeError: bucketed: the check of <lambda>() has")
+    assert results[leaks][key].startswith("PaddingLeakError")

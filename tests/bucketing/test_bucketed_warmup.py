@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchguard import PaddingLeakError, bucketed, no_recompile
-from torchguard.errors import RecompileError
+from support.bucketed import Noting, double, in_time
+from torchguard import PaddingLeakError, no_recompile
 
 EAGER: Any = {"compile": {"backend": "eager"}}
 
@@ -22,10 +22,9 @@ class TestWhatDoesNotFit:
 
     def test_is_left_out_with_one_warning(self) -> None:
         """The others are compiled, and their calls compile nothing."""
-        wrapped = bucketed(
-            self.hungry, dims={"x": {1: "t"}}, buckets=[4, 8, 16, 32],
-            check_padding="never", outputs={1: "t"}, **EAGER,
-        )  # fmt: skip
+        wrapped = in_time(
+            self.hungry, buckets=[4, 8, 16, 32], check_padding="never", outputs={1: "t"}, **EAGER
+        )
         with pytest.warns(UserWarning, match=r"left out 2 of 4 buckets.*t = 32; t = 16 \(") as seen:
             report = wrapped.warmup(torch.ones(2, 5), 8)
         assert len(seen) == 1
@@ -37,62 +36,46 @@ class TestWhatDoesNotFit:
             wrapped(torch.ones(2, 20), 8)
 
     def test_nothing_that_fits_is_the_error_itself(self) -> None:
-        wrapped = bucketed(self.hungry, dims={"x": {1: "t"}}, buckets=[4, 8], **EAGER)
         with pytest.raises(RuntimeError, match="allocate"):
-            wrapped.warmup(torch.ones(2, 5), 1)
+            in_time(self.hungry, **EAGER).warmup(torch.ones(2, 5), 1)
 
     def test_another_error_is_none_of_memory(self) -> None:
-        def wrong(x: torch.Tensor) -> torch.Tensor:
-            return x @ torch.ones(3, 3)
-
-        wrapped = bucketed(wrong, dims={"x": {1: "t"}}, buckets=[4, 8], **EAGER)
         with pytest.raises(Exception, match=r"mat1 and mat2|size"):
-            wrapped.warmup(torch.ones(2, 3))
+            in_time(lambda x: x @ torch.ones(3, 3), **EAGER).warmup(torch.ones(2, 3))
 
 
-class TestWhatIsMeasured:
-    def test_is_what_each_bucket_takes(self) -> None:
-        sizes = []
+def test_what_each_bucket_takes_is_measured() -> None:
+    sizes = []
 
-        def function(x: torch.Tensor) -> torch.Tensor:
-            return x * 2
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*given: Any) -> Any:
+            sizes.append(given[0].shape[1])
+            return graph.forward(*given)
 
-        def backend(graph: Any, inputs: Any) -> Any:
-            def run(*given: Any) -> Any:
-                sizes.append(given[0].shape[1])
-                return graph.forward(*given)
+        return run
 
-            return run
-
-        wrapped = bucketed(
-            function, dims={"x": {1: "t"}}, buckets=[4, 8], compile={"backend": backend}
-        )
-        report = wrapped.warmup(torch.ones(2, 5))
-        assert sizes == [8, 8, 8, 4, 4, 4]  # the largest first: once to compile, twice timed
-        assert all(seconds > 0 for seconds in report.seconds.values())
-        assert 0 < report.compile_seconds <= wrapped.stats().compile_seconds
-        assert wrapped.stats().calls == 0
-        again = wrapped.warmup(torch.ones(2, 5))  # compiled already: only timed
-        assert len(sizes) == 10
-        assert again.seconds.keys() == report.seconds.keys()
+    wrapped = in_time(double, compile={"backend": backend})
+    report = wrapped.warmup(torch.ones(2, 5))
+    assert sizes == [16, 16, 16, 8, 8, 8]  # the largest first: once to compile, twice timed
+    assert all(seconds > 0 for seconds in report.seconds.values())
+    assert 0 < report.compile_seconds <= wrapped.stats().compile_seconds
+    assert wrapped.stats().calls == 0
+    again = wrapped.warmup(torch.ones(2, 5))  # compiled already: only timed
+    assert len(sizes) == 10
+    assert again.seconds.keys() == report.seconds.keys()
 
 
 class TestWhatIsProven:
     @staticmethod
-    def counted(function: Any, **options: Any) -> tuple[Any, list[int]]:
-        """Return a bucketed function, and the size of each of its eager runs."""
-        runs: list[int] = []
-
-        def noted(x: torch.Tensor) -> Any:
-            runs.append(x.shape[1])
-            return function(x)
-
-        options = {"dims": {"x": {1: "t"}}, "buckets": [4, 8, 16], **options}
-        return bucketed(noted, **options), runs
+    def counted(function: Any, **options: Any) -> tuple[Any, list[tuple[int, ...]]]:
+        """Return a bucketed function, and the shape of each of its eager runs."""
+        noting = Noting(function)
+        options = {"buckets": [4, 8, 16], "compile": False, **options}
+        return in_time(noting, **options), noting.shapes
 
     @pytest.mark.parametrize("example", [3, 7, 16])
     def test_no_call_is_checked_after_it(self, example: int) -> None:
-        wrapped, runs = self.counted(lambda x: x.cumsum(1), compile=False)
+        wrapped, runs = self.counted(lambda x: x.cumsum(1))
         wrapped.warmup(torch.randn(2, example))
         assert wrapped.stats().proven == ((4,), (8,), (16,))
         assert "padding is proven for 4, 8, 16" in str(wrapped.stats())
@@ -104,9 +87,7 @@ class TestWhatIsProven:
 
     def test_no_call_compiles_after_an_example_longer_than_a_bucket(self) -> None:
         """A part of the example has its strides, for which a graph would be compiled alone."""
-        wrapped = bucketed(
-            lambda x: x * 2, dims={"x": {1: "t"}}, buckets=[4, 8, 16], compile={"backend": "eager"}
-        )
+        wrapped = in_time(double, buckets=[4, 8, 16], **EAGER)
         wrapped.warmup(torch.randn(2, 10))
         with no_recompile():
             for length in range(1, 17):
@@ -115,7 +96,7 @@ class TestWhatIsProven:
 
     def test_a_function_that_takes_no_short_input_is_proven_with_longer_ones(self) -> None:
         wrapped, runs = self.counted(
-            lambda x: torch.nn.functional.conv1d(x[:, None], torch.ones(1, 1, 5)), compile=False
+            lambda x: torch.nn.functional.conv1d(x[:, None], torch.ones(1, 1, 5))
         )
         wrapped.warmup(torch.randn(2, 12))
         assert wrapped.stats().proven == ((8,), (16,))
@@ -124,7 +105,7 @@ class TestWhatIsProven:
         assert len(runs) == 1
 
     def test_sizes_of_outputs_are_derived_where_nothing_is_checked(self) -> None:
-        wrapped, runs = self.counted(lambda x: x[:, ::2], compile=False, check_padding="never")
+        wrapped, runs = self.counted(lambda x: x[:, ::2], check_padding="never")
         wrapped.warmup(torch.randn(2, 5))
         runs.clear()
         assert wrapped(torch.randn(2, 7)).shape == (2, 4)
@@ -132,7 +113,7 @@ class TestWhatIsProven:
         assert wrapped.stats().proven == ()
 
     def test_a_leak_is_a_warning_and_an_exact_fit_runs(self) -> None:
-        wrapped, _ = self.counted(lambda x: x.mean(1), compile=False)
+        wrapped, _ = self.counted(lambda x: x.mean(1))
         with pytest.warns(UserWarning, match=r"padding changes .* Found by warmup\(\)"):
             wrapped.warmup(torch.randn(2, 5))
         x = torch.randn(2, 8)
@@ -146,27 +127,7 @@ class TestWhatIsProven:
 
         mask = torch.ones(2, 6)
         mask[1, :4] = 0
-        wrapped = bucketed(
-            mean, dims={"x": {1: "t"}, "mask": {1: "t"}}, buckets=[8], mask="mask", compile=False
-        )
+        dims = {"x": {1: "t"}, "mask": {1: "t"}}
+        wrapped = in_time(mean, dims=dims, buckets=[8], mask="mask", compile=False)
         wrapped.warmup(torch.randn(2, 6), mask)
         assert wrapped.stats().proven == ((8,),)
-
-
-def test_no_recompile_quotes_the_guard_alone() -> None:
-    """Not the line of source behind it, nor its stack; torch 2.6 does not say which guard."""
-
-    def function(x: torch.Tensor, scale: float) -> torch.Tensor:
-        return x * 2 * scale
-
-    wrapped = bucketed(function, dims={"x": {1: "t"}}, buckets=[8], **EAGER)
-    wrapped.warmup(torch.ones(2, 5), 1.0)
-    with no_recompile(), pytest.raises(RecompileError, match=r"again(, because scale == 1.0)?$"):
-        wrapped(torch.ones(2, 5), 2.0)
-    with no_recompile(), pytest.raises(RecompileError, match=r"x is \(3, 8\) after padding"):
-        wrapped(torch.ones(3, 5), 1.0)
-    with (
-        no_recompile(),
-        pytest.raises(RecompileError, match=r"again(, because tensor .x. dtype.*)?$"),
-    ):
-        wrapped(torch.ones(2, 5, dtype=torch.float64), 1.0)

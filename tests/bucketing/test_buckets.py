@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.fit import best_ladder, best_ladders
-from torchguard.bucketing.histogram import Observed, batch_maxima, observe, with_prior
+from torchguard import Buckets
 
 COSTS: dict[str, Callable[[int], float]] = {
     "linear": lambda size: size,
@@ -29,7 +27,7 @@ COSTS: dict[str, Callable[[int], float]] = {
 }
 
 
-def padded(ladder: list[int], seen: dict[int, int], cost: Callable[[int], float]) -> float:
+def padded(ladder: Iterable[int], seen: dict[int, int], cost: Callable[[int], float]) -> float:
     return sum(times * cost(min(b for b in ladder if b >= size)) for size, times in seen.items())
 
 
@@ -57,7 +55,7 @@ def test_fit_equals_the_plain_reference(seen: dict[int, int], count: int, cost: 
     count = min(count, len(seen))
     buckets = Buckets.fit(seen, count, cost=cost)
     assert len(buckets) <= count
-    assert padded(list(buckets), seen, COSTS[cost]) == reference(seen, count, COSTS[cost])
+    assert padded(buckets, seen, COSTS[cost]) == reference(seen, count, COSTS[cost])
 
 
 @given(
@@ -81,7 +79,7 @@ def test_a_cost_that_falls_somewhere_still_gets_the_optimum_over_all_aligned_siz
     ]
     buckets = Buckets.fit(seen, count, cost=cost, multiple_of=step)
     best = min(padded(ladder, seen, cost) for ladder in ladders)
-    assert padded(list(buckets), seen, cost) == best
+    assert padded(buckets, seen, cost) == best
 
 
 @given(
@@ -111,39 +109,20 @@ def test_compile_cost_finds_the_least_sum_of_running_and_compiling(
         if ladder[-1] >= reach
     )
     buckets = Buckets.fit(
-        seen,
-        None,
-        compile_cost=compile_cost,
-        step_cost=2,
-        already_compiled=free,
-        multiple_of=step,
-        maximum=maximum,
-        prior=0,
-    )
+        seen, None, compile_cost=compile_cost, step_cost=2, already_compiled=free,
+        multiple_of=step, maximum=maximum, prior=0,
+    )  # fmt: skip
     assert total(list(buckets)) == best
 
 
-@given(observations, st.integers(1, 8), st.integers(1, 70))
-def test_alignment_never_makes_the_largest_bucket_smaller_than_the_largest_size(
-    seen: dict[int, int], count: int, step: int
+@given(observations, st.integers(1, 8), st.integers(1, 70), st.sampled_from([None, 1000]))
+def test_buckets_are_aligned_and_reach_the_largest_size_or_the_maximum(
+    seen: dict[int, int], count: int, step: int, maximum: int | None
 ) -> None:
-    buckets = Buckets.fit(seen, count, multiple_of=step)
-    assert buckets.sizes[-1] >= max(seen)
-    assert all(size % step == 0 for size in buckets)
-
-
-def test_a_declared_maximum_is_the_largest_bucket_exactly() -> None:
-    buckets = Buckets.fit([10, 20, 700], 3, multiple_of=64, maximum=1000)
-    assert buckets.sizes[-1] == 1000
-    assert all(size % 64 == 0 for size in buckets.sizes[:-1])
-
-
-@given(observations)
-def test_each_further_bucket_saves_less_than_the_last(seen: dict[int, int]) -> None:
-    costs = [each.cost for each in best_ladders(observe(seen, "test"), 24, top=max(seen))]
-    saved = [a - b for a, b in itertools.pairwise(costs)]
-    assert all(a >= b > 0 for a, b in itertools.pairwise(saved))
-    assert costs[-1] == sum(size * times for size, times in seen.items())
+    """A declared maximum is the largest bucket exactly."""
+    buckets = Buckets.fit(seen, count, multiple_of=step, maximum=maximum)
+    assert buckets.sizes[-1] == (maximum or -(-max(seen) // step) * step)
+    assert all(size % step == 0 for size in buckets.sizes[:-1])
 
 
 def test_a_million_sizes_are_planned_in_under_a_second() -> None:
@@ -174,8 +153,9 @@ def test_the_hull_is_right_where_it_is_large(shape: str) -> None:
         lines = best[:-1, None] + sizes * (below[1:] - below[:-1, None])
         lines[np.tril_indices(1500, -1)] = np.inf
         best = np.concatenate(([0.0], lines.min(axis=0)))
-    found = best_ladder(Observed(sizes, weights), 8, top=1500)
-    assert found.cost == pytest.approx(best[-1], rel=1e-12)
+    seen = dict(zip(sizes.tolist(), weights.tolist(), strict=True))
+    found = padded(Buckets.fit(seen, 8), seen, COSTS["linear"])  # type: ignore[arg-type]
+    assert found == pytest.approx(best[-1], rel=1e-12)
 
 
 def test_weights_that_vanish_beside_others_are_no_trouble() -> None:
@@ -204,20 +184,6 @@ def test_the_prior_keeps_eight_samples_of_a_heavy_tail_near_powers_of_two() -> N
     assert mean(None) < powers * 1.1 < mean(0)
 
 
-def test_the_prior_spreads_its_mass_and_keeps_the_data_s() -> None:
-    observed = observe([10, 10, 10, 200], "test")
-    spread = with_prior(observed, 1000, 4)
-    assert spread.total == pytest.approx(4 + 4 + 0.5, abs=0.51)
-    assert spread.sizes[-1] <= 1000
-    assert with_prior(observed, 1000, 0) is observed
-    # 1 / size^2: a decade up, a tenth is left. With 1 / size it would be half.
-    tail = with_prior(Observed(np.array([10]), np.array([50.0])), 1000, 4)
-    assert 0.3 < tail.weights[tail.sizes > 100].sum() < 0.6
-    # A billionth of an observation at 1 is no reason to expect any below 100.
-    rare = with_prior(Observed(np.array([1, 100]), np.array([1e-9, 50.0])), 1000, 4)
-    assert rare.weights[rare.sizes < 90].sum() < 1
-
-
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
 def test_batch_maxima_equal_the_average_over_all_batches(batch: int) -> None:
     sizes = [3, 5, 5, 8, 13]
@@ -225,7 +191,10 @@ def test_batch_maxima_equal_the_average_over_all_batches(batch: int) -> None:
     counted = Counter(max(each) for each in batches)
     scale = len(sizes) / batch / len(batches)
     expected = {size: times * scale for size, times in counted.items()}
-    assert batch_maxima(sizes, batch, "test") == pytest.approx(expected)
+    for count in (1, 2, 3):
+        buckets = Buckets.fit(sizes, count, batch_size=batch)
+        assert buckets == Buckets.fit(expected, count)
+        assert buckets.waste([*sizes], batch_size=batch) == pytest.approx(buckets.waste(expected))
 
 
 def test_planning_on_single_sequences_wastes_more_than_on_batch_maxima() -> None:
@@ -279,11 +248,8 @@ def test_looking_up() -> None:
 
 def test_is_a_value() -> None:
     buckets = Buckets([64, 128])
-    assert list(buckets) == [64, 128]
-    assert len(buckets) == 2
-    assert 64 in buckets
-    assert buckets == Buckets([128, 64])
-    assert buckets != Buckets([64])
+    assert (list(buckets), len(buckets), 64 in buckets) == ([64, 128], 2, True)
+    assert buckets == Buckets([128, 64]) != Buckets([64])
     assert {buckets, Buckets((64, 128))} == {buckets}
     assert repr(buckets) == "Buckets([64, 128])"
     assert eval(repr(buckets)) == buckets  # noqa: S307
@@ -329,7 +295,7 @@ def generated() -> object:
     ids=lambda sizes: type(sizes).__name__,
 )
 def test_every_kind_of_sizes_means_the_same(sizes: object) -> None:
-    assert observe(sizes, "test").sizes.tolist() == [10, 20]  # type: ignore[arg-type]
+    assert Buckets.fit(sizes, 8).sizes == (10, 20)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -382,22 +348,15 @@ def test_bad_sizes_are_named(sizes: Any, error: type[Exception], message: str) -
         ({"already_compiled": [10]}, ValueError, "pass count=None with them"),
         ({"count": None}, ValueError, "compile_cost is None, expected seconds"),
         ({"count": None, "compile_cost": -1}, ValueError, "compile_cost is -1"),
-        (
-            {"count": None, "compile_cost": 1, "already_compiled": [0]},
-            ValueError,
-            "a size in already_compiled is 0",
-        ),
+        ({"count": None, "compile_cost": 1, "already_compiled": [0]}, ValueError,
+         "a size in already_compiled is 0"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_named(
     arguments: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         Buckets.fit([10, 20], **arguments)  # type: ignore[arg-type]
-
-
-def test_more_buckets_than_sizes_gives_one_per_size() -> None:
-    assert Buckets.fit([10, 20, 20], 8) == Buckets([10, 20])
 
 
 def test_needs_no_torch() -> None:

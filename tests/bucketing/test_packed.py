@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.bucketed import same_gradients
 from torchguard import Buckets, PaddingLeakError, bucketed, no_recompile, packed
 
 LONGEST = 9
@@ -89,7 +90,7 @@ def one_by_one(model: Attention, arguments: tuple[torch.Tensor, ...]) -> torch.T
     return torch.cat(found)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=7),
     dtype=st.sampled_from([torch.int32, torch.int64]),
@@ -101,13 +102,7 @@ def test_a_packed_batch_is_as_each_sequence_alone(lengths: list[int], dtype: tor
     wrapped = in_buckets(model)
     found, expected = wrapped(*arguments), one_by_one(model, arguments)
     torch.testing.assert_close(found, expected)
-    parameters = list(model.parameters())
-    for one, other in zip(
-        torch.autograd.grad(found.square().sum(), parameters),
-        torch.autograd.grad(expected.square().sum(), parameters),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    same_gradients(found.square().sum(), expected.square().sum(), model.parameters())
     tokens = Buckets([16, 32, 64]).bucket_for(sum(lengths))
     assert wrapped.stats().hits == {(tokens, 4 if len(lengths) <= 3 else 8): 1}
 
@@ -232,13 +227,7 @@ def test_a_decoder_that_finds_sequences_by_their_positions() -> None:
         expected, found = model(**given), wrapped(**given)
         torch.testing.assert_close(found.loss, expected.loss)
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
-        parameters = list(model.parameters())
-        for one, other in zip(
-            torch.autograd.grad(found.loss, parameters),
-            torch.autograd.grad(expected.loss, parameters),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        same_gradients(found.loss, expected.loss, model.parameters())
 
 
 def test_options_are_what_the_docstring_says() -> None:
@@ -253,20 +242,13 @@ def test_options_are_what_the_docstring_says() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"tokens": 8},
-            TypeError,
-            "packed: tokens is 8, expected Buckets, a list of sizes or",
-        ),
+        ({"tokens": 8}, TypeError, "packed: tokens is 8, expected Buckets, a list of sizes or"),
         ({"tokens": [8], "sequences": 2}, TypeError, "packed: sequences is 2, expected Buckets"),
         ({"tokens": [8], "fill": {"labels": -100}}, ValueError, "fill names 'labels', but inputs"),
-        (
-            {"tokens": Buckets.fit_pairs([(8, 2)]), "sequences": [2]},
-            TypeError,
-            "leave sequences out",
-        ),
+        ({"tokens": Buckets.fit_pairs([(8, 2)]), "sequences": [2]}, TypeError,
+         "leave sequences out"),
     ],
-)
+)  # fmt: skip
 def test_bad_options_are_named(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         packed(["ids"], **options)

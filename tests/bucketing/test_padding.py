@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -75,18 +76,13 @@ def test_equals_f_pad() -> None:
     assert torch.equal(left, F.pad(x, (3, 0)))
 
 
-def test_an_exact_fit_is_the_tensor_itself() -> None:
-    x = torch.randn(2, 8)
+def test_an_exact_fit_is_the_tensor_itself_and_unpad_a_view() -> None:
+    x = torch.zeros(2, 8)
     assert pad_to_bucket(x, 1, BUCKETS).tensor is x
     assert pad_to_bucket(x, 1, BUCKETS, value="repeat-last").tensor is x
     assert pad_to_bucket(x, 1, BUCKETS) == Padded(x, 8)
-
-
-def test_unpad_is_a_view() -> None:
-    x = torch.zeros(2, 8)
     unpad(x, 1, 3, "left").fill_(1)
-    assert x.sum(1).tolist() == [3, 3]
-    assert x[0, -3:].tolist() == [1, 1, 1]
+    assert x.tolist() == [[0] * 5 + [1] * 3] * 2
 
 
 @pytest.mark.parametrize(
@@ -109,14 +105,6 @@ def test_fills(value: Any, side: Any, expected: list[int]) -> None:
         assert padded.tolist() == [expected, expected]
 
 
-def test_arange_numbers_go_on() -> None:
-    positions = torch.arange(5).expand(2, 5)
-    padded = pad_to_bucket(positions, 1, BUCKETS, value="arange").tensor
-    assert padded.tolist() == [list(range(8))] * 2
-    other_dim = pad_to_bucket(torch.zeros(3, 2), 0, BUCKETS, value="arange").tensor
-    assert other_dim.tolist() == [[0, 0], [0, 0], [0, 0], [3, 3]]
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int8, torch.uint16, torch.int64, torch.float16, torch.float64]
 )
@@ -125,11 +113,6 @@ def test_arange_counts_in_every_dtype(dtype: torch.dtype) -> None:
         padded = pad_to_bucket(torch.zeros(length, dtype=dtype), 0, length + 9, value="arange")
         expected = torch.arange(length, length + 9).to(dtype)
         assert same(padded.tensor[length:], expected)
-
-
-def test_arange_refuses_to_wrap_around() -> None:
-    with pytest.raises(TypeError, match=r"value='arange' reaches 128, too much for torch\.int8"):
-        pad_to_bucket(torch.zeros(100, dtype=torch.int8), 0, 129, value="arange")
 
 
 @pytest.mark.parametrize("value", [0, 2, "repeat-last", "arange", lambda x, missing: missing])
@@ -143,18 +126,17 @@ def test_fake_tensors_are_padded_to_fake_tensors(value: Any) -> None:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("value", [0, 1.5, -0.0, float("inf"), float("-inf"), float("nan"), True])
-def test_floats_are_filled_with_the_very_number(value: float) -> None:
-    padded = pad_to_bucket(torch.ones(3), 0, 4, value=value).tensor
-    assert same(padded[3:], torch.tensor([float(value)]))
-
-
-@pytest.mark.usefixtures("way")
-def test_large_integers_and_complex_numbers_keep_every_digit() -> None:
-    large = (1 << 62) + 1
-    assert pad_to_bucket(torch.ones(3, dtype=torch.int64), 0, 4, value=large).tensor[3] == large
-    x = torch.ones(3, dtype=torch.complex64)
-    assert pad_to_bucket(x, 0, 4, value=1 + 2j).tensor[3] == 1 + 2j
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        *((value, torch.float32) for value in (0, 1.5, -0.0, math.inf, -math.inf, math.nan, True)),
+        ((1 << 62) + 1, torch.int64),
+        (1 + 2j, torch.complex64),
+    ],
+)
+def test_padding_holds_the_very_number(value: Any, dtype: torch.dtype) -> None:
+    padded = pad_to_bucket(torch.ones(3, dtype=dtype), 0, 4, value=value).tensor
+    assert same(padded[3:], torch.tensor([value], dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -175,11 +157,12 @@ def test_large_integers_and_complex_numbers_keep_every_digit() -> None:
         (torch.int32, lambda x, missing: 0.5),
         (torch.int32, lambda x, missing: torch.zeros(1)),
         (torch.bool, "arange"),
+        (torch.int8, "arange"),  # to 128, where it would wrap around
     ],
 )
 def test_a_fill_that_does_not_fit_is_refused(dtype: torch.dtype, value: Any) -> None:
     with pytest.raises(TypeError, match="pad_to_bucket: value"):
-        pad_to_bucket(torch.zeros(3, dtype=dtype), 0, 4, value=value)
+        pad_to_bucket(torch.zeros(100, dtype=dtype), 0, 129, value=value)
 
 
 @pytest.mark.usefixtures("way")
@@ -191,11 +174,6 @@ def test_gradients_reach_the_real_part_only(value: Any, side: Any) -> None:
     weights = torch.randn(2, 8)
     (padded * weights).sum().backward()
     assert torch.equal(x.grad, unpad(weights, 1, 6, side))  # type: ignore[arg-type]
-
-
-def test_gradients_pass_gradcheck() -> None:
-    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: pad_to_bucket(x, 1, 5).tensor, (x,))
 
 
 @pytest.mark.usefixtures("way")
@@ -222,22 +200,16 @@ def test_a_buffer_is_filled_completely() -> None:
         assert out.tolist() == [[length] * length + [-1] * (8 - length)] * 2
 
 
-@pytest.mark.parametrize(
-    "out",
-    [
+def test_a_buffer_of_another_kind_is_refused_and_never_resized() -> None:
+    for out in (
         torch.zeros(2, 9, dtype=torch.int64),
         torch.zeros(2, 8),
         torch.zeros(2, 8, dtype=torch.int64, device="meta"),
-    ],
-)
-def test_a_buffer_of_another_kind_is_refused_and_never_resized(out: torch.Tensor) -> None:
-    shape = out.shape
-    with pytest.raises(ValueError, match="pad_to_bucket: out is"):
-        pad_to_bucket(torch.zeros(2, 5, dtype=torch.int64), 1, 8, out=out)
-    assert out.shape == shape
-
-
-def test_a_buffer_takes_no_gradient() -> None:
+    ):
+        shape = out.shape
+        with pytest.raises(ValueError, match="pad_to_bucket: out is"):
+            pad_to_bucket(torch.zeros(2, 5, dtype=torch.int64), 1, 8, out=out)
+        assert out.shape == shape
     x = torch.zeros(5, requires_grad=True)
     with pytest.raises(ValueError, match="carries no gradient"):
         pad_to_bucket(x, 0, 8, out=torch.zeros(8))
@@ -357,12 +329,8 @@ def test_a_list_of_sizes_is_taken_as_buckets(buckets: Any) -> None:
     """By pad_to_bucket, compiled or not, by BucketCollator and by bucketed."""
     x = torch.ones(2, 9)
     assert pad_to_bucket(x, 1, buckets).tensor.shape == (2, 16)
-    compiled = torch.compile(
-        lambda x: pad_to_bucket(x, 1, buckets).tensor,
-        fullgraph=True,
-        backend="eager",
-        dynamic=False,
-    )
+    options: Any = {"fullgraph": True, "backend": "eager", "dynamic": False}
+    compiled = torch.compile(lambda x: pad_to_bucket(x, 1, buckets).tensor, **options)
     assert compiled(x).shape == (2, 16)
     for each in (buckets, {"t": buckets}):
         collate = BucketCollator(each, {"ids": {1: "t"}})
@@ -388,15 +356,16 @@ def test_a_constant_made_in_inference_mode_serves_outside_it() -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("value", [-1, 0.5, "repeat-last", "arange"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("value", "side"), [(-1, "left"), (0.5, "right"), ("repeat-last", "left"), ("arange", "right")]
+)
 def test_compiles_in_one_graph(value: Any, side: Any) -> None:
     def padded(x: torch.Tensor) -> torch.Tensor:
         return pad_to_bucket(x, 1, BUCKETS, value=value, side=side).tensor * 2
 
     torch._dynamo.reset()
     compiled = torch.compile(padded, fullgraph=True, backend="eager", dynamic=False)
-    for length in (3, 4, 5, 8):
+    for length in (3, 8):
         x = torch.randn(2, length)
         assert torch.equal(compiled(x), padded(x))
 

@@ -1,18 +1,35 @@
-"""What the tests of bucketed() share: a backend that counts, a ladder, a module."""
+"""What the tests of bucketed() share: a backend that counts, a ladder, a module, comparisons."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchguard import Buckets, bucketed
+from torchguard import Buckets, PaddingLeakError, bucketed
 
 LADDER = Buckets([4, 8, 16])
+
+
+def wrap(function: Any, **options: Any) -> Any:
+    """Return it bucketed, in dim 0 of its first argument unless ``dims`` says otherwise."""
+    return bucketed(function, **{"dims": ({0: "t"},), "buckets": LADDER, **options})
+
+
+def in_time(function: Any, **options: Any) -> Any:
+    """Likewise in dim 1, time, with the buckets 8 and 16."""
+    return bucketed(function, **{"dims": ({1: "t"},), "buckets": [8, 16], **options})
+
+
+def leak(function: Any, *given: Any, **options: Any) -> str:
+    """Return what the error says of a function that leaks in time."""
+    with pytest.raises(PaddingLeakError) as error:
+        in_time(function, **options)(*given)
+    return str(error.value)
 
 
 class Counting:
@@ -45,6 +62,18 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+class Noting:
+    """A function that doubles, and notes the shape of each input that it is run with."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any] = double) -> None:
+        self.function = function
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        self.shapes.append(tuple(x.shape))
+        return self.function(x)
+
+
 def same(found: Any, expected: Any) -> None:
     assert type(found) is type(expected)
     if isinstance(expected, torch.Tensor):
@@ -64,6 +93,30 @@ def same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
+def same_gradients(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    parameters: Iterable[torch.Tensor],
+    copies: Iterable[torch.Tensor] | None = None,
+    *,
+    rtol: float = 0.0,
+    share: float = 5e-5,
+) -> None:
+    """Compare what two losses send to parameters; to ``copies`` where ``found`` is of a copy.
+
+    So much of the largest gradient of all may differ: sums over more terms round otherwise.
+    """
+    own = [each for each in parameters if each.requires_grad]
+    theirs = own if copies is None else [each for each in copies if each.requires_grad]
+    wanted = torch.autograd.grad(expected, own, allow_unused=True)
+    got = torch.autograd.grad(found, theirs, allow_unused=True)
+    atol = share * max(float(each.abs().max()) for each in wanted if each is not None)
+    for one, other in zip(got, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
 class Net(nn.Module):
     steps: torch.Tensor
     name: str
@@ -80,8 +133,3 @@ class Net(nn.Module):
 
     def other(self) -> str:
         return "other"
-
-
-def wrapped_net(**options: Any) -> tuple[Net, Any]:
-    net = Net()
-    return net, bucketed(net, dims={"x": {0: "t"}}, buckets=LADDER, **options)

@@ -31,7 +31,7 @@ from torchguard.equivalence.outcome import Given
 from torchguard.equivalence.perturb import perturb_
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.options import Sizes, Spec
+    from torchguard.bucketing.decorator.options import AxisSizes, Spec
 
 COMPILE_LOCK = threading.RLock()
 """Held while a graph is compiled for the first time, and during a check: both change settings of
@@ -181,7 +181,7 @@ class Input:
     device: torch.device
     dtype: torch.dtype
 
-    def padded(self, buckets: Sizes) -> tuple[int, ...]:
+    def padded(self, buckets: AxisSizes) -> tuple[int, ...]:
         """Return its shape after padding."""
         named = dict(self.axes)
         return tuple(
@@ -195,7 +195,7 @@ class Specialization(NamedTuple):
     global_state: tuple[Any, ...]
     """Grad mode, inference mode, autocast, a transform of torch.func, ``training`` of modules."""
     structure: tuple[TreeDef, ...]
-    others: tuple[tuple[str, Any], ...]
+    unpadded: tuple[tuple[str, Any], ...]
     """Label and key of the leaves that have no dim to pad."""
     transformed: bool
     """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
@@ -205,7 +205,7 @@ def differing(specializations: Iterable[Specialization]) -> list[str]:
     """Return the labels of the leaves that are not the same in all of these."""
     values: dict[str, set[Any]] = {}
     for each in specializations:
-        for label, key in each.others:
+        for label, key in each.unpadded:
             values.setdefault(label, set()).add(key)
     return [label for label, found in values.items() if len(found) > 1]
 
@@ -331,8 +331,8 @@ class Plan:
     signature: Signature
     labels: list[str]
     inputs: tuple[Input, ...]
-    sizes: Sizes
-    buckets: Sizes
+    sizes: AxisSizes
+    buckets: AxisSizes
     """Empty where nothing is padded: a size above the largest bucket."""
     side: Side
     bucket: Bucket
@@ -348,7 +348,7 @@ class Plan:
     slices: dict[Any, Any] = field(default_factory=dict)
     """What to take of an output, by its structure and shapes."""
     ready: bool = False
-    shortest: Sizes = field(default_factory=dict)
+    shortest: AxisSizes = field(default_factory=dict)
     """The smallest sizes that any rank of a group has."""
     real: int = 1
     padded: int = 1
@@ -396,7 +396,7 @@ def kind_of_call(
     # Switches may lead the function another way; sizes and fractions do not.
     switches = [
         (label, None if isinstance(key, (TensorKey, float)) else key)
-        for label, key in specialization.others
+        for label, key in specialization.unpadded
     ]
     return specialization.global_state, specialization.structure, *switches, *labels
 

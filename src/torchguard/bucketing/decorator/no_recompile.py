@@ -113,7 +113,7 @@ def recompile_reason(plan: Plan, buckets: Iterable[Bucket]) -> str:
 
     inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
     state = plan.specialization.global_state
-    others = [
+    compiled = [
         (dict(key[0]), key[1])
         for bucket in buckets
         for key, each in bucket.graphs.items()
@@ -122,7 +122,7 @@ def recompile_reason(plan: Plan, buckets: Iterable[Bucket]) -> str:
     # The nearest reason is given: a bucket, then the global state, then other dims.
     same_bucket = [
         (known, then)
-        for known, then in others
+        for known, then in compiled
         if known.keys() == inputs.keys()
         and all(
             known[e.label][dim] == inputs[e.label][dim] for e in plan.inputs for dim, _ in e.axes

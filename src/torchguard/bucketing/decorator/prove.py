@@ -32,12 +32,12 @@ from torchguard.bucketing.decorator.other_data import (
     may_be_probabilities,
     near_compared,
     note_compared,
+    shortened,
     whole_numbers,
 )
 from torchguard.bucketing.decorator.output_shapes import (
     OutputShapes,
 )
-from torchguard.bucketing.decorator.shorter import shortened
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
@@ -169,17 +169,17 @@ class _Checker:
 
     def first(self, case: Case) -> _First:
         """Run the call without padding, padded, and padded with other values, above and below."""
-        others = self._other_fills(case, self._inputs)
+        variants = self._other_fills(case, self._inputs)
         pair = self._pair_of(case)
         dependence = None
-        runs = self._runs(case, [*pair, *others])
+        runs = self._runs(case, [*pair, *variants])
         one, two = next(runs), next(runs)
         without, padded = (one, two) if pair[0] is None else (two, one)
         verdict = judge(without, padded, PADDING)
         leak = None if verdict.equal else self._leak(case, verdict, without, padded, {})
         suspicious = not verdict.equal or verdict.strain > _ROUNDING
         del one, two, without  # a run may hold a gradient of every weight
-        for fills in others:
+        for fills in variants:
             other = next(runs)
             verdict = judge(padded, other, PADDING)
             if not verdict.equal and dependence is None:
@@ -232,10 +232,10 @@ class _Checker:
             return labels
         found = []
         for each in self._inputs:
-            others = self._other_fills(case, [each])
-            runs = self._runs(case, [{}, *others])
+            variants = self._other_fills(case, [each])
+            runs = self._runs(case, [{}, *variants])
             padded = next(runs)
-            if any(not judge(padded, next(runs), PADDING).equal for _ in others):
+            if any(not judge(padded, next(runs), PADDING).equal for _ in variants):
                 found.append(each.label)
         return found or labels
 
@@ -326,7 +326,7 @@ class _Checker:
         real: dict[str, torch.Tensor] = {}
         if plan.extras:
             # Nor could two runs be compared operator by operator.
-            with_masks = bool(case.others) or watch is not None
+            with_masks = bool(case.changed) or watch is not None
             real = real_extras(self._spec, plan, with_masks=with_masks)
         function = shapes.function if watch is None else watch.around(shapes.function)
         # Before any run: to the function its arguments are memory from outside, so that its writes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from torchguard._pytree import KeyPath
-from torchguard.bucketing.decorator.options import Sizes
+from torchguard.bucketing.decorator.options import AxisSizes
 from torchguard.bucketing.padding import Side
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ Steps: TypeAlias = "tuple[Narrow | Fold, ...]"
 
 
 def declared_steps(
-    declared: Any, output: FlatOutput, sizes: Sizes, buckets: Sizes, side: Side
+    declared: Any, output: FlatOutput, sizes: AxisSizes, buckets: AxisSizes, side: Side
 ) -> tuple[tuple[int, Steps], ...]:
     """Return how ``outputs=`` says to slice each leaf, by its index."""
     found: list[tuple[int, Steps]] = []
@@ -95,8 +95,8 @@ class _DeclaredDim(NamedTuple):
     size: int
     given: int
     label: str
-    sizes: Sizes
-    buckets: Sizes
+    sizes: AxisSizes
+    buckets: AxisSizes
 
     def narrow(self, size: Any, side: Side) -> Narrow | None:
         padded, length = self._sizes(size)
@@ -156,7 +156,7 @@ def _declared_at(declared: Any, path: KeyPath) -> Any:
     return declared
 
 
-def _evaluated(size: Any, sizes: Sizes, label: str) -> int:
+def _evaluated(size: Any, sizes: AxisSizes, label: str) -> int:
     if isinstance(size, str) and size in sizes:
         return sizes[size]
     if callable(size):
@@ -170,5 +170,5 @@ def _evaluated(size: Any, sizes: Sizes, label: str) -> int:
     )
 
 
-def _listed(sizes: Sizes) -> str:
+def _listed(sizes: AxisSizes) -> str:
     return ", ".join(f"{name} = {size}" for name, size in sizes.items())

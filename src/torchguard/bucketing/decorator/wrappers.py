@@ -353,7 +353,7 @@ def _class_around(own: type[Any]) -> type[Any]:
             "__qualname__": own.__qualname__,
             "__doc__": own.__doc__,
             "forward": _forward_like(own.forward),
-            # Likewise, over what verified() has put there.
+            # Over what verified() has put into the __dict__, too.
             "stats": property(lambda self: functools.partial(BucketedModule.stats, self)),
         }
         metaclass: Any = type(own)

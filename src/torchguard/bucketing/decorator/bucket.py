@@ -69,7 +69,7 @@ class Signature(NamedTuple):
     """How a call gives its arguments: equal for calls that share a plan."""
 
     names: tuple[str, ...]
-    """Of the arguments; ``"*2"`` for one behind ``*args``."""
+    """The names of the arguments; ``"*2"`` for one behind ``*args``."""
     positional: int
     """How many of them are given by position."""
     treedefs: tuple[TreeDef, ...]
@@ -216,7 +216,7 @@ class Graph:
 
     run: Callable[..., Any]
     code: CodeType | None = None
-    """Its own, where it is compiled for static sizes."""
+    """A code object of its own, where it is compiled for static sizes."""
     compiles: bool = False
     cuda_graphs: bool = False
     compiled_for: set[Specialization] = field(default_factory=set)
@@ -224,7 +224,7 @@ class Graph:
     warmed_for: set[Specialization] = field(default_factory=set)
     """What its backward has run for too."""
     seconds: float = 0.0
-    """Of the first call in each, and of warming up."""
+    """What the first call in each took, and warming up."""
     first_graphs: int = 0
     first_entries: int = 0
 
@@ -242,16 +242,16 @@ class Bucket:
     """
 
     sizes: tuple[int, ...]
-    """By axis; empty for what no bucket holds."""
+    """The size of each axis; empty for what no bucket holds."""
     calls: int = 0
     real: int = 0
     padded: int = 0
     graphs: dict[Any, Graph] = field(default_factory=dict)
-    """By padded shapes and global state: Dynamo compiles anew for each of these anyway, and with a
-    function of its own a call finds one entry in Dynamo's cache. In a list of several, threads
-    walk past theirs."""
+    """Graphs by padded shapes and global state: Dynamo compiles anew for each of these anyway, and
+    with a function of its own a call finds one entry in Dynamo's cache. In a list of several,
+    threads walk past theirs."""
     proven: dict[Any, tuple[float, ...]] = field(default_factory=dict)
-    """By kind of call, how much padding it was proven with, for what was real, by axis."""
+    """How much padding it was proven with for what was real: by kind of call, then by axis."""
     formulas: dict[Any, ShapeFormula | None] = field(default_factory=dict)
     """How the sizes of outputs depend on those of a call; None where torch can't tell."""
 

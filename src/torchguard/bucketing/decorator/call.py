@@ -32,21 +32,15 @@ from torchguard.bucketing.decorator.bucket import (
 from torchguard.bucketing.decorator.compiled import (
     RECOMPILE_LIMIT,
     Compiled,
+    Compilers,
     compiling,
+    recompile_reason,
 )
 from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
 from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
-from torchguard.bucketing.decorator.no_recompile import (
-    compiling_is_refused,
-    failed_guards,
-    recompile_reason,
-)
+from torchguard.bucketing.decorator.no_recompile import compiling_is_refused, failed_guards
 from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_buckets, find_inputs
-from torchguard.bucketing.decorator.output_shapes import (
-    UNKNOWN,
-    OutputShapes,
-    slice_output,
-)
+from torchguard.bucketing.decorator.output_shapes import UNKNOWN, OutputShapes, slice_output
 from torchguard.bucketing.decorator.prove import check_padding
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
@@ -58,9 +52,13 @@ _PLANS_KEPT = 8192
 class Caller:
     """Runs one function through its buckets."""
 
-    def __init__(self, compiled: Compiled, spec: Spec, name: str) -> None:
-        self.compiled = compiled
-        self.function = compiled.function
+    def __init__(
+        self, function: Callable[..., Any], compilers: Compilers, spec: Spec, name: str
+    ) -> None:
+        if spec.options["overflow"] != "dynamic":
+            compilers = compilers._replace(dynamic=None)
+        self.compiled = Compiled(function, compilers)
+        self.function = function
         self.spec = spec
         self.name = name
         self.lock = threading.Lock()

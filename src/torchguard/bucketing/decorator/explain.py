@@ -153,7 +153,7 @@ class FirstDifference(TorchDispatchMode):
     def __init__(self, plan: Plan) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._found: dict[bool, str] = {}
-        """By whether the numbers are floating-point ones."""
+        """The operator, by whether its numbers are floating-point ones."""
         self._parted = ""
         self._sizes = {(plan.sizes[axis], bucket) for axis, bucket in plan.buckets.items()}
         self._side: Side = plan.side

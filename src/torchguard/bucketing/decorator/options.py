@@ -43,7 +43,7 @@ class Spec:
 
     options: MaskingOptions
     dims: Mapping[str, Any]
-    """By argument; those behind ``*args`` by position, ``"*2"``."""
+    """The declaration by argument; behind ``*args`` by position, ``"*2"``."""
     fill: Mapping[str, Any]
     masks: Mapping[str, Mask]
     lengths: Mapping[str, str]

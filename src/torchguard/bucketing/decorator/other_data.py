@@ -34,7 +34,7 @@ class OtherData(NamedTuple):
     """A way to make other data of the same kind."""
 
     description: str
-    """Of the data, in an error: "where {label} ..."."""
+    """How an error describes the data: "where {label} ..."."""
     of_floats: Callable[[torch.Tensor], torch.Tensor]
     of_ids: Callable[[torch.Tensor], torch.Tensor]
     keeps_sign: bool = False

@@ -35,9 +35,7 @@ from torchguard.bucketing.decorator.other_data import (
     shortened,
     whole_numbers,
 )
-from torchguard.bucketing.decorator.output_shapes import (
-    OutputShapes,
-)
+from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
@@ -60,7 +58,7 @@ class _First(NamedTuple):
 
     leak: Leak | None
     dependence: Leak | None
-    """Of the answer on what the padding holds."""
+    """How the answer depends on what the padding holds."""
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
     operators: frozenset[str] = frozenset()
@@ -139,7 +137,7 @@ class _Checker:
             for each in plan.inputs
             if not each.declared and each.index in padded and each.label not in neutral
         ]
-        """Those that get other values."""
+        """The inputs whose padding gets other values."""
         self._shapes = shapes
         self._spec = shapes.spec
         self._group = shapes.spec.options["group"]
@@ -148,6 +146,10 @@ class _Checker:
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
+        # What counts of an output by a mask of the caller is known once one was sliced.
+        masked = any(each.label in self._spec.masks for each in plan.inputs)
+        self._pair_of_runs: list[Fills | None] = [{}, None] if masked else [None, {}]
+        """The runs without padding and padded, as :meth:`_runs` takes them."""
         self._compared: set[int] = set()
         """The integers that the function compares its integers with."""
 
@@ -170,15 +172,13 @@ class _Checker:
     def first(self, case: Case) -> _First:
         """Run the call without padding, padded, and padded with other values, above and below."""
         variants = self._other_fills(case, self._inputs)
-        pair = self._pair_of(case)
         dependence = None
-        runs = self._runs(case, [*pair, *variants])
-        one, two = next(runs), next(runs)
-        without, padded = (one, two) if pair[0] is None else (two, one)
+        runs = self._runs(case, [*self._pair_of_runs, *variants])
+        without, padded = self._both(runs)
         verdict = judge(without, padded, PADDING)
         leak = None if verdict.equal else self._leak(case, verdict, without, padded, {})
         suspicious = not verdict.equal or verdict.strain > _ROUNDING
-        del one, two, without  # a run may hold a gradient of every weight
+        del without  # a run may hold a gradient of every weight
         for fills in variants:
             other = next(runs)
             verdict = judge(padded, other, PADDING)
@@ -269,7 +269,7 @@ class _Checker:
 
     def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
         """Run without padding and padded; from the second turn on with perturbed weights."""
-        pair, same, is_new = self._pair_of(case), case, turn == 0
+        same, is_new = case, turn == 0
         with contextlib.ExitStack() as scope:
             if turn > 0:
                 # A discontinuous function, such as argmax, does not differ again: see perturb.py.
@@ -278,8 +278,7 @@ class _Checker:
                 held = (p for module in self._modules for p in module.parameters(recurse=False))
                 (without,) = self._runs(same, [None])
                 is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
-            one, two = self._runs(same, pair)
-        without, padded = (one, two) if pair[0] is None else (two, one)
+            without, padded = self._both(self._runs(same, self._pair_of_runs))
         verdict = judge(without, padded, PADDING)
         return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
 
@@ -297,11 +296,10 @@ class _Checker:
             return [above, below]  # every rank makes as many runs
         return [fills for fills in ([above] if above == below else [above, below]) if fills]
 
-    def _pair_of(self, case: Case) -> list[Fills | None]:
-        """Return the two runs of a case, as :meth:`_runs` takes them, in their order."""
-        # What counts of an output by a mask of the caller is known once one was sliced.
-        masked = any(each.label in self._spec.masks for each in case.plan.inputs)
-        return [{}, None] if masked else [None, {}]
+    def _both(self, runs: Iterator[Outcome]) -> tuple[Outcome, Outcome]:
+        """Return the next two runs, the one without padding first."""
+        one, two = next(runs), next(runs)
+        return (one, two) if self._pair_of_runs[0] is None else (two, one)
 
     def _runs(
         self,

@@ -38,9 +38,9 @@ class Fold(NamedTuple):
 
     dim: int
     sizes: tuple[int, ...]
-    """Of those dims, after padding."""
+    """The sizes of those dims after padding."""
     narrows: tuple[Narrow, ...]
-    """Their dims are counted from the first of those flattened."""
+    """What is real; dims are counted from the first of those flattened."""
 
     def slice(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the real part; a copy, where it is not one piece of memory."""

@@ -44,7 +44,7 @@ class WarmupReport:
 
     axes: tuple[str, ...]
     seconds: Mapping[Any, float]
-    """Of one call, by bucket (a size per axis): the better of two, the backward included."""
+    """What one call takes, by bucket (a size per axis): the better of two, with the backward."""
     compile_seconds: float
     """Mean seconds that compiling one bucket took."""
     left_out: Mapping[Any, str]

@@ -24,7 +24,7 @@ from torchguard import (
     pad_to_bucket,
     unpad,
 )
-from torchguard.bucketing.decorator.ladders import PairLadder
+from torchguard.bucketing.decorator.ladders import Ladder
 from torchguard.errors import RecompileError
 
 PAIRS = PairBuckets([(8, 16), (4, 32), (2, 64)])
@@ -77,7 +77,7 @@ def test_the_least_size_of_a_bucket_is_the_smallest_that_gets_it(
     shapes: list[tuple[int, int]], a: int, b: int
 ) -> None:
     """The check cuts inputs no shorter than what their bucket can be entered with."""
-    ladder = PairLadder(("b", "t"), PairBuckets(shapes), growing=False)
+    ladder = Ladder(("b", "t"), PairBuckets(shapes), growing=False)
     bucket = cheapest(shapes, a, b)
     if bucket is None:
         return

@@ -19,7 +19,6 @@ from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input
 from torchguard.bucketing.decorator.ladders import (
     Ladder,
-    PairLadder,
     ladders_of,
     read_buckets,
 )
@@ -48,7 +47,7 @@ class Spec:
     masks: Mapping[str, Mask]
     lengths: Mapping[str, str]
     """The argument that takes the size of an axis, by axis."""
-    ladders: dict[str, Ladder | PairLadder]
+    ladders: dict[str, Ladder]
     """The buckets of each axis, which may change; two axes may share them."""
     parameters: tuple[str, ...]
     """Names of what can be given by position."""

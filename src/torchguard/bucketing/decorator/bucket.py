@@ -329,7 +329,6 @@ class Plan:
     """What to do with a call whose inputs have certain shapes."""
 
     signature: Signature
-    labels: list[str]
     inputs: tuple[Input, ...]
     sizes: AxisSizes
     buckets: AxisSizes

@@ -222,10 +222,9 @@ class Caller:
         if self.spec.lengths or self.spec.masks:
             extras = make_extras(self.spec, call, inputs, sizes, buckets)
         padded = {each.index for each in inputs}
-        labels = call.labels()
         unpadded = tuple(
             (label, leaf_key(leaf))
-            for index, (label, leaf) in enumerate(zip(labels, call.leaves, strict=True))
+            for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
             if index not in padded
         )
         specialization = Specialization(state, call.signature.treedefs, unpadded, bool(state[3]))
@@ -233,7 +232,6 @@ class Caller:
         with self.lock:
             plan = Plan(
                 signature=call.signature,
-                labels=labels,
                 inputs=inputs,
                 sizes=sizes,
                 buckets=buckets or {},

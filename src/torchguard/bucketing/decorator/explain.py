@@ -55,20 +55,13 @@ class Leak(NamedTuple):
 
 
 def leak_of(  # noqa: PLR0917 - as many as a difference has
-    verdict: Verdict,
-    expected: Outcome,
-    got: Outcome,
-    case: Case,
-    function: str,
-    masks: Sequence[str],
-    fills: Any,
+    shapes: OutputShapes, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Any
 ) -> Leak:
     """Name what differs between a run and one with more, or other, padding, and by how much.
 
-    The structure of both outcomes is a ``FlatOutput`` of
-    :mod:`torchguard.bucketing.decorator.output_shapes`.
+    The structure of both outcomes is a ``FlatOutput``.
     """
-    plan = case.plan
+    plan, function = case.plan, shapes.name
     what = sizes_of(plan)
     filled = ", ".join(each.label for each in plan.inputs if each.index in fills)
     if got.error is not None:
@@ -84,7 +77,7 @@ def leak_of(  # noqa: PLR0917 - as many as a difference has
         what += f"; with other data, where {' and '.join(case.changed)} {case.description}"
     found = verdict.differences[0]
     labels = {*plan.extras, *(each.label for each in plan.inputs)}
-    masks = [name for name in masks if name in labels]
+    masks = [name for name in shapes.spec.masks if name in labels]
     if found.kind == "shape" and found.part == "structure":
         text = f"bucketed: {function} returns another structure when its input is padded ({what})"
         return Leak(text, fills=fills)

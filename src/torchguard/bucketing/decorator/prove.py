@@ -144,7 +144,7 @@ class _Checker:
         self._modules = call.modules(shapes.function)
         # ``self`` may be a dataclass of tensors.
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
-        labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
+        labels = [*call.labels(), *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
         # What counts of an output by a mask of the caller is known once one was sliced.
         masked = any(each.label in self._spec.masks for each in plan.inputs)
@@ -172,18 +172,16 @@ class _Checker:
     def first(self, case: Case) -> _First:
         """Run the call without padding, padded, and padded with other values, above and below."""
         variants = self._other_fills(case, self._inputs)
-        dependence = None
         runs = self._runs(case, [*self._pair_of_runs, *variants])
         without, padded = self._both(runs)
-        verdict = judge(without, padded, PADDING)
-        leak = None if verdict.equal else self._leak(case, verdict, without, padded, {})
+        verdict, leak = self._compare(case, without, padded, {})
         suspicious = not verdict.equal or verdict.strain > _ROUNDING
         del without  # a run may hold a gradient of every weight
+        dependence = None
         for fills in variants:
             other = next(runs)
-            verdict = judge(padded, other, PADDING)
-            if not verdict.equal and dependence is None:
-                dependence = self._leak(case, verdict, padded, other, fills)
+            verdict, found = self._compare(case, padded, other, fills)
+            dependence = dependence or found
             suspicious |= not verdict.equal or verdict.strain > 0
             del other
         return _First(leak, dependence, suspicious, padded.operators)
@@ -279,8 +277,16 @@ class _Checker:
                 (without,) = self._runs(same, [None])
                 is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
             without, padded = self._both(self._runs(same, self._pair_of_runs))
-        verdict = judge(without, padded, PADDING)
-        return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
+        _, leak = self._compare(case, without, padded, {})
+        return leak, is_new
+
+    def _compare(
+        self, case: Case, expected: Outcome, got: Outcome, fills: Fills
+    ) -> tuple[Verdict, Leak | None]:
+        verdict = judge(expected, got, PADDING)
+        if verdict.equal:
+            return verdict, None
+        return verdict, leak_of(self._shapes, case, verdict, expected, got, fills)
 
     def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
@@ -360,12 +366,6 @@ class _Checker:
             del given
             yield outcome
             del outcome
-
-    def _leak(
-        self, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
-    ) -> Leak:
-        masks = [*self._spec.masks]
-        return leak_of(verdict, expected, got, case, self._shapes.name, masks, fills)
 
     def explained(self, case: Case, leak: Leak) -> PaddingLeakError:
         """Return the error, with the first operator that differs, or an inverted mask."""

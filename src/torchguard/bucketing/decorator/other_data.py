@@ -237,9 +237,7 @@ def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
         shortest = max((size + 1) // 2, spec.ladders[axis].least(axis, sizes), 2)
         if shortest >= size:
             continue
-        start = real_window(
-            [m for m in masks if m.axis == axis], size, shortest, spec.options["side"]
-        )
+        start = real_window(masks, axis, size, shortest, spec.options["side"])
         if start is not None:
             windows[axis] = (start, shortest)
             sizes[axis] = shortest
@@ -279,10 +277,11 @@ def may_be_sizes(call: Call, inputs: Iterable[Input], cut: Iterable[int], length
     )
 
 
-def real_window(masks: Sequence[Real], size: int, length: int, side: str) -> int | None:
+def real_window(masks: Sequence[Real], axis: str, size: int, length: int, side: str) -> int | None:
     """Return where a part begins in which every sequence has something real."""
+    own = [each.positions for each in masks if each.axis == axis]
     starts = (0, size - length) if side == "right" else (size - length, 0)
     for start in starts:
-        if all(bool(m.positions[..., start : start + length].any(-1).all()) for m in masks):
+        if all(bool(each[..., start : start + length].any(-1).all()) for each in own):
             return start
     return None

@@ -78,7 +78,8 @@ def declared_steps(
                     f"bucketed: outputs names dimension {dim!r} of {label}, which has shape "
                     f"{tuple(leaf.shape)}"
                 )
-            named = _DeclaredDim(dim % leaf.dim(), leaf.shape[dim], dim, label, sizes, buckets)
+            what = f"dimension {dim} of {label}"
+            named = _DeclaredDim(dim % leaf.dim(), leaf.shape[dim], label, what, sizes, buckets)
             step = (named.fold if isinstance(size, tuple) else named.narrow)(size, side)
             if step is not None:
                 steps.append(step)
@@ -93,8 +94,8 @@ class _DeclaredDim(NamedTuple):
 
     dim: int
     size: int
-    given: int
     label: str
+    what: str
     sizes: AxisSizes
     buckets: AxisSizes
 
@@ -102,17 +103,16 @@ class _DeclaredDim(NamedTuple):
         padded, length = self._sizes(size)
         if self.size != padded:
             raise ValueError(
-                f"bucketed: outputs says that dimension {self.given} of {self.label} is {padded} "
-                f"for {_listed(self.buckets)}, but it is {self.size}"
+                f"bucketed: outputs says that {self.what} is {padded} for "
+                f"{_listed(self.buckets)}, but it is {self.size}"
             )
         return None if length == padded else Narrow.of(self.dim, length, padded, side)
 
     def fold(self, parts: tuple[Any, ...], side: Side) -> Fold | None:
         """Read ``(None, "t")``: what was flattened into the dim, None for one of any size."""
-        what = f"dimension {self.given} of {self.label}"
         if parts.count(None) > 1:
             raise ValueError(
-                f"bucketed: outputs has {parts!r} for {what}, expected None for one part only"
+                f"bucketed: outputs has {parts!r} for {self.what}, expected None for one part only"
             )
         pairs = [
             (part, part) if part is None or type(part) is int else self._sizes(part)
@@ -123,7 +123,7 @@ class _DeclaredDim(NamedTuple):
         sizes = tuple(other if padded is None else padded for padded, _ in pairs)
         if math.prod(sizes) != self.size:
             raise ValueError(
-                f"bucketed: outputs says that {what} is {parts!r} flattened, for "
+                f"bucketed: outputs says that {self.what} is {parts!r} flattened, for "
                 f"{_listed(self.buckets)}, but it is {self.size}, which is no multiple of {known}"
             )
         narrows = tuple(
@@ -138,8 +138,8 @@ class _DeclaredDim(NamedTuple):
         padded, length = (_evaluated(size, each, self.label) for each in (self.buckets, self.sizes))
         if not 0 <= length <= padded:
             raise ValueError(
-                f"bucketed: outputs gives {length} for dimension {self.given} of {self.label} at "
-                f"{_listed(self.sizes)}, expected 0 to {padded}"
+                f"bucketed: outputs gives {length} for {self.what} at {_listed(self.sizes)}, "
+                f"expected 0 to {padded}"
             )
         return padded, length
 

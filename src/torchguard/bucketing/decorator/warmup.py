@@ -181,12 +181,11 @@ def _resized(
         sized = tensor.detach()
         for dim, axis in each.axes:
             size, length = sizes[axis], sized.shape[dim]
-            # Where the caller's own mask calls something real, in every sequence.
-            own = [mask for mask in masks if mask.axis == axis]
-            start = real_window(own, length, size, side) if size < length else 0
             if size < length:
+                # Where the caller's own mask calls something real, in every sequence.
+                start = real_window(masks, axis, length, size, side) or 0
                 # Copied: a graph is compiled for strides too, and a call's are not those of a part.
-                sized = sized.narrow(dim, start or 0, size).clone()
+                sized = sized.narrow(dim, start, size).clone()
             sized = pad_to_bucket(sized, dim, size, value=each.fill, side=side).tensor
         new[each.index] = sized.requires_grad_(tensor.requires_grad)
     resized = call.with_leaves(new)

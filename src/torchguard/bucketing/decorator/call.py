@@ -98,11 +98,9 @@ class Caller:
             first = not plan.ready or self._always
             if first or nested or plan.extras:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                return (
-                    self._make_whole(plan, call)
-                    if first
-                    else self._call(plan, plan.graph.run, call)
-                )
+                if first:
+                    return self._make_whole(plan, call)
+                return self._call(plan, plan.graph.run, call)
             # No container and nothing to add: each argument is a leaf, and goes as it is.
             for index, pad in plan.pads:
                 leaves[index] = pad(leaves[index])

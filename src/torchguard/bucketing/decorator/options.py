@@ -53,7 +53,7 @@ class Spec:
     """Names of what can be given by position."""
     required: frozenset[str]
     explicit: frozenset[str]
-    variadic: str | None
+    var_keyword: str | None
     """The name of ``**kwargs``, if the function has it."""
 
     @classmethod
@@ -85,7 +85,7 @@ class Spec:
             parameters=tuple(positional),
             required=required,
             explicit=frozenset((*positional, *keywords)),
-            variadic=kwargs,
+            var_keyword=kwargs,
         )
         spec._check_names(dims, _name_of(function))
         return spec
@@ -99,12 +99,9 @@ class Spec:
         taken = ", ".join(sorted(self.explicit)) or "nothing"
         made = [("mask", name) for name in self.masks]
         made += [("lengths", name) for name in self.lengths.values()]
-        for what, name in [
-            *(("dims", each) for each in dims),
-            *(("fill", e) for e in self.fill),
-            *made,
-        ]:
-            if self.variadic is None and name not in self.explicit and not name.startswith("*"):
+        given = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
+        for what, name in given + made:
+            if self.var_keyword is None and name not in self.explicit and not name.startswith("*"):
                 raise TypeError(f"bucketed: {what} names {name!r}, but {function} takes {taken}")
             if what == "fill" and dims.get(name) is None:
                 raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
@@ -113,17 +110,17 @@ class Spec:
             alike = [other for other in unused if _alike(other, name)]
             if name not in self.explicit and alike:
                 warn_user(
-                    f"bucketed: {what} names {name!r}, which only **{self.variadic} takes: is it "
+                    f"bucketed: {what} names {name!r}, which only **{self.var_keyword} takes: is it "
                     f"{alike[0]!r}?"
                 )
 
     def unread_masks(self) -> str:
         """Return a hint about masks that only ``**kwargs`` takes; empty where there is none."""
         found = [name for name in self.masks if name not in self.explicit]
-        if not found or not self.explicit or self.variadic is None:
+        if not found or not self.explicit or self.var_keyword is None:
             return ""
         return (
-            f". mask names {found[0]!r}, which the function takes as one of **{self.variadic} "
+            f". mask names {found[0]!r}, which the function takes as one of **{self.var_keyword} "
             f"only: if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
         )
 
@@ -259,7 +256,7 @@ def _alike(name: str, other: str) -> bool:
 
 
 def _by_name(
-    dims: Any, positional: Sequence[str], variadic: str | None, function: str
+    dims: Any, positional: Sequence[str], args: str | None, function: str
 ) -> dict[str, Any]:
     """Return a declaration by name; those behind ``*args`` are called ``"*2"``."""
     of_a_tensor = isinstance(dims, Mapping) and dims and all(type(key) is int for key in dims)
@@ -270,7 +267,7 @@ def _by_name(
             f"bucketed: dims is {dims!r}, expected {{argument: {{dim: name}}}}, such as "
             "{'ids': {1: 't'}}"
         )
-    if len(dims) > len(positional) and variadic is None:
+    if len(dims) > len(positional) and args is None:
         raise TypeError(
             f"bucketed: dims has {len(dims)} entries, but {function} takes "
             f"{len(positional)} arguments"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 
 from torchguard import _torch
-from torchguard.bucketing.masks import length_mask
+from torchguard.bucketing.padding import length_mask
 
 if TYPE_CHECKING:
     from torchguard.bucketing.decorator.bucket import Call, Input, Plan

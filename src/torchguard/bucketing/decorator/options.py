@@ -110,8 +110,8 @@ class Spec:
             alike = [other for other in unused if _alike(other, name)]
             if name not in self.explicit and alike:
                 warn_user(
-                    f"bucketed: {what} names {name!r}, which only **{self.var_keyword} takes: is it "
-                    f"{alike[0]!r}?"
+                    f"bucketed: {what} names {name!r}, which only **{self.var_keyword} takes: is "
+                    f"it {alike[0]!r}?"
                 )
 
     def unread_masks(self) -> str:

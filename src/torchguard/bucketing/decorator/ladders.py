@@ -36,7 +36,9 @@ class Ladder:
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Return each bucket as a size per axis, cheapest first."""
-        return [each if isinstance(each, tuple) else (each,) for each in self.buckets or ()]
+        if isinstance(self.buckets, Buckets):
+            return [(size,) for size in self.buckets.sizes]
+        return [] if self.buckets is None else [*self.buckets.shapes]
 
     def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
         """Return the cheapest bucket for the sizes of its axes, None if none may be added."""

@@ -11,11 +11,10 @@ from torchguard.bucketing.decorator.stats import BucketedStats as BucketedStats
 from torchguard.bucketing.decorator.warmup import WarmupReport as WarmupReport
 from torchguard.bucketing.decorator.wrappers import Bucketed as Bucketed
 from torchguard.bucketing.decorator.wrappers import BucketedModule as BucketedModule
-from torchguard.bucketing.masks import length_mask
 from torchguard.bucketing.packed import packed
 from torchguard.bucketing.padding import Padded as Padded
 from torchguard.bucketing.padding import PaddedPair as PaddedPair
-from torchguard.bucketing.padding import pad_to_bucket, unpad
+from torchguard.bucketing.padding import length_mask, pad_to_bucket, unpad
 from torchguard.bucketing.pairs import PairBuckets
 from torchguard.bucketing.sampler import BucketBatchSampler
 from torchguard.checkpoint.folder import checkpoint_folder

@@ -23,6 +23,7 @@ from torchguard import (
     pad_to_bucket,
     unpad,
 )
+from torchguard.bucketing.decorator.ladders import Ladder
 from torchguard.errors import RecompileError
 
 PAIRS = PairBuckets([(8, 16), (4, 32), (2, 64)])
@@ -59,6 +60,25 @@ def test_each_call_takes_the_cheapest_shape_that_holds_both(
         assert torch.equal(wrapped(x), 2 * x)
         assert noting.shapes[-1] == wanted
     assert set(wrapped.stats().hits) <= set(shapes)
+
+
+@settings(deadline=None, max_examples=200)
+@given(shapes=SHAPES, a=st.integers(1, 12), b=st.integers(1, 12))
+def test_the_least_size_of_a_bucket_is_the_smallest_that_gets_it(
+    shapes: list[tuple[int, int]], a: int, b: int
+) -> None:
+    """The check cuts inputs no shorter than what their bucket can be entered with."""
+    ladder = Ladder(("b", "t"), PairBuckets(shapes), growing=False)
+    bucket = cheapest(shapes, a, b)
+    if bucket is None:
+        return
+    sizes = {"b": a, "t": b}
+    assert ladder.least("b", sizes) == min(
+        n for n in range(1, a + 1) if cheapest(shapes, n, b) == bucket
+    )
+    assert ladder.least("t", sizes) == min(
+        n for n in range(1, b + 1) if cheapest(shapes, a, n) == bucket
+    )
 
 
 def test_three_pairs_are_three_static_graphs(backend: Counting) -> None:

@@ -15,8 +15,7 @@ from torchguard import bucketed
 from torchguard.bucketing import padding
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
-from torchguard.bucketing.masks import length_mask
-from torchguard.bucketing.padding import Padded, pad_to_bucket, unpad
+from torchguard.bucketing.padding import Padded, length_mask, pad_to_bucket, unpad
 
 BUCKETS = Buckets([4, 8, 16])
 DTYPES = [

@@ -18,8 +18,9 @@ import torch
 from support.terminal import Terminal
 from torchguard import BucketBatchSampler, bucketed
 from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.histogram import batch_maxima, read_sizes
+from torchguard.bucketing.histogram import batch_maxima
 from torchguard.cli import plan
+from torchguard.cli.sizes import read_sizes
 
 
 def run(*arguments: str) -> int:

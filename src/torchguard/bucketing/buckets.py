@@ -186,7 +186,7 @@ class Buckets:
                     f"Buckets.fit: maximum is {top}, but a size of {largest} was observed"
                 )
         # The ladder is for what may come, the bound for what was seen.
-        planned = with_prior(observed, top, _prior(prior, maximum))
+        weighted = with_prior(observed, top, _prior(prior, maximum))
         bound = None if max_padding is None else fit.Bound(_share(max_padding), observed)
         if count is not None:
             if compile_cost is not None or step_cost != 1.0 or tuple(already_compiled):
@@ -197,10 +197,10 @@ class Buckets:
             count = positive_integer(count, "count", "Buckets.fit")
             aligned: Any = {"cost": cost, "multiple_of": multiple_of, "top": top}
             if bound is not None:
-                return cls(fit.ladder_with_bound(planned, bound, count=count, **aligned))
+                return cls(fit.ladder_with_bound(weighted, bound, count=count, **aligned))
             if tokens is None:
-                return cls(fit.best_ladder(planned, count, **aligned).sizes)
-            ladders = fit.best_ladders(planned, count, **aligned)
+                return cls(fit.best_ladder(weighted, count, **aligned).sizes)
+            ladders = fit.best_ladders(weighted, count, **aligned)
             # More sizes leave more batches that are not full, so the most may not be the best.
             epochs = [
                 epoch_of(ladder.sizes, observed, tokens, cost, "Buckets.fit") for ladder in ladders
@@ -217,9 +217,9 @@ class Buckets:
             "already_compiled": _compiled(already_compiled, maximum),
         }
         if bound is not None:
-            return cls(fit.ladder_with_bound(planned, bound, count=None, **aligned))
+            return cls(fit.ladder_with_bound(weighted, bound, count=None, **aligned))
         reach = largest if maximum is None else top
-        return cls(fit.ladder_with_compile_cost(planned, reach=reach, **aligned).sizes)
+        return cls(fit.ladder_with_compile_cost(weighted, reach=reach, **aligned).sizes)
 
     fit_pairs = staticmethod(fit_pairs)
 
@@ -376,21 +376,10 @@ GivenBuckets: TypeAlias = Buckets | PairBuckets | Literal["auto"]
 def buckets_by_axes(
     axes: Sequence[str], given: Any, operation: str, *, auto: bool = False
 ) -> dict[tuple[str, ...], GivenBuckets]:
-    """Read ``buckets=``: one for every axis, or ``{axis: buckets, (axis, axis): pairs}``.
+    """Read ``buckets=``; return buckets by the axes that they are for, one or two.
 
-    Args:
-        axes: the names, in the order of ``dims``.
-        given: ``Buckets`` or a list of sizes for every axis, ``PairBuckets`` or a list of pairs
-            for the two axes that there are, or a dict of them.
-        operation: for errors.
-        auto: whether ``"auto"`` is taken.
-
-    Returns:
-        Buckets by the axes that they are for: one axis, or two.
-
-    Raises:
-        TypeError: neither buckets nor ``"auto"``.
-        ValueError: an axis without buckets, with two of them, or that ``dims`` does not name.
+    Given are buckets for every axis, pairs for the two that there are, or a dict
+    ``{axis: buckets, (axis, axis): pairs}``; lists of sizes or pairs stand for them.
     """
     axes, listed = tuple(axes), ", ".join(axes)
     by_axes: dict[tuple[str, ...], GivenBuckets] = {}
@@ -415,7 +404,7 @@ def buckets_by_axes(
         for name in names:
             if name not in axes:
                 raise ValueError(f"{operation}: buckets names {name!r}, but dims has {listed}")
-            if names.count(name) > 1 or any(name in others for others in by_axes):
+            if names.count(name) > 1 or any(name in earlier for earlier in by_axes):
                 raise ValueError(f"{operation}: buckets has {name!r} twice")
         read = _read(value, f"{operation}: buckets of {what}", " or 'auto'" if auto else "")
         wanted = 2 if isinstance(read, PairBuckets) else 1

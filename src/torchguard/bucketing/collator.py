@@ -13,8 +13,7 @@ from torchguard._public import public
 from torchguard._pytree import KeyPath, child_of, flatten, key_paths, keystr, replace
 from torchguard.bucketing.buckets import Buckets, all_sizes, buckets_by_axes
 from torchguard.bucketing.histogram import positive_integer
-from torchguard.bucketing.masks import length_mask
-from torchguard.bucketing.padding import Side, pad_to_bucket
+from torchguard.bucketing.padding import Side, length_mask, pad_to_bucket
 from torchguard.bucketing.pairs import PairBuckets
 
 Dims: TypeAlias = Any

@@ -73,7 +73,7 @@ def costs_of(sizes: Iterable[int] | _Integers, cost: Cost, operation: str) -> _F
     return answers
 
 
-class Ladder(NamedTuple):
+class FittedLadder(NamedTuple):
     """The cheapest ladder of at most so many buckets."""
 
     sizes: tuple[int, ...]
@@ -136,7 +136,7 @@ def best_ladder(
     cost: Cost = "linear",
     multiple_of: int = 1,
     top: int,
-) -> Ladder:
+) -> FittedLadder:
     """Return the cheapest ladder of at most ``count`` buckets, the largest of them ``top``."""
     return best_ladders(observed, count, cost=cost, multiple_of=multiple_of, top=top)[-1]
 
@@ -149,7 +149,7 @@ def best_ladders(
     multiple_of: int = 1,
     top: int,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Ladder]:
+) -> list[FittedLadder]:
     """Return the cheapest ladders of at most 1, 2, ... ``count`` buckets.
 
     There are fewer than ``count`` of them where one more bucket would save nothing.
@@ -229,7 +229,7 @@ def _slope(xs: Sequence[float], ys: Sequence[float], left: int, right: int) -> f
     return (ys[right] - ys[left]) / (xs[right] - xs[left])
 
 
-def _read(problem: _Problem, cuts: list[NDArray[np.int32]], cost: float) -> Ladder:
+def _read(problem: _Problem, cuts: list[NDArray[np.int32]], cost: float) -> FittedLadder:
     """Walk back from the last size to the first, collecting each run's bucket."""
     end = len(problem.costs)
     sizes = set()
@@ -239,7 +239,7 @@ def _read(problem: _Problem, cuts: list[NDArray[np.int32]], cost: float) -> Ladd
             sizes.add(int(problem.targets[end - 1]))
         end = begin
     sizes.add(int(problem.targets[end - 1]))
-    return Ladder(tuple(sorted(sizes)), cost)
+    return FittedLadder(tuple(sorted(sizes)), cost)
 
 
 def ladder_with_compile_cost(
@@ -252,7 +252,7 @@ def ladder_with_compile_cost(
     multiple_of: int = 1,
     top: int,
     reach: int,
-) -> Ladder:
+) -> FittedLadder:
     """Return the ladder with the least sum of running and compiling; ``cost`` is that sum.
 
     The same lines as above, each bucket one price dearer unless it is compiled already.
@@ -287,7 +287,7 @@ def ladder_with_compile_cost(
     while last:
         sizes.add(ends[last - 1].bucket)
         last = came_from[last]
-    return Ladder(tuple(sorted(sizes)), total)
+    return FittedLadder(tuple(sorted(sizes)), total)
 
 
 class _End(NamedTuple):

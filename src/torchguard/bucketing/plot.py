@@ -13,7 +13,6 @@ from torchguard.bucketing.histogram import Observed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _COUNTS = 32
 _BLUE, _RED, _GREY, _LIGHT = "#2b6ca3", "#c2452d", "#555555", "#a9c6de"
@@ -28,7 +27,14 @@ def draw(
     waste: float,
 ) -> None:
     """Draw three panels: where the sizes fall, each bucket's waste, waste against count."""
-    figure = _figure(8.4)
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+    except ImportError:
+        raise ImportError(
+            "Buckets.plot needs matplotlib: pip install 'torchguard-runtime[plot]'"
+        ) from None
+    # A Figure of its own, not pyplot's: nothing of the caller's plots or backend is touched.
+    figure = Figure(figsize=(9.0, 8.4), layout="constrained")
     histogram, shares, curve = figure.subplots(3, 1, height_ratios=(3, 2, 3))
     shares.sharex(histogram)
     _draw_sizes(histogram, buckets, observed)
@@ -37,17 +43,6 @@ def draw(
     for axes in (histogram, shares, curve):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
-
-
-def _figure(height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
-    except ImportError:
-        raise ImportError(
-            "Buckets.plot needs matplotlib: pip install 'torchguard-runtime[plot]'"
-        ) from None
-    # A Figure of its own, not pyplot's: nothing of the caller's plots or backend is touched.
-    return Figure(figsize=(9.0, height), layout="constrained")
 
 
 def _draw_sizes(axes: Axes, buckets: Sequence[int], observed: Observed) -> None:

@@ -49,19 +49,9 @@ def full_batches(
     cost: Cost,
     operation: str,
 ) -> list[int]:
-    """Return how many items a full batch of each size holds.
+    """Return how many items a full batch of each size of the ladder (K,) holds.
 
-    Args:
-        sizes: (K,) the ladder.
-        items: (K,) how many there are of each bucket.
-        tokens: what a batch may cost.
-        batch_size: as many in every batch, in place of a budget.
-        cost: of one item at a size.
-        operation: for errors.
-
-    Raises:
-        TypeError: no integers.
-        ValueError: both or neither of the two; one of the items is above the budget alone.
+    ``tokens`` is what a batch may cost, ``items`` (K,) how many there are of each bucket.
     """
     if (tokens is None) == (batch_size is None):
         raise ValueError(
@@ -92,14 +82,8 @@ def count_steps(
 ) -> Steps:
     """Choose the buckets in which leftovers end, so that an epoch costs least.
 
-    With ``drop_last`` they are dropped there, and as few as possible are.
-
-    Args:
-        items: (K,) how many there are of each bucket.
-        rows: (K,) how many a full batch of each holds.
-        prices: (K,) what one item of each costs.
-        ranks: how many batches a step has.
-        drop_last: leave out what does not fill a step.
+    With ``drop_last`` they are dropped there, and as few as possible are. (K,) ``items`` are to be
+    dealt, (K,) ``rows`` fill a batch, and (K,) ``prices`` are those of one item.
     """
     full = [ranks * each for each in rows]
     # The least cost of the first buckets, and where what ends in the last of them began.
@@ -154,11 +138,7 @@ def draw_steps(
 ) -> Iterator[_Integers]:
     """Yield the steps, by bucket: (W, at most so many rows) indices each.
 
-    Args:
-        items: (K,) the indices of the items of each bucket.
-        steps: the batches of these items.
-        ranks: how many batches a step has.
-        random: shuffles the items; without it they stay in order.
+    Of the (K,) indices of each bucket's items, which ``random`` shuffles.
     """
     moved: _Integers = np.empty(0, np.int64)
     for own, each, count, is_end in zip(items, *steps[:3], strict=True):

@@ -13,16 +13,10 @@ from typing import TextIO
 from torchguard._files import write_text
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.fit import best_ladders, costs_of
-from torchguard.bucketing.histogram import (
-    FORMATS,
-    Observed,
-    Sizes,
-    batch_maxima,
-    observe,
-    read_sizes,
-)
+from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
 from torchguard.bucketing.steps import epoch_of
 from torchguard.cli import interrupted, positive_int
+from torchguard.cli.sizes import FORMATS, read_sizes
 from torchguard.errors import SaveError
 
 _COUNTS = 32

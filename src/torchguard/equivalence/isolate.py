@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from torchguard._torch import (
     OPERATOR_CLASSES,
     TorchDispatchMode,
     has_saved_tensors_hooks,
+    may_write,
     schema_of,
+    separated,
     set_version,
     version_of,
 )
@@ -34,7 +37,6 @@ from torchguard.equivalence.outcome import (
     counted,
     send_backward,
 )
-from torchguard.equivalence.reference import OperandsFirst
 
 
 @contextlib.contextmanager
@@ -413,6 +415,23 @@ def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
 # ---- run it ----
 
 
+class _OperandsFirst(TorchFunctionMode):
+    """Calls in this scope compute as if operands that overlap what is written were copied first.
+
+    For runs in which no compiled function runs: Dynamo guards on modes. See ``reference.py``.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("out") is not None or _may_write(func):
+            args, kwargs = separated(func, args, kwargs, lambda _: None)
+        return func(*args, **kwargs)
+
+
+# Most functions only read: each is asked about once.
+_may_write = functools.lru_cache(maxsize=4096)(functools.partial(may_write, kwargs={}))
+
+
 def run_undoing_mutations(
     function: Callable[..., Any],
     given: Given,
@@ -442,7 +461,7 @@ def run_undoing_mutations(
     buffers = _buffers_of(modules)
     with isolated(modules):
         try:
-            with watch, OperandsFirst():
+            with watch, _OperandsFirst():
                 returned = function(*given.args, **given.kwargs)
             watch.observers = {}
             structure, outputs = read(returned)

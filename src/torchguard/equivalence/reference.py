@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
 from torchguard._torch import frame_of_user, may_write, separated
 from torchguard._torch.overlap import Overlap
@@ -47,17 +46,6 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None 
         _texts[place] = text, {}
     text, registry = _texts[place]
     warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
-
-
-class OperandsFirst(TorchFunctionMode):
-    """Calls in this scope compute as if operands that overlap what is written were copied first.
-
-    For runs of a check, in which no compiled function runs: Dynamo guards on modes.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = separated(func, args, kwargs or {}, lambda _: None)
-        return func(*args, **kwargs)
 
 
 # ---- a graph ----

@@ -66,7 +66,7 @@ class Options(TypedDict, total=False):
 
 
 class MaskingOptions(Options, total=False):
-    """Likewise, with the arguments that are made where the caller leaves them out."""
+    """Options with the arguments that are made where the caller leaves them out."""
 
     lengths: Any
     mask: Any
@@ -141,7 +141,7 @@ if TYPE_CHECKING:
         def __call__(self, function: Any, /) -> Any: ...
 
     class _MaskingDecorator(Protocol):
-        """Likewise, with ``mask=`` or ``lengths=``: the caller may leave these arguments out."""
+        """A decorator with ``mask=`` or ``lengths=``: the caller may leave these arguments out."""
 
         @overload
         def __call__(self, function: torch.nn.Module, /) -> BucketedModule: ...  # type: ignore[overload-overlap]

@@ -31,7 +31,7 @@ from torchguard.equivalence.outcome import Given
 from torchguard.equivalence.perturb import perturb_
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.options import Sizes, Spec
+    from torchguard.bucketing.decorator.options import AxisSizes, Spec
 
 COMPILE_LOCK = threading.RLock()
 """Held while a graph is compiled for the first time, and during a check: both change settings of
@@ -69,7 +69,7 @@ class Signature(NamedTuple):
     """How a call gives its arguments: equal for calls that share a plan."""
 
     names: tuple[str, ...]
-    """Of the arguments; ``"*2"`` for one behind ``*args``."""
+    """The names of the arguments; ``"*2"`` for one behind ``*args``."""
     positional: int
     """How many of them are given by position."""
     treedefs: tuple[TreeDef, ...]
@@ -181,7 +181,7 @@ class Input:
     device: torch.device
     dtype: torch.dtype
 
-    def padded(self, buckets: Sizes) -> tuple[int, ...]:
+    def padded(self, buckets: AxisSizes) -> tuple[int, ...]:
         """Return its shape after padding."""
         named = dict(self.axes)
         return tuple(
@@ -195,7 +195,7 @@ class Specialization(NamedTuple):
     global_state: tuple[Any, ...]
     """Grad mode, inference mode, autocast, a transform of torch.func, ``training`` of modules."""
     structure: tuple[TreeDef, ...]
-    others: tuple[tuple[str, Any], ...]
+    unpadded: tuple[tuple[str, Any], ...]
     """Label and key of the leaves that have no dim to pad."""
     transformed: bool
     """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
@@ -205,7 +205,7 @@ def differing(specializations: Iterable[Specialization]) -> list[str]:
     """Return the labels of the leaves that are not the same in all of these."""
     values: dict[str, set[Any]] = {}
     for each in specializations:
-        for label, key in each.others:
+        for label, key in each.unpadded:
             values.setdefault(label, set()).add(key)
     return [label for label, found in values.items() if len(found) > 1]
 
@@ -216,7 +216,7 @@ class Graph:
 
     run: Callable[..., Any]
     code: CodeType | None = None
-    """Its own, where it is compiled for static sizes."""
+    """A code object of its own, where it is compiled for static sizes."""
     compiles: bool = False
     cuda_graphs: bool = False
     compiled_for: set[Specialization] = field(default_factory=set)
@@ -224,7 +224,7 @@ class Graph:
     warmed_for: set[Specialization] = field(default_factory=set)
     """What its backward has run for too."""
     seconds: float = 0.0
-    """Of the first call in each, and of warming up."""
+    """What the first call in each took, and warming up."""
     first_graphs: int = 0
     first_entries: int = 0
 
@@ -242,16 +242,16 @@ class Bucket:
     """
 
     sizes: tuple[int, ...]
-    """By axis; empty for what no bucket holds."""
+    """The size of each axis; empty for what no bucket holds."""
     calls: int = 0
     real: int = 0
     padded: int = 0
     graphs: dict[Any, Graph] = field(default_factory=dict)
-    """By padded shapes and global state: Dynamo compiles anew for each of these anyway, and with a
-    function of its own a call finds one entry in Dynamo's cache. In a list of several, threads
-    walk past theirs."""
+    """Graphs by padded shapes and global state: Dynamo compiles anew for each of these anyway, and
+    with a function of its own a call finds one entry in Dynamo's cache. In a list of several,
+    threads walk past theirs."""
     proven: dict[Any, tuple[float, ...]] = field(default_factory=dict)
-    """By kind of call, how much padding it was proven with, for what was real, by axis."""
+    """How much padding it was proven with for what was real: by kind of call, then by axis."""
     formulas: dict[Any, ShapeFormula | None] = field(default_factory=dict)
     """How the sizes of outputs depend on those of a call; None where torch can't tell."""
 
@@ -329,10 +329,9 @@ class Plan:
     """What to do with a call whose inputs have certain shapes."""
 
     signature: Signature
-    labels: list[str]
     inputs: tuple[Input, ...]
-    sizes: Sizes
-    buckets: Sizes
+    sizes: AxisSizes
+    buckets: AxisSizes
     """Empty where nothing is padded: a size above the largest bucket."""
     side: Side
     bucket: Bucket
@@ -348,7 +347,7 @@ class Plan:
     slices: dict[Any, Any] = field(default_factory=dict)
     """What to take of an output, by its structure and shapes."""
     ready: bool = False
-    shortest: Sizes = field(default_factory=dict)
+    shortest: AxisSizes = field(default_factory=dict)
     """The smallest sizes that any rank of a group has."""
     real: int = 1
     padded: int = 1
@@ -396,7 +395,7 @@ def kind_of_call(
     # Switches may lead the function another way; sizes and fractions do not.
     switches = [
         (label, None if isinstance(key, (TensorKey, float)) else key)
-        for label, key in specialization.others
+        for label, key in specialization.unpadded
     ]
     return specialization.global_state, specialization.structure, *switches, *labels
 

@@ -32,21 +32,15 @@ from torchguard.bucketing.decorator.bucket import (
 from torchguard.bucketing.decorator.compiled import (
     RECOMPILE_LIMIT,
     Compiled,
+    Compilers,
     compiling,
+    recompile_reason,
 )
 from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
 from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
-from torchguard.bucketing.decorator.no_recompile import (
-    compiling_is_refused,
-    failed_guards,
-    recompile_reason,
-)
-from torchguard.bucketing.decorator.options import Sizes, Spec, find_buckets, find_inputs
-from torchguard.bucketing.decorator.output_shapes import (
-    UNKNOWN,
-    OutputShapes,
-    slice_output,
-)
+from torchguard.bucketing.decorator.no_recompile import compiling_is_refused, failed_guards
+from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_buckets, find_inputs
+from torchguard.bucketing.decorator.output_shapes import UNKNOWN, OutputShapes, slice_output
 from torchguard.bucketing.decorator.prove import check_padding
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
@@ -58,9 +52,13 @@ _PLANS_KEPT = 8192
 class Caller:
     """Runs one function through its buckets."""
 
-    def __init__(self, compiled: Compiled, spec: Spec, name: str) -> None:
-        self.compiled = compiled
-        self.function = compiled.function
+    def __init__(
+        self, function: Callable[..., Any], compilers: Compilers, spec: Spec, name: str
+    ) -> None:
+        if spec.options["overflow"] != "dynamic":
+            compilers = compilers._replace(dynamic=None)
+        self.compiled = Compiled(function, compilers)
+        self.function = function
         self.spec = spec
         self.name = name
         self.lock = threading.Lock()
@@ -100,9 +98,9 @@ class Caller:
             first = not plan.ready or self._always
             if first or nested or plan.extras:
                 call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                return (
-                    self._run_first(plan, call) if first else self._run(plan, plan.graph.run, call)
-                )
+                if first:
+                    return self._make_whole(plan, call)
+                return self._call(plan, plan.graph.run, call)
             # No container and nothing to add: each argument is a leaf, and goes as it is.
             for index, pad in plan.pads:
                 leaves[index] = pad(leaves[index])
@@ -152,7 +150,7 @@ class Caller:
             plan = self._new_plan(tuple(key), global_state, owner, args, kwargs)
         return plan, leaves, nested
 
-    def _run(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
+    def _call(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
         extras = fresh_extras(self.spec, call, plan) if plan.extras else None
         args, kwargs = call.bind(extras, plan.pad(call.leaves))
         return self._finish(plan, run(*args, **kwargs), call)
@@ -208,7 +206,7 @@ class Caller:
         self, key: Any, state: tuple[Any, ...], owner: tuple[Any, ...], args: Any, kwargs: Any
     ) -> Plan:
         call = Call.of(self.spec, owner, args, kwargs)
-        shortest: Sizes = {}
+        shortest: AxisSizes = {}
         if self._shared:
             inputs, sizes, together, shortest = self._agreed_sizes(call)
             key = (key, *together.values(), *shortest.values())
@@ -222,18 +220,16 @@ class Caller:
         if self.spec.lengths or self.spec.masks:
             extras = make_extras(self.spec, call, inputs, sizes, buckets)
         padded = {each.index for each in inputs}
-        labels = call.labels()
-        others = tuple(
+        unpadded = tuple(
             (label, leaf_key(leaf))
-            for index, (label, leaf) in enumerate(zip(labels, call.leaves, strict=True))
+            for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
             if index not in padded
         )
-        specialization = Specialization(state, call.signature.treedefs, others, bool(state[3]))
+        specialization = Specialization(state, call.signature.treedefs, unpadded, bool(state[3]))
         own = tuple((buckets or {}).values())
         with self.lock:
             plan = Plan(
                 signature=call.signature,
-                labels=labels,
                 inputs=inputs,
                 sizes=sizes,
                 buckets=buckets or {},
@@ -255,7 +251,9 @@ class Caller:
             self._plans[key] = plan
         return plan
 
-    def _agreed_sizes(self, call: Call) -> tuple[tuple[Input, ...], Sizes, Sizes, Sizes]:
+    def _agreed_sizes(
+        self, call: Call
+    ) -> tuple[tuple[Input, ...], AxisSizes, AxisSizes, AxisSizes]:
         """Return this rank's inputs and sizes, and the longest and the shortest of all ranks."""
         axes = self.spec.ladders
         problem: Exception | None = None
@@ -281,11 +279,11 @@ class Caller:
 
     # ---- the first call of a shape ----
 
-    def _run_first(self, plan: Plan, call: Call) -> Any:
+    def _make_whole(self, plan: Plan, call: Call) -> Any:
         """Make the bucket whole for this call, and run it: prove, compile, derive."""
         with self.explained(plan, call):
             self.prove(plan, call)
-            output = self._run(plan, self.first_run(plan), call)
+            output = self._call(plan, self.first_run(plan), call)
         plan.ready = True
         if len(plan.graph.compiled_for) > RECOMPILE_LIMIT and not self._warned:
             self._warn_of_recompiles(plan)

@@ -12,14 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchguard import _torch
-from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Graph, Plan, Specialization
+from torchguard.bucketing.decorator.bucket import (
+    COMPILE_LOCK,
+    Bucket,
+    Graph,
+    Plan,
+    Specialization,
+    sizes_of,
+)
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -31,7 +38,7 @@ class Compilers(NamedTuple):
 
     static: Compiler | None = None
     dynamic: Compiler | None = None
-    """For the sizes above the largest bucket."""
+    """What compiles the sizes above the largest bucket."""
 
 
 RECOMPILE_LIMIT = 8
@@ -108,6 +115,44 @@ def compiling(graph: Graph, specialization: Specialization) -> Iterator[None]:
         if graph.code is not None:
             graph.first_entries = _torch.compiled_variants(graph.code)
         graph.compiled_for.add(specialization)
+
+
+_MODES = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
+
+
+def recompile_reason(plan: Plan, buckets: Iterable[Bucket]) -> str:
+    """Return what a call has that no graph was compiled for."""
+    inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
+    state = plan.specialization.global_state
+    compiled = [
+        (dict(key[0]), key[1])
+        for bucket in buckets
+        for key, each in bucket.graphs.items()
+        if each.compiled_for and isinstance(key, tuple)
+    ]
+    # The nearest reason is given: a bucket, then the global state, then other dims.
+    same_bucket = [
+        (known, then)
+        for known, then in compiled
+        if known.keys() == inputs.keys()
+        and all(
+            known[e.label][dim] == inputs[e.label][dim] for e in plan.inputs for dim, _ in e.axes
+        )
+    ]
+    if not same_bucket:
+        return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
+    then = next((then for known, then in same_bucket if known == inputs), None)
+    if then is not None:
+        index = next(i for i, (a, b) in enumerate(zip(state, then, strict=True)) if a != b)
+        what = _MODES[index] if index < len(_MODES) else "the training mode of a module"
+        return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"
+    known, _ = same_bucket[0]
+    changed = [
+        f"{label} is {shape} after padding, compiled was {known[label]}"
+        for label, shape in inputs.items()
+        if shape != known[label]
+    ]
+    return f"{', '.join(changed)} ({sizes_of(plan)})"
 
 
 def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Compilers]:

@@ -35,7 +35,7 @@ class Case:
     call: Call
     description: str = ""
     """How its data differs from the caller's."""
-    others: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
     """The inputs that have other data than the caller's."""
     short: bool = False
     """Whether the caller's inputs are cut short."""
@@ -55,40 +55,33 @@ class Leak(NamedTuple):
 
 
 def leak_of(  # noqa: PLR0917 - as many as a difference has
-    verdict: Verdict,
-    expected: Outcome,
-    got: Outcome,
-    case: Case,
-    function: str,
-    masks: Sequence[str],
-    fills: Any,
+    shapes: OutputShapes, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Any
 ) -> Leak:
     """Name what differs between a run and one with more, or other, padding, and by how much.
 
-    The structure of both outcomes is a ``FlatOutput`` of
-    :mod:`torchguard.bucketing.decorator.output_shapes`.
+    The structure of both outcomes is a ``FlatOutput``.
     """
-    plan, others = case.plan, case.others
+    plan, function = case.plan, shapes.name
     what = sizes_of(plan)
-    changed = ", ".join(each.label for each in plan.inputs if each.index in fills)
+    filled = ", ".join(each.label for each in plan.inputs if each.index in fills)
     if got.error is not None:
         return Leak(
-            f"bucketed: {function} fails with another value than 0 in the padding of {changed} "
+            f"bucketed: {function} fails with another value than 0 in the padding of {filled} "
             f"({what}): {type(got.error).__name__}: {got.error}"
         )
     if fills:
-        what += f"; with another value in the padding of {changed}"
+        what += f"; with another value in the padding of {filled}"
     elif case.short:
         what += "; inputs cut short, to see what a small difference becomes with more padding"
-    elif others:
-        what += f"; with other data, where {' and '.join(others)} {case.description}"
+    elif case.changed:
+        what += f"; with other data, where {' and '.join(case.changed)} {case.description}"
     found = verdict.differences[0]
     labels = {*plan.extras, *(each.label for each in plan.inputs)}
-    masks = [name for name in masks if name in labels]
+    masks = [name for name in shapes.spec.masks if name in labels]
     if found.kind == "shape" and found.part == "structure":
         text = f"bucketed: {function} returns another structure when its input is padded ({what})"
         return Leak(text, fills=fills)
-    advice = _not_neutral(others) if others else _advice(function, masks)
+    advice = _not_neutral(case.changed) if case.changed else _advice(function, masks)
     if found.part == "outputs":
         where = f"{expected.structure.label(found.key)} of {function}"
         wanted, value = (run.outputs[found.key] for run in (expected, got))
@@ -113,8 +106,8 @@ def leak_of(  # noqa: PLR0917 - as many as a difference has
     return Leak(text, advice, fills)
 
 
-def _not_neutral(others: Sequence[str]) -> str:
-    fills = ", ".join(f"{label!r}: 0" for label in others)
+def _not_neutral(labels: Sequence[str]) -> str:
+    fills = ", ".join(f"{label!r}: 0" for label in labels)
     return (
         ". So 0 in the padding is not neutral: pass a mask (mask=) or the true sizes (lengths=); "
         "or write in fill= a value that changes nothing, such as -inf for a maximum and inf "
@@ -153,7 +146,7 @@ class FirstDifference(TorchDispatchMode):
     def __init__(self, plan: Plan) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._found: dict[bool, str] = {}
-        """By whether the numbers are floating-point ones."""
+        """The operator, by whether its numbers are floating-point ones."""
         self._parted = ""
         self._sizes = {(plan.sizes[axis], bucket) for axis, bucket in plan.buckets.items()}
         self._side: Side = plan.side

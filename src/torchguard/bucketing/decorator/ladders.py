@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torchguard._files import write_text
 from torchguard.bucketing.buckets import Buckets, buckets_by_axes, total_cost
@@ -23,28 +23,30 @@ _COARSE_FROM = 16
 _WORTH_COMPILING = 0.02
 
 
-_Kind = TypeVar("_Kind", Buckets, PairBuckets)
-
-
-class _Ladder(Generic[_Kind]):
+class Ladder:
     """The buckets of one axis, or of two that share them, which may change."""
 
     def __init__(self, axes: tuple[str, ...], given: Any, *, growing: bool) -> None:
         self.axes = axes
         self.automatic = given == "auto"
-        self.buckets: _Kind | None = None if isinstance(given, str) else given
+        self.buckets: Buckets | PairBuckets | None = None if isinstance(given, str) else given
         self.fitting = self.automatic
         self._growing = growing or self.automatic
         self._lock = threading.Lock()
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Return each bucket as a size per axis, cheapest first."""
-        return [each if isinstance(each, tuple) else (each,) for each in self.buckets or ()]
+        if isinstance(self.buckets, Buckets):
+            return [(size,) for size in self.buckets.sizes]
+        return [] if self.buckets is None else [*self.buckets.shapes]
 
     def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
         """Return the cheapest bucket for the sizes of its axes, None if none may be added."""
+        own = tuple(sizes[axis] for axis in self.axes)
         with self._lock:
-            found = self._find(tuple(sizes[axis] for axis in self.axes))
+            found = next((each for each in self.shapes() if _holds(each, own)), None)
+            if (found is None and self._growing) or self.fitting:
+                found = self._grown(own)
         return None if found is None else dict(zip(self.axes, found, strict=True))
 
     def least(self, axis: str, sizes: Mapping[str, int]) -> int:
@@ -61,130 +63,95 @@ class _Ladder(Generic[_Kind]):
                 found = max(found, shape[index])
         return found + 1
 
+    def too_large(self, sizes: Mapping[str, int], label: str) -> str:
+        """Return why sizes have no bucket, and what to do."""
+        if len(self.axes) == 1:
+            (axis,), largest = self.axes, max(self.shapes(), default=(None,))[0]
+            return (
+                f"axis {axis!r} is {sizes[axis]} in {label}, but the largest bucket is {largest}: "
+                "add a larger one"
+            )
+        first, second = self.axes
+        return (
+            f"axes {first!r} and {second!r} are {sizes[first]} and {sizes[second]} (in {label}), "
+            f"but none of the buckets {self.shapes()} holds both: add a larger one, as "
+            "Buckets.fit_pairs(..., maximum=...) does"
+        )
+
     def observe(
         self, arrived: Mapping[tuple[int, ...], int], compiled: Iterable[tuple[int, ...]]
     ) -> bool:
         """Fit automatic buckets once enough calls were seen; return whether they have changed."""
-        seen = {sizes: count for sizes, count in arrived.items() if min(sizes) > 0}
+        seen: dict[Any, int] = {sizes: n for sizes, n in arrived.items() if min(sizes) > 0}
         if not self.fitting or sum(seen.values()) < _OBSERVED_CALLS:
             return False
         self.fitting = False
-        self.buckets = self._fitted(seen, compiled)
+        if len(self.axes) == 1:
+            counts = {size: count for (size,), count in seen.items()}
+            self.buckets = _fitted(counts, sorted({size for (size,) in compiled}))
+        else:
+            self.buckets = _fitted_pairs(seen, self.shapes())
         return True
 
-    def _find(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the cheapest bucket that holds these sizes, which may be a new one."""
-        raise NotImplementedError
-
-    def _fitted(self, seen: dict[Any, int], compiled: Iterable[tuple[int, ...]]) -> _Kind:
-        """Return the best buckets for the sizes seen, and those for any that are longer."""
-        raise NotImplementedError
-
-
-class Ladder(_Ladder[Buckets]):
-    """The buckets of one axis."""
-
-    def too_large(self, sizes: Mapping[str, int], label: str) -> str:
-        """Return why a size of an argument has no bucket, and what to do."""
-        (axis,) = self.axes
-        largest = None if self.buckets is None else self.buckets.sizes[-1]
-        return (
-            f"axis {axis!r} is {sizes[axis]} in {label}, but the largest bucket is {largest}: add "
-            "a larger one"
-        )
-
-    def _find(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        (size,) = sizes
-        before = () if self.buckets is None else self.buckets.sizes
-        if before and size <= before[-1] and not self.fitting:
-            return (before[bisect_left(before, size)],)
-        if not self._growing:
-            return None
-        # Powers of two as they are needed; once they are fitted, twice the largest at least.
-        doubled = 2 * before[-1] if before and not self.fitting else 0
-        bucket = max(_COARSE_FROM, doubled, 1 << (size - 1).bit_length())
-        if bucket not in before:
-            self.buckets = Buckets([*before, bucket])
-        return (bucket,)
-
-    def _fitted(self, seen: dict[Any, int], compiled: Iterable[tuple[int, ...]]) -> Buckets:
-        sizes = {size: count for (size,), count in seen.items()}
-        observed = observe(sizes, "bucketed")
-        price = _WORTH_COMPILING * total_cost(observed, "linear", "bucketed")
-        largest = int(observed.sizes[-1])
-        there = sorted({size for (size,) in compiled})
-        fitted = Buckets.fit(
-            sizes,
-            None,
-            compile_cost=price,
-            already_compiled=[size for size in there if size <= largest],
-            # 8 for tensor cores, unless all that was seen is shorter than that.
-            # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html
-            multiple_of=min(8, largest),
-        )
-        # Longer sizes than any so far still find the coarse bucket that is compiled.
-        return Buckets([*fitted.sizes, *(size for size in there if size > fitted.sizes[-1])])
-
-
-class PairLadder(_Ladder[PairBuckets]):
-    """The buckets of two axes."""
-
-    def _find(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        a, b = sizes
-        shape = holding(self.buckets or (), a, b)
-        if (shape is None and self._growing) or self.fitting:
-            return self._grown(a, b)
-        return shape
-
-    def _grown(self, a: int, b: int) -> tuple[int, int]:
-        """Add a bucket that holds both sizes.
+    def _grown(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Add a bucket that holds these sizes, if there is none.
 
         Its sizes are such as buckets have already, else twice the largest; powers of two while
         sizes are only being observed.
         """
-        before = () if self.buckets is None else self.buckets.shapes
-        shape = []
-        for index, size in enumerate((a, b)):
-            there = sorted({each[index] for each in before})
+        before = self.shapes()
+        grown = []
+        for index, size in enumerate(sizes):
+            there = [] if self.fitting else sorted({each[index] for each in before})
+            enough = [each for each in there if each >= size]
             power = 1 << max(size - 1, 0).bit_length()
-            enough = [] if self.fitting else [each for each in there if each >= size]
-            doubled = 0 if self.fitting or not there else 2 * there[-1]
-            shape.append(enough[0] if enough else max(doubled, power))
-        found = (shape[0], shape[1])
+            least = _COARSE_FROM if len(sizes) == 1 else power
+            doubled = 2 * there[-1] if there else 0
+            grown.append(enough[0] if enough else max(least, doubled, power))
+        found = tuple(grown)
         if found not in before:
-            self.buckets = in_order(
-                # Cheapest first by their area; the cost they were fitted with is not kept.
-                [*(s for s in before if s[0] * s[1] <= found[0] * found[1]), found]
-                + [s for s in before if s[0] * s[1] > found[0] * found[1]]
-            )
+            # Cheapest first by their area; the cost that pairs were fitted with is not kept.
+            area = math.prod(found)
+            shapes: list[Any] = [each for each in before if math.prod(each) <= area]
+            shapes += [found, *(each for each in before if math.prod(each) > area)]
+            self.buckets = Buckets(s for (s,) in shapes) if len(sizes) == 1 else in_order(shapes)
         return found
 
-    def too_large(self, sizes: Mapping[str, int], label: str) -> str:
-        """Return why two sizes have no bucket, and what to do."""
-        first, second = self.axes
-        return (
-            f"axes {first!r} and {second!r} are {sizes[first]} and {sizes[second]} (in {label}), "
-            f"but none of the buckets {list(self.buckets or ())} holds both: add a larger one, as "
-            "Buckets.fit_pairs(..., maximum=...) does"
-        )
 
-    def _fitted(self, seen: dict[Any, int], _compiled: Iterable[tuple[int, ...]]) -> PairBuckets:
-        fitted = fit_pairs(seen, 1)
-        # One by one: for pairs there is no planner that weighs what a bucket costs.
-        for count in range(2, _MOST_PAIRS + 1):
-            better = fit_pairs(seen, count)
-            if fitted.waste(seen) - better.waste(seen) < _WORTH_COMPILING:
-                break
-            fitted = better
-        # What no fitted bucket holds still finds the coarse one that has run.
-        return in_order(
-            [*fitted, *(each for each in self.buckets or () if holding(fitted, *each) is None)]
-        )
+def _holds(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    return all(size <= bucket for size, bucket in zip(sizes, shape, strict=True))
 
 
-def ladders_of(
-    axes: Iterable[str], given: Any, saved: Any, *, growing: bool
-) -> dict[str, Ladder | PairLadder]:
+def _fitted(seen: Mapping[int, int], compiled: Sequence[int]) -> Buckets:
+    """Return the best buckets for the sizes seen, and those for any that are longer."""
+    observed = observe(seen, "bucketed")
+    largest = int(observed.sizes[-1])
+    fitted = Buckets.fit(
+        seen,
+        None,
+        compile_cost=_WORTH_COMPILING * total_cost(observed, "linear", "bucketed"),
+        already_compiled=[size for size in compiled if size <= largest],
+        # 8 for tensor cores, unless all that was seen is shorter than that.
+        # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html
+        multiple_of=min(8, largest),
+    )
+    # Longer sizes than any so far still find the coarse bucket that is compiled.
+    return Buckets([*fitted, *(size for size in compiled if size > fitted.sizes[-1])])
+
+
+def _fitted_pairs(seen: Mapping[tuple[int, int], int], before: Iterable[Any]) -> PairBuckets:
+    fitted = fit_pairs(seen, 1)
+    # One by one: for pairs there is no planner that weighs what a bucket costs.
+    for count in range(2, _MOST_PAIRS + 1):
+        better = fit_pairs(seen, count)
+        if fitted.waste(seen) - better.waste(seen) < _WORTH_COMPILING:
+            break
+        fitted = better
+    # What no fitted bucket holds still finds the coarse one that has run.
+    return in_order([*fitted, *(each for each in before if holding(fitted, *each) is None)])
+
+
+def ladders_of(axes: Iterable[str], given: Any, saved: Any, *, growing: bool) -> dict[str, Ladder]:
     """Give each axis its ladder; two axes that have their buckets together share one."""
     axes = tuple(dict.fromkeys(axes))
     if not axes:
@@ -195,10 +162,9 @@ def ladders_of(
         given = saved
     if given is None:
         raise ValueError('bucketed: no buckets: pass buckets={...}, buckets="auto" or plan=')
-    found: dict[str, Ladder | PairLadder] = {}
+    found: dict[str, Ladder] = {}
     for names, buckets in buckets_by_axes(axes, given, "bucketed", auto=True).items():
-        kind = Ladder if len(names) == 1 else PairLadder
-        found |= dict.fromkeys(names, kind(names, buckets, growing=growing))
+        found |= dict.fromkeys(names, Ladder(names, buckets, growing=growing))
     return {axis: found[axis] for axis in axes}
 
 
@@ -209,7 +175,7 @@ _VERSION = 1
 
 
 def write_buckets(
-    path: str | os.PathLike[str], ladders: Iterable[Ladder | PairLadder], seen: Mapping[Any, int]
+    path: str | os.PathLike[str], ladders: Iterable[Ladder], seen: Mapping[Any, int]
 ) -> None:
     """Write the sizes of buckets to a file, all of it or nothing: no reader sees half of it."""
     known = [each for each in ladders if each.buckets is not None]

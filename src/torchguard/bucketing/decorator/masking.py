@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 
 from torchguard import _torch
-from torchguard.bucketing.masks import length_mask
-from torchguard.bucketing.padding import Side, pad_to_bucket
+from torchguard.bucketing.padding import length_mask
 
 if TYPE_CHECKING:
     from torchguard.bucketing.decorator.bucket import Call, Input, Plan
-    from torchguard.bucketing.decorator.options import Sizes, Spec
+    from torchguard.bucketing.decorator.options import AxisSizes, Spec
 
 MaskKind: TypeAlias = Literal["real", "padding", "additive"]
 """A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf
@@ -45,19 +44,6 @@ class Mask:
         if self.kind == "additive":
             return given > _MASKED_BELOW  # 0, a bias, or -inf, the smallest number, -10,000
         return (given != 0) if self.kind == "real" else (given == 0)
-
-    def make(
-        self, shape: tuple[int, ...], length: int, size: int, side: Side, device: torch.device
-    ) -> torch.Tensor:
-        """Make the mask for a caller who gave none: (S,), or (B, S) for a batch."""
-        with torch.inference_mode(False), torch.no_grad():
-            mask: torch.Tensor
-            [mask] = length_mask([length], size, side=side, device=device)
-            if self.kind == "padding":
-                mask = ~mask
-            elif self.kind == "additive":
-                mask = torch.zeros(size, device=device).masked_fill_(~mask, float("-inf"))
-            return mask.expand(*shape, size).clone()
 
 
 def masks_of(given: Any, axes: Sequence[str]) -> list[Mask]:
@@ -108,7 +94,7 @@ def _axis(axis: Any, axes: Sequence[str], what: str, argument: str) -> str:
 
 
 def make_extras(
-    spec: Spec, call: Call, inputs: Sequence[Input], sizes: Sizes, buckets: Sizes | None
+    spec: Spec, call: Call, inputs: Sequence[Input], sizes: AxisSizes, buckets: AxisSizes | None
 ) -> dict[str, torch.Tensor]:
     """Make the lengths, and the masks that the caller has not given, by argument."""
     made: dict[str, torch.Tensor] = {}
@@ -127,19 +113,24 @@ def make_extras(
 
 
 def _made_mask(
-    spec: Spec, mask: Mask, inputs: Sequence[Input], sizes: Sizes, buckets: Sizes
+    spec: Spec, mask: Mask, inputs: Sequence[Input], sizes: AxisSizes, buckets: AxisSizes
 ) -> torch.Tensor:
     """Make a mask, (S,) or (B, S); rows that pad a batch are not real."""
     holder, dim = _holder(inputs, mask.axis)
-    side = spec.options["side"]
-    rows = holder.shape[:1] if dim else ()
-    made = mask.make(rows, sizes[mask.axis], buckets[mask.axis], side, holder.device)
-    batch = dict(holder.axes).get(0)
-    if dim and batch is not None and buckets[batch] != rows[0]:
-        with torch.inference_mode(False), torch.no_grad():
-            padded = pad_to_bucket(made, 0, buckets[batch], value=mask.fill, side=side).tensor
-            made = padded.clone()  # of version 0: a later one says that the function wrote to it
-    return made
+    side, device = spec.options["side"], holder.device
+    with torch.inference_mode(False), torch.no_grad():
+        real: torch.Tensor
+        [real] = length_mask([sizes[mask.axis]], buckets[mask.axis], side=side, device=device)
+        if dim:
+            rows = holder.shape[0]
+            batch = dict(holder.axes).get(0)
+            all_rows = rows if batch is None else buckets[batch]
+            [is_row] = length_mask([rows], all_rows, side=side, device=device)
+            real = is_row[:, None] & real
+        if mask.kind == "additive":
+            return torch.zeros(real.shape, device=device).masked_fill(~real, float("-inf"))
+        # A new tensor of version 0: a later one says that the function wrote to it.
+        return ~real if mask.kind == "padding" else real.clone()
 
 
 def mask_axes(inputs: Iterable[Input], mask: Mask) -> tuple[tuple[int, str], ...]:
@@ -214,13 +205,8 @@ def counting(
 ) -> torch.Tensor | None:
     """Return which elements of an output are at positions that the caller's masks call real.
 
-    At the others models return anything, and with more padding something else.
-
-    Args:
-        masks: of the caller.
-        sizes: of the axes, not padded.
-        tensor: an output, sliced.
-        narrows: what was taken of it: (dim, start, length).
+    At the others models return anything, and with more padding something else. The output is
+    sliced; ``narrows`` say what was taken of it, and ``sizes`` are not padded.
     """
     counts: torch.Tensor | None = None
     for dim, _, length in narrows:
@@ -244,8 +230,8 @@ def _spread(positions: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Te
     if positions.dim() == 1:
         return positions.to(tensor.device).view(shape)
     size = positions.shape[0]
-    others = {d for d in range(tensor.dim()) if d != dim and tensor.shape[d] == size}
-    batch = next((d for d in (0, dim - 1, dim + 1) if d in others), None)
+    batches = {d for d in range(tensor.dim()) if d != dim and tensor.shape[d] == size}
+    batch = next((d for d in (0, dim - 1, dim + 1) if d in batches), None)
     if batch is None:
         return None
     shape[batch] = size

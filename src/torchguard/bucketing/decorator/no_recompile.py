@@ -6,8 +6,8 @@ import contextlib
 import inspect
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -15,13 +15,9 @@ from torchguard import _torch
 from torchguard._public import public
 from torchguard.errors import RecompileError
 
-if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.bucket import Bucket, Plan
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _QUOTED = 3
-_MODES = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
 
 _scopes = threading.local()
 
@@ -104,44 +100,6 @@ def failed_guards(error: RuntimeError) -> str | None:
     # "0/3: tensor 'x' dtype mismatch": the number of the compiled variant says nothing here.
     lines = [line.partition(": ")[2] or line for line in lines if line]
     return "; ".join(dict.fromkeys(lines[:_QUOTED]))
-
-
-def recompile_reason(plan: Plan, buckets: Iterable[Bucket]) -> str:
-    """Return what a call has that no graph was compiled for."""
-    # Whoever imports no_recompile alone need not wait for what pads.
-    from torchguard.bucketing.decorator.bucket import sizes_of  # noqa: PLC0415
-
-    inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
-    state = plan.specialization.global_state
-    others = [
-        (dict(key[0]), key[1])
-        for bucket in buckets
-        for key, each in bucket.graphs.items()
-        if each.compiled_for and isinstance(key, tuple)
-    ]
-    # The nearest reason is given: a bucket, then the global state, then other dims.
-    same_bucket = [
-        (known, then)
-        for known, then in others
-        if known.keys() == inputs.keys()
-        and all(
-            known[e.label][dim] == inputs[e.label][dim] for e in plan.inputs for dim, _ in e.axes
-        )
-    ]
-    if not same_bucket:
-        return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
-    then = next((then for known, then in same_bucket if known == inputs), None)
-    if then is not None:
-        index = next(i for i, (a, b) in enumerate(zip(state, then, strict=True)) if a != b)
-        what = _MODES[index] if index < len(_MODES) else "the training mode of a module"
-        return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"
-    known, _ = same_bucket[0]
-    changed = [
-        f"{label} is {shape} after padding, compiled was {known[label]}"
-        for label, shape in inputs.items()
-        if shape != known[label]
-    ]
-    return f"{', '.join(changed)} ({sizes_of(plan)})"
 
 
 def _refuse(graph: str) -> None:

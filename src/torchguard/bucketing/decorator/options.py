@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -19,7 +19,6 @@ from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input
 from torchguard.bucketing.decorator.ladders import (
     Ladder,
-    PairLadder,
     ladders_of,
     read_buckets,
 )
@@ -30,23 +29,11 @@ if TYPE_CHECKING:
 
 # ---- the declaration, matched with the arguments of a function ----
 
-Sizes: TypeAlias = dict[str, int]
+AxisSizes: TypeAlias = dict[str, int]
 """Size by axis."""
 
 # difflib's ratio of a name of four letters and one with a letter more or less is 0.86 or above.
 _ALIKE = 0.8
-
-
-class Found(NamedTuple):
-    """A tensor of a call with dims that vary."""
-
-    label: str
-    path: KeyPath
-    tensor: torch.Tensor
-    axes: tuple[tuple[int, str], ...]
-    """(dim, name of its axis), dims counted from 0."""
-    fill: Any
-    """As declared; None where nothing is."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +42,18 @@ class Spec:
 
     options: MaskingOptions
     dims: Mapping[str, Any]
-    """By argument; those behind ``*args`` by position, ``"*2"``."""
+    """The declaration by argument; behind ``*args`` by position, ``"*2"``."""
     fill: Mapping[str, Any]
     masks: Mapping[str, Mask]
     lengths: Mapping[str, str]
     """The argument that takes the size of an axis, by axis."""
-    ladders: dict[str, Ladder | PairLadder]
+    ladders: dict[str, Ladder]
     """The buckets of each axis, which may change; two axes may share them."""
     parameters: tuple[str, ...]
     """Names of what can be given by position."""
     required: frozenset[str]
     explicit: frozenset[str]
-    others: str | None
+    var_keyword: str | None
     """The name of ``**kwargs``, if the function has it."""
 
     @classmethod
@@ -76,17 +63,17 @@ class Spec:
         saved = None if options["plan"] is None else read_buckets(options["plan"])
         growing = options["overflow"] == "grow"
         ladders = ladders_of(axes, options["buckets"], saved, growing=growing)
-        positional, keywords, variadic, others, required = _parameters(function)
+        positional, keywords, args, kwargs, required = _parameters(function)
         if bound and positional:
             positional = positional[1:]
-        dims = _by_name(options["dims"], positional, variadic, _name_of(function))
+        dims = _by_name(options["dims"], positional, args, _name_of(function))
         # dims={"args": [...]} names what is behind *args by position.
-        if variadic in dims:
-            for index, inner in enumerate(dims.pop(variadic) or ()):
+        if args in dims:
+            for index, inner in enumerate(dims.pop(args) or ()):
                 dims[f"*{len(positional) + index}"] = inner
         # dims={"kwargs": {...}} names what is behind **kwargs.
-        if others in dims:
-            dims |= dims.pop(others) or {}
+        if kwargs in dims:
+            dims |= dims.pop(kwargs) or {}
         masks = masks_of(options["mask"], axes)
         spec = cls(
             options=options,
@@ -98,7 +85,7 @@ class Spec:
             parameters=tuple(positional),
             required=required,
             explicit=frozenset((*positional, *keywords)),
-            others=others,
+            var_keyword=kwargs,
         )
         spec._check_names(dims, _name_of(function))
         return spec
@@ -110,45 +97,42 @@ class Spec:
         ``mask="mask"`` where the argument is called ``attention_mask`` would vanish.
         """
         taken = ", ".join(sorted(self.explicit)) or "nothing"
-        named = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
-        for what, name in named:
-            if self.others is None and name not in self.explicit and not name.startswith("*"):
-                raise TypeError(f"bucketed: {what} names {name!r}, but {function} takes {taken}")
-        for name in self.fill:
-            if dims.get(name) is None:
-                raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
         made = [("mask", name) for name in self.masks]
         made += [("lengths", name) for name in self.lengths.values()]
+        given = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
+        for what, name in given + made:
+            if self.var_keyword is None and name not in self.explicit and not name.startswith("*"):
+                raise TypeError(f"bucketed: {what} names {name!r}, but {function} takes {taken}")
+            if what == "fill" and dims.get(name) is None:
+                raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
         unused = sorted(self.explicit - {*self.masks, *self.lengths.values(), *self.dims})
         for what, name in made:
-            if self.others is None and name not in self.explicit:
-                raise TypeError(f"bucketed: {what} names {name!r}, but the function takes {taken}")
             alike = [other for other in unused if _alike(other, name)]
             if name not in self.explicit and alike:
                 warn_user(
-                    f"bucketed: {what} names {name!r}, which only **{self.others} takes: is it "
-                    f"{alike[0]!r}?"
+                    f"bucketed: {what} names {name!r}, which only **{self.var_keyword} takes: is "
+                    f"it {alike[0]!r}?"
                 )
 
     def unread_masks(self) -> str:
         """Return a hint about masks that only ``**kwargs`` takes; empty where there is none."""
         found = [name for name in self.masks if name not in self.explicit]
-        if not found or not self.explicit or self.others is None:
+        if not found or not self.explicit or self.var_keyword is None:
             return ""
         return (
-            f". mask names {found[0]!r}, which the function takes as one of **{self.others} only: "
-            f"if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
+            f". mask names {found[0]!r}, which the function takes as one of **{self.var_keyword} "
+            f"only: if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
         )
 
-    def find(self, name: str, value: Any) -> Iterator[Found]:
-        """Yield the tensors of one argument that have dims to pad."""
+    def find(self, name: str, value: Any) -> Iterator[tuple[KeyPath, Input]]:
+        """Yield the tensors of one argument that have dims to pad, and where in it they are."""
         mask = self.masks.get(name)
         if name in self.dims:
             label = f"argument {name[1:]}" if name.startswith("*") else name
             spec, fill = self.dims[name], self.fill.get(name)
-            for each in _find(label, value, spec, fill, path=(), whole=value):
-                extended = mask is not None and each.fill is None
-                yield each._replace(fill=mask.fill) if mask and extended else each
+            for path, each in _find(label, value, spec, fill, path=(), whole=value):
+                extended = mask is not None and not each.declared
+                yield path, replace(each, fill=mask.fill, declared=True) if extended else each
         elif mask is not None and value is not None:
             if not isinstance(value, torch.Tensor) or not value.dim():
                 raise TypeError(f"bucketed: {name} is {value!r}, expected a mask, a tensor")
@@ -157,13 +141,13 @@ class Spec:
             # One row, as of a mask (1, 1, T, T), is that of every row of the batch.
             if batch is not None and value.dim() > 1 and (value.dim() == 2 or value.shape[0] != 1):  # noqa: PLR2004
                 axes.insert(0, (0, batch))
-            yield Found(name, (), value, tuple(axes), mask.fill)
+            yield (), _input(name, value, tuple(axes), mask.fill)
 
 
 # ---- the tensors of a call that have dims to pad ----
 
 
-def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
+def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
     """Look at a call: its tensors that have dims to pad, and the size of each axis."""
     inputs = []
     sizes: dict[str, tuple[int, str]] = {}
@@ -174,27 +158,16 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
         if name not in spec.dims and name not in spec.masks:
             continue
         paths = [()] if treedef is None else key_paths(treedef)
-        for found in spec.find(name, argument):
+        for path, found in spec.find(name, argument):
             for dim, axis in found.axes:
-                size = found.tensor.shape[dim]
+                size = found.shape[dim]
                 before, label = sizes.setdefault(axis, (size, found.label))
                 if before != size:
                     raise ValueError(
                         f"bucketed: axis {axis!r} is {before} in {label} and {size} in "
                         f"{found.label}"
                     )
-            inputs.append(
-                Input(
-                    index=start + paths.index(found.path),
-                    label=found.label,
-                    shape=tuple(found.tensor.shape),
-                    axes=found.axes,
-                    fill=0 if found.fill is None else found.fill,
-                    declared=found.fill is not None,
-                    device=found.tensor.device,
-                    dtype=found.tensor.dtype,
-                )
-            )
+            inputs.append(replace(found, index=start + paths.index(path)))
     for axis in spec.ladders:
         if axis not in sizes:
             missing = [name for name in spec.dims if name in spec.required and name not in names]
@@ -209,9 +182,9 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], Sizes]:
     return tuple(inputs), {axis: sizes[axis][0] for axis in spec.ladders}
 
 
-def find_buckets(spec: Spec, sizes: Sizes, inputs: Iterable[Input]) -> Sizes | None:
+def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisSizes | None:
     """Return each axis' bucket; None if a size is above the largest and may run without."""
-    found: Sizes = {}
+    found: AxisSizes = {}
     # Two axes may share a ladder, which is asked once for both sizes.
     for ladder in dict.fromkeys(spec.ladders.values()):
         bucket = ladder.bucket_for(sizes)
@@ -283,7 +256,7 @@ def _alike(name: str, other: str) -> bool:
 
 
 def _by_name(
-    dims: Any, positional: Sequence[str], variadic: str | None, function: str
+    dims: Any, positional: Sequence[str], args: str | None, function: str
 ) -> dict[str, Any]:
     """Return a declaration by name; those behind ``*args`` are called ``"*2"``."""
     of_a_tensor = isinstance(dims, Mapping) and dims and all(type(key) is int for key in dims)
@@ -294,7 +267,7 @@ def _by_name(
             f"bucketed: dims is {dims!r}, expected {{argument: {{dim: name}}}}, such as "
             "{'ids': {1: 't'}}"
         )
-    if len(dims) > len(positional) and variadic is None:
+    if len(dims) > len(positional) and args is None:
         raise TypeError(
             f"bucketed: dims has {len(dims)} entries, but {function} takes "
             f"{len(positional)} arguments"
@@ -303,16 +276,23 @@ def _by_name(
     return dict(zip(names, dims, strict=False))
 
 
+def _input(label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...], fill: Any) -> Input:
+    """Describe a tensor; which leaf of the call it is is not known yet."""
+    declared = fill is not None
+    shape, device, dtype = tuple(tensor.shape), tensor.device, tensor.dtype
+    return Input(-1, label, shape, axes, fill if declared else 0, declared, device, dtype)
+
+
 def _find(
     label: str, value: Any, spec: Any, fill: Any, *, path: KeyPath, whole: Any
-) -> Iterator[Found]:
+) -> Iterator[tuple[KeyPath, Input]]:
     if spec is None or value is None:
         return
     where = keystr(label, path, whole) if path else label
     if isinstance(value, torch.Tensor):
         axes = _axes_of(value, spec, where)
         if axes:
-            yield Found(where, path, value, axes, fill)
+            yield path, _input(where, value, axes, fill)
         return
     inside = children(value)
     if inside is None:
@@ -366,10 +346,10 @@ def _parameters(
         return [], [], "args", "kwargs", frozenset()
     positional = [p.name for p in listed if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
     keywords = [p.name for p in listed if p.kind is p.KEYWORD_ONLY]
-    variadic = next((p.name for p in listed if p.kind is p.VAR_POSITIONAL), None)
-    others = next((p.name for p in listed if p.kind is p.VAR_KEYWORD), None)
+    args = next((p.name for p in listed if p.kind is p.VAR_POSITIONAL), None)
+    kwargs = next((p.name for p in listed if p.kind is p.VAR_KEYWORD), None)
     required = frozenset(p.name for p in listed if p.default is p.empty)
-    return positional, keywords, variadic, others, required
+    return positional, keywords, args, kwargs, required
 
 
 def _name_of(function: Callable[..., Any]) -> str:

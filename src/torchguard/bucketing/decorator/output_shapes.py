@@ -19,7 +19,7 @@ from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, un
 from torchguard._torch import ShapeFormula, SymbolicSizes
 from torchguard.bucketing.decorator.bucket import Call, Plan
 from torchguard.bucketing.decorator.masking import Real, counting, mask_axes, real_extras
-from torchguard.bucketing.decorator.options import Sizes, Spec
+from torchguard.bucketing.decorator.options import AxisSizes, Spec
 from torchguard.bucketing.decorator.slices import Narrow, Steps, declared_steps
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import buffers_restored, module_state_restored
@@ -243,7 +243,7 @@ class OutputShapes:
                 formulas[key] = None
         return formulas[key]
 
-    def _run_without_data(self, plan: Plan, call: Call, hints: Sizes) -> ShapeFormula:
+    def _run_without_data(self, plan: Plan, call: Call, hints: AxisSizes) -> ShapeFormula:
         """Run the function on tensors without data, at the real sizes or with symbols."""
         extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
         # A mask is as long as the axis it masks, so its size is a symbol, too.

@@ -32,12 +32,10 @@ from torchguard.bucketing.decorator.other_data import (
     may_be_probabilities,
     near_compared,
     note_compared,
+    shortened,
     whole_numbers,
 )
-from torchguard.bucketing.decorator.output_shapes import (
-    OutputShapes,
-)
-from torchguard.bucketing.decorator.shorter import shortened
+from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
@@ -60,7 +58,7 @@ class _First(NamedTuple):
 
     leak: Leak | None
     dependence: Leak | None
-    """Of the answer on what the padding holds."""
+    """How the answer depends on what the padding holds."""
     suspicious: bool
     """Whether there is a difference that more padding might make larger."""
     operators: frozenset[str] = frozenset()
@@ -139,15 +137,19 @@ class _Checker:
             for each in plan.inputs
             if not each.declared and each.index in padded and each.label not in neutral
         ]
-        """Those that get other values."""
+        """The inputs whose padding gets other values."""
         self._shapes = shapes
         self._spec = shapes.spec
         self._group = shapes.spec.options["group"]
         self._modules = call.modules(shapes.function)
         # ``self`` may be a dataclass of tensors.
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
-        labels = [*plan.labels, *(keystr("self", path[1:], call.owner[0]) for path in owned)]
+        labels = [*call.labels(), *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
+        # What counts of an output by a mask of the caller is known once one was sliced.
+        masked = any(each.label in self._spec.masks for each in plan.inputs)
+        self._pair_of_runs: list[Fills | None] = [{}, None] if masked else [None, {}]
+        """The runs without padding and padded, as :meth:`_runs` takes them."""
         self._compared: set[int] = set()
         """The integers that the function compares its integers with."""
 
@@ -169,21 +171,17 @@ class _Checker:
 
     def first(self, case: Case) -> _First:
         """Run the call without padding, padded, and padded with other values, above and below."""
-        others = self._other_fills(case, self._inputs)
-        pair = self._pair_of(case)
-        dependence = None
-        runs = self._runs(case, [*pair, *others])
-        one, two = next(runs), next(runs)
-        without, padded = (one, two) if pair[0] is None else (two, one)
-        verdict = judge(without, padded, PADDING)
-        leak = None if verdict.equal else self._leak(case, verdict, without, padded, {})
+        variants = self._other_fills(case, self._inputs)
+        runs = self._runs(case, [*self._pair_of_runs, *variants])
+        without, padded = self._both(runs)
+        verdict, leak = self._compare(case, without, padded, {})
         suspicious = not verdict.equal or verdict.strain > _ROUNDING
-        del one, two, without  # a run may hold a gradient of every weight
-        for fills in others:
+        del without  # a run may hold a gradient of every weight
+        dependence = None
+        for fills in variants:
             other = next(runs)
-            verdict = judge(padded, other, PADDING)
-            if not verdict.equal and dependence is None:
-                dependence = self._leak(case, verdict, padded, other, fills)
+            verdict, found = self._compare(case, padded, other, fills)
+            dependence = dependence or found
             suspicious |= not verdict.equal or verdict.strain > 0
             del other
         return _First(leak, dependence, suspicious, padded.operators)
@@ -232,10 +230,10 @@ class _Checker:
             return labels
         found = []
         for each in self._inputs:
-            others = self._other_fills(case, [each])
-            runs = self._runs(case, [{}, *others])
+            variants = self._other_fills(case, [each])
+            runs = self._runs(case, [{}, *variants])
             padded = next(runs)
-            if any(not judge(padded, next(runs), PADDING).equal for _ in others):
+            if any(not judge(padded, next(runs), PADDING).equal for _ in variants):
                 found.append(each.label)
         return found or labels
 
@@ -269,7 +267,7 @@ class _Checker:
 
     def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
         """Run without padding and padded; from the second turn on with perturbed weights."""
-        pair, same, is_new = self._pair_of(case), case, turn == 0
+        same, is_new = case, turn == 0
         with contextlib.ExitStack() as scope:
             if turn > 0:
                 # A discontinuous function, such as argmax, does not differ again: see perturb.py.
@@ -278,10 +276,17 @@ class _Checker:
                 held = (p for module in self._modules for p in module.parameters(recurse=False))
                 (without,) = self._runs(same, [None])
                 is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
-            one, two = self._runs(same, pair)
-        without, padded = (one, two) if pair[0] is None else (two, one)
-        verdict = judge(without, padded, PADDING)
-        return None if verdict.equal else self._leak(case, verdict, without, padded, {}), is_new
+            without, padded = self._both(self._runs(same, self._pair_of_runs))
+        _, leak = self._compare(case, without, padded, {})
+        return leak, is_new
+
+    def _compare(
+        self, case: Case, expected: Outcome, got: Outcome, fills: Fills
+    ) -> tuple[Verdict, Leak | None]:
+        verdict = judge(expected, got, PADDING)
+        if verdict.equal:
+            return verdict, None
+        return verdict, leak_of(self._shapes, case, verdict, expected, got, fills)
 
     def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
         """Return what else to put into the padding of these inputs: above all data, and below."""
@@ -297,11 +302,10 @@ class _Checker:
             return [above, below]  # every rank makes as many runs
         return [fills for fills in ([above] if above == below else [above, below]) if fills]
 
-    def _pair_of(self, case: Case) -> list[Fills | None]:
-        """Return the two runs of a case, as :meth:`_runs` takes them, in their order."""
-        # What counts of an output by a mask of the caller is known once one was sliced.
-        masked = any(each.label in self._spec.masks for each in case.plan.inputs)
-        return [{}, None] if masked else [None, {}]
+    def _both(self, runs: Iterator[Outcome]) -> tuple[Outcome, Outcome]:
+        """Return the next two runs, the one without padding first."""
+        one, two = next(runs), next(runs)
+        return (one, two) if self._pair_of_runs[0] is None else (two, one)
 
     def _runs(
         self,
@@ -326,7 +330,7 @@ class _Checker:
         real: dict[str, torch.Tensor] = {}
         if plan.extras:
             # Nor could two runs be compared operator by operator.
-            with_masks = bool(case.others) or watch is not None
+            with_masks = bool(case.changed) or watch is not None
             real = real_extras(self._spec, plan, with_masks=with_masks)
         function = shapes.function if watch is None else watch.around(shapes.function)
         # Before any run: to the function its arguments are memory from outside, so that its writes
@@ -362,12 +366,6 @@ class _Checker:
             del given
             yield outcome
             del outcome
-
-    def _leak(
-        self, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Fills
-    ) -> Leak:
-        masks = [*self._spec.masks]
-        return leak_of(verdict, expected, got, case, self._shapes.name, masks, fills)
 
     def explained(self, case: Case, leak: Leak) -> PaddingLeakError:
         """Return the error, with the first operator that differs, or an inverted mask."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from torchguard._pytree import KeyPath
-from torchguard.bucketing.decorator.options import Sizes
+from torchguard.bucketing.decorator.options import AxisSizes
 from torchguard.bucketing.padding import Side
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class Fold(NamedTuple):
 
     dim: int
     sizes: tuple[int, ...]
-    """Of those dims, after padding."""
+    """The sizes of those dims after padding."""
     narrows: tuple[Narrow, ...]
-    """Their dims are counted from the first of those flattened."""
+    """What is real; dims are counted from the first of those flattened."""
 
     def slice(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the real part; a copy, where it is not one piece of memory."""
@@ -59,7 +59,7 @@ Steps: TypeAlias = "tuple[Narrow | Fold, ...]"
 
 
 def declared_steps(
-    declared: Any, output: FlatOutput, sizes: Sizes, buckets: Sizes, side: Side
+    declared: Any, output: FlatOutput, sizes: AxisSizes, buckets: AxisSizes, side: Side
 ) -> tuple[tuple[int, Steps], ...]:
     """Return how ``outputs=`` says to slice each leaf, by its index."""
     found: list[tuple[int, Steps]] = []
@@ -78,7 +78,8 @@ def declared_steps(
                     f"bucketed: outputs names dimension {dim!r} of {label}, which has shape "
                     f"{tuple(leaf.shape)}"
                 )
-            named = _DeclaredDim(dim % leaf.dim(), leaf.shape[dim], dim, label, sizes, buckets)
+            what = f"dimension {dim} of {label}"
+            named = _DeclaredDim(dim % leaf.dim(), leaf.shape[dim], label, what, sizes, buckets)
             step = (named.fold if isinstance(size, tuple) else named.narrow)(size, side)
             if step is not None:
                 steps.append(step)
@@ -93,26 +94,25 @@ class _DeclaredDim(NamedTuple):
 
     dim: int
     size: int
-    given: int
     label: str
-    sizes: Sizes
-    buckets: Sizes
+    what: str
+    sizes: AxisSizes
+    buckets: AxisSizes
 
     def narrow(self, size: Any, side: Side) -> Narrow | None:
         padded, length = self._sizes(size)
         if self.size != padded:
             raise ValueError(
-                f"bucketed: outputs says that dimension {self.given} of {self.label} is {padded} "
-                f"for {_listed(self.buckets)}, but it is {self.size}"
+                f"bucketed: outputs says that {self.what} is {padded} for "
+                f"{_listed(self.buckets)}, but it is {self.size}"
             )
         return None if length == padded else Narrow.of(self.dim, length, padded, side)
 
     def fold(self, parts: tuple[Any, ...], side: Side) -> Fold | None:
         """Read ``(None, "t")``: what was flattened into the dim, None for one of any size."""
-        what = f"dimension {self.given} of {self.label}"
         if parts.count(None) > 1:
             raise ValueError(
-                f"bucketed: outputs has {parts!r} for {what}, expected None for one part only"
+                f"bucketed: outputs has {parts!r} for {self.what}, expected None for one part only"
             )
         pairs = [
             (part, part) if part is None or type(part) is int else self._sizes(part)
@@ -123,7 +123,7 @@ class _DeclaredDim(NamedTuple):
         sizes = tuple(other if padded is None else padded for padded, _ in pairs)
         if math.prod(sizes) != self.size:
             raise ValueError(
-                f"bucketed: outputs says that {what} is {parts!r} flattened, for "
+                f"bucketed: outputs says that {self.what} is {parts!r} flattened, for "
                 f"{_listed(self.buckets)}, but it is {self.size}, which is no multiple of {known}"
             )
         narrows = tuple(
@@ -138,8 +138,8 @@ class _DeclaredDim(NamedTuple):
         padded, length = (_evaluated(size, each, self.label) for each in (self.buckets, self.sizes))
         if not 0 <= length <= padded:
             raise ValueError(
-                f"bucketed: outputs gives {length} for dimension {self.given} of {self.label} at "
-                f"{_listed(self.sizes)}, expected 0 to {padded}"
+                f"bucketed: outputs gives {length} for {self.what} at {_listed(self.sizes)}, "
+                f"expected 0 to {padded}"
             )
         return padded, length
 
@@ -156,7 +156,7 @@ def _declared_at(declared: Any, path: KeyPath) -> Any:
     return declared
 
 
-def _evaluated(size: Any, sizes: Sizes, label: str) -> int:
+def _evaluated(size: Any, sizes: AxisSizes, label: str) -> int:
     if isinstance(size, str) and size in sizes:
         return sizes[size]
     if callable(size):
@@ -170,5 +170,5 @@ def _evaluated(size: Any, sizes: Sizes, label: str) -> int:
     )
 
 
-def _listed(sizes: Sizes) -> str:
+def _listed(sizes: AxisSizes) -> str:
     return ", ".join(f"{name} = {size}" for name, size in sizes.items())

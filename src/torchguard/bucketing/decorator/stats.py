@@ -18,7 +18,7 @@ class BucketedStats:
 
     name: str
     calls: int
-    """That returned; those of ``warmup`` and of checks don't count."""
+    """Calls that returned; those of ``warmup`` and of checks don't count."""
     hits: dict[tuple[int, ...], int]
     """Calls by bucket; one size per axis."""
     overflowed: int
@@ -26,7 +26,7 @@ class BucketedStats:
     waste: float
     """What padding added, as a share of the real sizes: 0.08 is 8 %."""
     compile_seconds: float
-    """Of the first call of each variant, and of ``warmup``."""
+    """What the first call of each variant took, and ``warmup``."""
     graphs: int
     """Graphs compiled, recompilations included."""
     axes: tuple[str, ...]

@@ -20,9 +20,9 @@ from torchguard.bucketing.decorator.bucket import Call, Input, Plan
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compiled import alone
 from torchguard.bucketing.decorator.masking import given_masks
-from torchguard.bucketing.decorator.options import Sizes, Spec, find_inputs
+from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_inputs
+from torchguard.bucketing.decorator.other_data import may_be_sizes, real_window
 from torchguard.bucketing.decorator.output_shapes import FlatOutput
-from torchguard.bucketing.decorator.shorter import may_be_sizes, real_window
 from torchguard.bucketing.padding import pad_to_bucket
 from torchguard.equivalence.isolate import (
     buffers_restored,
@@ -44,7 +44,7 @@ class WarmupReport:
 
     axes: tuple[str, ...]
     seconds: Mapping[Any, float]
-    """Of one call, by bucket (a size per axis): the better of two, the backward included."""
+    """What one call takes, by bucket (a size per axis): the better of two, with the backward."""
     compile_seconds: float
     """Mean seconds that compiling one bucket took."""
     left_out: Mapping[Any, str]
@@ -106,22 +106,24 @@ def warm_up(
 
 
 def _warm_up_one(
-    caller: Caller, call: Call, inputs: Sequence[Input], own: Sizes, buckets: Sizes
+    caller: Caller, call: Call, inputs: Sequence[Input], own: AxisSizes, buckets: AxisSizes
 ) -> float | None:
     """Make a bucket whole; return the seconds of a call, None where nothing is compiled."""
     # A full one first: what does not fit into memory shows at once, and needs no padding.
-    plan, sized = _planned(caller, call, inputs, buckets)
+    plan, sized = _resized(caller, call, inputs, buckets)
     took = None
     if plan.graph.compiles:
         if plan.specialization not in plan.graph.warmed_for:
-            _run(caller, plan, sized)
+            _run_backward_too(caller, plan, sized)
         # The better of two: what else the machine does makes a call slower, never faster.
         took = min(_timed(caller, plan, sized) for _ in range(_TIMED))
     _prove(caller, call, inputs, own, buckets)
     return took
 
 
-def _prove(caller: Caller, call: Call, inputs: Sequence[Input], own: Sizes, buckets: Sizes) -> None:
+def _prove(
+    caller: Caller, call: Call, inputs: Sequence[Input], own: AxisSizes, buckets: AxisSizes
+) -> None:
     """Prove a bucket with the most padding that a call can have, and derive its outputs' sizes.
 
     A size of 1 is one of its own kind to many functions: it is tried last, and what it raises is
@@ -129,7 +131,7 @@ def _prove(caller: Caller, call: Call, inputs: Sequence[Input], own: Sizes, buck
     less. A leak is a warning: calls that need no padding, or not so much of it, go on.
     """
     ladders = caller.spec.ladders
-    shortest: Sizes = {}
+    shortest: AxisSizes = {}
     for axis in buckets:
         shortest[axis] = ladders[axis].least(axis, {**buckets, **shortest})
     least = {axis: min(max(shortest[axis], 2), size) for axis, size in buckets.items()}
@@ -139,7 +141,7 @@ def _prove(caller: Caller, call: Call, inputs: Sequence[Input], own: Sizes, buck
         candidates = [own]  # half of some offsets are none
     for sizes in [each for each in candidates if each != buckets]:
         try:
-            if _complete(caller, *_planned(caller, call, inputs, sizes), buckets):
+            if _complete(caller, *_resized(caller, call, inputs, sizes), buckets):
                 break
         except PaddingLeakError as error:
             warn_user(f"{error}. Found by warmup(); a call with such padding will raise it")
@@ -151,10 +153,10 @@ def _prove(caller: Caller, call: Call, inputs: Sequence[Input], own: Sizes, buck
         return
     if shortest != least:
         with contextlib.suppress(Exception):
-            _complete(caller, *_planned(caller, call, inputs, shortest), buckets)
+            _complete(caller, *_resized(caller, call, inputs, shortest), buckets)
 
 
-def _complete(caller: Caller, plan: Plan, call: Call, buckets: Sizes) -> bool:
+def _complete(caller: Caller, plan: Plan, call: Call, buckets: AxisSizes) -> bool:
     """Prove a bucket with this call; return whether it is one of the bucket."""
     if plan.buckets != buckets:
         return False  # of two axes that share their buckets, a cheaper one holds both
@@ -167,8 +169,8 @@ def _complete(caller: Caller, plan: Plan, call: Call, buckets: Sizes) -> bool:
     return True
 
 
-def _planned(
-    caller: Caller, call: Call, inputs: Sequence[Input], sizes: Sizes
+def _resized(
+    caller: Caller, call: Call, inputs: Sequence[Input], sizes: AxisSizes
 ) -> tuple[Plan, Call]:
     """Return the example cut or padded to these sizes, and its plan."""
     masks = given_masks(caller.spec.masks, inputs, call.leaves)
@@ -179,12 +181,11 @@ def _planned(
         sized = tensor.detach()
         for dim, axis in each.axes:
             size, length = sizes[axis], sized.shape[dim]
-            # Where the caller's own mask calls something real, in every sequence.
-            own = [mask for mask in masks if mask.axis == axis]
-            start = real_window(own, length, size, side) if size < length else 0
             if size < length:
+                # Where the caller's own mask calls something real, in every sequence.
+                start = real_window(masks, axis, length, size, side) or 0
                 # Copied: a graph is compiled for strides too, and a call's are not those of a part.
-                sized = sized.narrow(dim, start or 0, size).clone()
+                sized = sized.narrow(dim, start, size).clone()
             sized = pad_to_bucket(sized, dim, size, value=each.fill, side=side).tensor
         new[each.index] = sized.requires_grad_(tensor.requires_grad)
     resized = call.with_leaves(new)
@@ -200,13 +201,13 @@ def _timed(caller: Caller, plan: Plan, call: Call) -> float:
     for wait in waits:
         wait()
     begun = time.perf_counter()
-    _run(caller, plan, call)
+    _run_backward_too(caller, plan, call)
     for wait in waits:
         wait()
     return time.perf_counter() - begun
 
 
-def _run(caller: Caller, plan: Plan, call: Call) -> None:
+def _run_backward_too(caller: Caller, plan: Plan, call: Call) -> None:
     """Run a plan and its backward once, uncounted; compile it first where that is left to do."""
     graph = plan.graph
     warm = plan.specialization in graph.warmed_for
@@ -223,7 +224,7 @@ def _run(caller: Caller, plan: Plan, call: Call) -> None:
     graph.warmed_for.add(plan.specialization)
 
 
-def _combinations(spec: Spec) -> list[Sizes]:
+def _combinations(spec: Spec) -> list[AxisSizes]:
     """Return the sizes of each combination of buckets, the largest first."""
     empty = [name for name, ladder in spec.ladders.items() if ladder.buckets is None]
     if empty:

@@ -17,7 +17,7 @@ from typing_extensions import ParamSpec, Self
 
 from torchguard import _torch
 from torchguard.bucketing.decorator.call import Caller
-from torchguard.bucketing.decorator.compiled import Compiled, Compilers, compiler_for
+from torchguard.bucketing.decorator.compiled import compiler_for
 from torchguard.bucketing.decorator.ladders import write_buckets
 from torchguard.bucketing.decorator.options import Spec
 from torchguard.bucketing.decorator.stats import BucketedStats, stats_of
@@ -114,7 +114,7 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
 
     def _new_caller(self, spec: Spec) -> Caller:
         name = getattr(self._original, "__qualname__", type(self._original).__name__) + "()"
-        return _caller_of(self._original, self._compilers, spec, name)
+        return Caller(self._original, self._compilers, spec, name)
 
     def _bucketed_caller(self) -> tuple[Caller, tuple[Any, ...]]:
         return self._alone(), ()
@@ -209,13 +209,6 @@ class BoundMethod(_Methods, Generic[_Result_co]):
 # https://github.com/pytorch/pytorch/blob/main/torch/csrc/dynamo/eval_frame.c
 _NOT_TRACING = frozenset({None, False})
 """What Dynamo's frame callback is outside of a compiled function."""
-
-
-def _caller_of(function: Any, compilers: Compilers, spec: Spec, name: str) -> Caller:
-    """Return a caller with statistics and compiled variants of its own."""
-    if spec.options["overflow"] != "dynamic":
-        compilers = compilers._replace(dynamic=None)
-    return Caller(Compiled(function, compilers), spec, name)
 
 
 def _seems_a_method(function: Any) -> bool:
@@ -336,7 +329,7 @@ def _parts(
             "function"
         )
     spec = Spec.of(own.forward, options, bound=True)
-    return module, options, given, _caller_of(own.forward, compilers, spec, name)
+    return module, options, given, Caller(own.forward, compilers, spec, name)
 
 
 _classes: dict[type, type[Any]] = {}
@@ -353,7 +346,7 @@ def _class_around(own: type[Any]) -> type[Any]:
             "__qualname__": own.__qualname__,
             "__doc__": own.__doc__,
             "forward": _forward_like(own.forward),
-            # Likewise, over what verified() has put there.
+            # Over what verified() has put into the __dict__, too.
             "stats": property(lambda self: functools.partial(BucketedModule.stats, self)),
         }
         metaclass: Any = type(own)

@@ -15,6 +15,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 import torchguard
+from support.sweep import samples_of
 
 DTYPES = (torch.float64, torch.int64, torch.bool)
 # What random numbers, a device or the order of additions decides.
@@ -54,7 +55,7 @@ def calls(name: str) -> Iterator[Callable[[bool], Any]]:
     for op in (each for each in op_db if each.name == name):
         for dtype in DTYPES:
             if dtype in op.supported_dtypes("cpu"):
-                for sample in itertools.islice(op.sample_inputs("cpu", dtype), 3):
+                for sample in itertools.islice(samples_of(op, dtype), 3):
                     given = sample.input
                     if torch.is_tensor(given) and given.layout == torch.strided and given.numel():
                         yield from _calls_of(op, sample)

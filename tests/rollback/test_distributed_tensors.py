@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from support.child_process import run_ranks
+from support.child_process import JOIN_RANKS, run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
-# Arguments: rank, port. Prints one line of JSON.
-WORKER = """
-import contextlib, datetime, json, os, sys
-import torch, torch.distributed as dist
+WORKER = (
+    JOIN_RANKS
+    + """
+import contextlib
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -24,9 +27,6 @@ from torchguard import (check_consistent, guarded, install, rollback_on_error, s
 from torchguard.rollback.consistency import is_consistent
 from torch.distributed.fsdp import fully_shard
 
-rank, port = int(sys.argv[1]), sys.argv[2]
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
-dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
 mesh = init_device_mesh("cpu", (2,))
 SCOPES = {
     "torch": contextlib.nullcontext,
@@ -110,35 +110,19 @@ print(json.dumps(result), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
+)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(WORKER, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.parametrize("kind", ["FSDP2", "tensor parallel"])
-def test_three_steps_of_adamw_end_bit_for_bit_as_on_torch(
-    kind: str, results: list[dict[str, Any]]
-) -> None:
-    for result in results:
-        different = result["trained"][kind]
-        if isinstance(different, str):
-            pytest.skip(f"not on torch itself either: {different}")
-        assert different == []
-
-
-def test_operations_pass_or_fail_as_on_torch(results: list[dict[str, Any]]) -> None:
-    for result in results:
+def test_guards_on_distributed_tensors(tmp_path: Path) -> None:
+    """AdamW ends bit for bit as on torch; operations pass or fail as there; a block is undone."""
+    for result in run_ranks(WORKER, tmp_path):
+        for kind, different in result["trained"].items():
+            assert different == [] or (kind == "FSDP2" and isinstance(different, str))
         outcomes = result["outcomes"]
         assert list(outcomes["torch"].values()).count("passed") >= 4
         for name, found in outcomes.items():
             assert found == outcomes["torch"], name
             assert found["consistent"], name
-
-
-def test_helpers_know_them(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        assert result["safe_resize_"] == result["outcomes"]["torch"]["resize_"]
+        assert result["safe_resize_"] == outcomes["torch"]["resize_"]
         assert result["resized"] == [[4, 2], True]
         assert result["rolled back"]

@@ -1,27 +1,156 @@
-"""Programs that are recorded inside guarded(), and programs that open many scopes."""
+"""guarded() leaves programs on their way: fast paths, optimizers, what is recorded in a scope."""
 
 from __future__ import annotations
 
+import copy
+import io
+import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import torchguard
+from support.scopes import GUARDED_ONLY, each_scope
 from torchguard import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "guarded": guarded,
-    "guarded(data=True)": lambda: guarded(data=True),
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SCOPES = (nullcontext, *(scope for _, scope in GUARDED_ONLY))
+
+
+def _encoder(x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    found: torch.Tensor = encoder(x, src_key_padding_mask=padding)
+    return found
+
+
+def _encoder_layer(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()(x)
+    return found
+
+
+def _attention(x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    found, weights = attention(x, x, x, key_padding_mask=padding)
+    return torch.cat([found.flatten(), weights.flatten()])
+
+
+def _convolutions(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    layers = (nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5, True))
+    network = nn.Sequential(*layers, nn.Hardswish(inplace=True), nn.InstanceNorm1d(4))
+    found: torch.Tensor = network.train()(x)
+    return found
+
+
+def _recurrent(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = nn.LSTM(8, 4, batch_first=True)(x)[0]
+    return found
+
+
+MODULES = (_encoder, _encoder_layer, _attention, _convolutions, _recurrent)
+
+
+@each_scope
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_modules_compute_bit_for_bit_what_they_compute_outside(
+    module: Callable[..., torch.Tensor], scope: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    found = []
+    for each in (nullcontext, scope):
+        torch.manual_seed(0)
+        x = torch.randn(2, 4, 8)
+        padding = torch.tensor([[False, False, False, True], [False, False, True, True]])
+        with torch.no_grad(), each():
+            found.append(module(x, padding))
+    assert torch.equal(found[0], found[1])
+
+
+@each_scope
+def test_code_that_asks_for_overrides_finds_none(
+    scope: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """All that asks ``has_torch_function`` for its way, in torch and elsewhere, asks these."""
+    x = torch.ones(2)
+    with scope():
+        assert not torch.overrides.has_torch_function((x, nn.Parameter(x)))
+        assert not torch.overrides.has_torch_function_unary(x)
+        assert not torch.overrides.has_torch_function_variadic(x, x)
+        assert torch._C._len_torch_function_stack() == 0
+        assert not torch._C._is_torch_function_mode_enabled()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.1, centered=True),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1),
 }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_end_bit_for_bit_where_they_end_outside(name: str) -> None:
+    found = []
+    for scope in SCOPES:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        x = torch.randn(8, 4)
+
+        def closure(
+            model: nn.Module = model,
+            optimizer: torch.optim.Optimizer = optimizer,
+            x: torch.Tensor = x,
+        ) -> float:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            return float(loss.detach())
+
+        with scope():
+            for _ in range(3):
+                optimizer.step(closure)
+        found.append([parameter.tolist() for parameter in model.parameters()])
+    assert found[1] == found[2] == found[0]
+
+
+@pytest.mark.parametrize("name", ["_foreach_add_", "_foreach_mul_", "_foreach_copy_"])
+def test_a_list_update_of_another_thread_is_not_guarded(name: str) -> None:
+    found = []
+
+    def work() -> None:
+        found.append(getattr(torch, name))
+
+    own = getattr(torch, name)
+    with guarded():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert getattr(torch, name) is not own
+    assert found == [own]
+
+
+def test_copies_and_pickles_are_made_inside_as_outside() -> None:
+    module = nn.Linear(2, 2)
+    with guarded(data=True):
+        twin = copy.deepcopy(module)
+        file = io.BytesIO()
+        torch.save(module.state_dict(), file)
+        file.seek(0)
+        twin.load_state_dict(torch.load(file))
+    assert torch.equal(twin.weight, module.weight)
 
 
 def _writes(x: torch.Tensor) -> torch.Tensor:
@@ -40,112 +169,57 @@ class _Writes(nn.Module):
         return _writes(x)
 
 
-class TestPrograms:
-    """Nothing of the scope may be in a program that is recorded inside it."""
-
-    @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-    def test_of_make_fx(self, mode: Any) -> None:
-        codes = []
-        for scope in (nullcontext, *SCOPES.values()):
-            with scope():
-                graph = make_fx(_writes, tracing_mode=mode)(torch.ones(3))
-            codes.append([str(node.target) for node in graph.graph.nodes])
-            assert graph(torch.ones(3)).tolist() == _writes(torch.ones(3)).tolist()
-        assert codes[1] == codes[2] == codes[0]
-
-    @pytest.mark.slow
-    @pytest.mark.filterwarnings("ignore")
-    @pytest.mark.parametrize("strict", [False, True])
-    def test_of_export(self, strict: bool) -> None:
-        codes = []
-        for scope in (nullcontext, *SCOPES.values()):
-            torch._dynamo.reset()
-            with scope():
-                program = torch.export.export(_Writes(), (torch.ones(3),), strict=strict)
-            codes.append([str(node.target) for node in program.graph.nodes])
-        assert codes[1] == codes[2] == codes[0]
-
-    def test_of_symbolic_trace(self) -> None:
-        codes = []
-        for scope in (nullcontext, *SCOPES.values()):
-            with scope():
-                graph = torch.fx.symbolic_trace(_scripted).graph
-            codes.append([(node.op, node.target) for node in graph.nodes])
-        assert codes[1] == codes[2] == codes[0]
-
-    @pytest.mark.filterwarnings("ignore")
-    def test_of_scripting(self) -> None:
-        codes = []
-        for scope in (nullcontext, *SCOPES.values()):
-            with scope():
-                scripted = torch.jit.script(_copy(_scripted))
-            codes.append(scripted.code)
-            assert scripted(torch.ones(2)).tolist() == [4, 4]
-        assert codes[1] == codes[2] == codes[0]
-
-
-def _copy(function: Any) -> Any:
-    """TorchScript keeps what it has compiled with the function."""
-    return type(function)(function.__code__, function.__globals__, function.__name__)
-
-
 def _scripted(x: torch.Tensor) -> torch.Tensor:
     y = torch.add(x, 1)
     y.mul_(2)
     return torch.relu_(y)
 
 
-class TestManyScopes:
-    """A program that opens scopes in a loop keeps Tensor's guarded methods between them."""
+def _made_fx(mode: str) -> list[Any]:
+    graph = make_fx(_writes, tracing_mode=mode)(torch.ones(3))
+    assert graph(torch.ones(3)).tolist() == _writes(torch.ones(3)).tolist()
+    return [str(node.target) for node in graph.graph.nodes]
 
-    def open_many(self) -> None:
-        for _ in range(100):
-            with torchguard.guarded():
-                pass
 
-    def test_what_is_kept_does_nothing(self) -> None:
-        """A failing write outside moves no version counter; in the next scope it does."""
-        self.open_many()
-        assert "add_" in vars(torch.Tensor)
-        tensor = torch.zeros(3)
+def _exported(strict: bool) -> list[Any]:
+    torch._dynamo.reset()
+    program = torch.export.export(_Writes(), (torch.ones(3),), strict=strict)
+    return [str(node.target) for node in program.graph.nodes]
 
-        def fail() -> int:
-            before = tensor._version
-            with pytest.raises(IndexError):
-                tensor[[0, 9]] = 1.0
-            return tensor._version - before
 
-        assert fail() == 0
-        with torchguard.guarded():
-            assert fail() > 0
-        assert fail() == 0
+def _symbolically_traced() -> list[Any]:
+    return [(node.op, node.target) for node in torch.fx.symbolic_trace(_scripted).graph.nodes]
 
-    def test_uninstall_takes_it_away(self) -> None:
-        before = dict(vars(torch.Tensor))
-        self.open_many()
-        with torchguard.guarded():
-            torchguard.uninstall()  # a scope is open, so it stays
-            assert "add_" in vars(torch.Tensor)
-        torchguard.uninstall()
-        assert dict(vars(torch.Tensor)) == before
 
-    def test_install_beside_it(self) -> None:
-        """install() finds torch's own functions below, and undoing leaves them."""
-        torchs = torch.Tensor.resize_
-        self.open_many()
-        tensor = torch.from_numpy(np.zeros(4))
-        with torchguard.install("resize"):
-            assert "resize" in torchguard.installed()
-            assert torchguard.get_original("torch.Tensor.resize_") is torchs
-            with pytest.raises(RuntimeError):
-                tensor.resize_(5, 5)
-            assert tensor.shape == (4,)
-        torchguard.uninstall()
-        assert torch.Tensor.resize_ is torchs
+def _torchscript() -> list[Any]:
+    # TorchScript keeps what it has compiled with the function.
+    code = _scripted.__code__
+    scripted = torch.jit.script(type(_scripted)(code, _scripted.__globals__, code.co_name))
+    assert scripted(torch.ones(2)).tolist() == [4, 4]
+    return [scripted.code]
 
-    def test_a_class_changes_rarely(self) -> None:
-        """Since Python 3.13 a class that has changed 1,000 times loses the interpreter's cache."""
-        self.open_many()
-        methods = vars(torch.Tensor)["add_"]
-        with torchguard.guarded():
-            assert vars(torch.Tensor)["add_"] is methods
+
+def _jit_traced() -> list[Any]:
+    # The names of its variables are those of whatever Python frame made them.
+    return [node.kind() for node in torch.jit.trace(_writes, (torch.ones(3),)).graph.nodes()]
+
+
+RECORDERS: dict[str, Callable[[], list[Any]]] = {
+    "make_fx real": lambda: _made_fx("real"),
+    "make_fx fake": lambda: _made_fx("fake"),
+    "make_fx symbolic": lambda: _made_fx("symbolic"),
+    "export": lambda: _exported(strict=False),
+    "export strict": lambda: _exported(strict=True),
+    "symbolic_trace": _symbolically_traced,
+    "jit.script": _torchscript,
+    "jit.trace": _jit_traced,
+}
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_nothing_of_a_scope_is_in_a_program_that_is_recorded_inside_it(recorder: str) -> None:
+    programs = []
+    for scope in SCOPES:
+        with scope():
+            programs.append(RECORDERS[recorder]())
+    assert programs[1] == programs[2] == programs[0]

@@ -192,14 +192,6 @@ def test_the_interrupt_says_what_it_has_interrupted() -> None:
     assert str(caught.value.__context__) == "out of memory"
 
 
-def test_an_undo_that_is_interrupted_every_time_ends_all_the_same() -> None:
-    def undo() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupts.finish(undo)
-
-
 def _uncovered_jumps(code: CodeType) -> Iterator[str]:
     """Yield the functions that loop inside of ``with`` where an interrupt would skip ``__exit__``.
 

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "loop": {"foreach": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
+    "fused, transposed": {"fused": True},
 }
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": lambda p, **k: torch.optim.AdamW(p, lr=0.1, **k),
@@ -53,10 +54,14 @@ def made(name: str, kind: str) -> tuple[list[nn.Parameter], torch.optim.Optimize
     return parameters, optimizer
 
 
-def give_gradients(parameters: list[nn.Parameter], seed: int) -> None:
+def give_gradients(parameters: list[nn.Parameter], seed: int, kind: str) -> None:
+    """Transposed ones the fused kernels are given as copies."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if "transposed" in kind and gradient.dim() == 2:
+            gradient = gradient.t().contiguous().t()
+        parameter.grad = gradient
 
 
 def seen(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[object]:
@@ -66,10 +71,10 @@ def seen(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> li
     return found
 
 
-def plain(name: str, kind: str, steps: int) -> list[object]:
+def plain(name: str, kind: str, steps: int, *, gradients: str = "contiguous") -> list[object]:
     parameters, optimizer = made(name, kind)
     for seed in range(steps):
-        give_gradients(parameters, seed)
+        give_gradients(parameters, seed, gradients)
         optimizer.step()
     return seen(parameters, optimizer)
 
@@ -85,9 +90,10 @@ def test_each_operator_of_a_step_fails_in_turn(name: str, kind: str, failing: in
         with torchguard.install("optimizer"):
             parameters, optimizer = made(name, kind)
             if failing:
-                give_gradients(parameters, 0)
+                give_gradients(parameters, 0, kind)
                 optimizer.step()
-            give_gradients(parameters, failing)
+            give_gradients(parameters, failing, kind)
+            gradients = [each.grad for each in parameters]
             try:
                 with FailAt(place):
                     optimizer.step()
@@ -96,22 +102,23 @@ def test_each_operator_of_a_step_fails_in_turn(name: str, kind: str, failing: in
             else:
                 break  # the step has fewer operators
             assert now in (before, after), f"operator {place}"
+            assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True))
             outcomes.append("nothing" if now == before else "whole")
             for seed in range(failing if now == before else failing + 1, 3):
-                give_gradients(parameters, seed)
+                give_gradients(parameters, seed, kind)
                 optimizer.step()
         assert seen(parameters, optimizer) == last, f"operator {place}"
     assert outcomes[0] == "nothing"
     # Three kernels: once the first has run the others are run after it. The last operator of any
     # step is the profiler's, which comes after it.
-    assert (outcomes.count("whole") > 1) == (kind == "fused")
+    assert (outcomes.count("whole") > 1) == ("fused" in kind)
 
 
 def test_without_the_guard_a_step_is_torn() -> None:
     """The test above can fail: the same without install()."""
     before, after = plain("AdamW", "loop", 0), plain("AdamW", "loop", 1)
     parameters, optimizer = made("AdamW", "loop")
-    give_gradients(parameters, 0)
+    give_gradients(parameters, 0, "loop")
     with pytest.raises(torch.OutOfMemoryError), FailAt(12):
         optimizer.step()
     assert seen(parameters, optimizer) not in (before, after)
@@ -122,7 +129,7 @@ def test_without_the_guard_a_step_is_torn() -> None:
 def test_a_step_that_succeeds_has_the_bits_it_has_without(name: str, kind: str) -> None:
     expected = plain(name, kind, 3)
     with torchguard.install("optimizer"):
-        assert plain(name, kind, 3) == expected
+        assert plain(name, kind, 3, gradients=kind) == expected
 
 
 def test_optimizers_made_before_and_after_are_guarded_until_uninstall() -> None:
@@ -176,7 +183,7 @@ def test_copies_that_are_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch)
     """The step runs as torch runs it, and a warning says so once."""
     monkeypatch.setenv(hooks.MAX_BYTES, "1")
     parameters, optimizer = made("SGD", "loop")
-    give_gradients(parameters, 0)
+    give_gradients(parameters, 0, "loop")
     with torchguard.install("optimizer"):
         with pytest.warns(RuntimeWarning, match=hooks.MAX_BYTES):
             optimizer.step()

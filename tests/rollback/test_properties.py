@@ -52,8 +52,61 @@ each_kind = st.sampled_from(SAFE_TO_TRY)
 each_way = st.sampled_from([HELPERS, INSTALLED, GUARDED])
 
 
-def compare(kind: Kind, way: Way, call: Callable[[Way, torch.Tensor], Any]) -> None:
+templates = st.one_of(
+    each_kind.map(lambda kind: kind.make()),
+    st.lists(st.integers(0, 40), max_size=5).map(lambda size: torch.empty(size, device="meta")),
+    st.sampled_from([2**40, 2**58]).map(lambda length: torch.empty(1).expand(length)),
+    odd,
+)
+
+sources = st.sampled_from(
+    [
+        lambda t: torch.zeros(8, dtype=t.dtype, device=t.device).untyped_storage(),
+        lambda t: torch.zeros(8, dtype=t.dtype, device=t.device),
+        lambda _: empty_locked(torch.float32, 16).untyped_storage(),
+        lambda _: torch.zeros(8, device="meta").untyped_storage(),
+        lambda t: t.untyped_storage() if t.layout is torch.strided and not t.is_nested else 1,
+        lambda _: torch.zeros(3).numpy(),
+    ]
+)
+calls = st.one_of(
+    st.tuples(st.just("resize_"), sizes, formats),
+    st.tuples(st.just("resize_as_"), st.tuples(templates), formats),
+    st.tuples(
+        st.just("set_"),
+        st.one_of(
+            st.tuples(sources),
+            st.tuples(sources, st.one_of(lengths, odd), st.lists(st.one_of(lengths, odd))),
+            st.tuples(sources, lengths, *[st.lists(lengths, max_size=3)] * 2),
+        ),
+        st.none(),
+    ),
+)
+
+
+def fills_memory(size: Any) -> bool:
+    """Whether the row pointers of a compressed tensor might get that long; torch writes them all.
+
+    A strided tensor of such a size has memory that is never touched.
+    """
+    flat = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
+    return any(type(length) is int and 10 < length < 2**40 for length in flat)
+
+
+@settings(max_examples=800)
+@given(each_kind, each_way, calls)
+def test_resize_and_set(kind: Kind, way: Way, drawn: tuple[str, tuple[Any, ...], Any]) -> None:
     """Do it on torch and on a twin with a guard, and compare all there is."""
+    operation, arguments, memory_format = drawn
+    is_long = operation == "resize_" and fills_memory(arguments)
+    assume(not (kind in kinds.COMPRESSED_KINDS and is_long))
+    options = {} if memory_format is None else {"memory_format": memory_format}
+
+    def call(way: Way, tensor: torch.Tensor) -> Any:
+        first, *rest = arguments or (None,)
+        made = (first(tensor), *rest) if operation == "set_" else arguments
+        return getattr(way, operation)(tensor, *made, **options)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         twin, tensor = kind.make(), kind.make()
@@ -73,144 +126,7 @@ def compare(kind: Kind, way: Way, call: Callable[[Way, torch.Tensor], Any]) -> N
         assert differences(before, state(tensor)) == {}
 
 
-def fills_memory(size: Any) -> bool:
-    """Whether the row pointers of a compressed tensor might get that long; torch writes them all.
-
-    A strided tensor of such a size has memory that is never touched.
-    """
-    flat = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
-    return any(type(length) is int and 10 < length < 2**40 for length in flat)
-
-
-@settings(max_examples=400)
-@given(each_kind, each_way, sizes, formats)
-def test_resize(kind: Kind, way: Way, size: Any, memory_format: Any) -> None:
-    assume(not (kind in kinds.COMPRESSED_KINDS and fills_memory(size)))
-    options = {} if memory_format is None else {"memory_format": memory_format}
-    compare(kind, way, lambda each, tensor: each.resize_(tensor, *size, **options))
-
-
-templates = st.one_of(
-    each_kind.map(lambda kind: kind.make()),
-    st.lists(st.integers(0, 40), max_size=5).map(lambda size: torch.empty(size, device="meta")),
-    st.sampled_from([2**40, 2**58]).map(lambda length: torch.empty(1).expand(length)),
-    odd,
-)
-
-
-@settings(max_examples=300)
-@given(each_kind, each_way, templates, formats)
-def test_resize_as(kind: Kind, way: Way, template: Any, memory_format: Any) -> None:
-    compare(
-        kind,
-        way,
-        lambda each, tensor: each.resize_as_(tensor, template, memory_format=memory_format),
-    )
-
-
-def _sources() -> Any:
-    return st.sampled_from(
-        [
-            lambda t: torch.zeros(8, dtype=t.dtype, device=t.device).untyped_storage(),
-            lambda t: torch.zeros(8, dtype=t.dtype, device=t.device),
-            lambda _: empty_locked(torch.float32, 16).untyped_storage(),
-            lambda _: torch.zeros(8, dtype=torch.int8),
-            lambda _: torch.zeros(8, device="meta").untyped_storage(),
-            lambda t: t.untyped_storage() if t.layout is torch.strided and not t.is_nested else 1,
-            lambda _: "storage",
-            lambda _: torch.zeros(3).numpy(),
-        ]
-    )
-
-
-@settings(max_examples=400)
-@given(
-    each_kind,
-    each_way,
-    _sources(),
-    st.one_of(st.just(()), st.tuples(lengths), st.tuples(st.one_of(lengths, odd))),
-    st.lists(st.one_of(lengths, lengths, odd), max_size=3),
-    st.one_of(st.none(), st.lists(lengths, max_size=3)),
-)
-def test_set(
-    kind: Kind, way: Way, source: Any, offset: tuple[Any, ...], size: list[Any], stride: Any
-) -> None:
-    def call(each: Way, tensor: torch.Tensor) -> Any:
-        given_ = source(tensor)
-        if not offset:
-            return each.set_(tensor, given_)
-        if stride is None:
-            return each.set_(tensor, given_, *offset, size)
-        return each.set_(tensor, given_, *offset, size, stride)
-
-    compare(kind, way, call)
-
-
-OUT: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b, out: torch.add(a, b, out=out),
-    "cat": lambda a, b, out: torch.cat([a, b], out=out),
-    "matmul": lambda a, b, out: torch.matmul(a, b, out=out),
-    "index_select": lambda a, b, out: torch.index_select(a, 0, b.flatten().long(), out=out),
-    "gather": lambda a, b, out: torch.gather(a, 0, b.long(), out=out),
-    "sum": lambda a, b, out: torch.sum(a, -1, out=out),
-    "inv": lambda a, b, out: torch.linalg.inv(a, out=out),
-    "where": lambda a, b, out: torch.where(a > 0, a, b, out=out),
-    "stack": lambda a, b, out: torch.stack([a, b], out=out),
-}
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-outs = st.sampled_from(
-    [
-        lambda: torch.empty(0),
-        lambda: torch.full((3,), 7.0),
-        lambda: torch.full((2, 2), 7.0).t(),
-        lambda: torch.full((8,), 7.0)[1::2],
-        lambda: empty_locked(torch.float32),
-        lambda: empty_locked(torch.float32, 16),
-        lambda: torch.empty(0, dtype=torch.int64),
-        lambda: torch.full((4,), 7, dtype=torch.bool),
-        lambda: torch.empty(1).expand(4),
-        lambda: torch.full((2,), 7.0, requires_grad=True),
-        lambda: torch.empty(3, device="meta"),
-        lambda: "out",
-        lambda: (torch.empty(2),),
-    ]
-)
-guards = st.sampled_from(
-    [torchguard.guarded, lambda: torchguard.guarded(data=True), lambda: torchguard.install("out")]
-)
-
-
-@settings(max_examples=400)
-@given(st.sampled_from(sorted(OUT)), shapes, shapes, st.integers(-2, 9), outs, guards)
-def test_out(
-    name: str,
-    first: Any,
-    second: Any,
-    fill: int,
-    make: Callable[[], Any],
-    guard: Callable[[], AbstractContextManager[Any]],
-) -> None:
-    a, b = torch.ones(first), torch.full(second, float(fill))
-    twin, out = make(), make()
-    before = state(out) if isinstance(out, torch.Tensor) else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torchs = outcome_of(lambda: OUT[name](a, b, twin))
-        with guard():
-            ours = outcome_of(lambda: OUT[name](a, b, out))
-    assert type(ours.error) is type(torchs.error), (ours.error, torchs.error)
-    if not isinstance(out, torch.Tensor):
-        return
-    if torchs.error is None:
-        assert ours.result is out
-        assert differences(values(twin), values(out)) == {}
-        return
-    changed = differences(before, state(out))
-    if "bytes" in changed:
-        assert "version" in changed
-    assert set(changed) <= {"bytes", "version"}
-
-
 IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     "add_": lambda t, i, v: t.add_(v),
     "index_put_": lambda t, i, v: t.index_put_((i,), v),

@@ -29,23 +29,6 @@ def resnet() -> tuple[nn.Module, Any]:
     return model, lambda: {"pixel_values": torch.randn(4, 3, 16, 16)}
 
 
-def gpt2() -> tuple[nn.Module, Any]:
-    config = transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16, use_cache=False
-    )
-    model = transformers.GPT2Model(config)
-    return model, lambda: {"input_ids": torch.randint(0, 32, (2, 8))}
-
-
-def vit() -> tuple[nn.Module, Any]:
-    config = transformers.Dinov2Config(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=4,
-        drop_path_rate=0.5, hidden_dropout_prob=0.1,
-    )  # fmt: skip
-    model = transformers.Dinov2Model(config)
-    return model, lambda: {"pixel_values": torch.randn(2, 3, 16, 16)}
-
-
 def wav2vec2() -> tuple[nn.Module, Any]:
     config = transformers.Wav2Vec2Config(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
@@ -89,7 +72,7 @@ def near(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["recommended", "reentrant"])
-@pytest.mark.parametrize("make", [resnet, gpt2, vit, wav2vec2], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [resnet, wav2vec2], ids=lambda make: make.__name__)
 def test_a_model_trains_as_without_checkpointing(make: Any, mode: str) -> None:
     """Losses, weights, statistics and the random numbers drawn afterwards, after five steps."""
     expected = train(make, checkpointed=None)
@@ -98,5 +81,5 @@ def test_a_model_trains_as_without_checkpointing(make: Any, mode: str) -> None:
 
 
 def test_without_the_guard_a_resnet_trains_another_way() -> None:
-    """Dropout alone, as in the other three, torch gets right: it restores its own generator."""
+    """Dropout alone torch gets right: it restores its own generator."""
     assert not near(train(resnet, checkpointed="recommended"), train(resnet, checkpointed=None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +12,6 @@ from support.child_process import output_of
 from torchguard import guarded, install
 from torchguard.assignment import dynamo
 from torchguard.patching.guards import GUARDS, Guard
-
-if TYPE_CHECKING:
-    pass
-
 
 # --- installing it, whenever Dynamo is imported
 

@@ -45,6 +45,12 @@ class InPlaceCase(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def samples_of(op: Any, dtype: torch.dtype) -> Iterator[Any]:
+    """Like ``op.sample_inputs``, which reads the whole stack of frames for each sample."""
+    torch.manual_seed(0)
+    return iter(op.sample_inputs_func(op, "cpu", dtype, requires_grad=False))
+
+
 def _samples(op: Any) -> Iterator[Any]:
     supported = op.supported_dtypes("cpu")
     preferred = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64)
@@ -53,7 +59,7 @@ def _samples(op: Any) -> Iterator[Any]:
         warnings.simplefilter("ignore")
         for dtype in dtypes[:2]:
             try:
-                yield from op.sample_inputs("cpu", dtype, requires_grad=False)
+                yield from samples_of(op, dtype)
             except Exception:  # noqa: BLE001, S112  a sample that this build of torch can't make
                 continue
 

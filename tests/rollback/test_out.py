@@ -1,0 +1,183 @@
+"""``out=`` under install("out") and guarded(): a failure leaves the outputs as they were."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from support import kinds
+from support.kinds import Kind, empty_locked, named, state
+from support.ways import differences, outcome_of
+from torchguard import guarded, install
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "install": lambda: install("out"),
+    "guarded": guarded,
+    "guarded with data": lambda: guarded(data=True),
+}
+each_scope = pytest.mark.parametrize("scope", SCOPES)
+
+
+@each_scope
+@pytest.mark.parametrize("kind", **named((*kinds.LOCKED, *kinds.SHARED)))
+def test_an_output_that_cannot_grow_is_as_it_was(kind: Kind, scope: str) -> None:
+    out = kind.make()
+    before = state(out)
+    with kind.scope(), SCOPES[scope](), pytest.raises(RuntimeError):
+        torch.cat([torch.ones(1000, dtype=out.dtype), torch.ones(9, dtype=out.dtype)], out=out)
+    changed = differences(before, state(out))
+    changed.pop("version", None)  # it may have been written to, for all one knows
+    assert changed == {}
+
+
+def growable() -> torch.Tensor:
+    return torch.arange(9.0)[3:].view(2, 3).t()
+
+
+def stuck() -> torch.Tensor:
+    return empty_locked(torch.float32)
+
+
+def stuck_long() -> torch.Tensor:
+    return empty_locked(torch.int64)
+
+
+MATRIX = torch.arange(1.0, 10).view(3, 3) + torch.eye(3)
+FAR = torch.tensor([0, 99])
+FAILING: dict[str, tuple[Callable[..., Any], tuple[Callable[[], torch.Tensor], ...]]] = {
+    "max, two outputs": (
+        lambda values, indices: torch.max(MATRIX, 1, out=(values, indices)),
+        (stuck, stuck_long),
+    ),
+    "sort, the second fails": (
+        lambda values, indices: torch.sort(MATRIX, out=(values, indices)),
+        (growable, stuck_long),
+    ),
+    "sort, a list of outputs": (
+        lambda values, indices: torch.sort(MATRIX, out=[values, indices]),
+        (stuck, stuck_long),
+    ),
+    "sort with a wrong index dtype": (
+        lambda values, indices: torch.sort(MATRIX, out=(values, indices)),
+        (growable, growable),
+    ),
+    "qr, the second fails": (lambda q, r: torch.linalg.qr(MATRIX, out=(q, r)), (growable, stuck)),
+    "gelu": (lambda out: torch.nn.functional.gelu(MATRIX, out=out), (stuck,)),  # type: ignore[call-arg]
+    "normalize": (lambda out: torch.nn.functional.normalize(MATRIX, out=out), (stuck,)),
+    "tensordot by place": (lambda out: torch.tensordot(MATRIX, MATRIX, 1, out), (stuck,)),
+    "tensordot by name": (lambda out: torch.tensordot(MATRIX, MATRIX, 1, out=out), (stuck,)),
+    "norm by place": (lambda out: torch.norm(MATRIX, "fro", 1, False, out), (stuck,)),
+    "norm by name": (lambda out: torch.norm(MATRIX, dim=1, out=out), (stuck,)),
+    "multi_dot": (lambda out: torch.linalg.multi_dot([MATRIX] * 3, out=out), (stuck,)),
+    "index_select": (lambda out: torch.index_select(MATRIX, 0, FAR, out=out), (growable,)),
+    "gather": (lambda out: torch.gather(MATRIX, 0, FAR.view(1, 2), out=out), (growable,)),
+    "take": (lambda out: torch.take(MATRIX, FAR, out=out), (growable,)),
+    "scatter": (
+        lambda out: torch.scatter(MATRIX, 0, FAR.view(1, 2), MATRIX[:1, :2], out=out),
+        (growable,),
+    ),
+    "inv of a singular matrix": (
+        lambda out: torch.linalg.inv(torch.zeros(4, 4), out=out),
+        (growable,),
+    ),
+    # Functions that make tensors.
+    "zeros": (lambda out: torch.zeros(100, out=out), (stuck,)),
+    "ones": (lambda out: torch.ones(100, out=out), (stuck,)),
+    "full": (lambda out: torch.full((100,), 1.0, out=out), (stuck,)),
+    "empty": (lambda out: torch.empty(100, out=out), (stuck,)),
+    "arange": (lambda out: torch.arange(100, out=out), (stuck,)),
+    "linspace": (lambda out: torch.linspace(0, 1, 100, out=out), (stuck,)),
+    "logspace": (lambda out: torch.logspace(0, 1, 100, out=out), (stuck,)),
+    "eye": (lambda out: torch.eye(100, out=out), (stuck,)),
+    "rand": (lambda out: torch.rand(100, out=out), (stuck,)),
+    "randn": (lambda out: torch.randn(100, out=out), (stuck,)),
+    "randperm": (lambda out: torch.randperm(100, out=out), (stuck_long,)),
+    "normal": (lambda out: torch.normal(0.0, 1.0, (100,), out=out), (stuck,)),
+    "fftfreq": (lambda out: torch.fft.fftfreq(100, out=out), (stuck,)),
+}
+IN_SCOPES_ALONE: dict[str, Any] = {
+    "an overload with names of its own": (
+        lambda values, indices: torch.ops.aten.sort.values(
+            torch.ones(5), values=values, indices=indices
+        ),
+        (stuck, stuck_long),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*FAILING, *IN_SCOPES_ALONE])
+def test_a_call_that_fails_leaves_its_outputs_as_they_were(name: str) -> None:
+    call, makes = {**FAILING, **IN_SCOPES_ALONE}[name]
+    corrupted = {}
+    for scope, make_scope in {"torch": nullcontext, **SCOPES}.items():
+        outs = [make() for make in makes]
+        before = [state(out) for out in outs]
+        with make_scope():
+            error = outcome_of(lambda: call(*outs)).error  # noqa: B023
+        assert isinstance(error, (RuntimeError, IndexError))
+        changed = [differences(old, state(out)) for old, out in zip(before, outs, strict=True)]
+        if scope != "guarded with data":
+            for each in changed:
+                if "version" in each:  # elements may have been written
+                    each.pop("version")
+                    each.pop("bytes", None)
+        corrupted[scope] = any(changed)
+    assert corrupted.pop("torch"), "plain torch got it right: this proves nothing"
+    if name in IN_SCOPES_ALONE:  # install() patches no operators
+        corrupted.pop("install")
+    assert not any(corrupted.values()), corrupted
+
+
+def test_a_failed_out_that_may_be_half_written_makes_backward_refuse() -> None:
+    def backward() -> None:
+        weight = torch.ones(3, requires_grad=True)
+        saved = torch.tensor([1.0, 2, 3])
+        product = (weight * saved).sum()
+        with pytest.raises((RuntimeError, IndexError)):
+            torch.index_select(torch.full((9,), 7.0), 0, torch.tensor([1, 2, 99]), out=saved)
+        product.backward()
+
+    backward()  # plain torch says nothing
+    for scope in ("install", "guarded"):
+        with SCOPES[scope](), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward()
+
+
+# ---- success; the sweep over torch's database of operators has more ----
+
+
+@each_scope
+def test_out_none_passes_by_name_and_by_place(scope: str) -> None:
+    with SCOPES[scope]():
+        assert torch.add(torch.ones(2), 1, out=None).tolist() == [2, 2]
+        assert torch.tensordot(MATRIX, MATRIX, 1, None).shape == (3, 3)
+        assert torch.norm(torch.ones(4), "fro", 0, False, None).item() == 2
+        assert torch.arange(3, out=None).tolist() == [0, 1, 2]
+        assert torch.zeros(2, 2, out=None).shape == (2, 2)
+
+
+@each_scope
+def test_the_result_is_the_output_that_was_given(scope: str) -> None:
+    with warnings.catch_warnings(), SCOPES[scope]():
+        out = torch.empty(3, 3)
+        assert torch.add(MATRIX, 1, out=out) is out
+        assert torch.tensordot(MATRIX, MATRIX, 1, out) is out
+        # With any function mode on the stack, torch forgets this one's ``out``.
+        assert torch.chain_matmul(torch.eye(3), torch.eye(3), out=out) is out
+        assert out.tolist() == torch.eye(3).tolist()
+        values, indices = torch.empty(3), torch.empty(3, dtype=torch.long)
+        result = torch.max(MATRIX, 1, out=(values, indices))
+        assert result.values is values
+        assert result.indices is indices
+        q, r = torch.empty(3, 3), torch.empty(3, 3)
+        assert torch.linalg.qr(MATRIX, out=(q, r)).R is r

@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 
-from support.fault_injection import Case, Training, differences, reference, state_of, transaction
+from support.fault_injection import reference, transaction
+from support.small_training import Case, Training, differences, state_of
 
 # 300 in CI; TORCHGUARD_INTERRUPTS=10000 for the long run.
 INTERRUPTS = int(os.environ.get("TORCHGUARD_INTERRUPTS", "300"))

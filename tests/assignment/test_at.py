@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from support.assigned import INDICES, base, plain
 from torchguard import at
 
 UFUNCS: dict[str, Any] = {
@@ -27,6 +28,32 @@ UFUNCS: dict[str, Any] = {
 }
 Array = NDArray[Any]
 BEYOND = 3  # how far an index is out of bounds at most
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "set": lambda _, value: value,
+    "add": torch.add,
+    "multiply": torch.mul,
+    "max": torch.maximum,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", [name for name in INDICES if name != "matrix of integers"])
+def test_each_index_is_read_as_torch_does(name: str, operation: str) -> None:
+    """None of these indices names an element twice."""
+    t = base(requires_grad=False)
+    index = INDICES[name]
+
+    def update() -> torch.Tensor:
+        return plain(t, index, OPERATIONS[operation](t[index], torch.tensor(4.25)))
+
+    try:
+        expected = update()
+    except Exception as error:  # noqa: BLE001
+        with pytest.raises(type(error)):
+            getattr(at(t)[index], operation)(4.25)
+    else:
+        assert torch.equal(getattr(at(t)[index], operation)(4.25), expected)
 
 
 @st.composite
@@ -200,9 +227,11 @@ def test_apply_has_a_gradient_and_counts() -> None:
 
 
 COMPILED: dict[str, Callable[..., torch.Tensor]] = {
-    "subtract": lambda t, i, v: at(t)[i].subtract(v),
-    "divide": lambda t, i, v: at(t)[i].divide(v),
-    "power": lambda t, i, v: at(t)[i].power(v),
+    **{
+        name: lambda t, i, v, name=name: getattr(at(t)[i], name)(v)  # type: ignore[misc]
+        for name in GRADIENTS
+    },
+    "add to columns": lambda t, i, v: at(t)[:, 1:].add(v[0, :2]),
     "add to one row": lambda t, i, v: at(t)[i[0]].add(v[0]),
     "set one element": lambda t, i, v: at(t)[i[0], 1].set(v[0, 0]),
     "set, drop": lambda t, i, v: at(t)[i + 2].set(v, mode="drop"),
@@ -261,6 +290,7 @@ def test_values_and_indices_from_numpy_and_lists() -> None:
     with pytest.raises(IndexError):
         at(t)[np.array([0.5])].add(1.0)
     assert at(t)[np.int64(1)].add(np.int64(4)).tolist() == [0.0, 4.0, 0.0]
+    assert at(t)[0].get().data_ptr() == t.data_ptr()  # a view, as in torch
 
 
 def test_a_method_without_an_index_is_told_where_the_index_goes() -> None:

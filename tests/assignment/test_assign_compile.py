@@ -61,8 +61,7 @@ def assigning(assign: Any, index: Any) -> Callable[..., Known]:
     return function
 
 
-@pytest.mark.parametrize("wants_t", [False, True], ids=["value", "tensor"])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("dynamic", "wants_t"), [(False, True), (True, False)])
 def test_every_index_in_one_graph(dynamic: bool, wants_t: bool) -> None:
     """One of the two requires grad."""
     # Dynamo itself can't hand a range of symbolic numbers to anything. And what nothing is written

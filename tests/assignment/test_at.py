@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -92,28 +93,19 @@ def forms(index: Any) -> list[Any]:
     return [*found, scalars]
 
 
-def coordinates(array: Array, index: Any) -> list[tuple[int, ...]]:
-    """Where the selected elements stand, one after the other, in bounds or not.
-
-    Each dimension that is named by number is read from a longer one, so that numpy
-    neither wraps nor refuses.
-    """
-    items = (*index, *[slice(None)] * (array.ndim - len(index)))
-    along, shifted = list[Array](), list[Any]()
-    for item, size in zip(items, array.shape, strict=True):
-        if isinstance(item, slice):
-            along.append(np.arange(size))
-            shifted.append(item)
-        else:
-            far = size + BEYOND
-            along.append(np.arange(-far, far))
-            shifted.append(np.asarray(item) + far if isinstance(item, np.ndarray) else item + far)
-    grids = np.meshgrid(*along, indexing="ij")
-    read = [np.asarray(grid[tuple(shifted)]).reshape(-1) for grid in grids]
-    wrapped = [
-        np.where(rows < 0, rows + size, rows) for rows, size in zip(read, array.shape, strict=True)
-    ]
-    return list(zip(*[rows.tolist() for rows in wrapped], strict=True))
+def with_mode(array: Array, index: Any, mode: str) -> tuple[Array, Any, Any]:
+    """The array with NaN around it, the index into that, and where the array stands in it."""
+    around, items, inside = list[tuple[int, int]](), list[Any](), list[slice]()
+    for item, size in zip_longest(index, array.shape, fillvalue=slice(None)):
+        far = 0 if isinstance(item, slice) or mode == "clip" else BEYOND
+        around.append((far, far))
+        inside.append(slice(far, far + size))
+        if not isinstance(item, slice):
+            rows = np.where(np.asarray(item) < 0, np.asarray(item) + size, item)
+            rows = np.clip(rows, 0, size - 1) if mode == "clip" else rows + far
+            item = rows if isinstance(item, np.ndarray) else int(rows)  # noqa: PLW2901
+        items.append(item)
+    return np.pad(array, around, constant_values=np.nan), tuple(items), tuple(inside)
 
 
 def values_for(shape: tuple[int, ...]) -> Array:
@@ -143,37 +135,27 @@ def test_each_operation_is_numpys_at(case: tuple[Array, Any], operation: str, lo
     st.sampled_from(["drop", "fill", "clip"]),
 )
 def test_modes_are_those_of_jax(case: tuple[Array, Any], operation: str, mode: Any) -> None:
-    """Element by element: dropped, filled with NaN, or moved to the nearest row."""
+    """Dropped, filled with NaN, or moved to the nearest row."""
     array, index = case
-    places = [
-        tuple(np.clip(place, 0, np.array(array.shape) - 1)) if mode == "clip" else place
-        for place in coordinates(array, index)
-    ]
-    inside = [
-        all(0 <= row < size for row, size in zip(place, array.shape, strict=True))
-        for place in places
-    ]
-    values = np.arange(len(places)) % 3 + 2.0
-    if operation == "set":
-        values[:] = 7.0  # which of several values stays is not specified
-    expected = array.copy()
-    read = [array[p] if ok else np.nan for p, ok in zip(places, inside, strict=True)]
-    for place, ok, value in zip(places, inside, values, strict=True):
-        if ok and operation != "get":
-            ways = {"set": value, "apply": -2 * expected[place]}
-            expected[place] = ways.get(operation) or UFUNCS[operation](expected[place], value)
+    expected, place, inside = with_mode(array, index, mode)
+    read = np.copy(expected[place])
+    # Which of several values stays is not specified.
+    values = 7.0 if operation == "set" else values_for(np.shape(read)) + 1
+    with np.errstate(invalid="ignore"):
+        if operation == "set":
+            expected[place] = values
+        elif operation == "apply":
+            np.multiply.at(expected, place, -2)
+        elif operation != "get":
+            UFUNCS[operation].at(expected, place, values)
     for form in forms(index):
         t = torch.as_tensor(array)
-        selected = at(t)[form].get(mode=mode)
-        np.testing.assert_array_equal(selected.reshape(-1).numpy(), read)
-        if operation == "apply":
-            found = at(t)[form].apply(lambda x: -2 * x, mode=mode)
-        elif operation != "get":
-            shaped = torch.as_tensor(values).reshape(selected.shape)
-            found = getattr(at(t)[form], operation)(shaped, mode=mode)
-        else:
+        np.testing.assert_array_equal(at(t)[form].get(mode=mode).numpy(), read)
+        if operation == "get":
             continue
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+        given: Any = (lambda x: -2 * x) if operation == "apply" else torch.as_tensor(values)
+        found = getattr(at(t)[form], operation)(given, mode=mode)
+        np.testing.assert_allclose(found.numpy(), expected[inside], rtol=1e-12)
 
 
 @pytest.mark.parametrize(

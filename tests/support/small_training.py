@@ -242,7 +242,9 @@ def _optimizers(case: Case, model: nn.Module) -> Iterator[torch.optim.Optimizer]
 def state_of(training: Training) -> State:
     """Return all of it, by name."""
     model, optimizers, scaler = training.model, training.optimizers, training.scaler
-    places = {parameter: place for place, parameter in enumerate(model.parameters())}
+    places: dict[Any, int] = {
+        parameter: place for place, parameter in enumerate(model.parameters())
+    }
     named = dict(model.named_parameters())
     stages = getattr(scaler, "_per_optimizer_states", {})
     entries = [stages[id(each)] for each in optimizers if id(each) in stages]

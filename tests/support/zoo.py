@@ -52,9 +52,6 @@ class Architecture:
     """What labels are padded with, as ``bucketed(fill=...)`` takes it."""
 
     side: Literal["right", "left"] = "right"
-    ragged: bool = True
-    """Whether rows may differ in length; without it :meth:`batch` counts the lengths only."""
-
     exceptions: dict[str, str] = field(default_factory=dict)
     """By test (``verified``, ``bucketed``, ``inductor``), why this one is left out of it."""
 
@@ -271,9 +268,9 @@ ZOO: tuple[Architecture, ...] = (
         _made("Swin", "ForImageClassification", _SIZES, image_size=32, patch_size=4, num_labels=2,
               embed_dim=8, depths=[1, 1], num_heads=[2, 2], num_attention_heads=[2, 2],
               window_size=4),
-        _seen, ragged=False,
+        _seen,
     ),
-    Architecture("residual-convnet", "convnet", Convnet, _seen, ragged=False),
+    Architecture("residual-convnet", "convnet", Convnet, _seen),
 )  # fmt: skip
 """The architectures; each name once."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -120,24 +121,19 @@ def test_what_was_replaced_by_its_equal_before_the_block_stays(
             model(torch.ones(2, 1)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    state = optimizer.state[model.weight]
-    new: Any
-    if kind == "buffer":
-        new = model.num_batches_tracked = model.get_buffer("num_batches_tracked").clone()
-    elif kind == "parameter":
-        model._parameters["bias"] = new = nn.Parameter(model.bias.detach().clone())
-    elif kind == "state":
-        state["step"] = new = state["step"].clone()
-    else:
-        state["step"] = new = float(state["step"])
+    holders: dict[str, tuple[Any, str]] = {
+        "buffer": (model._buffers, "num_batches_tracked"),
+        "parameter": (model._parameters, "bias"),
+        "state": (optimizer.state[model.weight], "step"),
+        "number": (optimizer.state[model.weight], "step"),
+    }
+    holder, name = holders[kind]
+    new = float(holder[name]) if kind == "number" else copy.deepcopy(holder[name])
+    holder[name] = new
     with contextlib.nullcontext() if torch_function else torch._C.DisableTorchFunction():
         with pytest.raises(Failure), step:
             raise Failure
-    held = {
-        "buffer": model._buffers["num_batches_tracked"],
-        "parameter": model._parameters["bias"],
-    }
-    assert held.get(kind, state["step"]) is new
+    assert holder[name] is new
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "table"])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from support.fault_injection import (
     Case,
@@ -19,18 +16,9 @@ from support.fault_injection import (
 from support.small_training import FEATURES, covering, every_case
 
 EVERY = 3  # operators, so that the file takes seconds; bench_transaction.py --faults takes all
-EVERY_PAIR = 29
+EVERY_PAIR = 37
 CASES = covering(list(every_case()))
 TABLE = [Case("AdamW", implementation, amp=True) for implementation in ("loop", "fused")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Operators of a few hundred elements are slower with threads, by twenty times."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)

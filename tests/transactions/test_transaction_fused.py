@@ -225,30 +225,28 @@ def move_to_the_other_group(_: list[nn.Parameter], optimizer: torch.optim.Optimi
     optimizer.param_groups[1]["lr"] = 0.7
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p, o: o.param_groups[0].update(lr=0.5),
-        lambda p, o: o.param_groups[0].update(amsgrad=True),
-        lambda p, o: o.state[p[0]].update(exp_avg=torch.ones_like(p[0])),
-        lambda p, o: setattr(p[1], "grad", None),
-        lambda p, o: setattr(p[0], "grad", torch.ones(2, 3).cumsum(0).t()),
-        lambda p, o: o.load_state_dict(o.state_dict()),
-        lambda p, o: o.add_param_group({"params": [p.pop()]}),
-        lambda p, o: setattr(p[0], "data", torch.ones(2, 3).cumsum(0).t()),
-        move_to_the_other_group,
-    ],
-)
+CHANGES: list[Callable[..., Any]] = [
+    lambda p, o: o.param_groups[0].update(lr=0.5),
+    lambda p, o: o.param_groups[0].update(amsgrad=True),
+    lambda p, o: o.state[p[0]].update(exp_avg=torch.ones_like(p[0])),
+    lambda p, o: setattr(p[1], "grad", None),
+    lambda p, o: setattr(p[0], "grad", torch.ones(2, 3).cumsum(0).t()),
+    lambda p, o: o.load_state_dict(o.state_dict()),
+    lambda p, o: o.add_param_group({"params": [p.pop()]}),
+    lambda p, o: setattr(p[0], "data", torch.ones(2, 3).cumsum(0).t()),
+    move_to_the_other_group,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_reaches_the_kernel(change: Callable[..., Any]) -> None:
     """The lists of the last step are taken for the next one only where they are still right."""
     results = []
     for guarded in (False, True):
         parameters = parameters_of()
-        late = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.AdamW(
-            [{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1, fused=guarded
-        )
-        parameters.append(late)
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, fused=guarded)
+        parameters.append(nn.Parameter(torch.ones(2)))  # of no group yet
         step = torchguard.transaction([], optimizer)
         for number in range(4):
             torch.manual_seed(number)

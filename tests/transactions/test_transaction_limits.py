@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,59 +18,27 @@ def setup() -> tuple[nn.Linear, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def inside_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def test_what_cannot_be_undone_or_understood_is_refused() -> None:
+    def refused(error: type[Exception], match: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            torchguard.transaction(*args, **options)
+
+    model, optimizer = setup()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    refused(TypeError, r"step = torchguard.transaction\(model, optimizer\)", model)
+    refused(ValueError, "SGD has no parameter of the model", model, setup()[1])
+    refused(TypeError, "model is of type int", 3, optimizer)
+    refused(TypeError, "scaler is of type StepLR.*scheduler=", model, optimizer, scheduler)
+    refused(TypeError, "also has 3", model, optimizer, also=3)
+    refused(TypeError, "LBFGS", model, torch.optim.LBFGS(model.parameters()))
+    refused(ValueError, "no shape yet", nn.LazyLinear(1), optimizer)
+    refused(ValueError, "undo is 'some'", model, optimizer, undo="some")
+    match = "skip_nonfinite=True with a GradScaler"
+    refused(ValueError, match, model, optimizer, scaler, skip_nonfinite=True)
     in_backward = pytest.importorskip("torch.distributed.optim")._apply_optimizer_in_backward
     in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    return torchguard.transaction(model, optimizer)
-
-
-REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
-    "no optimizer": (
-        lambda m, _: torchguard.transaction(m),
-        TypeError,
-        r"step = torchguard.transaction\(model, optimizer\)",
-    ),
-    "an optimizer of another model": (
-        lambda m, _: torchguard.transaction(m, setup()[1]),
-        ValueError,
-        "SGD has no parameter of the model",
-    ),
-    "no model": (lambda _, o: torchguard.transaction(3, o), TypeError, "model is of type int"),  # type: ignore[arg-type]
-    "a scheduler in the scaler's place": (
-        lambda m, o: torchguard.transaction(m, o, torch.optim.lr_scheduler.StepLR(o, 1)),
-        TypeError,
-        "scaler is of type StepLR.*scheduler=",
-    ),
-    "also": (lambda m, o: torchguard.transaction(m, o, also=3), TypeError, "also has 3"),
-    "LBFGS": (
-        lambda m, _: torchguard.transaction(m, torch.optim.LBFGS(m.parameters())),
-        TypeError,
-        "LBFGS",
-    ),
-    "no shape": (
-        lambda _, o: torchguard.transaction(nn.LazyLinear(1), o),
-        ValueError,
-        "no shape yet",
-    ),
-    "undo": (
-        lambda m, o: torchguard.transaction(m, o, undo="some"),  # type: ignore[arg-type]
-        ValueError,
-        "undo is 'some'",
-    ),
-    "a scaler that skips by itself": (
-        lambda m, o: torchguard.transaction(m, o, torch.amp.GradScaler("cpu"), skip_nonfinite=True),
-        ValueError,
-        "skip_nonfinite=True with a GradScaler",
-    ),
-    "steps inside backward": (inside_backward, TypeError, "weight inside backward"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_undone_or_understood_is_refused(name: str) -> None:
-    make, error, match = REFUSED[name]
-    with pytest.raises(error, match=match):
-        make(*setup())
+    refused(TypeError, "weight inside backward", model, optimizer)
 
 
 def test_a_model_that_fsdp_has_sharded_is_refused() -> None:

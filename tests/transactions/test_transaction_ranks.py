@@ -18,7 +18,6 @@ sys.path.insert(0, TESTS)
 import torchguard
 from support.small_training import FailAt, InjectedError, bits
 
-torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 warnings.simplefilter("ignore")
 POINTS = 16

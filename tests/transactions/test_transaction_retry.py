@@ -24,21 +24,28 @@ import torchguard
 B, F = 8, 4
 
 
-class Setup(NamedTuple):
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    step: Any
-    batch: tuple[torch.Tensor, torch.Tensor]
+class Setup:
+    """A model, its transaction and a batch."""
+
+    def __init__(self, samples: int = 8, scale: float | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(F, F), nn.Tanh(), nn.Linear(F, 1)).double()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
+        scaler = scale and torch.amp.GradScaler("cpu", init_scale=scale)
+        self.step = torchguard.transaction(self.model, self.optimizer, scaler)
+        self.batch = (torch.randn(samples, F).double(), torch.randn(samples).double())
+        self.sizes: list[int] = []
+        self.gradients: list[torch.Tensor] = []
 
     def loss_of(self, part: Any) -> torch.Tensor:
         x_bf, y_b = part
+        self.sizes.append(len(x_bf))
         return nn.functional.mse_loss(self.model(x_bf).squeeze(1), y_b)
 
-    def too_large_for(self, limit: int, sizes: list[int]) -> Callable[[Any], torch.Tensor]:
+    def too_large_for(self, limit: int) -> Callable[[Any], torch.Tensor]:
         """A loss that runs out of memory in parts of more than ``limit`` samples, after forward."""
 
         def limited(part: Any) -> torch.Tensor:
-            sizes.append(len(part[0]))
             loss = self.loss_of(part)
             if len(part[0]) > limit:
                 out_of_memory()
@@ -46,45 +53,34 @@ class Setup(NamedTuple):
 
         return limited
 
-    def note_to(self, gradients: list[torch.Tensor]) -> Callable[[], None]:
-        """A before_step that keeps the gradients it finds."""
-        return lambda: gradients.extend(
-            p.grad.clone() for p in self.model.parameters() if p.grad is not None
-        )
+    def note(self) -> None:
+        """Keep the gradients that ``before_step`` finds."""
+        self.gradients += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
-
-def setup(**options: Any) -> Setup:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(F, F), nn.Tanh(), nn.Linear(F, 1)).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    step = torchguard.transaction(model, optimizer, **options)
-    return Setup(model, optimizer, step, (torch.randn(B, F).double(), torch.randn(B).double()))
+    def plain_step(self) -> torch.Tensor:
+        loss = self.loss_of(self.batch)
+        loss.backward()
+        self.note()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
 
 
 def out_of_memory() -> torch.Tensor:
     return torch.empty(2**58, dtype=torch.uint8)
 
 
-def plain_step(made: Setup, before_step: Callable[[], Any] = lambda: None) -> torch.Tensor:
-    loss = made.loss_of(made.batch)
-    loss.backward()
-    before_step()
-    made.optimizer.step()
-    made.optimizer.zero_grad()
-    return loss.detach()
-
-
-def assert_same_parameters(one: Setup, other: Setup) -> None:
+def assert_close(one: Setup, other: Setup) -> None:
     torch.testing.assert_close(list(one.model.parameters()), list(other.model.parameters()))
+    torch.testing.assert_close(one.gradients, other.gradients)
 
 
 class TestAStepInOnePart:
     def test_equals_the_plain_loop_bit_for_bit(self) -> None:
-        plain, guarded = setup(), setup()
+        plain, guarded = Setup(), Setup()
         for _ in range(3):
-            expected = plain_step(plain)
             loss = guarded.step.run(guarded.loss_of, guarded.batch)
-            assert torch.equal(loss, expected)
+            assert torch.equal(loss, plain.plain_step())
             assert not loss.requires_grad
         for a, b in zip(plain.model.parameters(), guarded.model.parameters(), strict=True):
             assert torch.equal(a, b)
@@ -102,7 +98,7 @@ class TestAStepInOnePart:
         assert scaler.get_scale() == 8.0
 
     def test_what_it_can_not_do_is_refused(self) -> None:
-        made = setup()
+        made = Setup()
         with pytest.raises(TypeError, match=r"returned shape \(8, 1\), expected a tensor of one"):
             made.step.run(lambda part: made.model(part[0]), made.batch)
         with pytest.raises(ValueError, match="retry is 'half', expected 'halve' or None"):
@@ -124,33 +120,20 @@ class TestOutOfMemory:
         self, samples: int, limit: int, sizes: list[int], scale: float | None
     ) -> None:
         """Parts of unequal size have their share; before_step sees gradients without the scale."""
-        scaler = scale and torch.amp.GradScaler("cpu", init_scale=scale)
-        plain, made = (
-            each._replace(batch=(each.batch[0][:samples], each.batch[1][:samples]))
-            for each in (setup(), setup(scaler=scaler))
+        plain, made = Setup(samples), Setup(samples, scale)
+        loss = made.step.run(
+            made.too_large_for(limit), made.batch, retry="halve", before_step=made.note
         )
-        found: list[torch.Tensor] = []
-        expected: list[torch.Tensor] = []
-        seen: list[int] = []
-        loss = plain_step(plain, plain.note_to(expected))
-        in_parts = made.step.run(
-            made.too_large_for(limit, seen),
-            made.batch,
-            retry="halve",
-            before_step=made.note_to(found),
-        )
-        assert seen == sizes
-        torch.testing.assert_close(in_parts, loss)
-        torch.testing.assert_close(found, expected)
-        assert_same_parameters(made, plain)
+        assert made.sizes == sizes
+        torch.testing.assert_close(loss, plain.plain_step())
+        assert_close(made, plain)
         assert made.step.stats().commits == 1
 
     def test_the_size_is_remembered_and_said_once(self, recwarn: pytest.WarningsRecorder) -> None:
-        made = setup()
-        sizes: list[int] = []
+        made = Setup()
         for _ in range(3):
-            made.step.run(made.too_large_for(4, sizes), made.batch, retry="halve")
-        assert sizes == [8, 4, 4, 4, 4, 4, 4]
+            made.step.run(made.too_large_for(4), made.batch, retry="halve")
+        assert made.sizes == [8, 4, 4, 4, 4, 4, 4]
         (said,) = [str(warning.message) for warning in recwarn]
         assert said.startswith("a batch of 8 samples ran out of memory; it was run in parts of 4")
         assert "parts of 4 samples" in made.step.guarantee
@@ -160,38 +143,35 @@ class TestOutOfMemory:
         self, retry: Any, expected: list[int]
     ) -> None:
         """At the smallest part; without retry at once."""
-        made = setup()
+        made = Setup()
         before = copy.deepcopy(list(made.model.parameters()))
-        sizes: list[int] = []
         with pytest.raises(RuntimeError, match="can't allocate memory"):
-            made.step.run(made.too_large_for(0, sizes), made.batch, retry=retry)
-        assert sizes == expected
+            made.step.run(made.too_large_for(0), made.batch, retry=retry)
+        assert made.sizes == expected
         assert all(map(torch.equal, made.model.parameters(), before))
         assert not made.optimizer.state
 
     def test_in_before_step_takes_the_whole_step_back(self) -> None:
-        plain, made = setup(), setup()
-        calls = []
+        plain, made = Setup(), Setup()
 
-        def once() -> None:
-            calls.append(1)
-            if len(calls) == 1:
+        def before_step() -> None:
+            if made.sizes == [8]:
                 out_of_memory()
+            made.note()
 
-        plain_step(plain)
         with pytest.warns(RuntimeWarning, match="parts of 4"):
-            made.step.run(made.loss_of, made.batch, retry="halve", before_step=once)
-        assert len(calls) == 2
-        assert_same_parameters(made, plain)
+            made.step.run(made.loss_of, made.batch, retry="halve", before_step=before_step)
+        plain.plain_step()
+        assert_close(made, plain)
 
     def test_the_failed_attempt_is_freed_before_the_next_one(self) -> None:
-        made = setup()
+        made = Setup()
         activations: list[weakref.ref[torch.Tensor]] = []
         alive: list[int] = []
 
         def loss_of(part: Any) -> torch.Tensor:
             alive.append(sum(each() is not None for each in activations))
-            activation = made.model[0](part[0])  # type: ignore[index]
+            activation = made.model[0](part[0])
             activations.append(weakref.ref(activation))
             if len(part[0]) > 2:
                 try:
@@ -325,4 +305,4 @@ class TestSplitting:
     )
     def test_what_can_not_be_split_is_named(self, batch: Any, name: str) -> None:
         with pytest.raises(TypeError, match=name):
-            setup().step.run(lambda _: torch.zeros(()), batch, retry="halve")
+            Setup().step.run(lambda _: torch.zeros(()), batch, retry="halve")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -96,7 +95,8 @@ def forms(index: Any) -> list[Any]:
 def with_mode(array: Array, index: Any, mode: str) -> tuple[Array, Any, Any]:
     """The array with NaN around it, the index into that, and where the array stands in it."""
     around, items, inside = list[tuple[int, int]](), list[Any](), list[slice]()
-    for item, size in zip_longest(index, array.shape, fillvalue=slice(None)):
+    rest = [slice(None)] * (array.ndim - len(index))
+    for item, size in zip((*index, *rest), array.shape, strict=True):
         far = 0 if isinstance(item, slice) or mode == "clip" else BEYOND
         around.append((far, far))
         inside.append(slice(far, far + size))
@@ -209,10 +209,7 @@ def test_apply_has_a_gradient_and_counts() -> None:
 
 
 COMPILED: dict[str, Callable[..., torch.Tensor]] = {
-    **{
-        name: lambda t, i, v, name=name: getattr(at(t)[i], name)(v)  # type: ignore[misc]
-        for name in GRADIENTS
-    },
+    **{name: lambda t, i, v, name=name: getattr(at(t)[i], name)(v) for name in GRADIENTS},
     "add to columns": lambda t, i, v: at(t)[:, 1:].add(v[0, :2]),
     "add to one row": lambda t, i, v: at(t)[i[0]].add(v[0]),
     "set one element": lambda t, i, v: at(t)[i[0], 1].set(v[0, 0]),

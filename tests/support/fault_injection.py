@@ -99,7 +99,8 @@ class deep_copy(zero_grad):  # noqa: N801  likewise
         elif isinstance(node, dict):
             lists = {key: [*value] for key, value in node.items() if isinstance(value, list)}
             self._dicts.append((node, {**node, **lists}))
-            self._copy(list(node.values()), seen)
+            for each in node.values():
+                self._copy(each, seen)
         elif isinstance(node, (list, tuple)):
             for each in node:
                 self._copy(each, seen)

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchguard
+from support.training import Failure
 from torchguard.transactions.step import Transaction
 
 PLACES = ("forward", "backward", "between the optimizers", "after the optimizers")
-
-
-class Failure(Exception):  # noqa: N818  as pytest.raises(Failure) reads
-    """What a step raises here."""
 
 
 def batch(number: int) -> Tensor:

@@ -102,7 +102,7 @@ class TestAStepInOnePart:
         with pytest.raises(TypeError, match=r"returned shape \(8, 1\), expected a tensor of one"):
             made.step.run(lambda part: made.model(part[0]), made.batch)
         with pytest.raises(ValueError, match="retry is 'half', expected 'halve' or None"):
-            made.step.run(made.loss_of, made.batch, retry="half")
+            made.step.run(made.loss_of, made.batch, retry="half")  # type: ignore[arg-type]
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(made.optimizer)
         step = torchguard.transaction(made.model, made.optimizer, scheduler=plateau)
         with pytest.raises(TypeError, match=r"also=\(scheduler,\)"):

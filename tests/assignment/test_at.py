@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from support.assigned import INDICES, base, plain
 from torchguard import at
 
 UFUNCS: dict[str, Any] = {
@@ -27,6 +28,32 @@ UFUNCS: dict[str, Any] = {
 }
 Array = NDArray[Any]
 BEYOND = 3  # how far an index is out of bounds at most
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "set": lambda _, value: value,
+    "add": torch.add,
+    "multiply": torch.mul,
+    "max": torch.maximum,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", [name for name in INDICES if name != "matrix of integers"])
+def test_each_index_is_read_as_torch_does(name: str, operation: str) -> None:
+    """None of these indices names an element twice."""
+    t = base(requires_grad=False)
+    index = INDICES[name]
+
+    def update() -> torch.Tensor:
+        return plain(t, index, OPERATIONS[operation](t[index], torch.tensor(4.25)))
+
+    try:
+        expected = update()
+    except Exception as error:  # noqa: BLE001
+        with pytest.raises(type(error)):
+            getattr(at(t)[index], operation)(4.25)
+    else:
+        assert torch.equal(getattr(at(t)[index], operation)(4.25), expected)
 
 
 @st.composite
@@ -65,28 +92,20 @@ def forms(index: Any) -> list[Any]:
     return [*found, scalars]
 
 
-def coordinates(array: Array, index: Any) -> list[tuple[int, ...]]:
-    """Where the selected elements stand, one after the other, in bounds or not.
-
-    Each dimension that is named by number is read from a longer one, so that numpy
-    neither wraps nor refuses.
-    """
-    items = (*index, *[slice(None)] * (array.ndim - len(index)))
-    along, shifted = list[Array](), list[Any]()
-    for item, size in zip(items, array.shape, strict=True):
-        if isinstance(item, slice):
-            along.append(np.arange(size))
-            shifted.append(item)
-        else:
-            far = size + BEYOND
-            along.append(np.arange(-far, far))
-            shifted.append(np.asarray(item) + far if isinstance(item, np.ndarray) else item + far)
-    grids = np.meshgrid(*along, indexing="ij")
-    read = [np.asarray(grid[tuple(shifted)]).reshape(-1) for grid in grids]
-    wrapped = [
-        np.where(rows < 0, rows + size, rows) for rows, size in zip(read, array.shape, strict=True)
-    ]
-    return list(zip(*[rows.tolist() for rows in wrapped], strict=True))
+def with_mode(array: Array, index: Any, mode: str) -> tuple[Array, Any, Any]:
+    """The array with NaN around it, the index into that, and where the array stands in it."""
+    around, items, inside = list[tuple[int, int]](), list[Any](), list[slice]()
+    rest = [slice(None)] * (array.ndim - len(index))
+    for item, size in zip((*index, *rest), array.shape, strict=True):
+        far = 0 if isinstance(item, slice) or mode == "clip" else BEYOND
+        around.append((far, far))
+        inside.append(slice(far, far + size))
+        if not isinstance(item, slice):
+            rows = np.where(np.asarray(item) < 0, np.asarray(item) + size, item)
+            rows = np.clip(rows, 0, size - 1) if mode == "clip" else rows + far
+            item = rows if isinstance(item, np.ndarray) else int(rows)  # noqa: PLW2901
+        items.append(item)
+    return np.pad(array, around, constant_values=np.nan), tuple(items), tuple(inside)
 
 
 def values_for(shape: tuple[int, ...]) -> Array:
@@ -116,37 +135,27 @@ def test_each_operation_is_numpys_at(case: tuple[Array, Any], operation: str, lo
     st.sampled_from(["drop", "fill", "clip"]),
 )
 def test_modes_are_those_of_jax(case: tuple[Array, Any], operation: str, mode: Any) -> None:
-    """Element by element: dropped, filled with NaN, or moved to the nearest row."""
+    """Dropped, filled with NaN, or moved to the nearest row."""
     array, index = case
-    places = [
-        tuple(np.clip(place, 0, np.array(array.shape) - 1)) if mode == "clip" else place
-        for place in coordinates(array, index)
-    ]
-    inside = [
-        all(0 <= row < size for row, size in zip(place, array.shape, strict=True))
-        for place in places
-    ]
-    values = np.arange(len(places)) % 3 + 2.0
-    if operation == "set":
-        values[:] = 7.0  # which of several values stays is not specified
-    expected = array.copy()
-    read = [array[p] if ok else np.nan for p, ok in zip(places, inside, strict=True)]
-    for place, ok, value in zip(places, inside, values, strict=True):
-        if ok and operation != "get":
-            ways = {"set": value, "apply": -2 * expected[place]}
-            expected[place] = ways.get(operation) or UFUNCS[operation](expected[place], value)
+    expected, place, inside = with_mode(array, index, mode)
+    read = np.copy(expected[place])
+    # Which of several values stays is not specified.
+    values = 7.0 if operation == "set" else values_for(np.shape(read)) + 1
+    with np.errstate(invalid="ignore"):
+        if operation == "set":
+            expected[place] = values
+        elif operation == "apply":
+            np.multiply.at(expected, place, -2)
+        elif operation != "get":
+            UFUNCS[operation].at(expected, place, values)
     for form in forms(index):
         t = torch.as_tensor(array)
-        selected = at(t)[form].get(mode=mode)
-        np.testing.assert_array_equal(selected.reshape(-1).numpy(), read)
-        if operation == "apply":
-            found = at(t)[form].apply(lambda x: -2 * x, mode=mode)
-        elif operation != "get":
-            shaped = torch.as_tensor(values).reshape(selected.shape)
-            found = getattr(at(t)[form], operation)(shaped, mode=mode)
-        else:
+        np.testing.assert_array_equal(at(t)[form].get(mode=mode).numpy(), read)
+        if operation == "get":
             continue
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+        given: Any = (lambda x: -2 * x) if operation == "apply" else torch.as_tensor(values)
+        found = getattr(at(t)[form], operation)(given, mode=mode)
+        np.testing.assert_allclose(found.numpy(), expected[inside], rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +209,8 @@ def test_apply_has_a_gradient_and_counts() -> None:
 
 
 COMPILED: dict[str, Callable[..., torch.Tensor]] = {
-    "subtract": lambda t, i, v: at(t)[i].subtract(v),
-    "divide": lambda t, i, v: at(t)[i].divide(v),
-    "power": lambda t, i, v: at(t)[i].power(v),
+    **{name: lambda t, i, v, name=name: getattr(at(t)[i], name)(v) for name in GRADIENTS},
+    "add to columns": lambda t, i, v: at(t)[:, 1:].add(v[0, :2]),
     "add to one row": lambda t, i, v: at(t)[i[0]].add(v[0]),
     "set one element": lambda t, i, v: at(t)[i[0], 1].set(v[0, 0]),
     "set, drop": lambda t, i, v: at(t)[i + 2].set(v, mode="drop"),
@@ -261,6 +269,7 @@ def test_values_and_indices_from_numpy_and_lists() -> None:
     with pytest.raises(IndexError):
         at(t)[np.array([0.5])].add(1.0)
     assert at(t)[np.int64(1)].add(np.int64(4)).tolist() == [0.0, 4.0, 0.0]
+    assert at(t)[0].get().data_ptr() == t.data_ptr()  # a view, as in torch
 
 
 def test_a_method_without_an_index_is_told_where_the_index_goes() -> None:

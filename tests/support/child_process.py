@@ -1,19 +1,121 @@
-"""Run a program in a Python of its own: for what may crash, or has to start clean."""
+"""Run a program in a Python of its own: for what may crash, or has to start clean.
+
+Where that can be, the program runs in a fork of a process that has imported torch: an import takes
+a second. What it sees is what it would see after its own ``import torch``: nothing else of torch's
+(no Dynamo, no torchguard) is imported before it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from support import forked
+_TIMEOUT = 480  # seconds
 
-if TYPE_CHECKING:
-    from pathlib import Path
+# The program is the last thing that the forked process does, at the top of its main module: it ends
+# as any other, with its exit handlers and the threads that it waits for.
+_SERVER = """
+import json, os, sys
+import gc, torch
+gc.freeze()
+_ = status = None
+for line in sys.stdin:
+    asked = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        break
+    _, status = os.waitpid(child, 0)
+    print(json.dumps([child, os.waitstatus_to_exitcode(status)]), flush=True)
+else:
+    os._exit(0)
+os.setpgid(0, 0)
+for number, name in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):
+    os.dup2(os.open(name, os.O_RDWR), number)
+os.environ.clear()
+os.environ.update(asked["environment"])
+os.chdir(asked["cwd"])
+sys.argv, sys.path[0] = asked["argv"], asked["path"]
+if asked["file"] != "<string>":
+    __file__ = asked["file"]
+_code = compile(asked["source"], asked["file"], "exec")
+del _, gc, json, os, sys, torch, line, child, status, asked, number, name
+exec(globals().pop("_code"), globals())
+"""
+
+_server: subprocess.Popen[str] | None = None
+
+
+def _read_at_start() -> dict[str, str]:
+    """Return what torch or Python read of the environment when they start."""
+    names = ("PYTHON", "TORCH", "OMP_", "MKL_", "LD_", "PYTORCH")
+    return {name: value for name, value in os.environ.items() if name.startswith(names)}
+
+
+_STARTED_WITH = _read_at_start()
+
+
+def _run(
+    source: str, arguments: tuple[str, ...], file: Path | None, *, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a program as ``python -c``, or as ``python file`` where it has one."""
+    global _server
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": ""}
+    if fresh or sys.platform != "linux" or _read_at_start() != _STARTED_WITH:
+        start = ("-c", source) if file is None else (str(file),)
+        return subprocess.run(
+            [sys.executable, *start, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+            timeout=_TIMEOUT,
+        )
+    if _server is None or _server.poll() is not None:
+        _server = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    assert _server.stdin is not None
+    assert _server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        out.touch()
+        err.touch()
+        argv = ["-c" if file is None else str(file), *arguments]
+        asked = {
+            "source": source,
+            "argv": argv,
+            "file": "<string>" if file is None else str(file),
+            "path": "" if file is None else str(file.parent),
+            "cwd": str(Path.cwd()),
+            "environment": environment,
+            "out": str(out),
+            "err": str(err),
+        }
+        _server.stdin.write(json.dumps(asked) + "\n")
+        _server.stdin.flush()
+        ready, _, _ = select.select([_server.stdout], [], [], _TIMEOUT)
+        if not ready:
+            _server.kill()
+            raise subprocess.TimeoutExpired(["a forked program"], _TIMEOUT)
+        child, status = json.loads(_server.stdout.readline())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it has left behind
+        return subprocess.CompletedProcess(
+            ["python", *argv], status, out.read_text(), err.read_text()
+        )
 
 
 def run_python(
@@ -24,26 +126,11 @@ def run_python(
     Torch is imported already where that can be, but with ``fresh=True``.
     """
     source = textwrap.dedent(program)
-    if not fresh and forked.can_fork():
-        path = None if folder is None else folder / "program.py"
-        if path is not None:
-            path.write_text(source)
-        return forked.run(source, arguments, file=path)
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": ""}
-    start: tuple[str, ...] = ("-c", source)
-    if folder is not None:
-        # A program that spawns workers has to be a file.
-        path = folder / "program.py"
-        path.write_text(source)
-        start = (str(path),)
-    return subprocess.run(
-        [sys.executable, *start, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=480,
-    )
+    if folder is None:
+        return _run(source, arguments, None, fresh=fresh)
+    file = folder / "program.py"  # a program that spawns workers has to be a file
+    file.write_text(source)
+    return _run(source, arguments, file, fresh=fresh)
 
 
 def output_of(
@@ -57,15 +144,7 @@ def output_of(
 
 def run_file(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program that is there as a file, as :func:`run_python` runs its source."""
-    if forked.can_fork():
-        return forked.run(path.read_text(encoding="utf-8"), arguments, file=path)
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", str(path), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=480,
-    )
+    return _run(path.read_text(encoding="utf-8"), arguments, path)
 
 
 # How a rank ends. Gloo's threads may hold tensors that Python knows; one that frees such a tensor
@@ -108,7 +187,7 @@ def run_ranks(program: str, folder: Path, count: int = 2) -> list[dict[str, Any]
         for rank in range(count)
     ]
     try:
-        ended = [rank.communicate(timeout=480) for rank in ranks]
+        ended = [rank.communicate(timeout=_TIMEOUT) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -8,11 +8,10 @@ training consists of is compared with a run that never failed.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,50 +20,24 @@ import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.optim.lr_scheduler import LRScheduler
 
 import torchguard
 from support.small_training import (
-    FEATURES,
     Case,
     FailAt,
     InjectedError,
     State,
     Training,
-    bits,
     covering,
     differences,
     every_case,
     identity_of,
-    implementations,
     state_of,
 )
 from torchguard._torch import set_version
 
-__all__ = [
-    "FEATURES",
-    "Case",
-    "Count",
-    "FailAt",
-    "InjectedError",
-    "Reference",
-    "State",
-    "Training",
-    "Way",
-    "bits",
-    "composer",
-    "count",
-    "covering",
-    "deep_copy",
-    "differences",
-    "every_case",
-    "identity_of",
-    "implementations",
-    "nothing",
-    "reference",
-    "state_of",
-    "transaction",
-    "zero_grad",
-]
+__all__ = ["Case", "covering", "every_case"]  # for the benchmark
 
 # --- ways of cleaning up ---------------------------------------------------------------------
 
@@ -77,126 +50,77 @@ def nothing(_: Training) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-class _CleanUp:
-    """A context manager, entered again and again, that calls a function if its block raises."""
+class zero_grad:  # noqa: N801  one of the ways, and those are functions
+    """The usual advice: drop the gradients."""
 
-    def __init__(self, clean_up: Callable[[], None]) -> None:
-        self._clean_up = clean_up
+    def __init__(self, training: Training) -> None:
+        self.training = training
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is not None:
-            self._clean_up()
+            self.clean_up()
 
-
-def zero_grad(training: Training) -> AbstractContextManager[Any]:
-    """The usual advice: drop the gradients."""
-
-    def clean_up() -> None:
-        for optimizer in training.optimizers:
+    def clean_up(self) -> None:
+        for optimizer in self.training.optimizers:
             optimizer.zero_grad()
 
-    return _CleanUp(clean_up)
 
-
-def composer(training: Training) -> AbstractContextManager[Any]:
+class composer(zero_grad):  # noqa: N801  likewise
     """Drop the gradients, and let the scaler forget what stage it is at."""
 
-    def clean_up() -> None:
-        for optimizer in training.optimizers:
-            optimizer.zero_grad()
-        training.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    return _CleanUp(clean_up)
+    def clean_up(self) -> None:
+        super().clean_up()
+        self.training.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 
-class deep_copy:  # noqa: N801  one of the ways, and those are functions
+class deep_copy(zero_grad):  # noqa: N801  likewise
     """The reference: copy everything on entry, put all of it back."""
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
-
     def __enter__(self) -> None:
-        t = self._training
-        self._gradients = [
-            (p, p.grad, None if p.grad is None else p.grad.clone()) for p in t.model.parameters()
-        ]
-        self._tensors = [
-            (tensor, tensor.detach().clone(), tensor._version) for tensor in _tensors_of(t)
-        ]
-        self._objects = [*t.optimizers, *t.schedulers, t.scaler]
-        self._attributes = [_copied(each) for each in self._objects]
+        t = self.training
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]] = []
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._copy([t.model, t.average, t.optimizers, t.schedulers, vars(t.scaler)], set())
         self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
         self._torch = torch.get_rng_state()
         on_gpu = t.case.device == "cuda"
         self._cuda = torch.cuda.get_rng_state() if on_gpu else None
 
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is None:
+    def _copy(self, node: Any, seen: set[int]) -> None:
+        if id(node) in seen:
             return
+        seen.add(id(node))
+        if isinstance(node, torch.Tensor):
+            self._tensors.append((node, node.detach().clone(), node._version, node.grad))
+            self._copy(node.grad, seen)
+        elif isinstance(node, dict):
+            lists = {key: [*value] for key, value in node.items() if isinstance(value, list)}
+            self._dicts.append((node, {**node, **lists}))
+            for each in node.values():
+                self._copy(each, seen)
+        elif isinstance(node, (list, tuple)):
+            for each in node:
+                self._copy(each, seen)
+        elif isinstance(node, (nn.Module, torch.optim.Optimizer, LRScheduler)):
+            self._copy(vars(node), seen)
+
+    def clean_up(self) -> None:
+        for node, before in self._dicts:
+            node.clear()
+            node.update(before)
         with torch.no_grad():
-            for tensor, value, version in self._tensors:
+            for tensor, value, version, gradient in self._tensors:
                 tensor.copy_(value)
                 set_version(tensor, version)
-            for parameter, gradient, values in self._gradients:
-                parameter.grad = gradient
-                if gradient is not None and values is not None:
-                    gradient.copy_(values)
-        for each, attributes in zip(self._objects, self._attributes, strict=True):
-            _put_back(each, attributes)
+                tensor.grad = gradient
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
-
-
-def _tensors_of(training: Training) -> Iterator[torch.Tensor]:
-    modules: list[nn.Module] = [training.model]
-    if training.average is not None:
-        modules.append(training.average)
-    for module in modules:
-        yield from module.parameters()
-        yield from module.buffers()
-    for optimizer in training.optimizers:
-        for state in optimizer.state.values():
-            yield from (each for each in state.values() if isinstance(each, torch.Tensor))
-    for each in (training.scaler.__dict__.get(n) for n in ("_scale", "_growth_tracker")):
-        if each is not None:
-            yield each
-
-
-def _copied(owner: Any) -> dict[str, Any]:
-    """Copy an object's attributes; tensors and what is not data stay the same objects."""
-    found = dict(vars(owner))
-    if isinstance(owner, torch.optim.Optimizer):
-        found["state"] = {p: dict(state) for p, state in owner.state.items()}
-        found["param_groups"] = [dict(group) for group in owner.param_groups]
-    elif isinstance(owner, torch.amp.GradScaler):
-        stages = found.get("_per_optimizer_states", {})
-        found["_per_optimizer_states"] = {key: copy.copy(entry) for key, entry in stages.items()}
-    else:
-        found = {key: copy.copy(v) if isinstance(v, list) else v for key, v in found.items()}
-    return found
-
-
-def _put_back(owner: Any, attributes: dict[str, Any]) -> None:
-    for name in set(vars(owner)) - set(attributes):
-        delattr(owner, name)
-    for name, value in attributes.items():
-        if name == "state" and isinstance(owner, torch.optim.Optimizer):
-            owner.state.clear()
-            owner.state.update(value)
-        elif name == "param_groups":
-            for group, before in zip(owner.param_groups, value, strict=True):
-                group.clear()
-                group.update(before)
-        elif name == "_per_optimizer_states":
-            owner._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, value)
-        else:
-            setattr(owner, name, value)
 
 
 def transaction(training: Training) -> AbstractContextManager[Any]:

@@ -78,21 +78,9 @@ class Residue:
                     found.append(f"{owner}.{name} was replaced by {value!r}")
         return found + _modes_left()
 
-    def clean(self) -> None:
-        """Put everything back, so that one test's residue is not every later test's."""
-        for owner, before in self._before.items():
-            if owner == BUILTINS:
-                continue
-            place: Any = torch.Tensor if owner == "torch.Tensor" else sys.modules.get(owner)
-            if place is None:
-                module, _, class_name = owner.rpartition(".")
-                place = getattr(sys.modules[module], class_name)
-            for name, value in list(vars(place).items()):
-                if name not in before and (owner == "torch.Tensor" or _ours(value)):
-                    delattr(place, name)
-            for name, value in before.items():
-                if vars(place).get(name) is not value:
-                    setattr(place, name, value)
+    def accept(self) -> None:
+        """Compare with what is there now, so that one test's residue is not every later test's."""
+        self._before = _namespaces()
         for _ in range(torch._C._len_torch_function_stack()):
             torch._C._pop_torch_function_stack()
         if not torch._C._is_torch_function_enabled():

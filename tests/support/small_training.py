@@ -173,7 +173,7 @@ class Training:
             torch.backends.cudnn.deterministic = True
         self.model = Net(case.feature).to(case.device)
         self.optimizers = list(_optimizers(case, self.model))
-        self.schedulers = [
+        self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = [
             torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in self.optimizers
         ]
         self.scaler = torch.amp.GradScaler(case.device, init_scale=8.0, enabled=case.amp)
@@ -241,68 +241,65 @@ def _optimizers(case: Case, model: nn.Module) -> Iterator[torch.optim.Optimizer]
 
 def state_of(training: Training) -> State:
     """Return all of it, by name."""
-    found: State = {}
-    for name, parameter in training.model.named_parameters():
-        found[f"parameter {name}"] = bits(parameter)
-        found[f"gradient {name}"] = bits(parameter.grad)
-        found[f"requires_grad {name}"] = parameter.requires_grad
-    for name, buffer in training.model.named_buffers():
-        found[f"buffer {name}"] = bits(buffer)
-    for name, module in training.model.named_modules():
-        found[f"training {name}"] = module.training
-    for number, optimizer in enumerate(training.optimizers):
-        places = {
-            parameter: place
-            for place, parameter in enumerate(
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            )
-        }
-        found[f"optimizer {number}"] = {
-            places[parameter]: bits(state) for parameter, state in optimizer.state.items()
-        }
-        found[f"param_groups {number}"] = [
-            {key: bits(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        found[f"attributes of optimizer {number}"] = {
-            name: bits(optimizer.__dict__.get(name, "absent"))
-            for name in ("grad_scale", "found_inf", "_opt_called", "_step_count")
-        }
-    scaler = training.scaler
-    found["scaler"] = bits([scaler.state_dict(), getattr(scaler, "_scale", None)])
-    found["stages of the scaler"] = {
-        number: (entry["stage"].name, bits(list(entry["found_inf_per_device"].values())))
-        for number, optimizer in enumerate(training.optimizers)
-        if (entry := getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))) is not None
-        and entry["stage"].name != "READY"
+    model, optimizers, scaler = training.model, training.optimizers, training.scaler
+    places: dict[Any, int] = {
+        parameter: place for place, parameter in enumerate(model.parameters())
     }
-    for number, scheduler in enumerate(training.schedulers):
-        found[f"scheduler {number}"] = bits(scheduler.state_dict())
-    if training.average is not None:
-        found["average"] = bits(dict(training.average.state_dict()))
-    found["random state of torch"] = bits(torch.get_rng_state())
-    if training.case.device == "cuda":
-        found["random state of the GPU"] = bits(torch.cuda.get_rng_state())
-    found["random state of Python"] = random.getstate()
-    found["random state of numpy"] = bits(list(np.random.get_state()))  # noqa: NPY002
-    return found
+    named = dict(model.named_parameters())
+    stages = getattr(scaler, "_per_optimizer_states", {})
+    entries = [stages[id(each)] for each in optimizers if id(each) in stages]
+    on_gpu = training.case.device == "cuda"
+    tree: dict[str, Any] = {
+        "parameter": named,
+        "gradient": {name: parameter.grad for name, parameter in named.items()},
+        "requires_grad": {name: parameter.requires_grad for name, parameter in named.items()},
+        "buffer": dict(model.named_buffers()),
+        "training": {name: module.training for name, module in model.named_modules()},
+        "optimizer": [{places[p]: state for p, state in o.state.items()} for o in optimizers],
+        "param_groups": [
+            [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            for groups in (each.param_groups for each in optimizers)
+        ],
+        "attributes of optimizer": [
+            [vars(each).get(name, "absent") for name in _OF_THE_SCALER] for each in optimizers
+        ],
+        "scaler": [scaler.state_dict(), getattr(scaler, "_scale", None)],
+        "stage of the scaler": [
+            (entry["stage"].name, list(entry["found_inf_per_device"].values()))
+            for entry in entries
+            if entry["stage"].name != "READY"
+        ],
+        "scheduler": [each.state_dict() for each in training.schedulers],
+        "average": {} if training.average is None else dict(training.average.state_dict()),
+        "random state": {
+            "of torch": torch.get_rng_state(),
+            "of the GPU": torch.cuda.get_rng_state() if on_gpu else None,
+            "of Python": random.getstate(),
+            "of numpy": np.random.get_state(),  # noqa: NPY002
+        },
+    }
+    return {
+        f"{kind} {name}": bits(value)
+        for kind, values in tree.items()
+        for name, value in (values.items() if isinstance(values, dict) else enumerate(values))
+    }
+
+
+_OF_THE_SCALER = ("grad_scale", "found_inf", "_opt_called", "_step_count")
 
 
 def identity_of(training: Training) -> State:
     """Return which objects and which memory hold it; a rollback changes neither."""
     found: State = {}
     for name, tensor in (*training.model.named_parameters(), *training.model.named_buffers()):
-        found[f"object {name}"] = id(tensor)
-        found[f"memory of {name}"] = tensor.data_ptr()
-        found[f"version of {name}"] = tensor._version
+        found[f"object {name}"] = (id(tensor), tensor.data_ptr(), tensor._version)
         if tensor.grad is not None:
-            found[f"gradient's object {name}"] = id(tensor.grad)
-            found[f"gradient's memory {name}"] = tensor.grad.data_ptr()
+            found[f"object of gradient {name}"] = (id(tensor.grad), tensor.grad.data_ptr())
     for number, optimizer in enumerate(training.optimizers):
-        for place, state in enumerate(optimizer.state.values()):
-            found[f"optimizer {number}, state {place}"] = {
-                key: id(value) for key, value in state.items() if isinstance(value, torch.Tensor)
-            }
+        found[f"objects of optimizer {number}"] = [
+            {key: id(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+            for state in optimizer.state.values()
+        ]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchguard
+from support import small_training
 from torchguard.transactions.step import Transaction
 
 
@@ -17,31 +19,8 @@ class Failure(Exception):  # noqa: N818  as pytest.raises(Failure) reads
     """What the tests raise."""
 
 
-class Net(nn.Module):
-    """Buffers of each kind, a parameter in two places, a part that is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Dropout(0.2)
-        )
-        self.head = nn.Linear(32, 3)
-        self.shared = nn.Linear(32, 3)
-        self.shared.weight = self.head.weight
-        self.frozen = nn.Linear(3, 3)
-        self.frozen.requires_grad_(False)
-        self.scratch: Tensor
-        self.rows: Tensor
-        self.register_buffer("scratch", torch.arange(4.0), persistent=False)
-        self.register_buffer("rows", torch.arange(6.0).view(2, 3).t())
-        self.register_buffer("none", None)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        hidden = self.body(x)
-        out: Tensor = self.frozen(self.head(hidden) + self.shared(hidden))
-        return out
+def fail(*_: Any) -> None:
+    raise Failure
 
 
 class Average:
@@ -80,19 +59,23 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Training:
-    """A model and everything around it."""
+class Training(small_training.Training):
+    """With buffers of each kind, a part that is frozen, and what ``also=`` names."""
+
+    model: Any
 
     def __init__(self, kind: str = "fused", **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Net()
-        trained = [each for each in self.model.parameters() if each.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=0.01, **KINDS[kind])
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        super().__init__(small_training.Case("AdamW", kind, amp=True, feature="dropout"))
+        self.teacher: Any = small_training.Net("plain")
+        self.shadow = Average(self.model)
+        self.model.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.model.register_buffer("scratch", torch.arange(4.0), persistent=False)
+        self.model.register_buffer("rows", torch.arange(6.0).view(2, 3).t())
+        self.model.register_buffer("none", None)
+        (self.optimizer,) = self.optimizers
         self.decay = Decay()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.decay)
-        self.average = Average(self.model)
-        self.teacher = Net()
+        self.schedulers = [self.scheduler]
         self.counter = torch.zeros(3)
         self.generator = torch.Generator().manual_seed(3)
         self.step: Transaction = torchguard.transaction(
@@ -100,35 +83,20 @@ class Training:
             self.optimizer,
             scaler=self.scaler,
             scheduler=self.scheduler,
-            also=(self.average, self.teacher, self.counter, self.generator),
+            also=(self.shadow, self.teacher, self.counter, self.generator),
             **options,
         )
 
     def forward_backward(self) -> None:
-        loss = self.model(torch.randn(4, 1, 6, 6, generator=self.generator)).square().mean()
-        self.scaler.scale(loss).backward()
-
-    def optimize(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.scheduler.step()
-        self.average.update(self.model)
-        self.optimizer.zero_grad()
-
-    def whole_step(self) -> None:
-        self.forward_backward()
-        self.optimize()
+        self.backward(0)
 
 
-def tensor_state(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return None
+def tensor_state(tensor: Tensor) -> Any:
     held = tensor.detach()
     return (
         id(tensor),
         tensor._version,
+        tensor.requires_grad,
         tuple(tensor.shape),
         tensor.stride(),
         tensor.untyped_storage()._cdata,
@@ -138,59 +106,46 @@ def tensor_state(tensor: Tensor | None) -> Any:
     )
 
 
-def tree_state(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tensor_state(value)
-    if isinstance(value, dict):
-        return [
-            (key if isinstance(key, (str, int)) else id(key), tree_state(v))
-            for key, v in value.items()
-        ]
-    if isinstance(value, (list, tuple)):
-        return [tree_state(each) for each in value]
-    if isinstance(value, set):
-        return sorted(value)
-    if isinstance(value, (int, float, str, bool, type(None))):
-        return value
-    return id(value)
+_HAVE_ATTRIBUTES = (
+    *(Training, Decay, nn.Module, torch.optim.Optimizer),
+    *(torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler),
+)
 
 
 def fingerprint(training: Training) -> dict[str, Any]:
-    """Everything that can be seen of a training, by name."""
-    found: dict[str, Any] = {}
-    for name, parameter in (
-        *training.model.named_parameters(),
-        *training.teacher.named_parameters("t"),
-    ):
-        found[f"parameter {name}"] = tensor_state(parameter)
-        found[f"gradient {name}"] = tensor_state(parameter.grad)
-        found[f"requires_grad {name}"] = parameter.requires_grad
-        hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        found[f"hooks {name}"] = [list(each or ()) for each in hooks]
-    for name, module in (
-        *training.model.named_modules(),
-        *training.teacher.named_modules(prefix="t"),
-    ):
-        found[f"attributes {name}"] = {
-            key: tree_state(value)
-            for key, value in vars(module).items()
-            if key not in {"_parameters"}
-        }
-        found[f"children {name}"] = [(key, id(each)) for key, each in module._modules.items()]
-        found[f"parameters {name}"] = [(key, id(each)) for key, each in module._parameters.items()]
-    found["optimizer"] = tree_state(
-        {key: value for key, value in vars(training.optimizer).items() if key != "param_groups"}
-    )
-    found["groups"] = tree_state(training.optimizer.param_groups)
-    found["scaler"] = tree_state(vars(training.scaler))
-    found["scheduler"] = tree_state(vars(training.scheduler))
-    found["decay"] = training.decay.calls
-    found["average"] = [each.tolist() for each in training.average.shadow]
-    found["counter"] = tensor_state(training.counter)
-    found["generator"] = training.generator.get_state().tolist()
-    found["random"] = (torch.get_rng_state().tolist(), random.getstate())
-    found["numpy"] = np.random.get_state(legacy=False)["state"]["key"].tolist()  # noqa: NPY002
-    found["numpy place"] = np.random.get_state(legacy=False)["state"]["pos"]  # noqa: NPY002
+    """Everything that can be seen of a training, by name; objects by their identity."""
+    found: dict[str, Any] = {"random": (torch.get_rng_state().tolist(), random.getstate())}
+    waiting: list[tuple[str, Any]] = [
+        ("training", training),
+        ("numpy", np.random.get_state(legacy=False)),  # noqa: NPY002
+    ]
+    seen: set[int] = set()
+    while waiting:
+        name, value = waiting.pop()
+        inside: Any = {}
+        if isinstance(value, Tensor):
+            found[name] = tensor_state(value)
+            hooks = (value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None))
+            inside = {"grad": value.grad, "hooks": [list(each or ()) for each in hooks]}
+        elif isinstance(value, dict):
+            found[name] = [key if isinstance(key, (str, int)) else id(key) for key in value]
+            inside = dict(zip(found[name], value.values(), strict=True))
+        elif isinstance(value, (list, tuple)):
+            found[name] = len(value)
+            inside = dict(enumerate(value))
+        elif isinstance(value, _HAVE_ATTRIBUTES):
+            found[name] = id(value)
+            inside = {} if id(value) in seen else vars(value)
+            seen.add(id(value))
+        elif isinstance(value, Average):  # load_state_dict() writes the tensors
+            found[name] = [each.tolist() for each in value.shadow]
+        elif isinstance(value, torch.Generator):
+            found[name] = value.get_state().tolist()
+        elif isinstance(value, (int, float, str, set, np.ndarray)):
+            found[name] = value.tolist() if isinstance(value, np.ndarray) else copy.copy(value)
+        else:
+            found[name] = id(value)
+        waiting += [(f"{name}.{key}", each) for key, each in inside.items()]
     return found
 
 
@@ -205,6 +160,6 @@ def begin(kind: str = "fused", **options: Any) -> Training:
     training.model.head.register_forward_hook(lambda *_: None)
     with training.step:
         training.whole_step()
-    training.model.shared.bias.requires_grad_(False)
+    training.model.second.bias.requires_grad_(False)
     training.forward_backward()
     return training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,13 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchguard
+from support.training import Failure
 from torchguard.transactions.step import Transaction
 
 PLACES = ("forward", "backward", "between the optimizers", "after the optimizers")
-
-
-class Failure(Exception):  # noqa: N818  as pytest.raises(Failure) reads
-    """What a step raises here."""
 
 
 def batch(number: int) -> Tensor:
@@ -26,7 +24,7 @@ def batch(number: int) -> Tensor:
 
 
 def train(
-    backend: str, *, guarded: bool, failing: str | None = None, step_compiled: bool = False
+    *, guarded: bool, failing: str | None = None, step_compiled: bool = False
 ) -> tuple[list[Any], int]:
     """Train four steps, the third of which fails once; return all state, and the graphs made.
 
@@ -34,7 +32,7 @@ def train(
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    counter = CompileCounterWithBackend(backend)
+    counter = CompileCounterWithBackend("aot_eager")
     model = nn.Sequential(
         nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 2)
     )
@@ -86,33 +84,30 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("step_compiled", [False, True], ids=["eager step", "compiled step"])
+STEPS = pytest.mark.parametrize("step_compiled", [False, True], ids=["eager step", "compiled step"])
+
+
+@functools.cache
+def never_failed(step_compiled: bool) -> tuple[list[Any], int]:
+    return train(guarded=False, step_compiled=step_compiled)
+
+
+@STEPS
 def test_success_differs_in_no_bit_and_no_graph(step_compiled: bool) -> None:
     """Compared with the same loop without a transaction."""
-    plain, graphs = train("aot_eager", guarded=False, step_compiled=step_compiled)
-    found, its_graphs = train("aot_eager", guarded=True, step_compiled=step_compiled)
-    assert same(found, plain)
+    clean, graphs = never_failed(step_compiled)
+    found, its_graphs = train(guarded=True, step_compiled=step_compiled)
+    assert same(found, clean)
     assert its_graphs == graphs > 0
 
 
-@pytest.mark.parametrize("step_compiled", [False, True], ids=["eager step", "compiled step"])
+@STEPS
 @pytest.mark.parametrize("failing", PLACES)
 def test_a_step_that_fails_is_as_if_it_had_not_begun(failing: str, step_compiled: bool) -> None:
     """Compared with a run that never failed; without a transaction it is another one."""
-    clean, _ = train("aot_eager", guarded=False, step_compiled=step_compiled)
-    found, _ = train("aot_eager", guarded=True, failing=failing, step_compiled=step_compiled)
+    clean, _ = never_failed(step_compiled)
+    found, _ = train(guarded=True, failing=failing, step_compiled=step_compiled)
     assert same(found, clean)
-    if failing != "after the optimizers":
-        bare, _ = train("aot_eager", guarded=False, failing=failing, step_compiled=step_compiled)
+    if failing == "backward":
+        bare, _ = train(guarded=False, failing=failing, step_compiled=step_compiled)
         assert not same(bare, clean)
-
-
-@pytest.mark.slow
-def test_under_inductor() -> None:
-    """Model and optimizers compiled; the failure comes between the two optimizers."""
-    clean, graphs = train("inductor", guarded=False, step_compiled=True)
-    found, its_graphs = train(
-        "inductor", guarded=True, failing="between the optimizers", step_compiled=True
-    )
-    assert same(found, clean)
-    assert its_graphs == graphs

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchguard
-from support.fault_injection import bits
+from support.small_training import bits
+from support.training import Failure, fail
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
@@ -31,10 +32,6 @@ GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tiny": lambda p: torch.full_like(p, 1e-30),
     "nan": lambda p: torch.full_like(p, float("nan")),
 }
-
-
-class Failure(Exception):  # noqa: N818  as pytest.raises(Failure) reads
-    """What the tests raise."""
 
 
 class AfterKernel(TorchDispatchMode):
@@ -82,6 +79,15 @@ def everything(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer)
     return bits([[each.detach() for each in parameters], optimizer.state_dict()["state"]])
 
 
+def trained(name: str, gradient: str, steps: int) -> Any:
+    """What that many steps of plain torch leave."""
+    parameters, optimizer = made(name)
+    for _ in range(steps):
+        set_gradients(parameters, gradient)
+        optimizer.step()
+    return everything(parameters, optimizer)
+
+
 @pytest.mark.parametrize("kernel", [0, 1, 2])
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -89,10 +95,6 @@ def test_a_kernel_that_ran_and_raises_is_distinguished_from_one_that_did_not(
     name: str, gradient: str, kernel: int
 ) -> None:
     """Also where it left every bit as it was: its step is counted all the same."""
-    plain, expected = made(name)
-    for _ in range(3):
-        set_gradients(plain, gradient)
-        expected.step()
     parameters, optimizer = made(name)
     step = torchguard.transaction([], optimizer)
     for number in range(3):
@@ -104,25 +106,24 @@ def test_a_kernel_that_ran_and_raises_is_distinguished_from_one_that_did_not(
         else:
             with step:
                 optimizer.step()
-    assert everything(parameters, optimizer) == everything(plain, expected)
+    assert everything(parameters, optimizer) == trained(name, gradient, 3)
 
 
+@pytest.mark.parametrize("kernel", [0, 1, 2])
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
-def test_counters_that_were_incremented_for_a_kernel_that_did_not_run_go_back(name: str) -> None:
-    for kernel in range(3):
-        plain, expected = made(name)
-        parameters, optimizer = made(name)
-        step = torchguard.transaction([], optimizer)
-        set_gradients(plain, "one")
-        expected.step()
-        set_gradients(parameters, "one")
-        with pytest.raises(Failure), step, AfterKernel("_foreach_add_", kernel):
+def test_counters_that_were_incremented_for_a_kernel_that_did_not_run_go_back(
+    name: str, kernel: int
+) -> None:
+    parameters, optimizer = made(name)
+    step = torchguard.transaction([], optimizer)
+    set_gradients(parameters, "one")
+    with pytest.raises(Failure), step, AfterKernel("_foreach_add_", kernel):
+        optimizer.step()
+    assert step.committed == (kernel > 0)
+    if not step.committed:
+        with step:
             optimizer.step()
-        assert step.committed == (kernel > 0)
-        if not step.committed:
-            with step:
-                optimizer.step()
-        assert everything(parameters, optimizer) == everything(plain, expected)
+    assert everything(parameters, optimizer) == trained(name, "one", 1)
 
 
 @pytest.mark.parametrize(
@@ -177,47 +178,42 @@ def test_a_kernel_that_has_written_a_part_is_never_silent(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_hooks_of_the_optimizer_do_not_see_the_witnesses(name: str) -> None:
     """Nor does what comes after: the same parameters, state and attributes as without."""
-    seen: dict[bool, list[Any]] = {}
+    seen: list[list[Any]] = []
     for guarded in (False, True):
         parameters, optimizer = made(name)
-        found = seen[guarded] = []
+        found: list[Any] = []
 
         def look(optimizer: Any, *_: Any, found: list[Any] = found) -> None:
             found.append([len(group["params"]) for group in optimizer.param_groups])
             found.append(bits(optimizer.state_dict()["state"]))
 
         optimizer.register_step_post_hook(look)
-        step = torchguard.transaction([], optimizer)
+        step: Any = torchguard.transaction([], optimizer) if guarded else contextlib.nullcontext()
         for _ in range(2):
             set_gradients(parameters, "one")
-            if guarded:
-                with step:
-                    optimizer.step()
-            else:
+            with step:
                 optimizer.step()
             found.append([sorted(vars(optimizer)), len(optimizer.state)])
-    assert seen[True] == seen[False]
+        seen.append(found)
+    assert seen[1] == seen[0]
 
 
 def test_gradients_that_a_hook_has_taken_away_are_not_stepped() -> None:
     """The lists are those of the gradients that there are when the step begins."""
-    runs = {}
+    ends = []
     for guarded in (False, True):
         parameters, optimizer = made("AdamW")
         step = torchguard.transaction([], optimizer)
-        for number in range(2):
+        with step:
             set_gradients(parameters, "one")
-            if number:
-                optimizer.register_step_pre_hook(lambda *_: setattr(parameters[0], "grad", None))  # noqa: B023
-            if guarded and number:
-                with pytest.raises(Failure), step, AfterKernel("_fused_"):
-                    optimizer.step()
-                assert step.committed
-            else:
-                with step if guarded else contextlib.nullcontext():
-                    optimizer.step()
-        runs[guarded] = everything(parameters, optimizer)
-    assert runs[True] == runs[False]
+            optimizer.step()
+        optimizer.register_step_pre_hook(lambda *_: setattr(parameters[0], "grad", None))  # noqa: B023
+        fault: Any = AfterKernel("_fused_") if guarded else contextlib.nullcontext()
+        with contextlib.suppress(Failure), step, fault:
+            optimizer.step()
+        assert step.committed
+        ends.append(everything(parameters, optimizer))
+    assert ends[1] == ends[0]
 
 
 def move_to_the_other_group(_: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -226,30 +222,28 @@ def move_to_the_other_group(_: list[nn.Parameter], optimizer: torch.optim.Optimi
     optimizer.param_groups[1]["lr"] = 0.7
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p, o: o.param_groups[0].update(lr=0.5),
-        lambda p, o: o.param_groups[0].update(amsgrad=True),
-        lambda p, o: o.state[p[0]].update(exp_avg=torch.ones_like(p[0])),
-        lambda p, o: setattr(p[1], "grad", None),
-        lambda p, o: setattr(p[0], "grad", torch.ones(2, 3).cumsum(0).t()),
-        lambda p, o: o.load_state_dict(o.state_dict()),
-        lambda p, o: o.add_param_group({"params": [p.pop()]}),
-        lambda p, o: setattr(p[0], "data", torch.ones(2, 3).cumsum(0).t()),
-        move_to_the_other_group,
-    ],
-)
+CHANGES: list[Callable[..., Any]] = [
+    lambda p, o: o.param_groups[0].update(lr=0.5),
+    lambda p, o: o.param_groups[0].update(amsgrad=True),
+    lambda p, o: o.state[p[0]].update(exp_avg=torch.ones_like(p[0])),
+    lambda p, o: setattr(p[1], "grad", None),
+    lambda p, o: setattr(p[0], "grad", torch.ones(2, 3).cumsum(0).t()),
+    lambda p, o: o.load_state_dict(o.state_dict()),
+    lambda p, o: o.add_param_group({"params": [p.pop()]}),
+    lambda p, o: setattr(p[0], "data", torch.ones(2, 3).cumsum(0).t()),
+    move_to_the_other_group,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_reaches_the_kernel(change: Callable[..., Any]) -> None:
     """The lists of the last step are taken for the next one only where they are still right."""
     results = []
     for guarded in (False, True):
         parameters = parameters_of()
-        late = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.AdamW(
-            [{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1, fused=guarded
-        )
-        parameters.append(late)
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, fused=guarded)
+        parameters.append(nn.Parameter(torch.ones(2)))  # of no group yet
         step = torchguard.transaction([], optimizer)
         for number in range(4):
             torch.manual_seed(number)
@@ -269,21 +263,14 @@ def test_what_changes_between_steps_reaches_the_kernel(change: Callable[..., Any
 def test_a_second_attempt_makes_the_state_again() -> None:
     """SGD's first step fails, so its momentum buffers go; the next one finds that they are gone."""
     parameters, optimizer = made("SGD, momentum")
-    plain, expected = made("SGD, momentum")
     step = torchguard.transaction([], optimizer)
     set_gradients(parameters, "one")
     for _ in range(2):
         with pytest.raises(Failure), step:
-            raise_before_the_kernel = optimizer.register_step_pre_hook(_fail)
+            hook = optimizer.register_step_pre_hook(fail)
             optimizer.step()
-        raise_before_the_kernel.remove()
+        hook.remove()
         assert not optimizer.state
     with step:
         optimizer.step()
-    set_gradients(plain, "one")
-    expected.step()
-    assert everything(parameters, optimizer) == everything(plain, expected)
-
-
-def _fail(*_: Any) -> None:
-    raise Failure
+    assert everything(parameters, optimizer) == trained("SGD, momentum", "one", 1)

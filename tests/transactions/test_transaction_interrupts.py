@@ -8,9 +8,9 @@ import signal
 import time
 
 import pytest
-import torch
 
-from support.fault_injection import Case, Training, differences, reference, state_of, transaction
+from support.fault_injection import reference, transaction
+from support.small_training import Case, Training, differences, state_of
 
 # 300 in CI; TORCHGUARD_INTERRUPTS=10000 for the long run.
 INTERRUPTS = int(os.environ.get("TORCHGUARD_INTERRUPTS", "300"))
@@ -32,8 +32,6 @@ def whole_block(training: Training) -> float:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_that_is_interrupted_is_undone_or_counts(case: Case) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     # From an alarm, whose handler runs between two bytecodes as that of Ctrl-C does, so that the
     # interrupt comes after microseconds: setitimer has no SIGINT.
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -69,7 +67,6 @@ def test_a_step_that_is_interrupted_is_undone_or_counts(case: Case) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
-        torch.set_num_threads(threads)
     assert wrong == []
     assert interrupted > tries / 3
     assert undone > 0

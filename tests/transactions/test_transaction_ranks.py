@@ -6,28 +6,22 @@ from typing import Any
 
 import pytest
 
-from support.child_process import run_ranks
+from support.child_process import JOIN_RANKS, run_ranks
 
 pytestmark = pytest.mark.slow
 
-# Arguments: rank, port. Each prints one line of JSON.
 WORKER = """
-import datetime, json, os, signal, sys, warnings
-sys.path.insert(0, {tests!r})
-import torch, torch.distributed as dist
+import signal, warnings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+sys.path.insert(0, TESTS)
 import torchguard
-from support.fault_injection import FailAt, InjectedError, bits
-{prelude}
+from support.small_training import FailAt, InjectedError, bits
 
-rank, port = int(sys.argv[1]), sys.argv[2]
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
-dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 warnings.simplefilter("ignore")
-POINTS = 20
+POINTS = 16
+result = {"usual": [], "torn": [], "not restored": [], "errors": [], "wrong": [], "rolled back": 0}
 
 class Net(nn.Module):
     def __init__(self):
@@ -80,22 +74,23 @@ class Training:
         self.optimizer.zero_grad()
 
     def state(self, buffers=True):
-        found = dict(self.ddp.module.named_parameters())
-        if buffers:
-            found |= dict(self.ddp.module.named_buffers())
-        found = {{name: bits(tensor) for name, tensor in found.items()}}
-        found |= {{"grad " + name: bits(p.grad) for name, p in self.ddp.named_parameters()}}
-        found["optimizer"] = bits(self.optimizer.state_dict()["state"])
-        found["lr"] = self.scheduler.get_last_lr()
-        found["scale"] = self.scaler.get_scale()
-        found["random"] = bits(torch.get_rng_state())
-        return found
+        module = self.ddp.module
+        return {
+            "parameters": bits(dict(module.named_parameters())),
+            "gradients": bits({name: p.grad for name, p in module.named_parameters()}),
+            "buffers": bits(dict(module.named_buffers())) if buffers else None,
+            "optimizer": bits(self.optimizer.state_dict()["state"]),
+            "lr and scale": (self.scheduler.get_last_lr(), self.scaler.get_scale()),
+            "random": bits(torch.get_rng_state()),
+        }
 
-result = {{}}
-IMPLEMENTATIONS = {{
+def lost(state, expected):
+    return [key for key in state if state[key] != expected[key]]
+
+IMPLEMENTATIONS = {
     "loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True),
     "fused-amp": dict(fused=True, amp=True), "loop-amp": dict(foreach=False, amp=True),
-}}
+}
 
 # 1. The same bits as DistributedDataParallel's own loop.
 for name, flags in IMPLEMENTATIONS.items():
@@ -105,10 +100,10 @@ for name, flags in IMPLEMENTATIONS.items():
         for number in range(3):
             training.run(number) if training is ours else training.plain(number)
     # Buffers are those of the first rank after our step; DDP sends them before the next forward.
-    a, b = ours.state(buffers=rank == 0), usual.state(buffers=rank == 0)
-    result.setdefault("usual", []).extend(f"{{name}}: {{key}}" for key in a if a[key] != b[key])
+    buffers = rank == 0
+    result["usual"] += [f"{name}: {key}" for key in lost(ours.state(buffers), usual.state(buffers))]
 
-# 2. A failure at each of 20 points, on one rank and then on the other.
+# 2. A failure at each of some points, on one rank and then on the other.
 def second_step(training, fault):
     with fault:
         return training.run(1)
@@ -133,26 +128,19 @@ for name, flags in IMPLEMENTATIONS.items():
             second_step(training, fault)
         except (InjectedError, torchguard.errors.PeerFailedError) as error:
             found = type(error).__name__
-        where = f"{{name}}, point {{point}} of rank {{failing}}: {{found}}"
+        where = f"{name}, point {point} of rank {failing}: {found}"
         committed = training.step.committed
         answers = [None, None]
         dist.all_gather_object(answers, committed)
         if answers[0] != answers[1]:
-            result.setdefault("torn", []).append(where)
+            result["torn"].append(where)
         if not committed:
-            result["rolled back"] = result.get("rolled back", 0) + 1
-            now = training.state()
-            if now != before:
-                lost = [key for key in now if now[key] != before[key]]
-                result.setdefault("not restored", []).append(f"{{where}}: {{lost}}")
-            expected = "InjectedError" if rank == failing else "PeerFailedError"
-            if found != expected:
-                result.setdefault("errors", []).append(where)
+            result["rolled back"] += 1
+            result["not restored"] += [f"{where}: {key}" for key in lost(training.state(), before)]
+            if found != ("InjectedError" if rank == failing else "PeerFailedError"):
+                result["errors"].append(where)
             training.run(1)
-            now = training.state()
-            if now != end:
-                lost = [key for key in now if now[key] != end[key]]
-                result.setdefault("wrong", []).append(f"{{where}}: {{lost}}")
+            result["wrong"] += [f"{where}: {key}" for key in lost(training.state(), end)]
 
 # 3. Out of memory on one rank: both run in parts of half the size.
 training = Training(fused=True)
@@ -209,35 +197,25 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
-PRELUDE = ""
-
 
 @pytest.fixture(scope="module")
 def results(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[dict[str, Any]]:
-    return run_ranks(
-        WORKER.format(tests=str(request.path.parent.parent), prelude=PRELUDE),
-        tmp_path_factory.mktemp("ranks"),
-    )
+    tests = f"TESTS = {str(request.path.parent.parent)!r}\n"
+    return run_ranks(JOIN_RANKS + tests + WORKER, tmp_path_factory.mktemp("ranks"))
 
 
 def test_without_a_failure_it_is_the_usual_loop_of_ddp(results: list[dict[str, Any]]) -> None:
-    assert [result.get("usual", []) for result in results] == [[], []]
+    assert [result["usual"] for result in results] == [[], []]
 
 
 def test_a_failure_on_one_rank_takes_the_step_back_on_both(results: list[dict[str, Any]]) -> None:
+    """And trying again gives what a run that never failed gives."""
     for result in results:
-        assert result.get("torn", []) == []
-        assert result.get("not restored", []) == []
-        assert result.get("errors", []) == []
-        assert result["rolled back"] > 60  # of 100: those after the commit count, and are done
-
-
-def test_trying_again_gives_what_a_run_that_never_failed_gives(
-    results: list[dict[str, Any]],
-) -> None:
-    assert [result.get("wrong", []) for result in results] == [[], []]
+        for wrong in ("torn", "not restored", "errors", "wrong"):
+            assert result[wrong] == []
+        assert result["rolled back"] > 48  # of 80: those after the commit count, and are done
 
 
 def test_out_of_memory_on_one_rank_halves_the_parts_on_both(results: list[dict[str, Any]]) -> None:

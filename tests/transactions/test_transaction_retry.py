@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import re
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,84 +19,72 @@ from torch import nn
 from transformers import BatchEncoding
 
 import torchguard
-from torchguard._torch import is_out_of_memory
-from torchguard.transactions.retry import _parts, _samples
 
 # B batch, F features
 B, F = 8, 4
 
 
-class Setup(NamedTuple):
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    step: Any
-    batch: tuple[torch.Tensor, torch.Tensor]
+class Setup:
+    """A model, its transaction and a batch."""
+
+    def __init__(self, samples: int = 8, scale: float | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(F, F), nn.Tanh(), nn.Linear(F, 1)).double()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
+        scaler = scale and torch.amp.GradScaler("cpu", init_scale=scale)
+        self.step = torchguard.transaction(self.model, self.optimizer, scaler)
+        self.batch = (torch.randn(samples, F).double(), torch.randn(samples).double())
+        self.sizes: list[int] = []
+        self.gradients: list[torch.Tensor] = []
 
     def loss_of(self, part: Any) -> torch.Tensor:
         x_bf, y_b = part
+        self.sizes.append(len(x_bf))
         return nn.functional.mse_loss(self.model(x_bf).squeeze(1), y_b)
 
+    def too_large_for(self, limit: int) -> Callable[[Any], torch.Tensor]:
+        """A loss that runs out of memory in parts of more than ``limit`` samples, after forward."""
 
-def setup(**options: Any) -> Setup:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(F, F), nn.Tanh(), nn.Linear(F, 1)).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    step = torchguard.transaction(model, optimizer, **options)
-    return Setup(model, optimizer, step, (torch.randn(B, F).double(), torch.randn(B).double()))
+        def limited(part: Any) -> torch.Tensor:
+            loss = self.loss_of(part)
+            if len(part[0]) > limit:
+                out_of_memory()
+            return loss
+
+        return limited
+
+    def note(self) -> None:
+        """Keep the gradients that ``before_step`` finds."""
+        self.gradients += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+    def plain_step(self) -> torch.Tensor:
+        loss = self.loss_of(self.batch)
+        loss.backward()
+        self.note()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
 
 
 def out_of_memory() -> torch.Tensor:
     return torch.empty(2**58, dtype=torch.uint8)
 
 
-def too_large_for(
-    loss_of: Callable[[Any], torch.Tensor], limit: int, sizes: list[int]
-) -> Callable[[Any], torch.Tensor]:
-    """Run out of memory in each part of more than ``limit`` samples, after forward."""
-
-    def limited(part: Any) -> torch.Tensor:
-        sizes.append(len(part[0]))
-        loss = loss_of(part)
-        if len(part[0]) > limit:
-            out_of_memory()
-        return loss
-
-    return limited
-
-
-def plain_step(made: Setup, before_step: Callable[[], Any] | None = None) -> torch.Tensor:
-    loss = made.loss_of(made.batch)
-    loss.backward()
-    if before_step is not None:
-        before_step()
-    made.optimizer.step()
-    made.optimizer.zero_grad()
-    return loss.detach()
+def assert_close(one: Setup, other: Setup) -> None:
+    torch.testing.assert_close(list(one.model.parameters()), list(other.model.parameters()))
+    torch.testing.assert_close(one.gradients, other.gradients)
 
 
 class TestAStepInOnePart:
     def test_equals_the_plain_loop_bit_for_bit(self) -> None:
-        plain, guarded = setup(), setup()
+        plain, guarded = Setup(), Setup()
         for _ in range(3):
-            expected = plain_step(plain)
             loss = guarded.step.run(guarded.loss_of, guarded.batch)
-            assert torch.equal(loss, expected)
+            assert torch.equal(loss, plain.plain_step())
             assert not loss.requires_grad
         for a, b in zip(plain.model.parameters(), guarded.model.parameters(), strict=True):
             assert torch.equal(a, b)
             assert b.grad is None
-
-    def test_calls_before_step_with_unscaled_gradients(self) -> None:
-        made = setup(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-        plain = setup()
-        norms = []
-
-        def note(each: Setup) -> Callable[[], None]:
-            return lambda: norms.append(nn.utils.clip_grad_norm_(each.model.parameters(), 0.1))
-
-        plain_step(plain, note(plain))
-        made.step.run(made.loss_of, made.batch, before_step=note(made))
-        torch.testing.assert_close(norms[1], norms[0])
 
     def test_steps_scaler_and_schedulers_as_well(self) -> None:
         torch.manual_seed(0)
@@ -106,114 +97,81 @@ class TestAStepInOnePart:
         assert optimizer.param_groups[0]["lr"] == 0.5
         assert scaler.get_scale() == 8.0
 
-    def test_a_scheduler_that_wants_a_metric_is_refused(self) -> None:
-        made = setup()
+    def test_what_it_can_not_do_is_refused(self) -> None:
+        made = Setup()
+        with pytest.raises(TypeError, match=r"returned shape \(8, 1\), expected a tensor of one"):
+            made.step.run(lambda part: made.model(part[0]), made.batch)
+        with pytest.raises(ValueError, match="retry is 'half', expected 'halve' or None"):
+            made.step.run(made.loss_of, made.batch, retry="half")  # type: ignore[arg-type]
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(made.optimizer)
         step = torchguard.transaction(made.model, made.optimizer, scheduler=plateau)
         with pytest.raises(TypeError, match=r"also=\(scheduler,\)"):
             step.run(made.loss_of, made.batch)
 
-    def test_a_loss_of_several_numbers_is_refused(self) -> None:
-        made = setup()
-        with pytest.raises(TypeError, match=r"returned shape \(8, 1\), expected a tensor of one"):
-            made.step.run(lambda part: made.model(part[0]), made.batch)
-
 
 class TestOutOfMemory:
-    def test_runs_the_batch_in_parts_whose_gradient_is_that_of_the_whole(self) -> None:
-        plain, made = setup(), setup()
-        sizes: list[int] = []
-        gradients: list[list[torch.Tensor]] = [[], []]
-
-        def note(each: Setup, to: list[torch.Tensor]) -> Callable[[], None]:
-            return lambda: to.extend(p.grad.clone() for p in each.model.parameters())  # type: ignore[union-attr]
-
-        expected = plain_step(plain, note(plain, gradients[0]))
-        with pytest.warns(RuntimeWarning, match="batch of 8 samples ran out of memory.*parts of 2"):
-            loss = made.step.run(
-                too_large_for(made.loss_of, 3, sizes),
-                made.batch,
-                retry="halve",
-                before_step=note(made, gradients[1]),
-            )
-        assert sizes == [8, 4, 2, 2, 2, 2]
-        torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(gradients[1], gradients[0])
+    @pytest.mark.parametrize("scale", [None, 1024.0])
+    @pytest.mark.parametrize(
+        ("samples", "limit", "sizes"),
+        [(8, 8, [8]), (8, 3, [8, 4, 2, 2, 2, 2]), (7, 4, [7, 4, 3])],
+    )
+    @pytest.mark.filterwarnings("ignore:a batch of . samples")
+    def test_runs_the_batch_in_parts_whose_gradient_is_that_of_the_whole(
+        self, samples: int, limit: int, sizes: list[int], scale: float | None
+    ) -> None:
+        """Parts of unequal size have their share; before_step sees gradients without the scale."""
+        plain, made = Setup(samples), Setup(samples, scale)
+        loss = made.step.run(
+            made.too_large_for(limit), made.batch, retry="halve", before_step=made.note
+        )
+        assert made.sizes == sizes
+        torch.testing.assert_close(loss, plain.plain_step())
+        assert_close(made, plain)
         assert made.step.stats().commits == 1
 
-    def test_parts_of_unequal_size_have_their_share(self) -> None:
-        plain, made = setup(), setup()
-        for each in (plain, made):
-            part = each.batch[0][:7], each.batch[1][:7]
-            whole = each._replace(batch=part)
-            if each is plain:
-                expected = plain_step(whole)
-                continue
-            with pytest.warns(RuntimeWarning, match="parts of 4"):
-                loss = each.step.run(too_large_for(each.loss_of, 4, []), part, retry="halve")
-        torch.testing.assert_close(loss, expected)
-        for a, b in zip(plain.model.parameters(), made.model.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
-
     def test_the_size_is_remembered_and_said_once(self, recwarn: pytest.WarningsRecorder) -> None:
-        made = setup()
-        sizes: list[int] = []
+        made = Setup()
         for _ in range(3):
-            made.step.run(too_large_for(made.loss_of, 4, sizes), made.batch, retry="halve")
-        assert sizes == [8, 4, 4, 4, 4, 4, 4]
-        assert len([w for w in recwarn if "ran out of memory" in str(w.message)]) == 1
+            made.step.run(made.too_large_for(4), made.batch, retry="halve")
+        assert made.sizes == [8, 4, 4, 4, 4, 4, 4]
+        (said,) = [str(warning.message) for warning in recwarn]
+        assert said.startswith("a batch of 8 samples ran out of memory; it was run in parts of 4")
+        assert "parts of 4 samples" in made.step.guarantee
 
-    def test_that_does_not_end_at_the_smallest_part_is_raised_and_nothing_has_changed(self) -> None:
-        made = setup()
-        before = copy.deepcopy(made.model.state_dict())
-        sizes: list[int] = []
+    @pytest.mark.parametrize(("retry", "expected"), [("halve", [8, 4, 2, 1]), (None, [8])])
+    def test_what_does_not_end_is_raised_and_nothing_has_changed(
+        self, retry: Any, expected: list[int]
+    ) -> None:
+        """At the smallest part; without retry at once."""
+        made = Setup()
+        before = copy.deepcopy(list(made.model.parameters()))
         with pytest.raises(RuntimeError, match="can't allocate memory"):
-            made.step.run(too_large_for(made.loss_of, 0, sizes), made.batch, retry="halve")
-        assert sizes == [8, 4, 2, 1]
-        for name, value in made.model.state_dict().items():
-            assert torch.equal(value, before[name])
+            made.step.run(made.too_large_for(0), made.batch, retry=retry)
+        assert made.sizes == expected
+        assert all(map(torch.equal, made.model.parameters(), before))
         assert not made.optimizer.state
 
-    def test_without_retry_is_raised_at_once(self) -> None:
-        made = setup()
-        sizes: list[int] = []
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
-            made.step.run(too_large_for(made.loss_of, 4, sizes), made.batch)
-        assert sizes == [8]
-
-    def test_another_error_is_not_retried(self) -> None:
-        made = setup()
-
-        def wrong(_: Any) -> torch.Tensor:
-            raise RuntimeError("shape mismatch")
-
-        with pytest.raises(RuntimeError, match="shape mismatch"):
-            made.step.run(wrong, made.batch, retry="halve")
-
     def test_in_before_step_takes_the_whole_step_back(self) -> None:
-        plain, made = setup(), setup()
-        calls = []
+        plain, made = Setup(), Setup()
 
-        def once() -> None:
-            calls.append(1)
-            if len(calls) == 1:
+        def before_step() -> None:
+            if made.sizes == [8]:
                 out_of_memory()
+            made.note()
 
-        plain_step(plain)
         with pytest.warns(RuntimeWarning, match="parts of 4"):
-            made.step.run(made.loss_of, made.batch, retry="halve", before_step=once)
-        assert len(calls) == 2
-        for a, b in zip(plain.model.parameters(), made.model.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
+            made.step.run(made.loss_of, made.batch, retry="halve", before_step=before_step)
+        plain.plain_step()
+        assert_close(made, plain)
 
     def test_the_failed_attempt_is_freed_before_the_next_one(self) -> None:
-        made = setup()
+        made = Setup()
         activations: list[weakref.ref[torch.Tensor]] = []
         alive: list[int] = []
 
         def loss_of(part: Any) -> torch.Tensor:
             alive.append(sum(each() is not None for each in activations))
-            activation = made.model[0](part[0])  # type: ignore[index]
+            activation = made.model[0](part[0])
             activations.append(weakref.ref(activation))
             if len(part[0]) > 2:
                 try:
@@ -231,23 +189,46 @@ class TestOutOfMemory:
         assert alive[:3] == [0, 0, 0]
 
     @pytest.mark.parametrize(
-        ("error", "expected"),
+        ("error", "message", "is_retried"),
         [
-            (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-            (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
-            (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
-            (MemoryError("Unable to allocate 8.00 EiB for an array"), True),
-            (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-            (ValueError("out of memory"), False),
+            (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB", True),
+            (RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory", True),
+            (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", True),
+            (MemoryError, "Unable to allocate 8.00 EiB for an array", True),
+            (RuntimeError, "mat1 and mat2 shapes cannot be multiplied", False),
+            (ValueError, "out of memory", False),
         ],
     )
-    def test_is_known_by_class_or_by_message(self, error: Exception, expected: bool) -> None:
-        assert is_out_of_memory(error) is expected
+    def test_is_known_by_class_or_by_message(
+        self, error: type[Exception], message: str, is_retried: bool
+    ) -> None:
+        with (
+            contextlib.nullcontext()
+            if is_retried
+            else pytest.raises(error, match=re.escape(message))
+        ):
+            assert len(parts_of(torch.ones(2, 2), error, message)) == 2
 
-    def test_what_is_no_retry_is_refused(self) -> None:
-        made = setup()
-        with pytest.raises(ValueError, match="retry is 'half', expected 'halve' or None"):
-            made.step.run(made.loss_of, made.batch, retry="half")
+
+def parts_of(
+    batch: Any, error: type[Exception] = torch.OutOfMemoryError, message: str = "out of memory"
+) -> list[Any]:
+    """The two halves of a batch that has run out of memory as a whole."""
+    model = nn.Linear(2, 1)
+    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
+    seen: list[Any] = []
+
+    def loss_of(part: Any) -> torch.Tensor:
+        seen.append(part)
+        if len(seen) == 1:
+            assert part is batch  # not split, it is the very object
+            raise error(message)
+        return model(torch.ones(1, 2)).sum()  # type: ignore[no-any-return]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        step.run(loss_of, batch, retry="halve")
+    return seen[1:]
 
 
 @dataclass
@@ -262,22 +243,12 @@ class Pair(NamedTuple):
 
 
 class TestSplitting:
-    @staticmethod
-    def parts(batch: Any, size: int) -> list[tuple[Any, float]]:
-        return list(_parts(batch, _samples(batch), size))
-
     def test_a_tensor_is_split_into_views(self) -> None:
         x = torch.arange(10).reshape(5, 2)
-        (a, share), (b, _), (c, last) = self.parts(x, 2)
-        assert torch.equal(torch.cat([a, b, c]), x)
+        a, b = parts_of(x)
+        assert torch.equal(torch.cat([a, b]), x)
+        assert a.shape == (3, 2)
         assert a.data_ptr() == x.data_ptr()
-        assert (share, last) == (0.4, 0.2)
-
-    def test_a_batch_that_is_not_split_is_the_very_object(self) -> None:
-        batch = {"x": torch.ones(3)}
-        [(part, share)] = self.parts(batch, 3)
-        assert part is batch
-        assert share == 1.0
 
     def test_containers_stay_what_they_are(self) -> None:
         batch = {
@@ -285,26 +256,35 @@ class TestSplitting:
             "pair": Pair(torch.arange(4), 0.5),
             "more": [torch.arange(4), (np.arange(4), None, "every part")],
             "temperature": torch.tensor(2.0),
+            "tokens": BatchEncoding({"input_ids": torch.arange(8).reshape(4, 2)}),
         }
-        (first, _), (second, _) = self.parts(batch, 3)
+        first, second = parts_of(batch)
         assert type(first["sample"]) is Sample
-        assert first["sample"].ids.tolist() == [0, 1, 2]
-        assert first["sample"].texts == ["a", "b", "c"]
-        assert first["pair"].ids.tolist() == [0, 1, 2]
+        assert first["sample"].ids.tolist() == [0, 1]
+        assert first["sample"].texts == ["a", "b"]
         assert type(first["pair"]) is Pair
-        assert second["sample"].texts == ["d"]
-        assert second["more"][1][0].tolist() == [3]
+        assert first["pair"].ids.tolist() == [0, 1]
+        assert second["more"][1][0].tolist() == [2, 3]
         assert second["more"][1][1:] == (None, "every part")
         assert second["temperature"] is batch["temperature"]
+        assert isinstance(second["tokens"], BatchEncoding)
+        assert second["tokens"].input_ids.tolist() == [[4, 5], [6, 7]]
+        assert second["tokens"].input_ids is second["tokens"]["input_ids"]
         assert len(batch["sample"].ids) == 4  # type: ignore[attr-defined]
 
-    def test_what_a_tokenizer_returns_stays_a_batch_encoding(self) -> None:
-        batch = BatchEncoding({"input_ids": torch.arange(8).reshape(4, 2), "n": torch.arange(4)})
-        (first, _), (second, _) = self.parts(batch, 2)
-        assert isinstance(second, BatchEncoding)
-        assert second["input_ids"].tolist() == [[4, 5], [6, 7]]
-        assert second.input_ids is second["input_ids"]
-        assert first["n"].tolist() == [0, 1]
+    @pytest.mark.parametrize(
+        ("extra", "seen"),
+        [
+            ((224, 224), [(224, 224)] * 2),
+            ([1, 2], [[1], [2]]),
+            (["a", "b"], [["a"], ["b"]]),
+            (("a", "b"), [("a",), ("b",)]),
+            ([1.5, "b"], [[1.5], ["b"]]),
+            ((1, "b"), [(1, "b")] * 2),
+        ],
+    )
+    def test_only_what_has_one_entry_per_sample_is_cut(self, extra: Any, seen: Any) -> None:
+        assert [part["extra"] for part in parts_of({"x": torch.ones(2), "extra": extra})] == seen
 
     @pytest.mark.parametrize(
         ("batch", "name"),
@@ -325,4 +305,4 @@ class TestSplitting:
     )
     def test_what_can_not_be_split_is_named(self, batch: Any, name: str) -> None:
         with pytest.raises(TypeError, match=name):
-            _samples(batch)
+            Setup().step.run(lambda _: torch.zeros(()), batch, retry="halve")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,26 +14,25 @@ from torch import nn
 
 import torchguard
 from support.child_process import output_of
-from support.fault_injection import bits
-
-
-class FailOnce:
-    """A loss that raises in the first call, after BatchNorm has counted the batch."""
-
-    def __init__(self, model: nn.Module, at: int = 0) -> None:
-        self.model, self.at, self.calls = model, at, 0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(x).square().mean()
-        self.calls += 1
-        if self.calls == self.at + 1:
-            raise torch.OutOfMemoryError("out of memory")
-        return loss
+from support.small_training import bits
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def failing_loss(model: nn.Module, at: int | None) -> Any:
+    """A loss that raises in one call, after BatchNorm has counted the batch."""
+    calls = itertools.count()
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        if next(calls) == at:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss
+
+    return loss_of
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -42,21 +43,19 @@ def test_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     ends = []
-    for fails in (False, True):
+    for failing in (None, 0):
         net = network()
         optimizer = torch.optim.AdamW(net.parameters(), fused=True)
         model, wrapped = accelerator.prepare(net, optimizer)
         step = torchguard.transaction(accelerator.unwrap_model(model), wrapped.optimizer)
-        loss_of = FailOnce(model, 0 if fails else -1)
-        for _ in range(2 if fails else 1):
-            try:
-                with step:
-                    accelerator.backward(loss_of(torch.ones(4, 3)))
-                    wrapped.step()
-                    wrapped.zero_grad()
-            except torch.OutOfMemoryError:
-                assert fails
+        loss_of = failing_loss(model, failing)
+        while not step.stats().commits:
+            with contextlib.suppress(torch.OutOfMemoryError), step:
+                accelerator.backward(loss_of(torch.ones(4, 3)))
+                wrapped.step()
+                wrapped.zero_grad()
         ends.append(everything(net, wrapped.optimizer))
+    assert step.stats().rollbacks == {"OutOfMemoryError": 1}
     assert ends[0] == ends[1]
 
 
@@ -66,16 +65,16 @@ import pathlib, sys, torch, torchguard
 import lightning.pytorch as lightning
 here = sys.argv[1]
 sys.path[:0] = [here, str(pathlib.Path(here).parent)]
-from test_transaction_trainers import FailOnce, everything, network
+from test_transaction_trainers import everything, failing_loss, network
 
 class Module(lightning.LightningModule):
-    def __init__(self, fails):
+    def __init__(self, failing):
         super().__init__()
         self.automatic_optimization = False
         self.net = network()
         self.optimizer = torch.optim.AdamW(self.net.parameters(), fused=True)
         self.step = torchguard.transaction(self.net, self.optimizer)
-        self.loss_of = FailOnce(self.net, 0 if fails else -1)
+        self.loss_of = failing_loss(self.net, failing)
 
     def configure_optimizers(self):
         return self.optimizer
@@ -92,8 +91,8 @@ class Module(lightning.LightningModule):
             return
 
 ends = []
-for fails in (False, True):
-    module = Module(fails)
+for failing in (None, 0):
+    module = Module(failing)
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[2],
@@ -113,15 +112,15 @@ def test_lightning(tmp_path: Path) -> None:
 def test_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     net = network()
+    loss_of = failing_loss(net, 1)
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net = net
-            self.loss_of = FailOnce(net, 1)
 
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": self.loss_of(x)}
+            return {"loss": loss_of(x)}
 
     model = Model()
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)

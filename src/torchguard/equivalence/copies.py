@@ -10,7 +10,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
@@ -29,6 +29,7 @@ from torchguard.equivalence.outcome import Gradient, Outcome
 from torchguard.equivalence.reference import reference_of
 
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
+"""Returns the dtype that takes the place of another."""
 
 Change: TypeAlias = Callable[[torch.Tensor, bool], None]
 """Changes the values of a storage's copy before it is used; the second argument is whether a
@@ -38,15 +39,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = (bool, int, float, complex, type(None))
 
 
-@dataclass
-class Copies:
-    """The inputs of one run."""
+class Copies(NamedTuple):
+    """The inputs of one run, and where their gradients arrive."""
 
     values: list[Any]
-    """What to call the graph with."""
-
     sources: list[Any]
-    """Where each value's gradient arrives: a tensor, taken before the run writes to it, or None."""
+    """For each value a tensor, taken before the run writes to it, or None."""
 
 
 def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -55,12 +53,7 @@ def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | None:
-    """Return which input can't be copied with all that belongs to it, and why; None if all can.
-
-    Args:
-        values: the inputs of a call.
-        cast: as of :func:`copy_inputs`.
-    """
+    """Return which input can't be copied with all that belongs to it, and why; None if all can."""
     dtypes: dict[object, torch.dtype] = {}
     for position, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
@@ -110,13 +103,7 @@ def copy_inputs(
     cast: Cast | None = None,
     change: Change | None = None,
 ) -> Copies:
-    """Copy the inputs of a call, for which :func:`why_not_copied` returns None.
-
-    Args:
-        values: the inputs.
-        cast: returns the dtype that takes the place of another.
-        change: changes the values of the copies.
-    """
+    """Copy the inputs of a call, for which :func:`why_not_copied` returns None."""
     require_grad = {_key(tensor) for tensor in tensors_of(values) if tensor.requires_grad}
     copier = _Copier(cast, change, require_grad)
     copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
@@ -216,10 +203,7 @@ def with_a_repeated_id(inputs: Sequence[Any]) -> list[Any] | None:
     """Put the first number of each tensor of integers in the place of its second, too.
 
     Only where all numbers of a tensor differ, and only on a CPU: on an accelerator an index that
-    turns out to be invalid ends the process.
-
-    Returns:
-        None if there is no such tensor.
+    turns out to be invalid ends the process. Returns None if there is no such tensor.
     """
     changed = list(inputs)
     for place, value in enumerate(inputs):
@@ -256,17 +240,15 @@ def run_on_copies(
         function: a graph, or what a compiler has made of one.
         inputs: can be copied, see :func:`why_not_copied`.
         owned: tensors that the graph has as attributes, such as an optimizer's parameters.
-        cast: runs with other dtypes.
-        change: changes the values of the copies first.
+        cast: as of :func:`copy_inputs`.
+        change: as well.
 
     Raises:
         torch.OutOfMemoryError: a second run does not fit into memory.
     """
     copies = copy_inputs([*owned, *inputs], cast, change)
     with _holding(owned, copies.values):
-        copies.sources[: len(owned)] = [
-            tensor if tensor.requires_grad else None for tensor in owned
-        ]
+        copies.sources[: len(owned)] = [each if each.requires_grad else None for each in owned]
         outcome = _outcome(function, copies, len(owned))
         outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
     return outcome

@@ -7,7 +7,6 @@ first.
 
 from __future__ import annotations
 
-import functools
 import linecache
 import operator
 import re
@@ -75,11 +74,7 @@ def reference_of(
     """
     if not any(map(_may_write, graph.graph.nodes)):
         return graph.forward
-    return functools.partial(_run, graph, found)
-
-
-def _run(graph: fx.GraphModule, found: Callable[[Found], None], *inputs: Any) -> Any:
-    return _Reference(graph, found).run(*inputs, enable_io_processing=False)
+    return lambda *inputs: _Reference(graph, found).run(*inputs, enable_io_processing=False)
 
 
 class _Reference(fx.Interpreter):
@@ -91,8 +86,7 @@ class _Reference(fx.Interpreter):
         if not _may_write(n):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        function = _function_of(n)
-        place = _place_of(n)
+        function, place = _function_of(n), _place_of(n)
         args, kwargs = separated(
             function, args, kwargs, lambda overlap: self.found((function, overlap, place))
         )

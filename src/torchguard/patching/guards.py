@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any, Literal
@@ -46,19 +47,9 @@ from torchguard.transactions import hooks as optimizer_guard
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
-    "checks",
-    "load",
-    "numpy",
-    "optimizer",
-    "out",
-    "overlap",
-    "recompute",
-    "resize",
-    "save",
-    "setitem",
-    "slice_scatter",
-    "verified",
-]
+    "checks", "load", "numpy", "optimizer", "out", "overlap",
+    "recompute", "resize", "save", "setitem", "slice_scatter", "verified",
+]  # fmt: skip
 """The names that ``install()`` takes: the keys of :data:`GUARDS`, for type checkers."""
 
 
@@ -177,6 +168,25 @@ _IN_QUANTIZATION = {
 }
 
 
+_DCP = "torch.distributed.checkpoint"
+
+
+def _dcp_paths(module: str, *names: str) -> Mapping[str, patch.Make]:
+    """Return both paths of each: the package imports its modules, and what they define, itself."""
+
+    def guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        from torchguard.checkpoint import sharded  # noqa: PLC0415 - imports _DCP
+
+        made: Callable[..., Any] = getattr(sharded, f"guard_dcp_{name}")(original)
+        return made
+
+    return {
+        f"{package}.{name}": partial(guarded, name)
+        for name in names
+        for package in (_DCP, f"{_DCP}.{module}")
+    }
+
+
 _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
     "safetensors.torch": {
         "safetensors.torch.save_file": guard_save_file,  # save_model calls it
@@ -186,38 +196,9 @@ _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
     "fsspec.implementations.local": {
         "fsspec.implementations.local.LocalFileOpener.commit": guard_commit,
     },
+    _DCP: _dcp_paths("state_dict_saver", "save", "async_save"),
 }
-
-
-def _dcp(name: str) -> patch.Make:
-    """Return what makes the guard; its module imports torch.distributed.checkpoint."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        from torchguard.checkpoint import sharded  # noqa: PLC0415
-
-        guarded: Callable[..., Any] = getattr(sharded, name)(original)
-        return guarded
-
-    return make
-
-
-# Both names, once the package is imported: it imports its modules, and what they define, itself.
-_DCP = "torch.distributed.checkpoint"
-
-
-def _dcp_paths(name: str, module: str) -> Mapping[str, Mapping[str, patch.Make]]:
-    make = _dcp(f"guard_dcp_{name}")
-    return {_DCP: {f"{_DCP}.{name}": make, f"{_DCP}.{module}.{name}": make}}
-
-
-_SAVE_IN_PACKAGES = {
-    **_SAVE_IN_PACKAGES,
-    _DCP: {
-        **_dcp_paths("save", "state_dict_saver")[_DCP],
-        **_dcp_paths("async_save", "state_dict_saver")[_DCP],
-    },
-}
-_LOAD_IN_PACKAGES = _dcp_paths("load", "state_dict_loader")
+_LOAD_IN_PACKAGES = {_DCP: _dcp_paths("state_dict_loader", "load")}
 
 
 def _save_not_needed() -> str | None:

@@ -112,11 +112,8 @@ class VerifiedBackend:
         self._function = function  # the name of what the user has decorated
         self.checks = options
         """How graphs are checked."""
-        self._settings: dict[str, Any] = {
-            name: value
-            for name, value in (("mode", mode), ("options", inner_options))
-            if value is not None
-        }
+        given = {"mode": mode, "options": inner_options}
+        self._settings = {name: value for name, value in given.items() if value is not None}
         self._dynamic = dynamic
         self._own_fallbacks: tuple[Fallback, ...] | None = None
         self._graphs: list[GraphRecord] = []
@@ -126,14 +123,12 @@ class VerifiedBackend:
     def fallbacks(self, **settings: Any) -> tuple[Fallback, ...]:
         """Look the backend up by its name, and return it and its fallbacks.
 
-        Args:
-            **settings: what ``torch.compile`` passes on with a graph, ``mode`` and ``options``.
+        ``torch.compile`` passes on settings with a graph, ``mode`` and ``options``.
         """
-        if settings or self._own_fallbacks is None:
-            found = fallbacks_of(self._inner, {**self._settings, **settings}, self._dynamic)
-            if settings:
-                return found
-            self._own_fallbacks = found
+        if settings:
+            return fallbacks_of(self._inner, {**self._settings, **settings}, self._dynamic)
+        if self._own_fallbacks is None:
+            self._own_fallbacks = fallbacks_of(self._inner, self._settings, self._dynamic)
         return self._own_fallbacks
 
     def __call__(
@@ -191,10 +186,8 @@ class VerifiedBackend:
         """Pass ``torch._dynamo.reset()`` on to the backend that compiles."""
         # Dynamo calls reset() of each backend that has one. Inductor's drops its CUDA graphs:
         # https://github.com/pytorch/pytorch/blob/main/torch/__init__.py
-        if self._inner == "inductor":
-            reset = getattr(inductor_backend(None, None, None), "reset", None)
-        else:
-            reset = getattr(self._inner, "reset", None)
+        inner = inductor_backend(None, None, None) if self._inner == "inductor" else self._inner
+        reset = getattr(inner, "reset", None)
         if reset is not None:
             reset()
 
@@ -425,10 +418,8 @@ def checked_calls_of_new_sizes(
 ) -> Callable[..., Any]:
     """Return what Dynamo calls: the compiled graph, whose calls with new sizes are checked.
 
-    Args:
-        check: checks them.
-        sizes_of_call: reads the sizes from the inputs; None if the shapes are static.
-        numbers: the positions of inputs that are floats, of which two values are checked.
+    ``sizes_of_call`` is None if the shapes are static; ``numbers`` are the positions of floats, of
+    which two values are checked.
     """
     calls = _Calls(check, sizes_of_call, numbers)
 

@@ -309,12 +309,9 @@ class GraphCheck:
         return None
 
     def _fall_back(self, eager: Outcome | None, inputs: Sequence[Any], start: int) -> None:
-        """Take the first fallback that can be compiled and is right; the last is eager itself.
+        """Take the first fallback, from ``start`` on, that can be compiled and is right.
 
-        Args:
-            eager: what is right; None where that is not known.
-            inputs: of the call.
-            start: the position of the first one that may be taken.
+        The last is eager itself. ``eager`` is None where it is not known what is right.
         """
         last = len(self.fallbacks) - 1
         position, function = last, EAGER.compile(self.traced.graph, [])

@@ -42,12 +42,8 @@ UNCOMPILED = {"eager", "aot_eager"}
 OUTSIDE = "inductor, inputs written outside the graph"
 
 
-def _by_aot_autograd(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = dynamo_backend("aot_eager")(graph, inputs)
-    return compiled
-
-
-_AOT_EAGER = Fallback("aot_eager", _by_aot_autograd)
+# Looked up when it compiles: to do so imports Dynamo.
+_AOT_EAGER = Fallback("aot_eager", lambda *given: dynamo_backend("aot_eager")(*given))  # noqa: PLW0108
 
 
 def fallbacks_of(
@@ -55,10 +51,7 @@ def fallbacks_of(
 ) -> tuple[Fallback, ...]:
     """Return a backend and what comes after it: AOTAutograd without a compiler, then eager.
 
-    Args:
-        inner: the backend, by name or itself.
-        settings: what ``torch.compile`` passes on to it, ``mode`` and ``options``.
-        dynamic: as of ``torch.compile``.
+    ``settings`` are what ``torch.compile`` passes on to the backend, ``mode`` and ``options``.
     """
     if inner == "inductor":
         backend = inductor_backend(settings.get("mode"), settings.get("options"), dynamic)
@@ -180,9 +173,7 @@ def with_strides(
     strides of ``x``, where eager's result is contiguous. The first key-value cache of a decoder is
     made so, and ``view()`` of it raises in compiled code only.
 
-    Args:
-        function: returns a list or a tuple.
-        outputs: by position, the strides of a tensor whose order of dims the output shall have.
+    ``outputs`` has, by position, strides with the order of dims that an output shall have.
     """
     orders = {
         position: tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))

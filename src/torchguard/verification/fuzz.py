@@ -126,12 +126,8 @@ class Program:
     def function(self) -> Callable[..., Any]:
         """Return the function, new each time: nothing of it is compiled yet."""
         file = f"<program {self.seed}>"
-        linecache.cache[file] = (
-            len(self.source),
-            None,
-            self.source.splitlines(keepends=True),
-            file,
-        )
+        lines = self.source.splitlines(keepends=True)
+        linecache.cache[file] = len(self.source), None, lines, file
         scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
         exec(compile(self.source, file, "exec"), scope)  # noqa: S102 - it was written here
         function: Callable[..., Any] = scope["program"]

@@ -111,12 +111,8 @@ def _shapes(inputs: Sequence[Any]) -> Hashable:
 def numbers_in(graph: fx.GraphModule, examples: Sequence[Any]) -> list[int]:
     """Return the positions of the inputs that the graph reads as one number.
 
-    Dynamo gives a graph each float that has differed between calls as a tensor without dims.
-
-    Args:
-        graph: as Dynamo traced it.
-        examples: what the backend was given. On an accelerator a number is not looked at: that
-            would wait for the device.
+    Dynamo gives a graph each float that has differed between calls as a tensor without dims. On an
+    accelerator a number is not looked at: that would wait for the device.
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return [
@@ -150,33 +146,29 @@ _MODULES = {"torch", "_operator", "math", "cmath", "builtins", "einops"}
 def why_not_twice(graph: fx.GraphModule, run_twice: Collection[str] = ()) -> str | None:
     """Name the operation because of which the graph must not be run again, or None.
 
-    Args:
-        graph: as Dynamo traced it.
-        run_twice: names of custom operators of which the user knows that they may be.
+    ``run_twice`` names custom operators of which the user knows that they may be.
     """
     for part in _graphs_in(graph):
         for node in part.graph.nodes:
-            reason = _reason(part, node, run_twice)
+            reason = None
+            if node.op == "call_function":
+                reason = _why_not_twice(node.target, run_twice)
+            elif node.op == "call_module":
+                module = type(part.get_submodule(str(node.target)))
+                # Others are there while torch._dynamo.config.inline_inbuilt_nn_modules is off.
+                if not issubclass(module, fx.GraphModule):
+                    name = module.__name__
+                    reason = f"the module {name} is called as a whole, with state of its own"
             if reason is not None:
                 return reason
     return None
 
 
-def _reason(graph: fx.GraphModule, node: fx.Node, run_twice: Collection[str]) -> str | None:
-    if node.op == "call_module":
-        module = graph.get_submodule(str(node.target))
-        if isinstance(module, fx.GraphModule):
-            return None
-        # torch._dynamo.config.inline_inbuilt_nn_modules is off.
-        return f"the module {type(module).__name__} is called as a whole, with state of its own"
-    return _reason_of(node.target, run_twice) if node.op == "call_function" else None
-
-
-def _reason_of(function: Any, run_twice: Collection[str]) -> str | None:
+def _why_not_twice(function: Any, run_twice: Collection[str]) -> str | None:
     # Most are torch.add or operator.mul: neither of torch.ops nor written in Python.
     name = None if isinstance(function, BuiltinFunctionType) else operator_name(function)
     if name is None:
-        return _reason_of_python(function)
+        return _why_not_python_twice(function)
     namespace, _, short = name.partition("::")
     if "c10d" in namespace:
         return f"{name} communicates with other processes"
@@ -184,26 +176,17 @@ def _reason_of(function: Any, run_twice: Collection[str]) -> str | None:
         return None if short in _HIGHER_ORDER else f"the operator {short} may have other effects"
     if namespace in _OPERATORS or name in run_twice:
         return None
-    return _reason_of_custom(function, name)
-
-
-def _reason_of_custom(function: Any, name: str) -> str | None:
+    ranks = torch.distributed
     if not has_only_results(function):
         reason = "whose schema or effect token says that it does more than return something"
-    elif _has_other_ranks():
-        reason = "which may communicate with other ranks"
+    elif ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
+        reason = "which may communicate with other ranks"  # its schema does not say
     else:
         return None
     return f"{name} is a custom operator {reason}; where it may run twice: run_twice=[{name!r}]"
 
 
-def _has_other_ranks() -> bool:
-    """Whether an operator could wait for another process, which its schema does not say."""
-    group = torch.distributed
-    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
-
-
-def _reason_of_python(function: Any) -> str | None:
+def _why_not_python_twice(function: Any) -> str | None:
     module = getattr(function, "__module__", None)
     if module is None:  # written in C++: torch.add, torch.Tensor.add_
         return None

@@ -56,18 +56,14 @@ class Case:
 def minified(case: Case, compile_: _Compile) -> Case:
     """Return a case with fewer results, statements and inputs that still shows a difference.
 
-    It compiles many graphs; Ctrl-C ends it with the smallest so far.
-
-    Args:
-        case: one that shows it.
-        compile_: compiles a graph; a graph that it refuses shows nothing.
+    It compiles many graphs; one that ``compile_`` refuses shows nothing. Ctrl-C ends it with the
+    smallest so far.
     """
     minifier = _Minifier(case, compile_)
     with contextlib.suppress(KeyboardInterrupt):
         if not minifier.end_at_wrong_value():
-            minifier.keep_wrong_results()
             minifier.cut_the_end()
-            minifier.cut_the_beginning()
+            minifier.shows_window(_statements(minifier.case.graph))
         minifier.leave_out_parts()
     return minifier.case
 
@@ -81,7 +77,6 @@ class _Minifier:
         found = case.differences(case.inputs)
         # Strides alone are no fault, they are corrected: no smaller case may end up with them.
         self._strides_will_do = all(each.strides is not None for each in found)
-        self._wrong_results = sorted({each.key for each in found if each.part == "outputs"})
 
     def _try(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[Case, tuple[Difference, ...]]:
         """Compile a graph and return what it does otherwise than eager; nothing if it fails."""
@@ -104,10 +99,6 @@ class _Minifier:
 
     def end_at_wrong_value(self) -> bool:
         """Make the first wrong value the result; whether that could be done."""
-        last = self._first_wrong_value()
-        return last is not None and self._shows_window(self.case, last)
-
-    def _first_wrong_value(self) -> int | None:
         # More results can hide a fault: a value that is returned is not fused away. Then nothing is
         # wrong here, and the end is found by bisection.
         graph = copy_graph(self.case.graph)
@@ -117,31 +108,21 @@ class _Minifier:
         nodes[-1].args = (tuple(nodes[place] for place in places),)
         _, found = self._try(graph, self.case.inputs)
         wrong = [each.key for each in found if each.finite and each.part == "outputs"]
-        return places[min(wrong)] if wrong else None
+        last = places[min(wrong)] if wrong else -1
+        return self.shows_window([place for place in _statements(self.case.graph) if place <= last])
 
-    def _shows_window(self, whole: Case, last: int) -> bool:
-        """Try 1, 2, 4 ... statements that end with one."""
-        places = [place for place in _statements(whole.graph) if place <= last]
-        width = 1
+    def shows_window(self, places: list[int]) -> bool:
+        """Try the last 1, 2, 4 ... of these statements."""
+        whole, width = self.case, 1
         while width < len(places):
             try:
-                cut = _window(whole, places[-width], last)
+                cut = _window(whole, places[-width], places[-1])
             except Exception:  # noqa: BLE001 - an input that can't be copied, no memory left
                 cut = None
             if cut is not None and self._shows(*cut):
                 return True
             width *= 2
         return False
-
-    def keep_wrong_results(self) -> None:
-        """Keep the first result that is wrong, or at least no more than those."""
-        wrong = self._wrong_results
-        for kept in dict.fromkeys([tuple(wrong[:1]), tuple(wrong)]):
-            parts = [
-                -1 - place for place in range(len(_results(self.case.graph))) if place not in kept
-            ]
-            if kept and parts and self._without(parts):
-                return
 
     def cut_the_end(self) -> None:
         """Find the first statement after which there is a difference; its value is the result."""
@@ -156,12 +137,6 @@ class _Minifier:
                 high = middle
             else:
                 low = middle + 1
-
-    def cut_the_beginning(self) -> None:
-        """Keep the last statements that do."""
-        places = _statements(self.case.graph)
-        if places:
-            self._shows_window(self.case, places[-1])
 
     def leave_out_parts(self) -> None:
         """Leave out whatever can be."""

@@ -90,13 +90,8 @@ class VerificationReport:
             name = f"{graph.function} ({graph.place})"
             seconds = f"{graph.seconds:.3f}"
             rows.append((name, str(graph.nodes), graph.status, graph.runs, seconds, because))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [
-            "  ".join(
-                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]
-            )
-            for row in rows
-        ]
+        widths = [*(max(len(row[column]) for row in rows) for column in range(5)), 0]
+        lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         summary = (
             f"{len(self.graphs)} graphs: {self.verified} verified, {self.mismatched} mismatched, "
             f"{self.unverified} unverified; {self.seconds:.3f} s spent on checks"
@@ -126,12 +121,7 @@ def message_of(
 ) -> str:
     """Return the text of the warning, or of the error, for a graph that was compiled wrong.
 
-    Args:
-        record: what is known of the graph.
-        backend: what has compiled it; the text names torch.compile only if it is one of torch's.
-        found: what it does otherwise than eager.
-        on_mismatch: what the user has chosen.
-        reproducer: where the script is, or why there is none.
+    ``reproducer`` says where the script is, or why there is none.
     """
     # A callable of the user's is named itself: its fault is none to report to PyTorch.
     source = backend.source

@@ -102,14 +102,9 @@ def reproducer_of(
     backend: Fallback,
     record: GraphRecord,
 ) -> str:
-    """Write a script that shows the difference; return where it is, or why there is none.
+    """Write a script that shows what ``wrong`` does otherwise, which the backend made of a graph.
 
-    Args:
-        traced: the graph.
-        wrong: the same graph compiled.
-        inputs: of the call that has shown a difference.
-        backend: what has compiled it.
-        record: names the graph, and keeps the script's path.
+    Returns where it is, which the record keeps too, or why there is none.
     """
     if backend.source is None:
         return f"none: {backend.name} is a callable, which a script can't name"
@@ -123,8 +118,10 @@ def reproducer_of(
     with unlogged():
         case = Case(traced.graph, wrong, list(inputs))
         try:
-            text = _script(case, _inputs_that_show(case), backend.source, minify)
-            record.reproducer = _write(text, _folder() / f"{name}.py")
+            text = _script(case, backend.source, minify)
+            folder = Path(os.environ.get(FOLDER_VARIABLE) or _temporary_folder())
+            folder.mkdir(parents=True, exist_ok=True)
+            record.reproducer = _write(text, folder / f"{name}.py")
         except _NoScriptError as reason:
             return f"none: {reason}"
         except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
@@ -136,15 +133,7 @@ def minify(script: str, graph: torch.nn.Module, inputs: list[Any], **settings: A
     """Write a smaller script that shows a difference too: ``python reproducer.py --minify``.
 
     Each try compiles a graph, so it may take minutes; Ctrl-C ends it with the smallest so far.
-
-    Args:
-        script: the path of the script that calls this.
-        graph: what it compiles.
-        inputs: what it calls that with.
-        settings: the arguments of its ``torch.compile``.
-
-    Returns:
-        The script's exit status: 0 where there is no difference to make smaller.
+    Returns the script's exit status: 0 where there is no difference to make smaller.
     """
     traced: list[Case] = []
 
@@ -172,7 +161,7 @@ def minify(script: str, graph: torch.nn.Module, inputs: list[Any], **settings: A
         compiled = compile_(copy_graph(whole.graph), whole.inputs)
         case = Case(whole.graph, compiled, whole.inputs)
         small = minified(case, compile_) if case.differences(case.inputs) else None
-        text = "" if small is None else _script(small, _inputs_that_show(small), source)
+        text = "" if small is None else _script(small, source)
     if small is None:
         sys.stdout.write("no difference\n")
         return 0
@@ -205,21 +194,11 @@ def _temporary_folder() -> str:
     return tempfile.mkdtemp(prefix="torchguard-reproducers-")
 
 
-def _folder() -> Path:
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or _temporary_folder())
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _script(case: Case, inputs: str, arguments: str, minify: str = "") -> str:
-    """Write the script.
-
-    Inputs are random, of the shapes, strides and sharing they had. Where random ones do not
-    show a difference and there are few elements, the script has their values.
+def _script(case: Case, arguments: str, minify: str = "") -> str:
+    """Return the text of a script.
 
     Args:
         case: what differs.
-        inputs: the lines that make them.
         arguments: those for ``torch.compile``, as in source code.
         minify: the lines that make it smaller, with a place for the arguments.
 
@@ -237,7 +216,7 @@ def _script(case: Case, inputs: str, arguments: str, minify: str = "") -> str:
         differences=differences.replace("\\", "/").replace('"""', "'''"),
         imports="\n".join(imports.values()),
         classes="\n\n".join(classes),
-        inputs=inputs,
+        inputs=_inputs_that_show(case),
         root=root,
         arguments=f"graph, {arguments}" if arguments else "graph",
         import_sys="import sys\n\n" if minify else "",
@@ -291,6 +270,10 @@ def _import_of(name: str, value: Any) -> str:
 
 
 def _inputs_that_show(case: Case) -> str:
+    """Write the lines that make inputs of the shapes, strides and sharing they had.
+
+    They are random; where those show no difference and are few, they have their values.
+    """
     # Most wrong graphs are wrong for any values; a script without data can be read, and sent.
     random = _inputs(case.inputs, written_out=False)
     scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
@@ -321,8 +304,8 @@ def _inputs(inputs: Sequence[Any], *, written_out: bool) -> str:
         made += f"{value.storage_offset()})"
         made = f"{made}.conj()" if value.is_conj() else made
         made = f"torch._neg_view({made})" if value.is_neg() else made
-        if value.requires_grad:
-            made += ".detach().requires_grad_()" if value.is_leaf else ""
+        if value.requires_grad and value.is_leaf:
+            made += ".detach().requires_grad_()"
         lines.append(f"{name} = {made}")
     lines.append(f"return [{', '.join(names)}]")
     return "\n".join(f"    {line}" for line in lines)

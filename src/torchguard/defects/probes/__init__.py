@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchguard.defects.catalog import Defect, Family
+from torchguard.defects.catalog import Defect, Family, NotRunHere
 
 
 def _defect(
@@ -26,6 +26,14 @@ def _defect(
 memory_defect = partial(_defect, "memory")
 compile_defect = partial(_defect, "compile")
 gradient_defect = partial(_defect, "gradient")
+
+
+def share(tensor: Any) -> None:
+    """Move a tensor to shared memory, which not every machine has."""
+    try:
+        tensor.share_memory_()
+    except RuntimeError as error:
+        raise NotRunHere("no shared memory on this machine") from error
 
 
 def issues(*numbers: int) -> tuple[str, ...]:

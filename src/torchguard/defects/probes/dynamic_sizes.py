@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,31 @@ from torchguard.defects.probes import compile_defect, issues
 
 _STEP, _BUCKETS, _PADDING = 8, 20, 3
 
-
 _Backend = Callable[..., Any]
+_Wrap = Callable[[_Backend], Callable[[Tensor], object]]
+"""Compiles ``_double`` with a backend."""
 
 
 def _double(values: Tensor) -> Tensor:
     return values * 2
+
+
+def _has_symbol_by_graph(wrap: _Wrap, lengths: Iterable[int]) -> list[bool]:
+    """Call a wrapped function with each length; return of each graph whether a dim is symbolic."""
+    found: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append(any(map(_is_symbolic, inputs)))
+        return graph.forward
+
+    double = wrap(backend)
+    for length in lengths:
+        double(torch.ones(length))
+    return found
+
+
+def _compiled(backend: _Backend, *, dynamic: bool | None) -> Callable[[Tensor], object]:
+    return torch.compile(_double, backend=backend, dynamic=dynamic)
 
 
 def _double_in_buckets(sizes: Buckets, backend: _Backend) -> Callable[[Tensor], Tensor]:
@@ -36,41 +55,28 @@ def _is_symbolic(value: object) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def _graphs_of_20_buckets(wrap: Callable[[_Backend], Callable[[Tensor], object]]) -> str | None:
+def _graphs_of_20_buckets(wrap: _Wrap) -> str | None:
     """Call a wrapped function with 20 lengths, one per bucket; say which graphs are symbolic."""
-    symbolic: list[bool] = []  # one per graph: has it a symbolic dim?
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        symbolic.append(any(_is_symbolic(value) for value in inputs))
-        return graph.forward
-
-    double = wrap(backend)
-    for bucket in range(_STEP, _STEP * _BUCKETS + 1, _STEP):
-        double(torch.ones(bucket - _PADDING))
+    buckets = range(_STEP, _STEP * _BUCKETS + 1, _STEP)
+    symbolic = _has_symbol_by_graph(wrap, (bucket - _PADDING for bucket in buckets))
     if len(symbolic) == _BUCKETS and not any(symbolic):
         return None
     return f"{_BUCKETS} buckets gave {len(symbolic)} graphs, {sum(symbolic)} with a symbolic dim"
-
-
-def _auto_dynamic_guarded() -> str | None:
-    """Let ``bucketed`` pad."""
-    sizes = Buckets.multiples_of(_STEP, _STEP * _BUCKETS)
-    return _graphs_of_20_buckets(partial(_double_in_buckets, sizes))
 
 
 @compile_defect(
     "padding to buckets does not keep a plain torch.compile from a symbolic dim",
     upstream=issues(190631),
     guards=("bucketed",),
-    guarded_probe=_auto_dynamic_guarded,
+    guarded_probe=lambda: _graphs_of_20_buckets(
+        partial(_double_in_buckets, Buckets.multiples_of(_STEP, _STEP * _BUCKETS))
+    ),
 )
 def auto_dynamic() -> str | None:
     """Pad by hand in front of a plain ``torch.compile``.
 
-    Dynamo compares the sizes of a recompilation with those it saw before and marks every
-    dim that changed as dynamic (``automatic_dynamic_shapes``). It can't know that the sizes
-    are few: the second bucket makes the dim symbolic, and the graph with the symbolic dim
-    then serves all the other buckets.
+    Dynamo marks every dim that changed as dynamic (``automatic_dynamic_shapes``): the second bucket
+    makes the dim symbolic, and that graph then serves all the other buckets.
     """
 
     def wrap(backend: _Backend) -> Callable[[Tensor], object]:
@@ -87,7 +93,7 @@ def _is_other_message(record: logging.LogRecord) -> bool:
     return "torch._dynamo hit config." not in record.getMessage()
 
 
-def _eager_calls_of_16_lengths(wrap: Callable[[_Backend], Callable[..., Any]]) -> str | None:
+def _eager_calls_of_16_lengths(wrap: _Wrap) -> str | None:
     """Call a wrapped function with 16 lengths and count those that reach the backend."""
     compiled_calls = 0
 
@@ -113,27 +119,21 @@ def _eager_calls_of_16_lengths(wrap: Callable[[_Backend], Callable[..., Any]]) -
     return f"{eager_calls} of {len(_MANY_LENGTHS)} lengths ran eager, with no exception"
 
 
-def _recompile_limit_guarded() -> str | None:
-    """Give every length a bucket of its own."""
-    return _eager_calls_of_16_lengths(partial(_double_in_buckets, Buckets(_MANY_LENGTHS)))
-
-
 @compile_defect(
     "past 8 variants of a compiled function every new one runs eager, with one log line",
     upstream=issues(128071),
     guards=("bucketed",),
-    guarded_probe=_recompile_limit_guarded,
+    guarded_probe=lambda: _eager_calls_of_16_lengths(
+        partial(_double_in_buckets, Buckets(_MANY_LENGTHS))
+    ),
 )
 def recompile_limit() -> str | None:
     """Compile one variant per length.
 
-    Dynamo keeps at most ``recompile_limit`` compiled variants for a code object. When a call
-    fits none of them and the list is full, it logs one warning and runs the original bytecode,
-    unless ``fullgraph=True`` asked for an error.
+    Dynamo keeps at most ``recompile_limit`` of them for a code object. When the list is full, it
+    logs one warning and runs the original bytecode, unless ``fullgraph=True`` asked for an error.
     """
-    return _eager_calls_of_16_lengths(
-        lambda backend: torch.compile(_double, backend=backend, dynamic=False)
-    )
+    return _eager_calls_of_16_lengths(partial(_compiled, dynamic=False))
 
 
 _NINE_LENGTHS = range(16, 25)
@@ -169,8 +169,7 @@ def _recordings(run: Callable[[Tensor], object]) -> str | None:
     return f"{len(_NINE_LENGTHS)} input lengths: {recordings} CUDA graphs recorded"
 
 
-def _cudagraph_shapes_guarded() -> str | None:
-    """Count those for nine lengths in two buckets."""
+def _recordings_of_2_buckets() -> str | None:
     buckets = Buckets([_NINE_LENGTHS[0], _NINE_LENGTHS[-1]])
     mode = {"mode": "reduce-overhead"}
     return _recordings(bucketed(_model, dims={"x": {0: "t"}}, buckets=buckets, compile=mode))
@@ -180,16 +179,15 @@ def _cudagraph_shapes_guarded() -> str | None:
     'mode="reduce-overhead", GPU: one CUDA graph recorded for every input size',
     upstream=issues(188150),
     guards=("bucketed",),
-    guarded_probe=_cudagraph_shapes_guarded,
+    guarded_probe=_recordings_of_2_buckets,
 )
 def cudagraph_shapes() -> str | None:
     """Count the CUDA graphs recorded for one model and nine lengths.
 
-    A CUDA graph replays fixed addresses and sizes, so ``deferred_cudagraphify``
-    (``torch/_inductor/cudagraph_trees.py``) keeps one per combination of symbolic sizes,
-    without a limit. With batches padded to their longest sequence nearly every step is a
-    warm-up or a recording, slower than no CUDA graph at all, and each recording keeps its
-    memory. Torch warns at the ninth size (up to 2.9 at the fifty-first) and goes on.
+    ``deferred_cudagraphify`` (``torch/_inductor/cudagraph_trees.py``) keeps one per combination of
+    symbolic sizes, without a limit. With batches padded to their longest sequence nearly every step
+    is a warm-up or a recording, slower than no CUDA graph at all, and each keeps its memory. Torch
+    warns at the ninth size (up to 2.9 at the fifty-first) and goes on.
     """
     compiled = torch.compile(_model, mode="reduce-overhead")
 
@@ -229,8 +227,7 @@ def _compare_padding(run: Callable[[Tensor, Tensor], Any]) -> str | None:
     return None
 
 
-def _pad_dynamic_guarded() -> str | None:
-    """Keep the dim static."""
+def _padding_in_buckets() -> str | None:
     # The program pads with zeros too, so what is behind x has to be zeros.
     zeros = {"x": 0}
     pad = bucketed(_pad, dims={"x": {0: "t"}}, buckets=Buckets([4, 8]), fill=zeros, compile=True)
@@ -241,18 +238,15 @@ def _pad_dynamic_guarded() -> str | None:
     "compiled: padding a dynamic dim by -n % 16 reads or writes out of bounds",
     upstream=issues(169760),
     guards=("bucketed",),
-    guarded_probe=_pad_dynamic_guarded,
+    guarded_probe=_padding_in_buckets,
 )
 def pad_dynamic() -> str | None:
     """Compile with a dim that is marked dynamic.
 
-    Torch bounds every symbolic size. Up to 2.9 it bounded Python's ``%`` with C's rule
-    (``torch/utils/_sympy/interp.py``: ``PythonMod: "mod",  # TODO: this is wrong``), so it took
-    ``-n % 16`` to lie in [-15, 0], where it lies in [0, 15], and the padded size to be no more
-    than ``n``. Inductor then leaves out the test for the end of the input, reading whatever
-    lies behind (2.6), or carries out the padding in place, in a buffer that is too small (2.8
-    and 2.9). The report, made on a GPU, has the autotuner fail on a kernel that updates one
-    buffer in place and takes the size: what 2.9 generates for this program, CPU or GPU.
+    Up to 2.9 torch bounded Python's ``%`` with C's rule (``torch/utils/_sympy/interp.py``:
+    ``PythonMod: "mod",  # TODO: this is wrong``), so it took ``-n % 16`` to lie in [-15, 0] and the
+    padded size to be no more than ``n``. Inductor then leaves out the test for the end of the input
+    (2.6), or carries out the padding in place, in a buffer that is too small (2.8 and 2.9).
     """
 
     def run(x: Tensor, weight: Tensor) -> Any:
@@ -311,22 +305,11 @@ def static_threads() -> str | None:
     Its second size should make the dim symbolic, so that one more graph serves all sizes.
 
     ``torch.compile(dynamic=False)`` sets ``automatic_dynamic_shapes`` to False around each call,
-    and back afterwards (``make_set_enable_dynamic`` in ``torch/_dynamo/eval_frame.py``). Up to
-    2.11 the setting is that of the process: where calls of two threads overlap it stays False,
-    and all that is compiled later compiles once for each size, up to the limit, and then runs
-    eager. Since 2.12 each thread has its own: https://github.com/pytorch/pytorch/issues/186537
+    and back afterwards (``make_set_enable_dynamic`` in ``torch/_dynamo/eval_frame.py``). Up to 2.11
+    the setting is that of the process. Since 2.12 each thread has its own: https://github.com/pytorch/pytorch/issues/186537
     """
     _overlapping_calls()
-    graphs = 0
-
-    def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
-    double = torch.compile(_double, backend=backend)
-    for size in _SIZES:
-        double(torch.ones(size))
+    graphs = len(_has_symbol_by_graph(partial(_compiled, dynamic=None), _SIZES))
     if graphs < len(_SIZES):
         return None
     return f"{len(_SIZES)} sizes gave {graphs} graphs of another function, after 2 threads"

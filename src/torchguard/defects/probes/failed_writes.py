@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import torchguard
-from torchguard.defects.catalog import NotRunHere
-from torchguard.defects.probes import issues, memory_defect
+from torchguard.defects.probes import issues, memory_defect, share
 
 _MORE_THAN_ANY_MACHINE_HAS = 2**50  # elements: 4 PiB of float32, yet no overflow
 _HALF_OF_TOO_MANY = 2**40  # squared, it does not fit 64 bits
@@ -66,11 +65,8 @@ def _is_spoiled(make: Callable[[], Tensor], call: Callable[[Tensor], object]) ->
 def resize_locked() -> str | None:
     """Let each call fail once and compare the tensor with what it was.
 
-    ``resize_``, ``resize_as_``, ``set_`` and every ``out=`` argument write the new
-    shape and strides first and grow the storage after. When growing fails (memory
-    that belongs to numpy, no memory left, more elements than 64 bits can count, a
-    negative size, a memory format that does not fit the rank) the new shape stays:
-    the next access reads or writes past the end of the storage.
+    Each writes the new shape and strides first and grows the storage after. Where growing fails
+    the new shape stays: the next access reads or writes past the end of the storage.
     """
     spoiled = [name for name, make, call in _CASES if _is_spoiled(make, call)]
     return f"failed and spoiled: {', '.join(spoiled)}" if spoiled else None
@@ -83,24 +79,20 @@ def resize_locked() -> str | None:
 def resize_shared() -> str | None:
     """Grow a shared tensor; a process that survives must have an intact tensor.
 
-    ``share_memory_`` moves the data to a storage that has no allocator but keeps
-    the mark "resizable" of the storage it replaces. ``resize_`` trusts the mark and
-    calls through the null allocator. Another defect with the same null allocator:
+    ``share_memory_`` moves the data to a storage that has no allocator but keeps the mark
+    "resizable" of the storage it replaces. Another defect with the same null allocator:
     https://github.com/pytorch/pytorch/issues/184748
     """
     t = torch.ones(4)
-    try:
-        t.share_memory_()
-    except RuntimeError as error:
-        raise NotRunHere("no shared memory on this machine") from error
+    share(t)
     try:
         t.resize_(1000)
     except RuntimeError:
         if t.shape != (4,) or t.tolist() != [1.0] * 4:
             return f"resize_ failed, yet the shape is {tuple(t.shape)}"
         return None
-    described, held = t.numel() * t.element_size(), t.untyped_storage().nbytes()
-    return f"{described} bytes described, {held} held" if described > held else None
+    held = t.untyped_storage().nbytes()
+    return f"{t.nbytes} bytes described, {held} held" if t.nbytes > held else None
 
 
 @memory_defect(
@@ -111,10 +103,9 @@ def resize_shared() -> str | None:
 def stride_overflow() -> str | None:
     """Let a resize fail and read the stride of what is left.
 
-    ``resize_`` of a size without elements but with more than 64 bits of strides, such as
-    ``(0, 5, 10, 10, 2**58)``, writes the size, multiplies, notices and raises. The strides stay
-    wrapped around, and a negative number below ``-2**62`` is how torch stores the address of a
-    symbolic size: ``t.stride()`` follows it.
+    ``resize_`` of a size without elements but with more than 64 bits of strides writes the size,
+    multiplies, notices and raises. The strides stay wrapped around, and a number below ``-2**62``
+    is how torch stores the address of a symbolic size.
     """
     t = torch.arange(4.0)
     try:
@@ -130,7 +121,7 @@ def _shrunk() -> Tensor:
     return t
 
 
-def _storage_shrunk_guarded() -> str | None:
+def _ask_first() -> str | None:
     """Ask ``check_consistent`` which tensor is spoiled, before anything reads it."""
     tensors = {"intact": torch.ones(4), "shrunk": _shrunk()}
     try:
@@ -147,24 +138,22 @@ def _storage_shrunk_guarded() -> str | None:
     "after storage.resize_(0) any access to the tensor reads memory that is gone",
     upstream=issues(171676),
     guards=("check_consistent",),
-    guarded_probe=_storage_shrunk_guarded,
+    guarded_probe=_ask_first,
     only_detects=True,
     limits="the access itself still reads that memory: check before it, where a storage may shrink",
 )
 def storage_shrunk() -> str | None:
     """Read a tensor whose storage was shrunk to nothing: a null pointer.
 
-    ``UntypedStorage.resize_`` knows nothing of the tensors that use the storage:
-    they keep their shape, and no operator compares a shape with the size of the
-    storage before it reads.
+    ``UntypedStorage.resize_`` knows nothing of the tensors that use the storage.
     """
     t = _shrunk()
     try:
         total = t.sum().item()
     except RuntimeError:
         return None
-    described, held = t.numel() * t.element_size(), t.untyped_storage().nbytes()
-    return f"summed {described} bytes of {held} to {total}" if described > held else None
+    held = t.untyped_storage().nbytes()
+    return f"summed {t.nbytes} bytes of {held} to {total}" if t.nbytes > held else None
 
 
 # n is 3: a row number of -9 or 9 is out of range everywhere.
@@ -229,10 +218,8 @@ def _out_garbage_guarded() -> str | None:
 def out_garbage() -> str | None:
     """Let each call fail once into an empty ``out`` and once into one that holds data.
 
-    The operators resize ``out`` and write into it while they check their input
-    (indices, the dtype of a second output, a zero divisor, a singular matrix), so an
-    exception leaves ``out`` with another shape, or with part of a result or garbage
-    in the place of its data. The tensor needs no special storage for that.
+    The operators resize ``out`` and write into it while they check their input. The tensor needs
+    no special storage for that.
     """
     damaged: dict[str, str] = {}
     for name, dtype, call in _OUT_CASES:
@@ -312,10 +299,8 @@ def _index_partial_guarded() -> str | None:
 def index_partial() -> str | None:
     """Let each write fail between a forward and its backward and look at the gradient.
 
-    The in-place index operators check each index when they come to it: one bad index
-    raises after the good rows were written. The version counter of the tensor is
-    bumped only after a call that succeeded, so a backward that saved the tensor
-    before uses the spoiled data and returns a wrong gradient instead of refusing.
+    The operators check each index when they come to it, and move the version counter after a call
+    that succeeded: a backward that saved the tensor before does not refuse.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that index_reduce_ is in beta state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,9 +38,8 @@ class _RunningNorm(torch.nn.Module):
 def buffer_update() -> str | None:
     """Compare the weight's gradient after one step, compiled and eager.
 
-    AOTAutograd's min-cut partitioner saves the buffer for the backward pass and recomputes
-    there what forward had read from it. Forward writes the buffer within the graph, so the
-    backward pass reads the updated values, and autograd's version check sees nothing.
+    AOTAutograd's min-cut partitioner saves the buffer for the backward pass and recomputes there
+    what forward had read from it, after forward has written it within the graph.
     """
     eager = _RunningNorm()
     compiled = copy.deepcopy(eager)
@@ -78,12 +78,10 @@ def _loss(for_slice: Tensor, for_select: Tensor, for_diagonal: Tensor) -> Tensor
 def scatter_gradient() -> str | None:
     """Compare the gradients of the three operators, compiled in one graph, with eager.
 
-    The gradient for the input is the output's gradient with zeros scattered into it. After
-    ``.sum()`` the output's gradient is one number, expanded (stride 0), and up to 2.11 the
-    shape rules of ``slice_scatter`` and ``select_scatter`` (``torch/_meta_registrations.py``)
-    and the reference of ``diagonal_scatter`` (``torch/_refs``) keep the strides of what they
-    scatter into. Inductor believes them and lets all positions share one element, where
-    eager makes an ordinary copy first. So every position gets the gradient, or none.
+    The gradient for the input is the output's gradient, expanded after ``.sum()``, with zeros
+    scattered into it. Up to 2.11 the shape rules of ``slice_scatter`` and ``select_scatter``
+    (``torch/_meta_registrations.py``) and the reference of ``diagonal_scatter`` (``torch/_refs``)
+    keep the strides of what they scatter into, so inductor lets all positions share one element.
     """
     wrong = []
     eager = [torch.ones(3, 3, requires_grad=True) for _ in _OPERATORS]
@@ -96,6 +94,25 @@ def scatter_gradient() -> str | None:
         if not torch.equal(actual.grad, expected.grad):
             wrong.append(name)
     return f"wrong input gradient: {', '.join(wrong)}" if wrong else None
+
+
+def _other_gradient(
+    where: str,
+    eager: Callable[..., Tensor],
+    compiled: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    *others: Tensor,
+) -> str | None:
+    """Compare the last element of the gradient of a function's first argument, which is zero."""
+    gradients = []
+    for function in (eager, compiled):
+        value = torch.zeros(shape, requires_grad=True)
+        (gradient,) = torch.autograd.grad(function(value, *others), value)
+        gradients.append(gradient.flatten()[-1].item())
+    expected, actual = gradients
+    if expected == actual:
+        return None
+    return f"the gradient {where} is {actual:g} compiled, {expected:g} in eager"
 
 
 _WIDTH = 64  # a multiple of the elements in any vector register
@@ -117,26 +134,17 @@ def _embedded(weight: Tensor, ids: Tensor) -> Tensor:
 def repeated_id() -> str | None:
     """Compare the gradient of an embedding for an id that occurs twice, compiled and eager.
 
-    The gradient adds a row for each occurrence. With one thread nothing has to be atomic, so
-    ``CppVecKernel.store`` (``torch/_inductor/codegen/cpp.py``) asks ``_get_store_line`` to
-    accumulate, and up to 2.6 that did so only where the elements are not side by side: the
-    vectorized store overwrites. One thread is what torchrun gives each process, and what
-    containers with one CPU have.
+    With one thread nothing has to be atomic, so ``CppVecKernel.store``
+    (``torch/_inductor/codegen/cpp.py``) asks ``_get_store_line`` to accumulate, and up to 2.6 the
+    vectorized store overwrites. One thread is what torchrun gives each process.
     """
-    threads = torch.get_num_threads()
-    gradients = []
+    threads, ids = torch.get_num_threads(), torch.tensor([1, 1])
     torch.set_num_threads(1)
     try:
-        for function in (_embedded, torch.compile(_embedded)):
-            weight = torch.zeros(2, _WIDTH, requires_grad=True)
-            loss = function(weight, torch.tensor([1, 1]))
-            gradients.append(torch.autograd.grad(loss, weight)[0][1, 0].item())
+        where, compiled = "for an id that occurs twice", torch.compile(_embedded)
+        return _other_gradient(where, _embedded, compiled, (2, _WIDTH), ids)
     finally:
         torch.set_num_threads(threads)
-    eager, compiled = gradients
-    if eager == compiled:
-        return None
-    return f"the gradient for an id that occurs twice is {compiled:g} compiled, {eager:g} in eager"
 
 
 def _ask_requires_grad(v: Tensor) -> tuple[Tensor, Tensor, bool, bool]:
@@ -157,11 +165,9 @@ def _ask_requires_grad(v: Tensor) -> tuple[Tensor, Tensor, bool, bool]:
 def requires_grad_lies() -> str | None:
     """Compare both answers with eager; no kernel is compiled, the tracing alone is wrong.
 
-    Dynamo notes a tensor's ``requires_grad`` when the tensor is made and answers from the
-    note. Up to 2.8 ``TensorVariable.method___setitem__`` (``torch/_dynamo/variables/tensor.py``)
-    does not refresh it after ``m[:, r, c] = v``, and up to 2.11 nothing refreshes it after
-    ``y.detach_()``. The tensors themselves are right; code that branches on ``requires_grad``
-    (an autograd function that skips its backward, an assertion) takes the wrong path.
+    Dynamo notes a tensor's ``requires_grad`` when the tensor is made and answers from the note. Up
+    to 2.8 ``TensorVariable.method___setitem__`` (``torch/_dynamo/variables/tensor.py``) does not
+    refresh it after ``m[:, r, c] = v``, and up to 2.11 nothing refreshes it after ``y.detach_()``.
     """
     v = torch.ones(1, 1, requires_grad=True)
     *_, assigned, detached = torch.compile(_ask_requires_grad, backend="eager")(v)
@@ -202,17 +208,9 @@ def _into_view(value: Tensor) -> Tensor:
 def view_requires_grad() -> str | None:
     """Compare the gradient with eager; no kernel is compiled, the tracing alone is wrong.
 
-    Dynamo answers ``m.requires_grad`` from a note of its own. From 2.9 on it makes the note
-    anew for the tensor that was written to, but not for the others that share its memory:
-    after ``m[0][0] = value``, or ``m[0].copy_(value)``, it goes on saying that ``m``
-    requires no gradient. A custom ``torch.autograd.Function`` of ``m`` then is traced
-    without its backward, and the gradient is silently another one.
+    Dynamo answers ``m.requires_grad`` from a note of its own, which it makes anew, from 2.9 on, for
+    the tensor that was written to, but not for the others that share its memory. An autograd
+    function of ``m`` then is traced without its backward.
     """
-    gradients = []
-    for function in (_into_view, torch.compile(_into_view, backend="eager")):
-        value = torch.ones((), requires_grad=True)
-        gradients.append(torch.autograd.grad(function(value), value)[0].item())
-    eager, compiled = gradients
-    if eager == compiled:
-        return None
-    return f"the gradient after m[0][0] = v is {compiled:g} compiled, {eager:g} in eager"
+    compiled = torch.compile(_into_view, backend="eager")
+    return _other_gradient("after m[0][0] = v", _into_view, compiled, ())

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchguard.defects.catalog import NotRunHere
-from torchguard.defects.probes import compile_defect, issues, memory_defect
+from torchguard.defects.probes import compile_defect, issues, memory_defect, share
 
 
 @memory_defect(
@@ -32,10 +32,8 @@ from torchguard.defects.probes import compile_defect, issues, memory_defect
 def numpy_readonly() -> str | None:
     """Write through a tensor into a bytes object, then into a read-only mapping.
 
-    torch has no read-only tensors: ``from_numpy``, ``as_tensor`` and ``frombuffer``
-    warn once and drop the flag. A write then changes an immutable ``bytes`` object,
-    or kills the process where the memory is mapped without the right to write, as
-    ``np.load(..., mmap_mode="r")`` does.
+    torch has no read-only tensors: ``from_numpy``, ``as_tensor`` and ``frombuffer`` warn once and
+    drop the flag. The process dies where the memory is mapped without the right to write.
     """
     immutable = bytes(bytearray(b"immutable"))  # an object of its own, no interned constant
     with warnings.catch_warnings():
@@ -62,11 +60,10 @@ def numpy_readonly() -> str | None:
 def numpy_view_share() -> str | None:
     """Share a tensor and see whether the memory under its array still has an owner.
 
-    The array keeps the tensor alive, not the storage. ``share_memory_``, which a
-    queue or a spawned DataLoader worker calls on every tensor that it sends, swaps
-    the storage of the tensor for one in shared memory and frees the old one, with
-    the array still pointing there.
+    The array keeps the tensor alive, not the storage. ``share_memory_``, which a queue or a
+    spawned DataLoader worker calls, swaps the storage of the tensor and frees the old one.
     """
+    share(torch.ones(1))
     # Memory of numpy's, because its end of life can be watched.
     owner = np.ones(1000, dtype=np.float32)
     address = owner.ctypes.data
@@ -74,10 +71,6 @@ def numpy_view_share() -> str | None:
     t = torch.from_numpy(owner)
     view = t.numpy()
     del owner
-    try:
-        torch.ones(1).share_memory_()
-    except RuntimeError as error:
-        raise NotRunHere("no shared memory on this machine") from error
     try:
         t.share_memory_()
     except RuntimeError:
@@ -98,11 +91,9 @@ _MAPPING_SIZE = 16 * mmap.PAGESIZE
 def frombuffer_lifetime() -> str | None:
     """Close a mapping under a tensor, map other memory, and read the tensor.
 
-    ``torch.frombuffer`` takes the address of the buffer, releases the buffer at once
-    and keeps only a reference to the object. ``mmap.close()``,
-    ``SharedMemory.close()`` and ``bytearray.clear()`` believe that nothing uses the memory
-    and free it under the tensor. The same hazard elsewhere:
-    https://github.com/numpy/numpy/issues/9537
+    ``torch.frombuffer`` takes the address of the buffer, releases the buffer at once and keeps only
+    a reference to the object, so ``close()`` believes that nothing uses the memory. The same
+    hazard elsewhere: https://github.com/numpy/numpy/issues/9537
     https://github.com/python/cpython/issues/102349
     """
     mapping = mmap.mmap(-1, _MAPPING_SIZE)
@@ -144,9 +135,8 @@ def _is_intact(path: Path, saved: Tensor) -> bool:
 def mmap_load_save() -> str | None:
     """Load and save one checkpoint in a child process and see what is left of both.
 
-    ``torch.load(path, mmap=True)`` leaves the tensors in the file. ``torch.save`` to
-    the same path truncates the file before it reads them: the read is past the end
-    of the file, which is a bus error, and the old checkpoint is gone.
+    ``torch.load(path, mmap=True)`` leaves the tensors in the file, and ``torch.save`` truncates
+    the file before it reads them: past the end of the file, which is a bus error.
     """
     if not hasattr(os, "fork"):
         raise NotRunHere("no fork on this system")
@@ -166,15 +156,24 @@ def mmap_load_save() -> str | None:
     return f"torch.save ended in {end}; {left} bytes are left of the checkpoint"
 
 
+def _by_memory_behind(compute: Callable[[float], float]) -> tuple[float, float] | None:
+    """Compute twice: only memory that must not be read is different; None if it is not read."""
+    try:
+        first, second = compute(1.0), compute(2.0)
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    return None if first == second else (first, second)
+
+
 _CLASSES = 3
 
 
 def _loss(beyond: float) -> float:
-    """Return the loss of a target one past the last class, with ``beyond`` in memory there."""
+    """Return the loss of a target one past the last class, with -2 ``beyond`` in memory there."""
     # T = 2 steps, N = 1 sequence; the classes are the first columns of a wider tensor, so
     # the read out of bounds lands in memory of ours.
     memory = torch.full((2, 1, 2 * _CLASSES), -1.0)
-    memory[..., _CLASSES:] = beyond
+    memory[..., _CLASSES:] = -2 * beyond
     log_probs = memory[..., :_CLASSES]
     lengths = torch.tensor([2]), torch.tensor([1])
     return functional.ctc_loss(log_probs, torch.tensor([[_CLASSES]]), *lengths).item()
@@ -187,19 +186,15 @@ def _loss(beyond: float) -> float:
     advice="Check targets first: assert 0 <= targets.min() and targets.max() < log_probs.size(-1).",
 )
 def ctc_target() -> str | None:
-    """Compute one loss twice: only memory that the loss must not read is different.
+    """Compute one loss with a target slightly out of range; one far out kills the process.
 
-    The CPU kernel uses the target as an index into ``log_probs`` without comparing
-    it with the number of classes: a target slightly out of range returns a loss made
-    of whatever memory follows, one far out of range kills the process.
+    The CPU kernel uses the target as an index into ``log_probs`` without comparing it with the
+    number of classes.
     """
-    try:
-        first, second = _loss(-2.0), _loss(-4.0)
-    except (RuntimeError, IndexError, ValueError):
+    found = _by_memory_behind(_loss)
+    if found is None:
         return None
-    if first == second:
-        return None
-    return f"target 3 of classes 0 to 2: loss {first:.3g} or {second:.3g}, by the memory behind"
+    return "target 3 of classes 0 to 2: loss {:.3g} or {:.3g}, by the memory behind".format(*found)
 
 
 _COLUMNS = 3
@@ -224,21 +219,17 @@ def _product(beyond: float) -> float:
     advice="Build sparse tensors under `with torch.sparse.check_sparse_tensor_invariants():`.",
 )
 def csr_unchecked() -> str | None:
-    """Compute one product twice: only memory that it must not read is different.
+    """Compute one product with a column index past the last column.
 
-    ``torch.sparse_csr_tensor`` does not check its indices by default, because that
-    takes time, and the products trust them: a column index past the last column
-    reads the memory behind the dense factor.
+    ``torch.sparse_csr_tensor`` does not check its indices by default, because that takes time, and
+    the products trust them.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that CSR support is in beta state
-        try:
-            first, second = _product(1.0), _product(2.0)
-        except (RuntimeError, IndexError, ValueError):
-            return None
-    if first == second:
+        found = _by_memory_behind(_product)
+    if found is None:
         return None
-    return f"column 3 of columns 0 to 2: product {first:g} or {second:g}, by the memory behind"
+    return "column 3 of columns 0 to 2: product {:g} or {:g}, by the memory behind".format(*found)
 
 
 def _call_checked_operators(
@@ -262,10 +253,9 @@ def _call_checked_operators(
 def checks_lost() -> str | None:
     """Call each operator with the one input that eager rejects.
 
-    The decompositions that inductor compiles leave out what the eager kernels check.
-    ``index_select``, ``index_add`` and ``index_copy`` become plain indexing, where -1 is the
-    last row: a padding id of -1 reads or writes a real row. ``binary_cross_entropy`` becomes
-    two logarithms, and the test of its range is a comment in the decomposition.
+    The decompositions that inductor compiles leave out what the eager kernels check. Indices
+    become plain indexing, where a padding id of -1 is the last row. The test of the range of
+    ``binary_cross_entropy`` is a comment in its decomposition.
     """
     first, last = torch.tensor([0]), torch.tensor([-1])
     valid = [first, first.clone(), first.clone(), torch.tensor([0.5])]
@@ -303,10 +293,8 @@ def _divide(dividend: Tensor, divisor: Tensor) -> tuple[Tensor, ...]:
 def int_div_zero() -> str | None:
     """Divide by zero: eager raises, compiled dies where the defect is live.
 
-    Inductor writes an integer ``//``, ``%`` or truncated division as the bare C++ operators.
-    Division by zero is undefined there and traps on x86 (SIGFPE), where eager raises
-    ``RuntimeError: ZeroDivisionError``. Since 2.13 ``//`` and ``%`` go through helpers that
-    look at the divisor first; ``torch.div(..., rounding_mode="trunc")`` does not.
+    Inductor writes the bare C++ operators, which trap on x86 (SIGFPE). Since 2.13 ``//`` and ``%``
+    go through helpers that look at the divisor first; ``rounding_mode="trunc"`` does not.
     """
     try:
         results = torch.compile(_divide)(torch.tensor([7]), torch.tensor([0]))

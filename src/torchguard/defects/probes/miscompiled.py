@@ -75,11 +75,10 @@ def _argument_after_an_update_of_the_result(program: _Program) -> Tensor:
 def permuted_read(values: Tensor) -> None:
     """Write at indices, then add the flipped tensor.
 
-    The update ``x + x.flip(0)`` and its copy into x may run in one loop only if every element
-    is read where it is written. Inductor's scheduler looks for the reads under the name of the
-    input, but after the index write the same memory is read under the name of that write
-    (``Scheduler.fusable_weak_dep``): it finds none and fuses. In-place foreach operators do
-    the same by another way.
+    The update and its copy into x may run in one loop only if every element is read where it is
+    written. Inductor's scheduler looks for the reads under the name of the input, but after the
+    index write the same memory has the name of that write (``Scheduler.fusable_weak_dep``).
+    In-place foreach operators do the same by another way.
     """
     values[torch.arange(4)] = values * 2
     values.add_(values.flip(0))
@@ -129,9 +128,8 @@ def overwritten(values: Tensor) -> Tensor:
     """Return a clone taken between two writes: compiled it holds both.
 
     The clone is removed as a no-op, and the reinplacing pass computes the first write in the
-    input's own memory because a later ``copy_`` writes that input anyway. It does not ask
-    whether that ``copy_`` writes another value while the first one is still returned. A
-    functional ``slice_scatter`` of an input that is written later ends the same way.
+    input's own memory because a later ``copy_`` writes that input anyway. A functional
+    ``slice_scatter`` of an input that is written later ends the same way.
     """
     values[0] = 1
     between = values.clone()
@@ -148,10 +146,9 @@ def overwritten(values: Tensor) -> Tensor:
 def dtype_view(values: Tensor) -> Tensor:
     """Read through a dtype view, then fill the base: the read comes after the write.
 
-    Where the element sizes differ, inductor makes the view with a call to
-    ``aten.view.dtype``, whose result has a name of its own. Before it writes an input it
-    computes what is pending on the input's name (``GraphLowering.mark_buffer_mutated``), and
-    what is pending on the view's name is left for later, when the memory has changed.
+    Where the element sizes differ, the result of ``aten.view.dtype`` has a name of its own. Before
+    inductor writes an input it computes what is pending on the input's name
+    (``GraphLowering.mark_buffer_mutated``), and what is pending on the view's name later.
     """
     halves = values.view(torch.int16) * 2
     halves.add_(4)
@@ -176,9 +173,8 @@ def _swapped(program: _Program) -> Tensor:
 def snapshot_dropped(first: Tensor, second: Tensor) -> None:
     """Swap two tensors by way of a clone: both end up the same.
 
-    Inductor's ``remove_noop_ops`` replaces ``saved = a.clone()`` by ``a``, which is right only
-    as long as nothing writes ``a``. The writes to graph inputs come after it in the graph, so
-    ``b.copy_(saved)`` then copies what ``a`` has become.
+    Inductor's ``remove_noop_ops`` replaces ``saved = a.clone()`` by ``a``, which is right only as
+    long as nothing writes ``a``.
     """
     saved = first.clone()
     first.copy_(second)
@@ -188,17 +184,13 @@ def snapshot_dropped(first: Tensor, second: Tensor) -> None:
 def _write(row: Tensor, counts: Tensor) -> Tensor:
     """Return 3 rows of which the first is overwritten; add 1 to the first two ``counts``.
 
-    ``index_put`` makes a copy, then writes. Inductor drops the copy when nothing reads the
-    original afterwards, in two cases too many:
+    ``index_put`` makes a copy, then writes. Inductor drops the copy in two cases too many:
 
     - Up to 2.13 ``can_inplace`` (``torch/_inductor/fx_passes/reinplace.py``) allows an expanded
-      view, whose rows are one and the same memory: all of them change. ``index_select`` under
-      ``vmap(grad(...))`` has such a write in its gradient.
-    - In ``x[index] += 1`` an index that occurs twice has to read the old value twice. The
-      lowering of ``index_put`` stores what is read in a buffer of its own (2.6 did not: issue
-      138908), but where the graph computes the indices itself, reads and writes have the same
-      index expression, the scheduler makes one loop of them, and the second read sees the first
-      write. That is so up to 2.15.
+      view. ``index_select`` under ``vmap(grad(...))`` has such a write in its gradient.
+    - In ``x[index] += 1`` an index that occurs twice has to read the old value twice. Where the
+      graph computes the indices itself (in 2.6 everywhere: issue 138908), the scheduler makes one
+      loop of reads and writes, and the second read sees the first write. That is so up to 2.15.
     """
     first = torch.tensor([0])
     rows = (row * 2).expand(3, 2).index_put((first,), row)
@@ -241,11 +233,9 @@ def expand_duplicate() -> str | None:
 def noop_aliases(logits: Tensor) -> Tensor:
     """Return ``logits / 1.0``, which compiled is ``logits`` itself and no new tensor.
 
-    Inductor's ``remove_no_ops`` (``torch/_inductor/fx_passes/joint_graph.py``) replaces such
-    an operation by its operand. Up to 2.13 it knew only neutral elements that are tensors;
-    since 2.14 it takes Python numbers too, and unlike ``remove_noop_ops`` in ``post_grad.py``
-    it does not ask whether that makes an output an alias of an input. So ``logits /
-    temperature`` is safe to update in place at every temperature but 1.0.
+    Inductor's ``remove_no_ops`` (``torch/_inductor/fx_passes/joint_graph.py``) replaces such an
+    operation by its operand. Up to 2.13 it knew only neutral elements that are tensors; since 2.14
+    it takes Python numbers too, and does not ask whether that makes an output an alias of an input.
     """
     return logits / 1.0
 
@@ -260,12 +250,10 @@ def noop_aliases(logits: Tensor) -> Tensor:
 def result_aliases(x: Tensor) -> Tensor:
     """Write into the argument and return a copy, which compiled is the argument.
 
-    AOTAutograd writes an in-place update of an input back with a ``copy_`` at the end of
-    the graph. Inductor carries the update out in the input's own memory
-    (``reinplace_inplaceable_ops`` in ``torch/_inductor/fx_passes/reinplace.py``), then
-    replaces the written value by the input everywhere, also where the function returns it;
-    a ``clone()`` in between is gone by then (``remove_noop_ops`` in ``post_grad.py``). The
-    caller gets an alias of its own argument.
+    Inductor carries the update out in the input's own memory (``reinplace_inplaceable_ops`` in
+    ``torch/_inductor/fx_passes/reinplace.py``), then replaces the written value by the input
+    everywhere, also where the function returns it; a ``clone()`` in between is gone by then
+    (``remove_noop_ops`` in ``post_grad.py``).
     """
     x[0] = 1.0
     return x.clone()
@@ -287,11 +275,10 @@ _KEEP = 20  # two channels, and 2 pixels of the third
 def bn_crop() -> str | None:
     """Compare a compiled crop (N, C, P) -> (N, KEEP) with the eager one.
 
-    In the flattened loop a per-channel value is read at ``i // pixels``. Inductor's C++
-    backend splits such a loop into ``size // pixels`` blocks of ``pixels`` elements
-    (``CppScheduling.try_loop_split``) and drops the remainder, which a crop within a channel
-    leaves: those elements of the result are never written. Slicing does it as well as the
-    negative pad, and any other per-channel value as well as BatchNorm's.
+    Inductor's C++ backend splits the flattened loop into ``size // pixels`` blocks of ``pixels``
+    elements (``CppScheduling.try_loop_split``) and drops the remainder, which a crop within a
+    channel leaves. Slicing does it as well as the negative pad, and any other per-channel value as
+    well as BatchNorm's.
     """
     norm = torch.nn.BatchNorm1d(_C).eval().requires_grad_(requires_grad=False)
 
@@ -325,14 +312,11 @@ def _on_gpu(program: _Program) -> Tensor:
 def pad_reduction(mask: Tensor) -> Tensor:
     """Return where each sequence of a batch begins and ends (B + 1) from its mask (B, T).
 
-    A sum over a long dim is split in two kernels. Where the padded result has as many elements
-    as there are partial sums, inductor computes the padding in the second kernel. There the
-    padding reads the sum from a register, but ``TritonOverrides.masked``
-    (``torch/_inductor/codegen/triton.py``) still leaves the fill value to a masked load, which
-    no longer exists: the test for the border is computed and not used. One sequence of 8193
-    to 16384 tokens, a cumulative sum and ``F.pad(..., (1, 0))``, as every user of
-    variable-length flash attention writes it (``cu_seqlens``), is enough. The kernel is wrong
-    from 2.8 to 2.13 and right in 2.15.
+    A sum over a long dim is split in two kernels. Where the padded result has as many elements as
+    there are partial sums, inductor computes the padding in the second kernel. There it reads the
+    sum from a register, but ``TritonOverrides.masked`` (``torch/_inductor/codegen/triton.py``)
+    still leaves the fill value to a masked load. One sequence of 8193 to 16384 tokens is enough.
+    The kernel is wrong from 2.8 to 2.13 and right in 2.15.
     """
     ends = mask.sum(dim=-1, dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
     return functional.pad(ends, (1, 0))

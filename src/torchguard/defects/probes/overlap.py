@@ -51,9 +51,8 @@ def _add_element(x: Tensor, y: Tensor) -> None:
 def overlap_inplace() -> str | None:
     """Run three lines on a tensor, and on one whose operand is a copy.
 
-    torch looks for overlap only where both tensors are dense without gaps. Elsewhere the result
-    depends on the order in which the loop walks over the memory. numpy computes such lines as if
-    the operand were copied first: https://numpy.org/doc/stable/release/1.13.0-notes.html
+    torch looks for overlap only where both tensors are dense without gaps. numpy computes such
+    lines as if the operand were copied first: https://numpy.org/doc/stable/release/1.13.0-notes.html
     """
     lines = {
         "x -= x[:, :1]": _subtract,
@@ -104,8 +103,7 @@ def overlap_foreach() -> str | None:
 def overlap_nonzero() -> str | None:
     """Write the places of the ones over the ones, with elements of the caller's behind them.
 
-    nonzero counts first, and then goes over ``x`` once more while it writes ``out``. Each index
-    above zero that it writes into ``x`` is one more element to report.
+    nonzero counts first, and then goes over ``x`` once more while it writes ``out``.
     """
     memory = torch.zeros(4096, dtype=torch.int64, device="cpu")
     x = memory[:64]

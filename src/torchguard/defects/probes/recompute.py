@@ -18,19 +18,15 @@ def _checkpointed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def _gradients(block: Callable[[Tensor], Tensor], begin: Callable[[], object]) -> list[Tensor]:
-    """Return the gradient of the block's input, without checkpointing and with it."""
+def _difference(block: Callable[[Tensor], Tensor], begin: Callable[[], object]) -> str | None:
+    """Compare the gradient of the block's input, without checkpointing and with it."""
     found = []
     runs: list[Callable[[Tensor], Tensor]] = [block, lambda x: _checkpointed(block, x)]
     for run in runs:
         begin()
         x = torch.linspace(-2.0, 2.0, 8).requires_grad_(True)
         found.append(torch.autograd.grad(run(x).sum(), x)[0])
-    return found
-
-
-def _difference(gradients: list[Tensor]) -> str | None:
-    plain, checkpointed = gradients
+    plain, checkpointed = found
     if torch.allclose(plain, checkpointed):
         return None
     return (
@@ -48,8 +44,7 @@ def _difference(gradients: list[Tensor]) -> str | None:
 def recompute_buffers() -> str | None:
     """Count the batches of a BatchNorm.
 
-    Backward runs the block a second time, and the second run writes the buffers again: the running
-    statistics move twice for each batch, and the model evaluates differently.
+    The second run of the block, in backward, writes the buffers again.
     """
     norm = nn.BatchNorm1d(1)
     x = torch.ones(4, 1, requires_grad=True)
@@ -82,7 +77,7 @@ def recompute_reads() -> str | None:
             return (x * self.scale).sin()
 
     block = Scaled()
-    found = _difference(_gradients(block, lambda: block.scale.fill_(1.0)))
+    found = _difference(block, lambda: block.scale.fill_(1.0))
     if found is not None:
         return found
     linear = nn.Linear(1, 1)
@@ -116,9 +111,8 @@ def recompute_random() -> str | None:
 
     state = random.getstate()
     try:
-        return _difference(
-            _gradients(with_generator, lambda: generator.manual_seed(0))
-        ) or _difference(_gradients(with_python, lambda: random.seed(0)))
+        seen = _difference(with_generator, lambda: generator.manual_seed(0))
+        return seen or _difference(with_python, lambda: random.seed(0))
     finally:
         random.setstate(state)
 
@@ -132,11 +126,11 @@ def recompute_random() -> str | None:
 def rrelu_checkpoint() -> str | None:
     """Take the gradient of rrelu, whose noise is what backward multiplies with.
 
-    The operator saves its noise before it has drawn it. As soon as the last tensor is saved torch
-    stops the second run, so that backward multiplies with memory that nothing has written.
+    The operator saves its noise before it has drawn it, and as soon as the last tensor is saved
+    torch stops the second run.
     """
 
     def block(x: Tensor) -> Tensor:
         return torch.nn.functional.rrelu(x, training=True)
 
-    return _difference(_gradients(block, lambda: torch.manual_seed(0)))
+    return _difference(block, lambda: torch.manual_seed(0))

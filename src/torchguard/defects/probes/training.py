@@ -33,6 +33,12 @@ class _SGD(SGD):
     step = torch.no_grad()(inspect.unwrap(SGD.step))
 
 
+def _parameter(values: Tensor, gradient: Tensor) -> Parameter:
+    parameter = Parameter(values)
+    parameter.grad = gradient
+    return parameter
+
+
 def _held_by_an_optimizer(weight: Parameter) -> torch.optim.Optimizer:
     # All that unscale_ reads of an optimizer; a real one would import torch's compiler here.
     return cast("torch.optim.Optimizer", SimpleNamespace(param_groups=[{"params": [weight]}]))
@@ -62,17 +68,12 @@ class _FailAt(TorchDispatchMode):
 def optimizer_partial() -> str | None:
     """Step over a sound parameter, then one whose rows share memory, which can't be written.
 
-    ``step()`` and the ``torch._foreach_*`` calls under it walk over the parameters
-    and change each in place. When one fails (here it can't be written in place; out
-    of memory does the same), the parameters, moments and step counters before it are
-    already new and nothing takes them back: a caught exception and a retry apply
-    part of the update twice.
+    ``step()`` and the ``torch._foreach_*`` calls under it change one parameter after the other in
+    place. Out of memory does the same: a caught exception and a retry apply part of the update
+    twice.
     """
-    sound = Parameter(torch.zeros(3))
-    unwritable = Parameter(torch.zeros(1).expand(3))
-    parameters = [sound, unwritable]
-    for parameter in parameters:
-        parameter.grad = torch.ones(3)
+    sound, unwritable = torch.zeros(3), torch.zeros(1).expand(3)
+    parameters = [_parameter(each, torch.ones(3)) for each in (sound, unwritable)]
     optimizer = _Adam(parameters, lr=1.0)
     try:
         optimizer.step()
@@ -99,19 +100,15 @@ _OLD, _NEW = 4, 64  # elements of the layer in the checkpoint and now
 def optimizer_state_shape() -> str | None:
     """Resume with moments of the old size, each followed by memory that can be watched.
 
-    ``Optimizer.load_state_dict`` does not compare the shape of a moment with that of
-    its parameter, and neither does the fused CPU kernel: it runs over as many
-    elements as the parameter has and reads and writes the shorter moments beyond
-    their end, into whatever memory follows, or crashes.
+    ``Optimizer.load_state_dict`` does not compare the shape of a moment with that of its parameter,
+    and the fused CPU kernel runs over as many elements as the parameter has.
     """
     # The moments are the first elements of longer tensors: what the kernel writes beyond
     # them lands in memory of ours, and nothing crashes.
     memory = {name: torch.zeros(_NEW) for name in ("exp_avg", "exp_avg_sq")}
     moments = {name: whole[:_OLD] for name, whole in memory.items()}
-    parameter = Parameter(torch.zeros(_NEW))
-    parameter.grad = torch.ones(_NEW)
     try:
-        optimizer = _Adam([parameter], fused=True)
+        optimizer = _Adam([_parameter(torch.zeros(_NEW), torch.ones(_NEW))], fused=True)
         state = optimizer.state_dict()
         state["state"] = {0: {"step": torch.tensor(1.0), **moments}}
         optimizer.load_state_dict(state)
@@ -134,8 +131,7 @@ def optimizer_init_partial() -> str | None:
     not empty any more, so ``exp_avg_sq`` is never made. A checkpoint taken meanwhile has it torn.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L160
     """
-    parameter = Parameter(torch.zeros(3))
-    parameter.grad = torch.ones(3)
+    parameter = _parameter(torch.zeros(3), torch.ones(3))
     optimizer = _Adam([parameter], lr=1.0)
     with contextlib.suppress(RuntimeError), _FailAt("zeros_like"):
         optimizer.step()
@@ -185,8 +181,7 @@ def sgd_fused_skip() -> str | None:
     ``found_inf`` is set the kernel does nothing, and the next step uses what was in that memory.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py#L511
     """
-    parameter = Parameter(torch.zeros(64))
-    parameter.grad = torch.zeros(64)
+    parameter = _parameter(torch.zeros(64), torch.zeros(64))
     optimizer: Any = _SGD([parameter], lr=1.0, momentum=0.9, fused=True)
     optimizer.grad_scale = torch.ones(())
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -210,9 +205,8 @@ def sgd_fused_skip() -> str | None:
 def fused_layout() -> str | None:
     """Step over an expanded gradient and over a transposed one, and look at what was used.
 
-    The fused CPU kernels of SGD, Adam, AdamW and Adagrad walk over as many elements as the
-    parameter has, from the first address of each tensor, and look at no strides. The gradient of
-    a sum is expanded, as ``torch.autograd.grad`` returns it: what follows it in memory is used.
+    The kernels of SGD, Adam, AdamW and Adagrad walk over as many elements as the parameter has, and
+    look at no strides. ``torch.autograd.grad`` returns an expanded gradient of a sum.
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cpu/FusedSGDKernel.cpp
 
     On a GPU such tensors are refused: https://github.com/pytorch/pytorch/issues/106951
@@ -221,10 +215,8 @@ def fused_layout() -> str | None:
     gradients = {"expanded": numbers[:1].expand(2, 3), "transposed": numbers.view(3, 2).t()}
     wrong: list[str] = []
     for layout, gradient in gradients.items():
-        parameter = Parameter(torch.zeros(2, 3))
-        parameter.grad = gradient
-        optimizer = _SGD([parameter], lr=1.0, fused=True)
-        optimizer.step()
+        parameter = _parameter(torch.zeros(2, 3), gradient)
+        _SGD([parameter], lr=1.0, fused=True).step()
         count = int((parameter != -gradient).sum())
         if count:
             wrong.append(f"{count} of 6 with the gradient {layout}")
@@ -242,13 +234,11 @@ def sgd_fused_half() -> str | None:
     """Step over bfloat16 weights, more of them than the widest vector holds.
 
     The kernel of fused SGD computes a whole vector of bfloat16 or float16 elements, and does not
-    store it: the weights stay as they are, whatever the gradient. Elements after the last whole
-    vector are updated.
+    store it. Elements after the last whole vector are updated.
     """
-    parameter = Parameter(torch.zeros(64, dtype=torch.bfloat16))
-    parameter.grad = torch.ones(64, dtype=torch.bfloat16)
-    optimizer = _SGD([parameter], lr=1.0, fused=True)
-    optimizer.step()
+    gradient = torch.ones(64, dtype=torch.bfloat16)
+    parameter = _parameter(torch.zeros_like(gradient), gradient)
+    _SGD([parameter], lr=1.0, fused=True).step()
     stayed = int((parameter == 0).sum())
     return f"{stayed} of 64 bfloat16 weights did not move in step()" if stayed else None
 
@@ -309,7 +299,7 @@ def _scaler_refuses_the_retry(protect: _Protect) -> bool:
 
 def _retry(protect: _Protect) -> str | None:
     gradient, batches = _train_with_one_retry(protect)
-    seen: list[str] = []
+    seen = []
     if gradient != _BATCH:
         seen.append(f"gradient {gradient:g}, right is {_BATCH}")
     if batches != 1:
@@ -329,11 +319,8 @@ def _retry(protect: _Protect) -> str | None:
 def oom_retry() -> str | None:
     """Let a backward run out of memory once, repeat the step and look at what is different.
 
-    Nothing of a step is undone when it fails: gradients that the backward had
-    accumulated before the failure stay and are added again, BatchNorm counts the
-    batch and updates its running statistics again in the second forward, and
-    GradScaler refuses a second ``unscale_`` because the first never reached
-    ``update``.
+    Nothing of a step is undone when it fails. GradScaler refuses a second ``unscale_`` because the
+    first never reached ``update``.
     """
     return _retry(lambda *_: contextlib.nullcontext())
 
@@ -347,10 +334,8 @@ def oom_retry() -> str | None:
 def load_partial() -> str | None:
     """Load a checkpoint whose last tensor has the wrong shape.
 
-    ``Module.load_state_dict`` copies tensor by tensor, collects what does not match
-    and raises at the end: by then every tensor that did match is overwritten. With
-    ``assign=True`` the Parameter objects themselves were replaced, so an optimizer
-    made before goes on updating parameters the model no longer has.
+    ``Module.load_state_dict`` copies tensor by tensor, collects what does not match and raises at
+    the end. With ``assign=True`` an optimizer made before has parameters the model no longer has.
     """
     # None of these values is one that the layers start with.
     state = {"0.weight": torch.full((2, 2), 77.0), "1.weight": torch.full((9, 9), 77.0)}

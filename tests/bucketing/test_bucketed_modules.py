@@ -7,6 +7,7 @@ import gc
 import inspect
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -179,13 +180,14 @@ class TestWays:
         for warm in (False, True):
             if warm:
                 wrapped(x)
-            for transformed in (
+            transforms: tuple[Callable[[Any], torch.Tensor], ...] = (
                 lambda f: torch.func.grad(lambda y: f(y).sum())(x),
                 lambda f: torch.func.vmap(f)(torch.stack([x, 2 * x])),
                 lambda f: torch.func.jvp(f, (x,), (x,)),
                 lambda f: torch.func.jacrev(f)(x),
                 lambda f: torch.func.hessian(lambda y: f(y).sum())(x),
-            ):
+            )
+            for transformed in transforms:
                 torch.testing.assert_close(transformed(wrapped), transformed(wave))
         assert wrapped.stats().graphs == (0 if compile_ is None else 1)
 

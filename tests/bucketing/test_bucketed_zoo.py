@@ -167,7 +167,7 @@ def test_one_padded_token_of_256_is_enough_to_refuse(
     name: str, dtype: torch.dtype, given: Any
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {
+    sizes: dict[str, Any] = {
         "T5Encoder": {
             "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
             "dropout_rate": 0.0,

@@ -154,7 +154,7 @@ def test_the_hull_is_right_where_it_is_large(shape: str) -> None:
         lines[np.tril_indices(1500, -1)] = np.inf
         best = np.concatenate(([0.0], lines.min(axis=0)))
     seen = dict(zip(sizes.tolist(), weights.tolist(), strict=True))
-    found = padded(Buckets.fit(seen, 8), seen, COSTS["linear"])  # type: ignore[arg-type]
+    found = padded(Buckets.fit(seen, 8), seen, COSTS["linear"])
     assert found == pytest.approx(best[-1], rel=1e-12)
 
 

@@ -131,8 +131,10 @@ class Spec:
             label = f"argument {name[1:]}" if name.startswith("*") else name
             spec, fill = self.dims[name], self.fill.get(name)
             for path, each in _find(label, value, spec, fill, path=(), whole=value):
-                extended = mask is not None and not each.declared
-                yield path, replace(each, fill=mask.fill, declared=True) if extended else each
+                if mask is not None and not each.declared:
+                    yield path, replace(each, fill=mask.fill, declared=True)
+                else:
+                    yield path, each
         elif mask is not None and value is not None:
             if not isinstance(value, torch.Tensor) or not value.dim():
                 raise TypeError(f"bucketed: {name} is {value!r}, expected a mask, a tensor")

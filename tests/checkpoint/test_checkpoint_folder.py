@@ -27,32 +27,16 @@ def names(folder: Path) -> list[str]:
 
 
 def test_folders_of_the_same_pattern_stay(tmp_path: Path) -> None:
-    for name in ("run.1", "run.2024"):
+    """An empty one too, in whose place a rename would put a folder without a word."""
+    for name in ("run.1", "run.3", "run.2024"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.txt").write_text("mine")
+    (tmp_path / "run.1" / "mine.txt").write_text("mine")
     for step in range(3):
-        save(tmp_path / "run", step)
-    assert torch.load(tmp_path / "run" / "a.pt") == 2
-    assert names(tmp_path) == ["run", "run.1", "run.2024", "run.4"]
-    assert (tmp_path / "run.1" / "mine.txt").read_text() == "mine"
-
-
-def test_an_empty_folder_of_the_same_pattern_stays(tmp_path: Path) -> None:
-    """A rename puts a folder in the place of an empty one without a word."""
-    (tmp_path / "run.1").mkdir()
-    save(tmp_path / "run", 0)
-    assert names(tmp_path) == ["run", "run.1", "run.2"]
-    assert not list((tmp_path / "run.1").iterdir())
-
-
-def test_folders_of_earlier_versions_stay(tmp_path: Path) -> None:
-    """They have no mark; the numbers go on behind them."""
-    for number in (3, 4):
-        (tmp_path / f"run.{number}").mkdir()
-        torch.save(number, tmp_path / f"run.{number}" / "a.pt")
-    for step in range(5):
         save(tmp_path / "run", step, keep=2)
-    assert names(tmp_path) == ["run", "run.3", "run.4", "run.6", "run.7"]
+    assert torch.load(tmp_path / "run" / "a.pt") == 2
+    assert names(tmp_path) == sorted(["run", "run.1", "run.3", "run.2024", "run.4", "run.5"])
+    assert (tmp_path / "run.1" / "mine.txt").read_text() == "mine"
+    assert not list((tmp_path / "run.3").iterdir())
 
 
 def test_copies_and_folders_that_were_renamed_stay(tmp_path: Path) -> None:

@@ -271,7 +271,8 @@ def _hash(value: Any) -> Tensor:
         return torch.zeros((), dtype=torch.int64)  # not compared
     text = f"{tuple(value.shape)} {value.dtype}".encode()
     total = torch.full((), zlib.crc32(text), dtype=torch.int64, device=value.device)
-    flat = value.detach().contiguous().view(-1)
+    # A gradient may be a conjugate or negative view, whose bits are not those of its memory.
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     width = flat.element_size()

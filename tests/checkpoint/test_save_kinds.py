@@ -6,7 +6,6 @@ import argparse
 import collections
 import dataclasses
 import datetime as dt
-import decimal
 import functools
 import pathlib
 import random
@@ -83,16 +82,12 @@ def inference_tensor() -> torch.Tensor:
 MAKES: dict[str, Any] = {
     "a Namespace": lambda: argparse.Namespace(lr=0.1, weight=torch.ones(2)),
     "None": lambda: None,
-    "a string": lambda: "x",
-    "an int": lambda: 3,
-    "a float": lambda: 1.5,
-    "a complex number": lambda: 1j,
-    "bytes": lambda: b"x",
-    "a bytearray": lambda: bytearray(b"x"),
+    "values without tensors": lambda: [
+        *("x", 3, 1.5, 1j, b"x", bytearray(b"x"), {1}, range(3), slice(1, 2), ..., signal.SIGINT),
+        *(np.float32(1), pathlib.PurePosixPath("a"), collections.Counter("ab"), re.compile("a")),
+        *(torch.Size((1, 2)), torch.float32, torch.device("cpu"), dt.date(2026, 1, 2)),
+    ],
     "an ndarray": lambda: np.arange(3),
-    "a number of numpy": lambda: np.float32(1),
-    "a Path": lambda: pathlib.PurePosixPath("a"),
-    "an Enum": lambda: signal.SIGINT,
     "an untyped storage": lambda: torch.ones(2).untyped_storage(),
     "a typed storage": lambda: torch.ones(2).storage(),
     "a TensorDataset": lambda: torch.utils.data.TensorDataset(torch.ones(3)),
@@ -109,12 +104,7 @@ MAKES: dict[str, Any] = {
     "a named tuple": lambda: Pair(torch.ones(1), 2),
     "an OrderedDict": lambda: collections.OrderedDict(a=torch.ones(1)),
     "a defaultdict": lambda: collections.defaultdict(list, a=[torch.ones(2)]),
-    "a Counter": lambda: collections.Counter("ab"),
     "a deque": lambda: collections.deque([torch.ones(1)]),
-    "a set": lambda: {1},
-    "a size": lambda: torch.Size((1, 2)),
-    "a dtype": lambda: torch.float32,
-    "a device": lambda: torch.device("cpu"),
     "a module": lambda: torch.nn.Linear(2, 2),
     "an optimizer": adam,
     "a sparse tensor": lambda: torch.eye(3).to_sparse(),
@@ -128,14 +118,8 @@ MAKES: dict[str, Any] = {
     "a parameter": lambda: torch.nn.Parameter(torch.ones(2)),
     "a meta tensor": lambda: torch.ones(2, device="meta"),
     "an inference tensor": inference_tensor,
-    "a date": lambda: dt.date(2026, 1, 2),
-    "a decimal": lambda: decimal.Decimal(1),
-    "a pattern": lambda: re.compile("a"),
     "Python's random state": random.getstate,
     "an exception": lambda: ValueError("x"),
-    "a range": lambda: range(3),
-    "a slice": lambda: slice(1, 2),
-    "an ellipsis": lambda: ...,
 }
 
 

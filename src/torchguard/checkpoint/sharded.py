@@ -86,6 +86,7 @@ def _load(
     partial: bool,
 ) -> None:
     path = _followed(path, options)
+    without = _of_all(not metadata_files(Path(path)), options)
     loaded: dict[str, Any] = {}
     failure: Exception | None = None
     try:
@@ -102,7 +103,7 @@ def _load(
     try:
         original(loaded, **{**options, "checkpoint_id": path, "planner": planner})
     except CheckpointException as error:
-        raise ShardedCheckpointError(_describe(path, error, planner.agreed)) from error
+        raise ShardedCheckpointError(_describe(path, error, without, planner.agreed)) from error
     for name, value in loaded.items():
         if not isinstance(state[name], Stateful):
             state[name] = value
@@ -110,10 +111,12 @@ def _load(
 
 
 def _followed(path: str, options: Mapping[str, Any]) -> str:
-    """Follow links once and for all ranks: another program may save meanwhile."""
-    parent = os.path.dirname(os.path.abspath(path))
+    """Follow a link once and for all ranks: another program may save meanwhile."""
+    parent, name = os.path.split(os.path.abspath(path))
     leads = os.path.relpath(os.path.realpath(path), os.path.realpath(parent))
-    return os.path.normpath(os.path.join(parent, _of_all(leads, options)[0]))
+    # Ranks may see the same folder below other ones.
+    first_name, first_leads = _of_all((name, leads), options)[0]
+    return os.path.normpath(os.path.join(parent, first_leads if name == first_name else leads))
 
 
 def _of_all(value: Any, options: Mapping[str, Any]) -> list[Any]:
@@ -270,12 +273,13 @@ def _elements_here(value: Any) -> int:
     return int((value.to_local() if hasattr(value, "to_local") else value).numel())
 
 
-def _describe(path: str, error: CheckpointException, agreed: bool) -> str:
+def _describe(path: str, error: CheckpointException, without: list[bool], agreed: bool) -> str:
     lines, count = [], 0
-    if not metadata_files(Path(path)):
-        lines, count = [f"there is no {METADATA}, so it is no checkpoint of DCP"], 1
     for rank, (failure, _) in sorted(error.failures.items()):
-        if isinstance(failure, _DifferencesError):
+        if without[rank]:
+            lines.append(f"rank {rank}: there is no {METADATA}, so it is no checkpoint of DCP")
+            count += 1
+        elif isinstance(failure, _DifferencesError):
             lines += [f"rank {rank}: {each}" for each in failure.found]
             count += failure.count
         else:

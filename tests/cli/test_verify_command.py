@@ -40,6 +40,19 @@ def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.count("is whole") == len(paths)
 
 
+def test_files_without_checksums_say_so(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+        state_dict_saver.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = torchguard.verify_checkpoint(tmp_path)
+    assert found
+    assert "a.pt was saved without checksums" in str(found)
+    assert "__0_0.distcp has no CRC" in str(found)
+
+
 def test_what_is_whole_loads_and_what_is_not_changes_nothing(tmp_path: Path) -> None:
     """A bit anywhere in a shard: in a tensor, in the padding, in a directory that torch reads."""
     state = {"a": torch.arange(6.0), "b": torch.arange(6.0), "c": {"n": 1}}

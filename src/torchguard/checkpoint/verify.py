@@ -215,6 +215,8 @@ def item_faults(
             yield f"{place.relative_path} ends before {name} does", name
         elif (fault := _zip_fault(io.BytesIO(piece))) is not None:
             yield f"{place.relative_path} does not hold what was written at {name}: {fault}", name
+        elif not _has_checksums(io.BytesIO(piece)):
+            unknown.add(place.relative_path)
     if limits is not None:
         limits += [f"{name} has no CRC that is known here" for name in sorted(unknown)]
 
@@ -255,7 +257,6 @@ def _zip_fault(file: io.BytesIO) -> str | None:
             for record in archive.infolist():
                 if record.external_attr & _MARKED_AS_FOLDER:
                     return f"{record.filename} is marked as a folder"
-                # torch.serialization.set_crc32_options(False) writes zeros.
                 with archive.open(record) as contents:
                     while record.CRC and contents.read(_CHUNK):
                         pass
@@ -264,6 +265,12 @@ def _zip_fault(file: io.BytesIO) -> str | None:
     except Exception as error:  # noqa: BLE001  zipfile raises four kinds, by the byte
         return str(error) or type(error).__name__
     return None
+
+
+def _has_checksums(file: Path | io.BytesIO) -> bool:
+    """Whether an archive has them; after ``set_crc32_options(False)`` torch writes zeros."""
+    with zipfile.ZipFile(file) as archive:
+        return all(record.CRC or not record.file_size for record in archive.infolist())
 
 
 def _of_files(target: Path, files: list[Path], limits: list[str], read: Read) -> Iterator[str]:
@@ -307,7 +314,9 @@ def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
         yield from _missing_files(path)
     elif _is_of_torch(path):
         try:
-            guard_load(_has_no_checksums)(path)
+            guard_load(_open)(path)
+            if not _has_checksums(path):
+                limits.append(f"{path.name} was saved without checksums")
         except DamagedFileError as error:
             yield str(error)
         except _NoChecksumsError:
@@ -331,7 +340,7 @@ class _NoChecksumsError(Exception):
     pass
 
 
-def _has_no_checksums(path: str | os.PathLike[str]) -> None:
+def _open(path: str | os.PathLike[str]) -> None:
     """Stand in for ``torch.load`` after the archive was compared."""
     with open(path, "rb") as file:
         if file.read(4) != b"PK\x03\x04":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -238,18 +239,20 @@ elsewhere = folder / "elsewhere" / str(rank)
 elsewhere.mkdir(parents=True)
 result["unseen"] = said(whole, elsewhere / "link", saves(1.0))
 
-reader, writer = dcp.FileSystemReader(folder / "guarded"), dcp.FileSystemWriter(folder / "plain")
+reader, writer = dcp.FileSystemReader(folder / "guarded"), dcp.FileSystemWriter(folder / "guarded")
 with torchguard.install("save", "load"):
     whole(folder / "guarded", saves(1.0))
-    saves(2.0)(folder / "guarded")
-    result["guarded"] = [held(folder / "guarded")]
-    dcp.load(loaded := state(0.0), reader)
-    saves(3.0)(str(folder / "guarded") + "/")
+    result["guarded"] = []
     # The older order, a writer or a reader first, is one that torch still takes.
-    dcp.load(again := state(0.0), reader)
-    result["guarded"] += [loaded["a"].tolist(), again["a"].tolist()]
+    for call in (
+        saves(2.0), lambda _: dcp.save(state(3.0), writer), lambda _: dcp.save(state(4.0), writer),
+        lambda path: saves(5.0)(f"{path}/"),
+    ):
+        call(folder / "guarded")
+        dcp.load(loaded := state(0.0), reader)
+        result["guarded"] += [held(folder / "guarded"), loaded["a"].tolist()]
     saves(1.0)(folder / "plain")
-    calls = [saves(2.0), lambda path: dcp.save(state(2.0), writer),
+    calls = [saves(2.0), lambda path: dcp.save(state(2.0), dcp.FileSystemWriter(path)),
              lambda path: dcp.async_save(state(2.0), checkpoint_id=path)]
     if hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"):  # it has torch's own dcp.save
         process = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
@@ -348,7 +351,8 @@ def test_a_rank_that_does_not_see_the_folder_is_refused(ranks: Any) -> None:
 def test_install_reaches_dcp(ranks: Any) -> None:
     """In each order of the arguments, with a planner, and a reader that is used again."""
     for each in ranks:
-        assert each["guarded"] == [[2.0], [2.0] * 3, [3.0] * 3]
+        expected = [[[fill], [fill] * 3] for fill in (2.0, 3.0, 4.0, 5.0)]
+        assert each["guarded"] == [*itertools.chain(*expected)]
         for said in each["plain"]:
             assert "checkpoint_folder(link, group=True)" in said
         assert "a is torch.float16, saved was torch.float32" in each["dtype"]

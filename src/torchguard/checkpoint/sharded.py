@@ -310,10 +310,7 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
             original(state_dict, *reader, **options)
         else:
             partial = bool(getattr(planner, "allow_partial_load", False))
-            if reader:  # the older order, which torch still takes
-                options["storage_reader"] = reader[0]
-            # DCP sets the path of a reader; that of the caller goes on following a link.
-            options["storage_reader"] = copy.copy(options.get("storage_reader"))
+            options = _with_copy_of(options, "storage_reader", *reader)
             _load(original, state_dict, path, options, extra=True, cast=False, partial=partial)
 
     return load
@@ -330,7 +327,8 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
             several = dist.is_initialized() and not options.get("no_dist")
             group = (options.get("process_group") or True) if several else None
             with checkpoint_folder(os.path.abspath(path), group=group) as new:
-                return original(state_dict, *writer, **{**options, "checkpoint_id": new})
+                options = _with_copy_of(options, "storage_writer", *writer)
+                return original(state_dict, **{**options, "checkpoint_id": new})
         raise SaveError(_OVERWRITES.format(path))
 
     return save
@@ -435,6 +433,14 @@ class _Torn(Mapping[str, Any]):
         raise TornSaveError(self._text)
 
     __len__ = __getitem__ = __iter__  # type: ignore[assignment]
+
+
+def _with_copy_of(options: Mapping[str, Any], role: str, *given: Any) -> dict[str, Any]:
+    """Return options with a reader or writer of their own: DCP sets its path.
+
+    That of the caller goes on following a link. It may be ``given`` in the older order.
+    """
+    return {**options, role: copy.copy(options.get(role, *given))}
 
 
 def _is_written(path: str, options: Mapping[str, Any]) -> bool:

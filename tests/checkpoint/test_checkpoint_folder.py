@@ -98,6 +98,30 @@ def test_another_process_shows_a_newer_one_meanwhile(
     assert names(tmp_path) == ["run", "run.3"]
 
 
+def test_a_folder_that_is_not_finished_is_not_shown(tmp_path: Path) -> None:
+    """Nothing is in it, or shards without the metadata that DCP writes last."""
+    save(tmp_path / "run", 0)
+    for files in ((), ("__0_0.distcp", ".metadata.tmp")):
+        with pytest.raises(torchguard.errors.SaveError, match="wait inside of it"):
+            with torchguard.checkpoint_folder(tmp_path / "run") as new:
+                for name in files:
+                    (new / name).touch()
+    with pytest.raises(ValueError, match="keep is 0"):
+        save(tmp_path / "run", 1, keep=0)
+    assert torch.load(tmp_path / "run" / "a.pt") == 0
+    assert names(tmp_path) == ["run", "run.1"]
+
+
+def test_a_later_step_removes_what_is_left_of_an_earlier_one(tmp_path: Path) -> None:
+    """A run goes on from another step than the one at which it was stopped."""
+    left = tmp_path / temporary_name()
+    left.mkdir()
+    (left / MARK).write_text(json.dumps({"for": "step-10"}))
+    with pytest.warns(RuntimeWarning, match="a process was stopped"):
+        save(tmp_path / "step-20", 0)
+    assert not left.exists()
+
+
 def test_what_appears_meanwhile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(torchguard.errors.SaveError, match="link to exp_42"):
         with torchguard.checkpoint_folder(tmp_path / "run") as new:
@@ -135,6 +159,7 @@ def test_a_file_with_a_temporary_name_that_is_none_stays(tmp_path: Path) -> None
 def test_no_name_looks_like_a_checkpoint_while_it_is_written(tmp_path: Path) -> None:
     """torchtitan takes what matches ``step-(\\d+)`` and has a ``.metadata`` for one."""
     with torchguard.checkpoint_folder(tmp_path / "step-10") as new:
+        torch.save(0, new / "a.pt")
         assert "step-10" not in new.name
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -100,11 +100,12 @@ def killed(way, victim, most=10**9):
     '''What the folder holds after a kill at each point.'''
     found = []
     while len(found) < most:
-        path = folder / f"{way}-{victim}-{len(found) + 1}" / "link"
+        number = 1 + len(found) * every
+        path = folder / f"{way}-{victim}-{number}" / "link"
         path.parent.mkdir(exist_ok=True)
         child = os.fork()
         if not child:
-            run(way, path, victim, len(found) + 1)
+            run(way, path, victim, number)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         (path.parent / f"status-{rank}").write_text(str(status))
         others = [path.parent / f"status-{each}" for each in range(world_size)]
@@ -120,7 +121,8 @@ def killed(way, victim, most=10**9):
     return found
 
 
-victims = (0, world_size - 1)  # ranks 1 and 2 of four do what rank 3 does
+# Ranks 1 and 2 of four do what rank 3 does, and four do what two do, at some more places.
+victims, every = (0, world_size - 1), 1 if world_size == 2 else 3
 print(json.dumps({v: [killed("ours", v), killed("bare", v, 8)] for v in victims}))
 """
 )
@@ -130,12 +132,12 @@ print(json.dumps({v: [killed("ours", v), killed("bare", v, 8)] for v in victims}
 def test_a_kill_at_each_change_of_the_disk(tmp_path: Path, world_size: int) -> None:
     """Bare DCP, killed in the same way, leaves folders that do not load or hold a mix."""
     found = run_ranks(KILLED, tmp_path, world_size)[0]
-    for victim, least in (("0", 15), (str(world_size - 1), 3)):
-        ours, bare = found[victim]
-        assert len(ours) > least
+    least = {"0": 15, "1": 3} if world_size == 2 else {"0": 5, "3": 1}
+    for victim, (ours, bare) in found.items():
+        assert len(ours) > least[victim]
         assert set(ours) <= {1.0, 2.0}
         assert 1.0 in ours
-        assert len(bare) > 3
+        assert len(bare) > 1
         assert None in bare or 0.0 in bare
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -52,6 +53,8 @@ def replicas_agree(
 
     Raises:
         ValueError: ``every`` is below 1.
+        TypeError: a module is a ``FullyShardedDataParallel``, whose parameters do not say what is
+            sharded; ``fully_shard`` is fine.
         ReplicasDisagreeError: raised by the calls, on all ranks: names the first tensor, the
             groups of ranks that hold the same, and how many tensors differ.
 
@@ -59,6 +62,12 @@ def replicas_agree(
     """
     if every < 1:
         raise ValueError(f"replicas_agree: every is {every}, expected 1 or more")
+    first_fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if any(isinstance(each, first_fsdp) for each in model.modules()):
+        raise TypeError(
+            "replicas_agree: a module is sharded by FullyShardedDataParallel, whose parameters do "
+            "not say which ranks hold copies; shard it with fully_shard"
+        )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return Replicas(model, optimizers, every, None if group is True else group, buffers)
 
@@ -262,7 +271,8 @@ def _hash(value: Any) -> Tensor:
         return torch.zeros((), dtype=torch.int64)  # not compared
     text = f"{tuple(value.shape)} {value.dtype}".encode()
     total = torch.full((), zlib.crc32(text), dtype=torch.int64, device=value.device)
-    flat = value.detach().contiguous().view(-1)
+    # A gradient may be a conjugate or negative view, whose bits are not those of its memory.
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     width = flat.element_size()

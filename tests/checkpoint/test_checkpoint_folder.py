@@ -27,32 +27,16 @@ def names(folder: Path) -> list[str]:
 
 
 def test_folders_of_the_same_pattern_stay(tmp_path: Path) -> None:
-    for name in ("run.1", "run.2024"):
+    """An empty one too, in whose place a rename would put a folder without a word."""
+    for name in ("run.1", "run.3", "run.2024"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.txt").write_text("mine")
+    (tmp_path / "run.1" / "mine.txt").write_text("mine")
     for step in range(3):
-        save(tmp_path / "run", step)
-    assert torch.load(tmp_path / "run" / "a.pt") == 2
-    assert names(tmp_path) == ["run", "run.1", "run.2024", "run.4"]
-    assert (tmp_path / "run.1" / "mine.txt").read_text() == "mine"
-
-
-def test_an_empty_folder_of_the_same_pattern_stays(tmp_path: Path) -> None:
-    """A rename puts a folder in the place of an empty one without a word."""
-    (tmp_path / "run.1").mkdir()
-    save(tmp_path / "run", 0)
-    assert names(tmp_path) == ["run", "run.1", "run.2"]
-    assert not list((tmp_path / "run.1").iterdir())
-
-
-def test_folders_of_earlier_versions_stay(tmp_path: Path) -> None:
-    """They have no mark; the numbers go on behind them."""
-    for number in (3, 4):
-        (tmp_path / f"run.{number}").mkdir()
-        torch.save(number, tmp_path / f"run.{number}" / "a.pt")
-    for step in range(5):
         save(tmp_path / "run", step, keep=2)
-    assert names(tmp_path) == ["run", "run.3", "run.4", "run.6", "run.7"]
+    assert torch.load(tmp_path / "run" / "a.pt") == 2
+    assert names(tmp_path) == sorted(["run", "run.1", "run.3", "run.2024", "run.4", "run.5"])
+    assert (tmp_path / "run.1" / "mine.txt").read_text() == "mine"
+    assert not list((tmp_path / "run.3").iterdir())
 
 
 def test_copies_and_folders_that_were_renamed_stay(tmp_path: Path) -> None:
@@ -114,6 +98,30 @@ def test_another_process_shows_a_newer_one_meanwhile(
     assert names(tmp_path) == ["run", "run.3"]
 
 
+def test_a_folder_that_is_not_finished_is_not_shown(tmp_path: Path) -> None:
+    """Nothing is in it, or shards without the metadata that DCP writes last."""
+    save(tmp_path / "run", 0)
+    for files in ((), ("__0_0.distcp", ".metadata.tmp")):
+        with pytest.raises(torchguard.errors.SaveError, match="wait inside of it"):
+            with torchguard.checkpoint_folder(tmp_path / "run") as new:
+                for name in files:
+                    (new / name).touch()
+    with pytest.raises(ValueError, match="keep is 0"):
+        save(tmp_path / "run", 1, keep=0)
+    assert torch.load(tmp_path / "run" / "a.pt") == 0
+    assert names(tmp_path) == ["run", "run.1"]
+
+
+def test_a_later_step_removes_what_is_left_of_an_earlier_one(tmp_path: Path) -> None:
+    """A run goes on from another step than the one at which it was stopped."""
+    left = tmp_path / temporary_name()
+    left.mkdir()
+    (left / MARK).write_text(json.dumps({"for": "step-10"}))
+    with pytest.warns(RuntimeWarning, match="a process was stopped"):
+        save(tmp_path / "step-20", 0)
+    assert not left.exists()
+
+
 def test_what_appears_meanwhile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(torchguard.errors.SaveError, match="link to exp_42"):
         with torchguard.checkpoint_folder(tmp_path / "run") as new:
@@ -151,6 +159,7 @@ def test_a_file_with_a_temporary_name_that_is_none_stays(tmp_path: Path) -> None
 def test_no_name_looks_like_a_checkpoint_while_it_is_written(tmp_path: Path) -> None:
     """torchtitan takes what matches ``step-(\\d+)`` and has a ``.metadata`` for one."""
     with torchguard.checkpoint_folder(tmp_path / "step-10") as new:
+        torch.save(0, new / "a.pt")
         assert "step-10" not in new.name
     with warnings.catch_warnings():
         warnings.simplefilter("error")

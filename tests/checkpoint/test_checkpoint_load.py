@@ -259,15 +259,6 @@ class TestFolder:
         assert torch.load(tmp_path / "checkpoint" / "a.pt") == 1
         assert taken
 
-    def test_refuses_what_it_has_not_made(self, tmp_path: Path) -> None:
-        (tmp_path / "mine").mkdir()
-        with pytest.raises(torchguard.errors.SaveError, match="has not made"):
-            with torchguard.checkpoint_folder(tmp_path / "mine"):
-                pass
-        with pytest.raises(ValueError, match="keep is 0"):
-            with torchguard.checkpoint_folder(tmp_path / "new", keep=0):
-                pass
-
 
 class TestSafetensors:
     def test_whole_or_not_at_all(self, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ class Steps:
         return dict, ()
 
 
+class Holds:
+    """An object of the user's."""
+
+
 class TestTorn:
     def test_a_tensor_that_changes_is_named(self, tmp_path: Path) -> None:
         path = tmp_path / "model.pt"
@@ -41,12 +46,16 @@ class TestTorn:
         assert same(torch.load(path), OLD)
         assert not left(tmp_path)
 
-    def test_a_tensor_inside_any_object_is_seen(self, tmp_path: Path) -> None:
-        weight = torch.zeros(3)
-        held = torch.nn.Linear(1, 1)
+    @pytest.mark.parametrize("make", [lambda: torch.nn.Linear(1, 1), Holds])
+    def test_a_tensor_inside_any_object_is_seen(
+        self, tmp_path: Path, make: Callable[[], object]
+    ) -> None:
+        """In a module, which is looked into before, and in an object that pickle meets."""
+        weight, held = torch.zeros(3), make()
         vars(held)["extra"] = [weight]
-        with pytest.raises(torchguard.errors.TornSaveError, match="shape"):
+        with pytest.raises(torchguard.errors.TornSaveError, match=r"a tensor of shape \(3,\)"):
             torchguard.save([held, Steps(weight)], tmp_path / "model.pt")
+        assert not list(tmp_path.iterdir())
 
     def test_retry_saves_a_state_that_was_one(self, tmp_path: Path) -> None:
         path, weight = tmp_path / "model.pt", torch.zeros(3)

@@ -2,7 +2,7 @@
 
 Nothing public reads or writes a tensor's version counter, steps around
 ``__torch_function__`` without a call, or tells what ``torch.compile`` kept of a
-function. ``tests/patching/test_internals.py`` checks each name here on the torch at hand,
+function. ``tests/patching/test_import.py`` checks each name here on the torch at hand,
 and that nothing private is used anywhere else.
 """
 

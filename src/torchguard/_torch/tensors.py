@@ -20,6 +20,7 @@ __all__ = [
     "inner_tensors",
     "is_out_of_memory",
     "is_view",
+    "open_archive",
     "refuses_writes",
     "set_lazy_bits",
     "set_version",
@@ -29,6 +30,17 @@ __all__ = [
     "versions_after",
     "with_lazy_bits",
 ]
+
+
+def open_archive(file: Any) -> None:
+    """Let the reader of ``torch.load`` look at a zip archive's directory, and at nothing else.
+
+    Python's ``zipfile`` passes over fields of it that this reader refuses.
+
+    Raises:
+        RuntimeError: that reader can't open it.
+    """
+    torch._C.PyTorchFileReader(file)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -68,7 +68,8 @@ def checkpoint_folder(
 
     Raises:
         SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made: a file, a
-            folder, a link that leads elsewhere.
+            folder, a link that leads elsewhere. Nothing was written, or ``dcp.async_save`` has not
+            ended.
             With ``group``: another rank has raised, or does not see the folder.
         ValueError: ``keep`` is below 1.
 
@@ -184,6 +185,7 @@ def commit(
     Returns:
         The folder under its new name.
     """
+    _refuse_unfinished(new)
     if fsync and files is None:
         sync_all(new)
     with locked(str(link.parent)):  # a second writer would take the same number
@@ -212,6 +214,17 @@ def commit(
         for older in _numbers(link)[:-keep]:
             _remove(link, older)
     return final
+
+
+def _refuse_unfinished(new: Path) -> None:
+    """Raise if nothing is there yet, or shards of DCP without the metadata that it writes last."""
+    files = [each for each in new.rglob("*") if each.is_file() and each.name != MARK]
+    ended = {each.parent for each in files if each.name.endswith(".metadata")}
+    if not files or {each.parent for each in files if each.suffix == ".distcp"} - ended:
+        raise SaveError(
+            "checkpoint_folder: what was to be saved is not there when the block ends; wait inside "
+            "of it for what writes in another thread or process, as dcp.async_save does"
+        )
 
 
 def _numbered(link: Path) -> str:
@@ -276,7 +289,8 @@ def remove_abandoned_folders(link: Path) -> list[str]:
                 continue
             with locked_file(str(path)):
                 written_for = marked(path).get("for")
-                if written_for == link.name:
+                # That of step-10, when step-20 is saved: the run goes on from another step.
+                if written_for is not None and _series(written_for) == _series(link.name):
                     _remove_marked(path)
                 elif written_for is None:
                     _remove_unmarked(path)
@@ -284,6 +298,10 @@ def remove_abandoned_folders(link: Path) -> list[str]:
                     continue
                 removed.append(name)
     return removed
+
+
+def _series(name: str) -> str:
+    return name.rstrip("0123456789")
 
 
 def _remove_unmarked(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -69,8 +70,8 @@ def load_sharded(
     Upstream: https://github.com/pytorch/pytorch/issues/187138,
     https://github.com/pytorch/pytorch/issues/126881
     """
-    folder = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
     options = {"process_group": None if group is True else group}
+    folder = os.fspath(path)
     _load(patch.original(_LOAD), state, folder, options, extra=extra, cast=cast, partial=partial)
 
 
@@ -84,6 +85,8 @@ def _load(
     cast: bool,
     partial: bool,
 ) -> None:
+    path = _followed(path, options)
+    without = _of_all(not metadata_files(Path(path)), options)
     loaded: dict[str, Any] = {}
     failure: Exception | None = None
     try:
@@ -100,11 +103,30 @@ def _load(
     try:
         original(loaded, **{**options, "checkpoint_id": path, "planner": planner})
     except CheckpointException as error:
-        raise ShardedCheckpointError(_describe(path, error, planner.agreed)) from error
+        raise ShardedCheckpointError(_describe(path, error, without, planner.agreed)) from error
     for name, value in loaded.items():
         if not isinstance(state[name], Stateful):
             state[name] = value
     _load_objects(path, state, loaded, options)
+
+
+def _followed(path: str, options: Mapping[str, Any]) -> str:
+    """Follow a link once and for all ranks: another program may save meanwhile."""
+    parent, name = os.path.split(os.path.abspath(path))
+    leads = os.path.relpath(os.path.realpath(path), os.path.realpath(parent))
+    # Ranks may see the same folder below other ones.
+    first_name, first_leads = _of_all((name, leads), options)[0]
+    return os.path.normpath(os.path.join(parent, first_leads if name == first_name else leads))
+
+
+def _of_all(value: Any, options: Mapping[str, Any]) -> list[Any]:
+    """Return the values of all ranks."""
+    if not dist.is_initialized() or options.get("no_dist"):
+        return [value]
+    group = options.get("process_group")
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _load_objects(
@@ -117,18 +139,18 @@ def _load_objects(
                 state[name].load_state_dict(value)
     except Exception as error:  # noqa: BLE001  raised below, on all ranks
         failure = error
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    texts: list[Any] = [text]
-    if dist.is_initialized() and not options.get("no_dist"):
-        group = options.get("process_group")
-        texts = [None] * dist.get_world_size(group)
-        dist.all_gather_object(texts, text, group=group)
+    texts = _of_all(None if failure is None else _said(failure), options)
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each is not None]
     if failed:
         raise ShardedCheckpointError(
             f"load_sharded: {path} was read, and load_state_dict of an object raised; objects and "
             f"tensors may hold parts of it. {'; '.join(failed[:_SHOWN])}"
         ) from failure
+
+
+def _said(error: Exception) -> str:
+    """Return what can travel to other ranks: an exception may be one that pickle can't copy."""
+    return f"{type(error).__name__}: {error}"
 
 
 class _DifferencesError(Exception):
@@ -152,19 +174,19 @@ class _ComparingPlanner(DefaultLoadPlanner):
         self.agreed = False
 
     def create_local_plan(self) -> Any:
-        if self._failure is not None:
-            raise self._failure
-        problem: Exception | None = None
         plan: Any = None
+        failure, found = self._failure, []
         try:
-            plan = super().create_local_plan()
+            if failure is None:
+                plan = super().create_local_plan()
         except Exception as error:  # noqa: BLE001  the first of the shapes that differ
-            problem = error
-        found = self._compare_names()
+            failure = error
+        if self._failure is None:
+            found = self._compare_names()
         if plan is not None:
             found += self._compare_coverage(plan)
-        if problem is not None and not found:
-            raise problem
+        if failure is not None and not found:
+            found = [_said(failure)]
         if not found:  # the bytes last: they take long
             found = self._compare_bytes(plan)
         if found:
@@ -218,16 +240,12 @@ class _ComparingPlanner(DefaultLoadPlanner):
                 found.append(f"{item.storage_index.fqn} has no place in {METADATA}")
             key = item.dest_index.fqn
             read[key] = read.get(key, 0) + math.prod(item.lengths)
+        saved = self.metadata.state_dict_metadata  # type: ignore[union-attr]
         for name, value in self.state_dict.items():
-            if name in self.metadata.state_dict_metadata and isinstance(  # type: ignore[union-attr]
-                value, torch.Tensor
-            ):
-                local = value.to_local() if hasattr(value, "to_local") else value
-                elements = read.get(name, 0)
-                if elements < local.numel():
-                    found.append(
-                        f"{name} has {local.numel():,} elements here, saved are {elements:,}"
-                    )
+            if name in saved and isinstance(value, torch.Tensor):
+                elements, here = read.get(name, 0), _elements_here(value)
+                if elements < here:
+                    found.append(f"{name} has {here:,} elements here, saved are {elements:,}")
         return found
 
     def _compare_bytes(self, plan: Any) -> list[str]:
@@ -248,12 +266,20 @@ class _ComparingPlanner(DefaultLoadPlanner):
         return found
 
 
-def _describe(path: str, error: CheckpointException, agreed: bool) -> str:
+def _elements_here(value: Any) -> int:
+    """Count what this rank has of a tensor: of a ShardedTensor of FSDP1 or a DTensor, its part."""
+    if hasattr(value, "local_shards"):
+        return sum(each.tensor.numel() for each in value.local_shards())
+    return int((value.to_local() if hasattr(value, "to_local") else value).numel())
+
+
+def _describe(path: str, error: CheckpointException, without: list[bool], agreed: bool) -> str:
     lines, count = [], 0
-    if not metadata_files(Path(path)):
-        lines, count = [f"there is no {METADATA}, so it is no checkpoint of DCP"], 1
     for rank, (failure, _) in sorted(error.failures.items()):
-        if isinstance(failure, _DifferencesError):
+        if without[rank]:
+            lines.append(f"rank {rank}: there is no {METADATA}, so it is no checkpoint of DCP")
+            count += 1
+        elif isinstance(failure, _DifferencesError):
             lines += [f"rank {rank}: {each}" for each in failure.found]
             count += failure.count
         else:
@@ -284,8 +310,8 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
             original(state_dict, *reader, **options)
         else:
             partial = bool(getattr(planner, "allow_partial_load", False))
-            run = _with_storage(original, reader)
-            _load(run, state_dict, path, options, extra=True, cast=False, partial=partial)
+            options = _with_copy_of(options, "storage_reader", *reader)
+            _load(original, state_dict, path, options, extra=True, cast=False, partial=partial)
 
     return load
 
@@ -297,29 +323,42 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
         path = _local_path(options, "storage_writer", *writer)
         if path is None or not _is_written(path, options):
             return original(state_dict, *writer, **options)
-        several = dist.is_initialized() and not options.get("no_dist")
-        if os.path.islink(path) and is_ours(Path(os.path.realpath(path))):
+        if _is_ours(path):
+            several = dist.is_initialized() and not options.get("no_dist")
             group = (options.get("process_group") or True) if several else None
-            with checkpoint_folder(path, group=group) as new:
-                return original(state_dict, *writer, **{**options, "checkpoint_id": new})
-        raise SaveError(
-            f"dcp.save would write over the checkpoint in {path} file by file; a process that is "
-            "stopped meanwhile leaves none that can be loaded. Save to a new folder, or type: "
-            "with torchguard.checkpoint_folder(link, group=True) as new: dcp.save(state, "
-            "checkpoint_id=new)"
-        )
+            with checkpoint_folder(os.path.abspath(path), group=group) as new:
+                options = _with_copy_of(options, "storage_writer", *writer)
+                return original(state_dict, **{**options, "checkpoint_id": new})
+        raise SaveError(_OVERWRITES.format(path))
 
     return save
+
+
+_OVERWRITES = (
+    "dcp.save would write over the checkpoint in {} file by file; a process that is stopped "
+    "meanwhile leaves none that can be loaded. Save to a new folder, or type: with "
+    "torchguard.checkpoint_folder(link, group=True) as new: dcp.save(state, checkpoint_id=new)"
+)
+
+
+def _is_ours(path: str) -> bool:
+    """Whether it is a link that :func:`checkpoint_folder` has made."""
+    return os.path.islink(os.path.abspath(path)) and is_ours(Path(os.path.realpath(path)))
 
 
 def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
     """Compare versions before and after an ``async_stager`` has copied the state.
 
     Without one, torch copies before it returns. The save itself runs in another thread, through
-    the guarded ``dcp.save``.
+    the guarded ``dcp.save``, or in another process, where nothing is guarded.
     """
 
     def async_save(state_dict: Any, *, async_stager: Any = None, **options: Any) -> Any:
+        path = _local_path(options, "storage_writer")
+        if path is not None and _is_written(path, options):
+            in_thread = getattr(options.get("async_checkpointer_type"), "value", "") != "process"
+            if not (in_thread and _is_ours(path)):
+                raise SaveError(_OVERWRITES.format(path))
         if async_stager is None:
             return original(state_dict, **options)
         stager = _WatchedStager(async_stager)
@@ -396,9 +435,12 @@ class _Torn(Mapping[str, Any]):
     __len__ = __getitem__ = __iter__  # type: ignore[assignment]
 
 
-def _with_storage(original: Callable[..., None], storage: tuple[Any, ...]) -> Callable[..., None]:
-    """Return the function with a reader as second argument: the older order torch still takes."""
-    return lambda state, **options: original(state, *storage, **options)
+def _with_copy_of(options: Mapping[str, Any], role: str, *given: Any) -> dict[str, Any]:
+    """Return options with a reader or writer of their own: DCP sets its path.
+
+    That of the caller goes on following a link. It may be ``given`` in the older order.
+    """
+    return {**options, role: copy.copy(options.get(role, *given))}
 
 
 def _is_written(path: str, options: Mapping[str, Any]) -> bool:
@@ -413,8 +455,10 @@ def _is_written(path: str, options: Mapping[str, Any]) -> bool:
     )
 
 
-def _local_path(options: Mapping[str, Any], role: str, given: Any = None, *_: Any) -> str | None:
+def _local_path(options: Mapping[str, Any], role: str, given: Any = None, *more: Any) -> str | None:
     """Return the folder, if the file system's own writer or reader is used."""
+    if more:  # torch refuses them
+        return None
     storage, path = options.get(role, given), options.get("checkpoint_id")
     if storage is not None and type(storage) not in {FileSystemReader, FileSystemWriter}:
         return None

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchguard._files import is_temporary_name
 from torchguard._public import public
+from torchguard._torch import open_archive
 from torchguard.checkpoint.folder import MARK, marked
 from torchguard.checkpoint.loading import guard_load
 from torchguard.errors import DamagedFileError
@@ -27,7 +29,7 @@ _CHUNK = 1 << 20
 _MARKED_AS_FOLDER = 0x10
 _HEADER_SIZE = 8
 _OLDER_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # a pickled number
-_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
+_DTYPE = re.compile(r"(?:BF|[CFIU])(\d{1,2})(?:_E\d+M\d+\w*)?")  # of safetensors, with its bits
 
 Read = Callable[[int], object]
 """Called with the number of bytes that were read, for progress."""
@@ -64,9 +66,10 @@ def verify_checkpoint(
 
     Nothing is loaded into a model. A folder of ``checkpoint_folder(group=)`` is compared with the
     size and sha256 of each file in its manifest; a folder of ``torch.distributed.checkpoint``
-    without one, which may lie deeper, by the CRC that ``torch.save`` has put into every tensor,
-    which does not tell shards of two saves apart; other folders file by file. A ``.safetensors``
-    file has no checksums: only its header and its size are compared.
+    without one by the CRC that ``torch.save`` has put into every tensor, which does not tell
+    shards of two saves apart; both may lie deeper. Other folders are compared file by file,
+    without those that ``checkpoint_folder`` is writing. A ``.safetensors`` file has no checksums:
+    only its header and its size are compared.
     Of a folder of DCP ``.metadata`` is unpickled, as DCP does: verify what you trust.
 
     Args:
@@ -89,9 +92,8 @@ def verify_checkpoint(
     target = Path(path)
     if not target.exists():
         raise FileNotFoundError(f"verify_checkpoint: there is nothing at {target}")
-    files = [target] if target.is_file() else [f for f in target.rglob("*") if f.is_file()]
-    sizes = {file: file.stat().st_size for file in files}
-    done, total = 0, sum(sizes.values())
+    files = [target] if target.is_file() else list(_files_in(target))
+    done, total = 0, sum(file.stat().st_size for file in files)
 
     def read(count: int) -> None:
         nonlocal done
@@ -99,25 +101,40 @@ def verify_checkpoint(
         if progress is not None:
             progress(min(done, total), total)
 
+    faults: list[str] = []
     limits: list[str] = []
-    manifest = None if target.is_file() else manifest_of(target)
-    if manifest is not None:
-        faults = [
-            _with_tensors(target, name, fault)
-            for name in manifest
-            if (fault := manifest_fault(target, name, manifest, read)) is not None
-        ]
-        known = {*manifest, MARK}
+    files_left = files
+    manifests = {file.parent: manifest_of(file.parent) for file in files if file.name == MARK}
+    for folder, manifest in manifests.items():
+        if manifest is None:
+            continue
+        inside = [file for file in files if file.is_relative_to(folder)]
+        files_left = [file for file in files_left if file not in inside]
         limits += [
-            f"{name} is not in the manifest"
-            for file in files
-            if (name := file.relative_to(target).as_posix()) not in known
+            f"{file} is not in the manifest"
+            for file in inside
+            if file.relative_to(folder).as_posix() not in {*manifest, MARK}
         ]
-    else:
-        faults = list(_of_files(files, limits, read))
-        if not any(map(_is_known, files)):
-            faults.append(f"{target} holds no checkpoint of a format that is known here")
+        for name in manifest:
+            fault = manifest_fault(folder, name, manifest, read)
+            if fault is not None:
+                faults.append(_below(target, folder, _with_tensors(folder, name, fault)))
+    faults += _of_files(target, files_left, limits, read)
+    if files == files_left and not any(map(_is_known, files)):
+        faults.append(f"{target} holds no checkpoint of a format that is known here")
     return CheckpointCheck(str(path), tuple(faults), len(files), total, tuple(limits))
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for file in folder.rglob("*"):
+        writing = any(map(is_temporary_name, file.relative_to(folder).parts))
+        if not writing and file.is_file():
+            yield file
+
+
+def _below(target: Path, folder: Path, fault: str) -> str:
+    """Say in which folder it is; what is wrong begins with the name of the file."""
+    return fault if folder == target else f"{folder}/{fault}"
 
 
 def manifest_of(folder: Path) -> Mapping[str, Any] | None:
@@ -170,14 +187,16 @@ def item_faults(
     Yields:
         What is wrong, and the name of the tensor or the object.
     """
-    if items is None:
-        try:
-            items = _stored_items(folder)
-        except Exception as error:  # noqa: BLE001  a damaged pickle raises anything
-            yield f"{METADATA} can't be read: {type(error).__name__}: {error}", METADATA
-            return
+    try:
+        found = _stored_items(folder) if items is None else items
+        found = sorted(
+            found, key=lambda e: (e[1].relative_path, e[1].offset, e[1].length, e[0].fqn)
+        )
+    except Exception as error:  # noqa: BLE001  a damaged pickle raises anything, or lacks a field
+        yield f"{METADATA} can't be read: {type(error).__name__}: {error}", METADATA
+        return
     unknown = set()
-    for index, place in sorted(items, key=lambda e: (e[1].relative_path, e[1].offset)):
+    for index, place in found:
         name = index.fqn
         if getattr(place, "transform_descriptors", None) or place.relative_path.endswith(
             ".safetensors"
@@ -196,6 +215,8 @@ def item_faults(
             yield f"{place.relative_path} ends before {name} does", name
         elif (fault := _zip_fault(io.BytesIO(piece))) is not None:
             yield f"{place.relative_path} does not hold what was written at {name}: {fault}", name
+        elif not _has_checksums(io.BytesIO(piece)):
+            unknown.add(place.relative_path)
     if limits is not None:
         limits += [f"{name} has no CRC that is known here" for name in sorted(unknown)]
 
@@ -236,16 +257,23 @@ def _zip_fault(file: io.BytesIO) -> str | None:
             for record in archive.infolist():
                 if record.external_attr & _MARKED_AS_FOLDER:
                     return f"{record.filename} is marked as a folder"
-                # torch.serialization.set_crc32_options(False) writes zeros.
                 with archive.open(record) as contents:
                     while record.CRC and contents.read(_CHUNK):
                         pass
+        file.seek(0)  # it takes what follows
+        open_archive(file)
     except Exception as error:  # noqa: BLE001  zipfile raises four kinds, by the byte
         return str(error) or type(error).__name__
     return None
 
 
-def _of_files(files: list[Path], limits: list[str], read: Read) -> Iterator[str]:
+def _has_checksums(file: Path | io.BytesIO) -> bool:
+    """Whether an archive has them; after ``set_crc32_options(False)`` torch writes zeros."""
+    with zipfile.ZipFile(file) as archive:
+        return all(record.CRC or not record.file_size for record in archive.infolist())
+
+
+def _of_files(target: Path, files: list[Path], limits: list[str], read: Read) -> Iterator[str]:
     """Compare files without a manifest; those of DCP by folder, as ``.metadata`` says."""
     for folder in sorted({file.parent for file in files if _is_of_dcp(file)}):
         if not metadata_files(folder):
@@ -253,7 +281,8 @@ def _of_files(files: list[Path], limits: list[str], read: Read) -> Iterator[str]
         elif any(folder.glob(f"*{METADATA}.tmp")):  # DCP renames it when a save ends
             yield f"{folder} has {METADATA}.tmp: a save into it was stopped before its end"
         else:
-            yield from (fault for fault, _ in item_faults(folder, read=read, limits=limits))
+            for fault, _ in item_faults(folder, read=read, limits=limits):
+                yield _below(target, folder, fault)
     for file in files:
         if not _is_of_dcp(file):
             yield from _of_file(file, limits, read)
@@ -285,7 +314,9 @@ def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
         yield from _missing_files(path)
     elif _is_of_torch(path):
         try:
-            guard_load(_has_no_checksums)(path)
+            guard_load(_open)(path)
+            if not _has_checksums(path):
+                limits.append(f"{path.name} was saved without checksums")
         except DamagedFileError as error:
             yield str(error)
         except _NoChecksumsError:
@@ -297,11 +328,11 @@ def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
 
 def _missing_files(index: Path) -> Iterator[str]:
     try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         yield f"{index} is damaged: it does not list files ({error})"
         return
-    missing = (name for name in sorted(named) if not index.with_name(name).is_file())
+    missing = (name for name in named if not index.with_name(name).is_file())
     yield from (f"{index.with_name(name)} is missing; {index.name} lists it" for name in missing)
 
 
@@ -309,11 +340,12 @@ class _NoChecksumsError(Exception):
     pass
 
 
-def _has_no_checksums(path: str | os.PathLike[str]) -> None:
+def _open(path: str | os.PathLike[str]) -> None:
     """Stand in for ``torch.load`` after the archive was compared."""
     with open(path, "rb") as file:
         if file.read(4) != b"PK\x03\x04":
             raise _NoChecksumsError
+    open_archive(os.fspath(path))
 
 
 def _safetensors_fault(path: Path) -> str | None:
@@ -328,19 +360,23 @@ def _safetensors_fault(path: Path) -> str | None:
             return f"is cut off in its header, after {size:,} bytes"
         try:
             header = json.loads(file.read(length))
-            tensors = sorted(
-                ((*each["data_offsets"], name, each) for name, each in header.items()
-                 if name != "__metadata__"), key=lambda each: each[:3],
-            )  # fmt: skip
+            header.pop("__metadata__", None)
+            tensors = sorted(_place_of(name, each) for name, each in header.items())
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return f"is damaged: its header is not what was written ({error})"
     end, data = 0, size - _HEADER_SIZE - length
-    for begin, stop, name, each in tensors:
-        bits = _BITS.get(each["dtype"]) or int("".join(filter(str.isdigit, each["dtype"]))[:2])
-        bits = 8 if each["dtype"].startswith("F8") else bits
-        if begin != end or (stop - begin) * 8 != math.prod(each["shape"]) * bits:
+    for begin, stop, name, bits in tensors:
+        if begin != end or (stop - begin) * 8 != bits:
             return f"is damaged: the header gives {name} another place than its size"
         if stop > data:
             return f"is cut off: {name} ends at byte {stop:,}, the file holds {data:,} of them"
         end = stop
     return None if end == data else f"has {data - end:,} bytes after its last tensor"
+
+
+def _place_of(name: str, entry: Mapping[str, Any]) -> tuple[int, int, str, int]:
+    """Return where a tensor begins and stops, its name, and how many bits it has to have."""
+    begin, stop = entry["data_offsets"]
+    dtype = entry["dtype"]
+    width = 8 if dtype == "BOOL" else int(_DTYPE.fullmatch(dtype)[1])  # type: ignore[index]
+    return begin, stop, name, math.prod(entry["shape"]) * width

@@ -27,20 +27,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _main(options: argparse.Namespace) -> int:
     from torchguard import verify_checkpoint  # noqa: PLC0415 - imports torch
 
-    status = 0
+    status, progress = 0, _progress if sys.stderr.isatty() else None
     for path in options.paths:
         try:
-            found = verify_checkpoint(path, progress=_progress if sys.stderr.isatty() else None)
+            found = verify_checkpoint(path, progress=progress)
         except FileNotFoundError as error:
             sys.stderr.write(f"{error}\n")
             return 2
         except KeyboardInterrupt:
             return interrupted("verify")
+        if progress is not None:
+            sys.stderr.write("\n")
         write(f"{found}\n")
         status = max(status, int(not found))
     return status
 
 
 def _progress(done: int, total: int) -> None:
-    end = "\n" if done == total else "\r"
-    sys.stderr.write(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB{end}")
+    sys.stderr.write(f"\r{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")

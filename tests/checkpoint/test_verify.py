@@ -1,0 +1,150 @@
+"""verify_checkpoint() and ``python -m torchguard verify``: files and folders of each kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict_saver
+
+import torchguard
+from torchguard.__main__ import main
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def flipped(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << place % 8
+    path.write_bytes(data)
+
+
+def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"a": torch.ones(3), "b": torch.ones(4, dtype=torch.bool)}
+    torch.save(state, tmp_path / "new.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file(state, tmp_path / "model.safetensors")
+    state_dict_saver.save(state, checkpoint_id=tmp_path / "dcp")
+    paths = [tmp_path / name for name in ("new.pt", "old.pt", "model.safetensors", "dcp")]
+    steps: list[tuple[int, int]] = []
+    for path in paths:
+        found = torchguard.verify_checkpoint(path, progress=lambda *each: steps.append(each))
+        assert found
+        assert found.size > 0
+        assert steps[-1][0] > 0
+    assert "has no checksums" in str(torchguard.verify_checkpoint(paths[2]))
+    assert main(["verify", *map(str, paths)]) == 0
+    assert capsys.readouterr().out.count("is whole") == len(paths)
+
+
+def test_files_without_checksums_say_so(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+        state_dict_saver.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = torchguard.verify_checkpoint(tmp_path)
+    assert found
+    assert "a.pt was saved without checksums" in str(found)
+    assert "__0_0.distcp has no CRC" in str(found)
+
+
+def test_what_is_whole_loads_and_what_is_not_changes_nothing(tmp_path: Path) -> None:
+    """A bit anywhere in a shard: in a tensor, in the padding, in a directory that torch reads."""
+    state = {"a": torch.arange(6.0), "b": torch.arange(6.0), "c": {"n": 1}}
+    state_dict_saver.save(state, checkpoint_id=tmp_path)
+    (shard,) = tmp_path.glob("*.distcp")
+    whole, found = shard.read_bytes(), []
+    for place in range(0, len(whole), 29):
+        shard.write_bytes(whole)
+        flipped(shard, place)
+        found.append(bool(torchguard.verify_checkpoint(tmp_path)))
+        loaded: Any = {"a": torch.zeros(6), "b": torch.zeros(6), "c": {"n": 0}}
+        if found[-1]:
+            torchguard.load_sharded(loaded, tmp_path)
+            assert torch.equal(loaded["a"] + loaded["b"], state["a"] * 2)
+        else:
+            with pytest.raises(RuntimeError, match="no tensor has changed"):
+                torchguard.load_sharded(loaded, tmp_path)
+            assert not loaded["a"].any()
+            assert not loaded["b"].any()
+        assert loaded["c"]["n"] == found[-1]
+    assert 0.2 < sum(found) / len(found) < 0.8
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_a_file_that_is_cut_off(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    state = {"weight": torch.ones(300)}
+    torch.save(state, path) if name == "a.pt" else save_file(state, path)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert main(["verify", str(path)]) == 1
+    assert "NOT whole" in capsys.readouterr().out
+    if name == "a.safetensors":
+        assert "weight" in torchguard.verify_checkpoint(path).faults[0]
+
+
+@pytest.mark.parametrize("wrong", ['"XX"', '""', "16", "null"])
+def test_a_header_that_is_damaged(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "a.safetensors"
+    header = f'{{"a": {{"dtype": {wrong}, "shape": [2], "data_offsets": [0, 8]}}}}'.encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert "is damaged: its header" in torchguard.verify_checkpoint(path).faults[0]
+
+
+def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path / "a.pt")]) == 2
+    assert "there is nothing at" in capsys.readouterr().err
+
+
+def test_a_file_that_an_index_lists_is_missed(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    for number in (1, 2):
+        save_file({"ab"[number - 1]: torch.ones(2)}, tmp_path / f"model-{number}.safetensors")
+    assert torchguard.verify_checkpoint(tmp_path)
+    (tmp_path / "model-2.safetensors").unlink()
+    (fault,) = torchguard.verify_checkpoint(tmp_path).faults
+    assert "model-2.safetensors is missing" in fault
+    index.write_text("{}")
+    assert "is damaged" in torchguard.verify_checkpoint(tmp_path).faults[0]
+
+
+def test_metadata_that_is_damaged(tmp_path: Path) -> None:
+    """Pickle may raise anything, or make objects that lack a field."""
+    state_dict_saver.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    metadata = tmp_path / ".metadata"
+    whole = metadata.read_bytes()
+    for name in (b"relative_path", b"offset", b"torch.distributed"):
+        metadata.write_bytes(whole.replace(name, name[::-1]))
+        assert ".metadata can't be read" in torchguard.verify_checkpoint(tmp_path).faults[0]
+
+
+def test_a_sharded_save_that_was_stopped_is_not_whole(tmp_path: Path) -> None:
+    """Before its metadata has its name, and when it has written over another one."""
+    folder = tmp_path / "run" / "step-1"  # it may lie deeper than the path that is asked for
+    state_dict_saver.save({"a": torch.ones(3)}, checkpoint_id=folder)
+    (tmp_path / "run" / "notes.metadata.json").write_text("{}")  # of other programs
+    assert torchguard.verify_checkpoint(tmp_path / "run")
+    metadata = folder / ".metadata"
+    (folder / ".metadata.tmp").write_bytes(metadata.read_bytes())
+    assert "stopped before its end" in torchguard.verify_checkpoint(folder).faults[0]
+    metadata.unlink()
+    assert "has no .metadata" in torchguard.verify_checkpoint(folder).faults[0]
+    assert not torchguard.verify_checkpoint(tmp_path / "run")
+
+
+def test_what_is_no_checkpoint_is_not_whole(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        assert "no checkpoint of a format" in torchguard.verify_checkpoint(path).faults[0]
+    torch.save({"a": 1}, tmp_path / "older", _use_new_zipfile_serialization=False)
+    found = torchguard.verify_checkpoint(tmp_path)
+    assert found
+    assert "notes.txt was not read" in str(found)

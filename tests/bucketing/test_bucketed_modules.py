@@ -21,6 +21,10 @@ from torchguard import Buckets, _torch, bucketed
 EAGER: Any = {"backend": "eager"}
 
 
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum()
+
+
 class TestModules:
     def test_share_everything_with_what_they_wrap(self) -> None:
         net = Net()
@@ -180,7 +184,7 @@ class TestWays:
         for warm in (False, True):
             if warm:
                 wrapped(x)
-            transforms: tuple[Callable[[Any], torch.Tensor], ...] = (
+            transforms: tuple[Callable[[Any], Any], ...] = (
                 lambda f: torch.func.grad(lambda y: f(y).sum())(x),
                 lambda f: torch.func.vmap(f)(torch.stack([x, 2 * x])),
                 lambda f: torch.func.jvp(f, (x,), (x,)),
@@ -193,7 +197,7 @@ class TestWays:
 
     def test_torch_func_inside_and_functional_call(self) -> None:
         x = torch.randn(5)
-        inside = wrap(torch.func.grad(lambda x: x.square().sum()), compile=EAGER)
+        inside = wrap(torch.func.grad(_squares), compile=EAGER)
         torch.testing.assert_close(inside(x), 2 * x)
         linear = nn.Linear(3, 3)
         wrapped = wrap(linear, compile=EAGER)

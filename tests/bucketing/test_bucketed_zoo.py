@@ -167,7 +167,7 @@ def test_one_padded_token_of_256_is_enough_to_refuse(
     name: str, dtype: torch.dtype, given: Any
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes: dict[str, Any] = {
+    configs: dict[str, dict[str, Any]] = {
         "T5Encoder": {
             "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
             "dropout_rate": 0.0,
@@ -176,7 +176,8 @@ def test_one_padded_token_of_256_is_enough_to_refuse(
             "embedding_size": 16, "hidden_size": 32, "num_hidden_layers": 2,
             "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 256,
         },
-    }[name]  # fmt: skip
+    }  # fmt: skip
+    sizes = configs[name]
     kind = getattr(transformers, f"{name}Model")
     torch.manual_seed(0)  # with other weights the leak shows without cutting the inputs short
     model = kind(kind.config_class(vocab_size=VOCABULARY, **sizes)).to(dtype).eval()

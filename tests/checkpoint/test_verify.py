@@ -55,7 +55,7 @@ def test_files_without_checksums_say_so(tmp_path: Path) -> None:
 
 def test_what_is_whole_loads_and_what_is_not_changes_nothing(tmp_path: Path) -> None:
     """A bit anywhere in a shard: in a tensor, in the padding, in a directory that torch reads."""
-    state = {"a": torch.arange(6.0), "b": torch.arange(6.0), "c": {"n": 1}}
+    state: Any = {"a": torch.arange(6.0), "b": torch.arange(6.0), "c": {"n": 1}}
     state_dict_saver.save(state, checkpoint_id=tmp_path)
     (shard,) = tmp_path.glob("*.distcp")
     whole, found = shard.read_bytes(), []

@@ -55,14 +55,14 @@ class TestAScope:
 
     @pytest.mark.parametrize("decorate", [guarded, guarded(), guarded(data=True)])
     def test_decorates_functions_and_methods(self, decorate: Any) -> None:
-        @decorate
+        @decorate  # type: ignore[untyped-decorator]
         def function(depth: int) -> int:
             """Documented."""
             assert is_on()
             return 0 if depth == 0 else 1 + function(depth - 1)
 
         class Owner:
-            @decorate
+            @decorate  # type: ignore[untyped-decorator]
             def method(self, value: bool) -> bool:
                 return is_on() is value
 
@@ -89,7 +89,7 @@ class TestAScope:
         async def steps() -> AsyncIterator[int]:
             yield 1
 
-        wrong = {
+        wrong: dict[str, Any] = {
             "function is the class .*Adder, expected a function": Adder,
             "function is 3, expected a function": 3,
             "function is a Tensor": torch.ones(1),
@@ -98,7 +98,7 @@ class TestAScope:
         for decorate in (guarded, guarded()):
             for message, each in wrong.items():
                 with pytest.raises(TypeError, match=message):
-                    decorate(each)  # type: ignore[call-overload]
+                    decorate(each)
 
     def test_lets_exceptions_through_and_ends(self) -> None:
         error = ValueError("mine")

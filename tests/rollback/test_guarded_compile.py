@@ -166,11 +166,11 @@ def run(name: str, compile_: Compile, scopes: tuple[str, ...]) -> list[Any]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_and_graphs_are_those_without_a_scope(name: str, how: str) -> None:
     compile_, scopes = HOW[how]
-    bare = compiled
-    if how == "entering a scope itself":  # a with statement may cost a graph of its own
 
-        def bare(f: Any, b: Any) -> Any:
-            return compiled(entering(f, nullcontext), b)
+    def bare(function: Any, backend: Any) -> Any:
+        if how == "entering a scope itself":  # a with statement may cost a graph of its own
+            function = entering(function, nullcontext)
+        return compiled(function, backend)
 
     assert run(name, compile_, scopes) == run(name, bare, ("torch",) * len(scopes))
 

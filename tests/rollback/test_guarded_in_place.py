@@ -95,7 +95,7 @@ PARTIAL: dict[str, Callable[[torch.Tensor], Any]] = {
     ),
     "apply_": lambda t: t.apply_(_fails_at_the_third()),
     "apply_ with a TypeError": lambda t: t.apply_(_fails_at_the_third(TypeError)),
-    "apply_ with a callback in C": lambda t: t.apply_({1.0: 9.0, 10.0: 9.0}.get),  # type: ignore[arg-type]
+    "apply_ with a callback in C": lambda t: t.apply_({1.0: 9.0, 10.0: 9.0}.get),
     "apply_ with an interrupt": lambda t: t.apply_(_fails_at_the_third(KeyboardInterrupt)),
     "map_ with a TypeError": lambda t: t.map_(torch.ones(4), _fails_at_the_third(TypeError)),
     "embedding with max_norm": lambda t: torch.nn.functional.embedding(
@@ -122,7 +122,11 @@ def _saved_for_backward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return weight, saved, (weight * saved).sum()
 
 
-SCOPES = {"torch": nullcontext(), "guarded": guarded(), "guarded with data": guarded(data=True)}
+SCOPES: dict[str, Any] = {
+    "torch": nullcontext(),
+    "guarded": guarded(),
+    "guarded with data": guarded(data=True),
+}
 
 
 @pytest.mark.parametrize("name", PARTIAL)

@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 from contextlib import nullcontext
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -175,7 +176,7 @@ def _scripted(x: torch.Tensor) -> torch.Tensor:
     return torch.relu_(y)
 
 
-def _made_fx(mode: str) -> list[Any]:
+def _made_fx(mode: Any) -> list[Any]:
     graph = make_fx(_writes, tracing_mode=mode)(torch.ones(3))
     assert graph(torch.ones(3)).tolist() == _writes(torch.ones(3)).tolist()
     return [str(node.target) for node in graph.graph.nodes]
@@ -194,7 +195,7 @@ def _symbolically_traced() -> list[Any]:
 def _torchscript() -> list[Any]:
     # TorchScript keeps what it has compiled with the function.
     code = _scripted.__code__
-    scripted = torch.jit.script(type(_scripted)(code, _scripted.__globals__, code.co_name))
+    scripted: Any = torch.jit.script(FunctionType(code, globals(), code.co_name))
     assert scripted(torch.ones(2)).tolist() == [4, 4]
     return [scripted.code]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,7 +66,7 @@ RESIZES: dict[str, Callable[[Way, torch.Tensor], Any]] = {
     "set_ a view": lambda way, t: way.set_(t, SOURCE.untyped_storage(), 1, (2,), (1,)),
 }
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
-    **{name: lambda t, call=call: call(BARE, t) for name, call in RESIZES.items()},
+    **{name: partial(call, BARE) for name, call in RESIZES.items()},
     "add": lambda t: torch.add(t, 1),
     "method add": lambda t: t.add(1),
     "add_": lambda t: t.add_(1),

@@ -182,7 +182,8 @@ def test_a_number_beyond_which_0_is_neutral_raises_nothing(function: Function, m
         x = torch.randn(3, 6) * scale
         if not first.is_floating_point():
             x = torch.randint(1, 60, (3, 6), dtype=first.dtype)
-        torch.testing.assert_close(wrapped(x), function(x))
+        # A sum of more numbers rounds otherwise.
+        torch.testing.assert_close(wrapped(x), function(x), rtol=1e-5, atol=1e-6 * scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ from torchguard import guarded, install
 from torchguard.errors import NonResizableStorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -53,10 +54,19 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "inference": _inference,
     "non-leaf": _non_leaf,
 }
+
+
+@contextmanager
+def _both() -> Iterator[None]:
+    with install("out"), guarded():
+        yield
+
+
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "install": lambda: install("out"),
     "guarded": guarded,
     "guarded with data": lambda: guarded(data=True),
+    "both": _both,
 }
 
 

@@ -18,6 +18,7 @@ import torch
 from torchguard._torch import (
     call_unrecorded,
     refuses_writes,
+    storage_key,
     version_of,
     without_torch_function,
 )
@@ -25,6 +26,9 @@ from torchguard._torch.mutation import Writes, out_tensors, writes_statistics, w
 from torchguard.errors import NonResizableStorageError
 from torchguard.rollback.interrupts import finish
 from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture, read_stride_and_offset
+
+_LOCKED: set[int] = set()
+"""The keys of storages that stand in for shared ones in the calls that run now."""
 
 
 class Operation:
@@ -38,6 +42,7 @@ class Operation:
     __slots__ = (
         "_calls_back",
         "_in_place",
+        "_locked",
         "_moved",
         "_out",
         "_stand_ins",
@@ -61,6 +66,7 @@ class Operation:
         self._out = [capture(tensor, data) for tensor in out_tensors(writes, kwargs)]
         self._stand_ins: list[tuple[torch.Tensor, Snapshot]] = []
         self._moved: dict[int, Snapshot] = {}
+        self._locked: list[torch.UntypedStorage] = []
         self._too_small: NonResizableStorageError | None = None
         if writes is not None:
             for tensor, in_list in written_tensors(writes, args, kwargs):
@@ -79,11 +85,14 @@ class Operation:
                 try:
                     self._begin_shared(shared)
                 except BaseException:
+                    self._unlock()
                     self._move_back()
                     raise
 
     def _begin_shared(self, shared: torch.UntypedStorage) -> None:
         storage = _locked_storage(shared)
+        self._locked.append(storage)
+        _LOCKED.add(storage_key(storage))
         # Inputs in the same storage move along: torch has to see that they overlap.
         stand_ins: dict[int, torch.Tensor] = {}
         given = self.args, self.kwargs
@@ -99,6 +108,7 @@ class Operation:
 
     def finish(self, result: Any) -> Any:
         """Turn the result of a call with stand-ins into that of a call without."""
+        self._unlock()
         if self._moved:
             finish(self._move_back)
         if not self._stand_ins:
@@ -118,6 +128,10 @@ class Operation:
             return type(result)([real.get(id(item), item) for item in result])
         return result
 
+    def _unlock(self) -> None:
+        for storage in self._locked:
+            _LOCKED.discard(storage_key(storage))
+
     def _move_back(self) -> None:
         """Let each tensor view its own storage again, with the shape that it has now."""
         for before in self._moved.values():
@@ -134,6 +148,7 @@ class Operation:
 
     def _undo(self, ran: bool) -> None:
         self._note_what_is_too_small()
+        self._unlock()
         for before in self._moved.values():
             with without_torch_function():
                 version = version_of(before.tensor)
@@ -210,6 +225,8 @@ def undo_out(saved: Snapshot, error: BaseException) -> None:
 
 
 def _undo_out(saved: Snapshot, ran: bool) -> None:
+    if _LOCKED and saved.storage is not None and storage_key(saved.storage) in _LOCKED:
+        return  # the guard of install(), inside of a scope's, which undoes the call
     with without_torch_function():
         refused = torch.is_grad_enabled() and saved.tensor.requires_grad
     empty = saved.storage is not None and 0 in saved.size

@@ -316,3 +316,11 @@ def test_of_two_ellipses_the_first_takes_the_dimensions(mode: Any) -> None:
         assert torch.equal(at(t)[..., row, ...].add(5, mode=mode), expected)
         with pytest.raises(IndexError):
             at(t[None])[..., row, ..., 1].add(5, mode=mode)
+
+
+def test_memory_format_dtype_and_errors_are_those_of_an_assignment() -> None:
+    t = torch.zeros(3, 4).t()
+    assert at(t)[[0, 2]].add(1.0).stride() == t.stride()
+    assert at(torch.zeros(3, dtype=torch.int64))[[0]].add(1.9).tolist() == [1, 0, 0]
+    with pytest.raises(IndexError, match=r"at\(\)\.add: t is of shape \(4, 3\)"):
+        at(t)[[9]].add(1.0)

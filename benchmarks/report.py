@@ -44,6 +44,7 @@ installed; `--continue DIR` goes on where a call stopped, and `--rehearse` runs 
 CPU.
 
 `--quick` shows that a benchmark runs and says nothing of how fast; no quick record is shown here.
+The command beside a record is that of its revision.
 """
 
 

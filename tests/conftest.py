@@ -79,6 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """A full collection, of which many tests make one, takes a second with all of torch in it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_residue() -> Iterator[None]:
     """Fail a test that leaves something of torchguard in torch."""
@@ -88,6 +94,7 @@ def no_residue() -> Iterator[None]:
     found = residue()
     if found:  # a transaction that is part of a cycle stands until it is collected
         gc.collect()
+        gc.freeze()  # again: modules that tests have imported
         found = residue()
     if found:
         from torchguard._torch import patch  # noqa: PLC0415

@@ -100,7 +100,7 @@ def killed(way, victim, most=10**9):
     '''What the folder holds after a kill at each point.'''
     found = []
     while len(found) < most:
-        number = 1 + len(found) * every
+        number = 1 + len(found) * (every if way == "ours" else 1)
         path = folder / f"{way}-{victim}-{number}" / "link"
         path.parent.mkdir(exist_ok=True)
         child = os.fork()

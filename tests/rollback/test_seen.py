@@ -132,7 +132,7 @@ def _program(x: torch.Tensor, way: Way) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", [FunctionMode, DispatchMode])
 @pytest.mark.parametrize("inner", [False, True], ids=["user outside", "user inside"])
-@pytest.mark.parametrize("name", ["guarded", "guarded with data", "install", "helpers"])
+@pytest.mark.parametrize("name", [*SCOPES, "helpers"])
 def test_a_mode_of_the_user_sees_the_calls_it_sees_on_torch(
     name: str, mode: Any, inner: bool
 ) -> None:

@@ -125,6 +125,8 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None:
             return original(*args, **kwargs)
+        if has_torch_function((*args, out, *kwargs.values())):
+            return original(*args, out=out, **kwargs)
         if type(out) in plain:
             for each in args:
                 kind = type(each)
@@ -135,9 +137,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             else:
                 if not kwargs:
                     return original(*args, out=out)
-        kwargs["out"] = out
-        if not has_torch_function((*args, *kwargs.values())):
-            args, kwargs = cloned(original, args, kwargs)
+        args, kwargs = cloned(original, args, {**kwargs, "out": out})
         return original(*args, **kwargs)
 
     return function

@@ -171,7 +171,7 @@ def _compiled(cases: Sequence[Case], backend: str) -> None:
     counting = Counting(backend)
 
     def call(values: list[Tensor]) -> Any:
-        results = [case.call(value) for case, value in zip(cases, values, strict=True)]
+        results = [case.call(values[place]) for place, case in enumerate(cases)]
         return results  # noqa: RET504 - more than a call, so that it has a frame to compile
 
     compiled = torch.compile(call, backend=counting, dynamic=False)

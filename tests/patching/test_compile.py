@@ -181,7 +181,8 @@ def test_what_is_made_of_a_function_is_the_same(make: Any, function: Any) -> Non
     with install("resize", "out"):
         assert outcome() == bare
     odd = {failing, index_out_of_range, resized, set_too_far}
-    assert not isinstance(bare, str) or function in odd or make is as_scripted_module
+    if isinstance(bare, str) and function not in odd and make is not as_scripted_module:
+        assert "UnsupportedOperator" in bare  # fft on fake tensors, up to torch 2.6
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -103,6 +103,11 @@ class Replicas:
             ids: a number for each sample of this rank's batch.
             same: the group of ranks that share a batch (tensor parallel); None if none do.
         """
+        if isinstance(ids, Tensor) and ids.dim() != 1:
+            raise TypeError(
+                f"replicas_agree: ids has the shape {tuple(ids.shape)}, expected (B,): one number "
+                "for each sample"
+            )
         own = sorted(ids.tolist() if isinstance(ids, Tensor) else list(ids))
         leader = min(dist.get_process_group_ranks(same)) if same is not None else dist.get_rank()
         gathered: list[Any] = [None] * dist.get_world_size(self._group)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchguard
 from support.child_process import JOIN_RANKS, run_ranks
 from torchguard.replicas import _hash
 
@@ -246,6 +247,12 @@ def test_batches(ranks: Any) -> None:
         assert (different, shared) == (None, None)
         assert "ranks 0 and 1 both have sample 1" in same
         assert "share a batch and have other samples" in unshared
+
+
+def test_a_batch_is_one_number_for_each_sample() -> None:
+    agree = torchguard.replicas_agree(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"ids has the shape \(2, 3\), expected \(B,\)"):
+        agree.batch(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(

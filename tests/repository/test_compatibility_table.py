@@ -45,13 +45,8 @@ def write_junit(path: Path, outcomes: dict[str, str]) -> None:
 
 def write_report(path: Path) -> None:
     rows = [
-        {
-            "id": f"{name}-one",
-            "bare": {"status": bare},
-            "guarded": {"status": guarded},
-            "guards": by,
-        }
-        for name, bare, guarded, by in (
+        {"id": f"{name}-one", "bare": {"status": bare}, "guarded": {"status": now}, "guards": by}
+        for name, bare, now, by in (
             ("absent", "absent", "absent", ["out"]),
             ("closed", "corrupt", "closed", ["out"]),
             ("found", "corrupt", "detected", ["check_consistent"]),

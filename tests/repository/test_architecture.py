@@ -1,15 +1,24 @@
-"""Imports point one way: which room may import which, in code and in dotted strings."""
+"""What the source may say: imports point one way, one file sets attributes of torch, none a switch.
+
+A dotted string, such as ``importlib.import_module("torch._dynamo")`` takes, is an import, too.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import torchguard
 
 PACKAGE = Path(torchguard.__file__).parent
+SOURCES = {
+    str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8")
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
 # What each room may import besides itself. A room that is missing here fails the test.
 FOUNDATION = {"errors", "_public", "_pytree", "_files"}
 TORCH = {"_torch", *FOUNDATION}
@@ -18,6 +27,7 @@ ROOMS = {
     *("rollback", "transactions", "checkpoint", "checks"),
     *("bucketing", "verification", "interop", "replicas"),
 }
+ABOVE = {*SHARED, *ROOMS, "patching", "front door"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": {"_public"},
     "_public": set(),
@@ -26,83 +36,68 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_torch": FOUNDATION,
     "assignment": TORCH,
     "equivalence": TORCH,
-    "rollback": SHARED,
-    "checks": SHARED,
-    "bucketing": SHARED,
-    "verification": SHARED,
-    "interop": SHARED,
-    "replicas": SHARED,
+    **dict.fromkeys(ROOMS, SHARED),
     # A step and a state dict that fail are put back with what an operation is put back with.
     "checkpoint": {*SHARED, "rollback"},
     "transactions": {*SHARED, "rollback"},
     "patching": {*SHARED, *ROOMS},
     "front door": {*SHARED, *ROOMS, "patching", "defects"},
-    "integrations": {*SHARED, *ROOMS, "patching", "front door"},
-    "defects": {*SHARED, *ROOMS, "patching", "front door"},
-    "cli": {*SHARED, *ROOMS, "patching", "front door", "defects"},
+    "integrations": ABOVE,
+    "defects": ABOVE,
+    "cli": {*ABOVE, "defects"},
     "__main__": {*FOUNDATION, "cli", "patching"},
 }
 
 
-def _room(path: Path) -> str:
-    name = path.relative_to(PACKAGE).parts[0].removesuffix(".py").removesuffix(".pyi")
+def _room(path: str) -> str:
+    name = path.partition("/")[0].removesuffix(".py")
     return "front door" if name == "__init__" else name
 
 
-def _room_of(module: str, name: str = "") -> str | None:
-    """Return the room of a dotted path that begins with ``torchguard``, if it names one."""
-    parts = [*module.split(".")[1:], name]
-    if (PACKAGE / parts[0]).is_dir() and parts[0]:
-        return parts[0]
-    return parts[0] if (PACKAGE / f"{parts[0]}.py").exists() and parts[0] else "front door"
+def _room_of(module: str, name: str = "") -> str:
+    """Return the room of a dotted path that begins with ``torchguard``."""
+    first = [*module.split(".")[1:], name][0]
+    here = first and ((PACKAGE / first).is_dir() or (PACKAGE / f"{first}.py").exists())
+    return first if here else "front door"
+
+
+def _strings(tree: ast.AST) -> Iterator[str]:
+    """Yield the strings of a program but docstrings, which stand alone."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.value
 
 
 def _imported(source: str) -> set[str]:
     """Return the rooms that a program imports, or names in a dotted string that it may import."""
-    found = set()
     tree = ast.parse(source)
-    documentation = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
+    found = {_room_of(text) for text in _strings(tree) if re.fullmatch(r"torchguard(\.\w+)+", text)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchguard"):
             found |= {_room_of(node.module or "", alias.name) for alias in node.names}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.startswith("torchguard")]
-            found |= {_room_of(name) for name in names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            text = node.value
-            if id(node) not in documentation and re.fullmatch(r"torchguard(\.\w+)+", text):
-                found.add(_room_of(text))
-    return {room for room in found if room is not None}
-
-
-SOURCES = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+            names = [alias.name for alias in node.names]
+            found |= {_room_of(name) for name in names if name.startswith("torchguard")}
+    return found
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
     """The directions of docs/design.md."""
-    wrong = {}
-    for path, source in SOURCES.items():
-        room = _room(path)
-        wrong[path] = _imported(source) - {room} - MAY_IMPORT[room]
+    wrong = {
+        path: _imported(source) - {_room(path)} - MAY_IMPORT[_room(path)]
+        for path, source in SOURCES.items()
+    }
     assert {path: rooms for path, rooms in wrong.items() if rooms} == {}
 
 
 def test_only_torch_room_names_private_modules_of_torch_in_strings() -> None:
-    """``importlib.import_module("torch._dynamo...")`` is an import, too."""
     private = [
-        (path, node.value)
+        (path, text)
         for path, source in SOURCES.items()
         if _room(path) not in {"_torch", "defects"}
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and re.fullmatch(r"torch\._(?!_)\w+(\.\w+)*", node.value)
+        for text in _strings(ast.parse(source))
+        if re.fullmatch(r"torch\._(?!_)\w+(\.\w+)*", text)
     ]
     assert private == []
 
@@ -111,30 +106,23 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     """Two modules of one room do not, either."""
     graph = {}
     for path, source in SOURCES.items():
-        relative = path.relative_to(PACKAGE.parent).with_suffix("")
-        module = ".".join(relative.parts).removesuffix(".__init__")
-        tree = ast.parse(source)
-        graph[module] = {
+        module = f"torchguard.{path.removesuffix('.py').replace('/', '.')}"
+        graph[module.removesuffix(".__init__")] = {
             target
-            for node in tree.body  # what is imported inside of a function comes later
+            for node in ast.parse(source).body  # what is imported inside of a function comes later
             if isinstance(node, ast.ImportFrom) and node.module
             for alias in node.names
             for target in (f"{node.module}.{alias.name}", node.module)
         }
-    done: set[str] = set()
-    while True:
-        free = {
-            name for name in graph.keys() - done if not (graph[name] & graph.keys()) - done - {name}
-        }
-        if not free:
-            break
-        done |= free
-    assert graph.keys() - done == set()
+    while free := [name for name in graph if not graph[name] & graph.keys() - {name}]:
+        for name in free:
+            del graph[name]
+    assert graph == {}
 
 
 def test_few_files_lie_beside_the_rooms() -> None:
     """A new idea gets a room, or goes into one."""
-    assert {path.name for path in PACKAGE.glob("*.py")} <= {
+    assert {path for path in SOURCES if "/" not in path} <= {
         "__init__.py", "__main__.py", "_files.py", "_public.py", "_pytree.py", "errors.py",
         "replicas.py",
     }  # fmt: skip
@@ -152,3 +140,128 @@ def test_the_directions_are_seen_by_the_test() -> None:
     '''
     seen = {"front door", "rollback", "verification", "defects"}
     assert _imported(textwrap.dedent(program)) == seen
+
+
+# --- ``_torch/patch.py`` is the only file that sets or deletes an attribute of torch
+
+WRITTEN = (ast.Store, ast.Del)
+THROUGH_PATCH = {"set_attributes", "set_class"}
+"""They set whatever they are given: the overlays are their one user."""
+
+# What is set there, and whose attribute it is.
+NOT_TORCH: dict[str, set[str]] = {
+    "rollback/snapshot.py": {"setattr(tensor, name, part.tensor)"},  # a tensor of the user
+    "verification/graph.py": {
+        "setattr(new, name, value)",  # a copied graph's node
+        "setattr(copied, name, copy_graph(child))",  # a copied graph
+    },
+    "checkpoint/ties.py": {"setattr(holder, own, tensor)"},  # a module of the user
+    "transactions/state.py": {"module.__class__"},  # a module of the user
+    "_torch/compile.py": {"setattr(convert, name, backend)"},  # a function made there
+    "_torch/symbolic_shapes.py": {"delattr(tensor, name)"},  # a tensor of the user
+    "_torch/overlays.py": THROUGH_PATCH,
+}
+
+
+def _set_by(source: str) -> set[str]:
+    """What a program sets or deletes: attributes by computed name, classes, and torch's."""
+    tree = ast.parse(source)
+    torchs = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "torch"
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            # type.__setattr__(torch.Tensor, ...); object.__setattr__ refuses classes and is
+            # what frozen instances of ours are filled with.
+            if name in {"setattr", "delattr", "type.__setattr__", "type.__delattr__"}:
+                found.add(ast.unparse(node))
+            found |= {name.rpartition(".")[2]} & THROUGH_PATCH
+        elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(
+            node.ctx, ast.Load
+        ):
+            owner = ast.unparse(node.value).removeprefix("vars(").partition(".")[0].rstrip(")")
+            if owner in torchs or getattr(node, "attr", "") == "__class__":
+                found.add(ast.unparse(node))
+    return found
+
+
+def test_only_patch_sets_attributes_of_torch() -> None:
+    """Probes of the catalog are not looked at: each runs in a process of its own."""
+    wrong = {
+        path: _set_by(source) - NOT_TORCH.get(path, set())
+        for path, source in SOURCES.items()
+        if path != "_torch/patch.py" and _room(path) != "defects"
+    }
+    assert len(wrong) > 50
+    assert {path: found for path, found in wrong.items() if found} == {}
+
+
+def test_each_way_of_setting_is_seen() -> None:
+    program = """
+    import torch
+    from torch.nn import functional as F
+    from torchguard._torch.patch import set_attributes
+    setattr(owner, name, value)
+    delattr(owner, name)
+    type.__setattr__(torch.Tensor, "a", 1)
+    torch.Tensor.add_ = mine
+    del F.relu
+    module.__class__ = other
+    vars(torch)["add"] = mine
+    set_attributes(torch, [])
+    self.mine = 1
+    kept = torch.Tensor.add_
+    """
+    assert _set_by(textwrap.dedent(program)) == {
+        "setattr(owner, name, value)",
+        "delattr(owner, name)",
+        "type.__setattr__(torch.Tensor, 'a', 1)",
+        "torch.Tensor.add_",
+        "F.relu",
+        "module.__class__",
+        "vars(torch)['add']",
+        "set_attributes",
+    }
+
+
+# --- nothing that user threads run changes a switch of the whole process
+
+# What a thread would change for all others, and two threads for good: each restores what it found.
+SWITCHES = {
+    *("catch_warnings", "simplefilter", "filterwarnings", "resetwarnings", "set_warn_always"),
+    *("redirect_stderr", "redirect_stdout", "setrecursionlimit", "setswitchinterval"),
+    *("setLevel", "set_num_threads", "set_default_dtype", "set_default_device"),
+    *("use_deterministic_algorithms", "set_deterministic_debug_mode"),
+    *("set_float32_matmul_precision", "excepthook", "showwarning", "set_stance"),
+}
+
+
+def _switches_in(source: str) -> list[str]:
+    return [
+        f"line {node.lineno}: {node.attr}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        if node.attr in SWITCHES
+        or (node.attr in {"stderr", "stdout"} and isinstance(node.ctx, ast.Store))
+    ]
+
+
+def test_no_file_has_a_switch_of_the_process() -> None:
+    """Commands and probes are programs of their own, with one thread."""
+    found = {
+        path: _switches_in(source)
+        for path, source in SOURCES.items()
+        if _room(path) not in {"cli", "defects"}
+    }
+    path = "_torch/symbolic_shapes.py"  # has one scope for all threads
+    found[path] = [each for each in found[path] if "set_stance" not in each]
+    assert len(found) > 50
+    assert {path: switches for path, switches in found.items() if switches} == {}
+    program = "with warnings.catch_warnings():\n    sys.stderr = None\nlog.setLevel(3)"
+    assert len(_switches_in(program)) == 3

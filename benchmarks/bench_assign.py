@@ -1,10 +1,9 @@
 """What an indexed assignment costs, spelled in seven ways.
 
-Baseline: ``out = t.clone(); out[index] = value``, in the same process and the same
-rounds (see ``harness.py``). Eager and compiled by inductor, forward and backward, from
-1e3 to 1e8 elements, CPU always and CUDA where there is one. ``t`` is (rows, 64), which
-makes a hundredth of the rows, or of the elements, the selection. Against writing
-``index_put`` by hand there are rows of their own.
+Baseline: ``out = t.clone(); out[index] = value``, in the same rounds (see ``harness.py``). Eager
+and compiled by inductor, forward and backward, from 1e3 to 1e8 elements. ``t`` is (rows, 64), which
+makes a hundredth of the rows, or of the elements, the selection. Against writing ``index_put`` by
+hand there are rows of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +29,7 @@ COLUMNS = 64
 SIZES = (10**3, 10**4, 10**5, 10**6, 10**7, 10**8)
 EAGER_FROM = 10**5  # elements from which on the target is a ratio
 
-LARGE = 10**7  # elements from which on a call takes so long that fewer rounds have to do
-FEWER = 5  # times
-
-QUICK_SIZES = (10**3,)
+LARGE = 10**7  # elements from which on a call takes so long that a fifth of the rounds has to do
 
 EAGER = Target(1.05)
 EAGER_SMALL = AddedTarget(10)
@@ -45,8 +42,7 @@ WHY_EAGER = (
 )
 WHY_COMPILED = "the compiled kernels are the same; this is the spread of the measurement"
 
-PAGE = 4096  # bytes
-CACHE_LINE = 64  # bytes
+PAGE, CACHE_LINE = 4096, 64  # bytes
 
 Assign = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
 
@@ -58,10 +54,8 @@ def elsewhere() -> Iterator[None]:
     How far a copy lies from its source, modulo a page, decides a tenth of its time and more;
     where the allocator puts results is one side's luck for as long as the process lives.
     """
-    before_them = torch.empty(
-        PAGE * 100 + CACHE_LINE * random.randrange(PAGE // CACHE_LINE),  # noqa: S311
-        dtype=torch.uint8,
-    )
+    shift = CACHE_LINE * random.randrange(PAGE // CACHE_LINE)  # noqa: S311
+    before_them = torch.empty(PAGE * 100 + shift, dtype=torch.uint8)
     yield
     del before_them
 
@@ -121,45 +115,40 @@ def index_of(kind: str, rows: int, device: str) -> Any:
 def comparisons(device: str, size: int, backend: str) -> Iterator[Comparison]:
     """Yield every row of one size, in the order of the record."""
     for kind, ways in KINDS.items():
-        yield from _of_kind(device, size, kind, ways, backend=None)
-        yield from _of_kind(device, size, kind, ways, backend=backend)
+        for each in (None, backend):
+            yield from _of_kind(device, size, kind, ways, backend=each)
 
 
 def _of_kind(
     device: str, size: int, kind: str, ways: dict[str, Assign], *, backend: str | None
 ) -> Iterator[Comparison]:
-    compiled = backend is not None
     rows = max(1, size // COLUMNS)
     index = index_of(kind, rows, device)
     functions: dict[str, Assign] = {"plain": plain, **ways}
     if backend is not None:
         functions = {name: _compiled(way, index, backend) for name, way in functions.items()}
-    names = {"index": index, "torch": torch, **functions}
-    label = f"{kind}-{size:.0e}".replace("+0", "") + ("-compiled" if compiled else "")
-    words = f"{kind}, {size:,} elements, {'compiled' if compiled else 'eager'}"
-    for backward in (False, True):
+    label = f"{kind}-{size:.0e}".replace("+0", "") + ("-compiled" if backend else "")
+    words = f"{kind}, {size:,} elements, {'compiled' if backend else 'eager'}"
+    pairs = [("plain", way) for way in ways]
+    if "index_put" in ways:
+        pairs.append(("index_put", "sliced_assign"))
+    for step in ("forward", "backward"):
+        backward = step == "backward"
         t = torch.zeros(rows, COLUMNS, device=device, requires_grad=backward)
         value = torch.ones((), device=device, requires_grad=backward)
-        inside = names | {"t": t, "value": value, "ones": torch.ones_like(t)}
-
-        def side(name: str, inside: Any = inside, backward: bool = backward) -> Side:
-            call = f"{name}(t, index, value)"
-            if backward:
-                call = f"torch.autograd.grad({call}, (t, value), ones)"
-            return Side(call, inside, elsewhere)
-
-        pairs = [("plain", way) for way in ways]
-        if "index_put" in ways:
-            pairs.append(("index_put", "sliced_assign"))
+        names = {"torch": torch, "index": index, **functions}
+        names |= {"t": t, "value": value, "ones": torch.ones_like(t)}
+        call = "{}(t, index, value)"
+        if backward:
+            call = f"torch.autograd.grad({call}, (t, value), ones)"
         for baseline, way in pairs:
+            over = "" if baseline == "plain" else f"-over-{baseline}"
             yield Comparison(
-                f"{label}-{'backward' if backward else 'forward'}-{way}"
-                + ("" if baseline == "plain" else f"-over-{baseline}"),
-                f"{way} for {baseline}: {words}, {'and backward' if backward else 'forward'}",
-                side(baseline),
-                side(way),
-                target=_target(baseline, way, size, compiled=compiled),
-                why=WHY_COMPILED if compiled else WHY_EAGER,
+                f"{label}-{step}-{way}{over}",
+                f"{way} for {baseline}: {words}, {'and ' * backward}{step}",
+                *(Side(call.format(each), names, elsewhere) for each in (baseline, way)),
+                target=_target(baseline, way, size, compiled=backend is not None),
+                why=WHY_EAGER if backend is None else WHY_COMPILED,
             )
 
 
@@ -176,27 +165,21 @@ def _target(baseline: str, way: str, size: int, *, compiled: bool) -> Target | N
 
 def _compiled(way: Assign, index: Any, backend: str) -> Assign:
     """Compile with the index inside, or, where it is a tensor, as an argument."""
-    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
+    compiles: Any = partial(torch.compile, fullgraph=True, dynamic=False, backend=backend)
     if isinstance(index, slice):
-        inner: Any = torch.compile(of_its_own(lambda t, value: way(t, index, value)), **options)
+        inner: Any = compiles(of_its_own(lambda t, value: way(t, index, value)))
         return lambda t, _, value: inner(t, value)
-
-    def assign(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return way(t, index, value)
-
-    outer: Assign = torch.compile(of_its_own(assign), **options)
+    outer: Assign = compiles(of_its_own(lambda t, index, value: way(t, index, value)))  # noqa: PLW0108
     return outer
 
 
 def run(setting: Setting) -> Results:
     """Measure every row."""
-    largest = setting.options.largest
-    sizes = QUICK_SIZES if setting.quick else [size for size in SIZES if size <= largest]
+    largest = SIZES[0] if setting.quick else setting.options.largest
     backend = "eager" if setting.quick else "inductor"
-    kept = keep_freed_memory()
-    rows = []
-    for size in sizes:
-        rounds = setting.rounds // FEWER if size >= LARGE else setting.rounds
+    kept, rows = keep_freed_memory(), list[dict[str, Any]]()
+    for size in (size for size in SIZES if size <= largest):
+        rounds = setting.rounds // 5 if size >= LARGE else setting.rounds
         if setting.stream.time_is_up():
             break
         made = comparisons(setting.device, size, backend)

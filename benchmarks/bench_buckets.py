@@ -1,16 +1,11 @@
 """A stream of batches whose lengths vary, through a small transformer, in the ways there are.
 
-Each row is a process of its own. Its compiler cache has only what torch prepares once per machine
-(precompiled headers, what the CPU can do), made before by compiling ``x + 1``. It runs the stream
-twice: the first time gives the total from a cold start, checks of ``bucketed`` included; the second
-the seconds per step in the steady state. Padding by hand is ``F.pad`` in front of
-``torch.compile(dynamic=False)`` with the recompile limit lifted; the row "dynamic=False" keeps
-the limit of 8, as it comes, and so runs eager for the lengths after.
-
-The model and the stream are small, because compiling takes most of the time: some 65 graphs per
-phase, which is some 1,500 seconds of CPU in all on a machine where compiling one for training takes
-14 (about a quarter of an hour on two quiet cores). ``--batches`` makes the stream longer; what
-compiling costs is then shared by more of them.
+Each row is a process of its own, whose compiler cache has only what torch prepares once per machine
+(precompiled headers, what the CPU can do). It runs the stream twice: from a cold start, with the
+checks of ``bucketed``, and in the steady state. Padding by hand is ``F.pad`` in front of
+``torch.compile(dynamic=False)`` with the recompile limit lifted; the row "dynamic=False" keeps the
+limit of 8, and so runs eager for the lengths after. Compiling takes most of the time: 65 graphs
+per phase, a quarter of an hour on two quiet cores; ``--batches`` makes the stream longer.
 
 Then the host's time that ``bucketed`` adds to a call, for 1 to 64 buckets, over the compiled
 function on inputs padded before; the kernels that pad are measured on their own and not counted.
@@ -106,12 +101,14 @@ def fitted(count: int) -> Buckets:
 
 def ladder_of(row: str) -> Buckets | None:
     """Return the buckets that a row pads to by hand."""
+    if not row.startswith("by hand: "):
+        return None
     return {
-        "by hand: maximum": Buckets([LONGEST]),
-        "by hand: powers of two": Buckets.powers_of_two(16, LONGEST),
-        "by hand: multiples of 64": Buckets.multiples_of(64, LONGEST),
-        "by hand: the buckets of fit 8": fitted(8),
-    }.get(row)
+        "maximum": Buckets([LONGEST]),
+        "powers of two": Buckets.powers_of_two(16, LONGEST),
+        "multiples of 64": Buckets.multiples_of(64, LONGEST),
+        "the buckets of fit 8": fitted(8),
+    }[row.removeprefix("by hand: ")]
 
 
 def wrapped(
@@ -195,15 +192,11 @@ def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JS
                 begun = time.perf_counter()
             passes.append(seconds)
     graphs = graphs_compiled()
-    useful = int(lengths.max(1).sum())
-    ladder = ladder_of(row)
+    ladder, waste, longest = ladder_of(row), 0.0, lengths.max(1)
     if module is not None:
-        waste = module.stats().waste
-        graphs = module.stats().graphs
+        waste, graphs = module.stats().waste, module.stats().graphs
     elif ladder is not None:
-        waste = sum(ladder.bucket_for(int(n)) for n in lengths.max(1)) / useful - 1
-    else:
-        waste = 0.0
+        waste = sum(ladder.bucket_for(int(n)) for n in longest) / int(longest.sum()) - 1
     return {
         "seconds": [round(value, 6) for value in passes[0]],
         "total_s": sum(passes[0]),
@@ -234,17 +227,16 @@ def streams(setting: Setting, folder: Path) -> Iterator[Case]:
     if options.mode is not None and not quick:
         modes = [None if options.mode == "default" else options.mode]
     backend = "aot_eager" if quick and device == "cpu" else "inductor"
-    process = partial(in_a_process, environment={"TORCHINDUCTOR_CACHE_DIR": str(folder)})
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    process = partial(in_a_process, environment=cache, quick=quick)
     if backend == "inductor":
         process("bench_buckets", "prepare", device)
     prepared = set(folder.rglob("*"))
 
     def found(*row: Any) -> dict[str, Any]:
         for path in sorted(set(folder.rglob("*")) - prepared, reverse=True):  # of earlier rows
-            if path.is_dir() and not path.is_symlink():
-                path.rmdir()
-            else:
-                path.unlink()
+            remove = path.rmdir if path.is_dir() and not path.is_symlink() else path.unlink
+            remove()
         begun = time.perf_counter()
         result = process("bench_buckets", "run_row", *row)
         return {**result, "process_s": time.perf_counter() - begun}
@@ -274,9 +266,8 @@ def overhead(count: int, rounds: int) -> dict[str, Any]:
     for size in sizes:
         for length in (size, size - 1):
             call(torch.ones(2, length), torch.ones(2, length))
-    size = sizes[-1]
-    exact = (torch.ones(2, size), torch.ones(2, size))
-    short = (torch.ones(2, size - 1), torch.ones(2, size - 1))
+    exact = (torch.ones(2, sizes[-1]), torch.ones(2, sizes[-1]))
+    short = (torch.ones(2, sizes[-1] - 1), torch.ones(2, sizes[-1] - 1))
     plain = torch.compile(add, backend="eager", dynamic=False)
     plain(*exact)
     pad = torch.constant_pad_nd
@@ -287,25 +278,22 @@ def overhead(count: int, rounds: int) -> dict[str, Any]:
         "kernels": lambda: (pad(short[0], (0, 1), 0), pad(short[1], (0, 1), 0)),
     }
     calls = 50
-    best = dict.fromkeys(ways, float("inf"))
-    added: dict[str, list[float]] = {"exact": [], "padded": []}
+    took: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
-        took = {}
         for name, way in ways.items():
             begun = time.perf_counter()
             for _ in range(calls):
                 way()
-            took[name] = (time.perf_counter() - begun) / calls * 1e6
-            best[name] = min(best[name], took[name])
-        added["exact"].append(took["exact"] - took["compiled"])
-        added["padded"].append(took["padded"] - took["compiled"] - took["kernels"])
+            took[name].append((time.perf_counter() - begun) / calls * 1e6)
+    best = {name: min(each) for name, each in took.items()}
+    bare, padding = np.array(took["compiled"]), np.array(took["kernels"])
     return {
         "compiled_us": best["compiled"],
         "padded_us": best["padded"],
         "added_exact_us": best["exact"] - best["compiled"],
         "added_padded_us": best["padded"] - best["compiled"] - best["kernels"],
-        "median_added_exact_us": statistics.median(added["exact"]),
-        "median_added_padded_us": statistics.median(added["padded"]),
+        "median_added_exact_us": float(np.median(took["exact"] - bare)),
+        "median_added_padded_us": float(np.median(took["padded"] - bare - padding)),
     }
 
 
@@ -321,11 +309,11 @@ def verdicts(rows: list[dict[str, Any]], overheads: list[dict[str, Any]]) -> Ite
     by_row = {(each["row"], each["phase"], each["device"]): each for each in rows}
     for (row, phase, device), each in by_row.items():
         # Where the compiler makes CUDA graphs the mode stands behind the name.
-        name, _, mode = row.partition(", ")
+        name, comma, mode = row.partition(", ")
         if name != OURS:
             continue
-        where = ", ".join(filter(None, (phase, device, mode)))
-        hand = by_row.get((", ".join(filter(None, (HAND, mode))), phase, device))
+        where = f"{phase}, {device}{comma}{mode}"
+        hand = by_row.get((f"{HAND}{comma}{mode}", phase, device))
         if hand is not None:
             ratio = each["steady_total_s"] / hand["steady_total_s"]
             target = f"{where}: steady state within 3 % of padding by hand"

@@ -16,25 +16,18 @@ from torch import nn
 
 import torchguard
 from benchmarks.harness import Comparison, Side, Target, measure
+from benchmarks.models import resnet_sized
 from benchmarks.program import Benchmark, Results, Setting
 
 MEGABYTE = 1 << 20
 FIVE_PER_CENT = Target(1.05)
 SIZES = ((1, "1 MB"), (1024, "1 GB"))
 CONTAINERS = 300_000
-# 161 parameters and 157 buffers that are saved: 53 convolutions, each with its BatchNorm, and one
-# linear layer. The sizes are ResNet-50's number of parameters spread evenly.
-CONVOLUTIONS, CHANNELS = 53, 229
 
 
-def resnet_sized() -> nn.Module:
-    """Return as many tensors and bytes as ResNet-50 has."""
-    layers = [
-        layer
-        for _ in range(CONVOLUTIONS)
-        for layer in (nn.Conv2d(CHANNELS, CHANNELS, 3, bias=False), nn.BatchNorm2d(CHANNELS))
-    ]
-    return nn.Sequential(*layers, nn.Linear(CHANNELS, 1000))
+def resnet() -> nn.Module:
+    """Return as many tensors and bytes as ResNet-50 has, spread evenly."""
+    return resnet_sized(229, 3, 1000)
 
 
 def thousand_parameters() -> nn.Module:
@@ -44,7 +37,7 @@ def thousand_parameters() -> nn.Module:
 
 def states() -> Iterator[Comparison]:
     """Compare loading; nothing is wrong with the states."""
-    for name, make in (("resnet-50", resnet_sized), ("1000-parameters", thousand_parameters)):
+    for name, make in (("resnet-50", resnet), ("1000-parameters", thousand_parameters)):
         module, state = make(), make().state_dict()
         size = sum(value.nbytes for value in state.values())
         names = {"module": module, "state": state, "torchguard": torchguard}

@@ -29,7 +29,8 @@ def steps(setting: Setting) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     what = "cross_entropy, 64 rows, 32,000 classes"
     yield what, "call", lambda: functional.cross_entropy(logits, labels)
     torch.manual_seed(0)
-    model = Decoder(DecoderSize(vocabulary=8192, context=64, width=256, layers=4, heads=4))
+    size = DecoderSize(128, 64, 16, 1, 2) if setting.quick else DecoderSize(8192, 64, 256, 4, 4)
+    model = Decoder(size)
     batch = torch.randint(0, 100, (2, 64))
     yield "decoder", "eager, forward and backward", training(model, model, batch)
     if not setting.quick:

@@ -55,6 +55,7 @@ def files() -> list[str]:
 
 def results(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
     """Run them in a process of its own; it is ended when time is up."""
+    verdicts = {"passed": "reached", "skipped": None}
     reading, writing = os.pipe()
     line = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "--tb=short", *files()]
     line += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "benchmarks.bench_cuda_tests"]
@@ -66,7 +67,8 @@ def results(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
         os.close(writing)
         with os.fdopen(reading, encoding="utf-8") as lines:
             for each in lines:
-                yield json.loads(each)
+                row = {"device": setting.device, **json.loads(each), "target": "passes"}
+                yield row | {"verdict": verdicts.get(row["outcome"], "missed: it fails")}
                 if setting.stream.time_is_up():
                     running.terminate()
                     time.sleep(_GRACE)
@@ -78,13 +80,7 @@ def run(setting: Setting) -> Results:
     """Run the tests that have not passed yet."""
     known = setting.stream.known("rows")
     done = {row["test"] for row in known if row["outcome"] == "passed"}
-    rows = []
-    for each in results(setting, done):
-        verdict = {"passed": "reached", "skipped": None}.get(each["outcome"], "missed: it fails")
-        row = {"device": setting.device, **each, "target": "passes", "verdict": verdict}
-        setting.keep("rows", row)
-        rows.append(row)
-    return {"rows": rows}
+    return {"rows": setting.kept(results(setting, done))}
 
 
 def _listed(record: Row, _: str) -> list[Row]:

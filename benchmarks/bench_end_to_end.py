@@ -2,12 +2,10 @@
 
 A decoder of the shape of GPT-2 small (inference: one token more, with keys and values cached by
 indexed assignment), convolutions of the shape of ResNet-50, and a tiny perceptron; weights are
-random. On a CPU the two large ones are scaled down; each row says to what. Each model runs eager
-and compiled by inductor; each scope compiles for itself, with its guards on.
-
-Scopes take turns within a round (``paired.py``); the ratio of a round is the scope's time over that
-of nothing in the same round, and its 95 % interval is a bootstrap of the median. "nothing, once
-more" is the control: it should not differ. Then the peak of the memory, to the byte.
+random, and each row says to what a CPU's are scaled down. Each model runs eager and compiled by
+inductor; each scope compiles for itself. The ratio of a round is the scope's time over that of
+nothing in the same round, with the 95 % interval of a bootstrap of the median. "nothing, once more"
+is the control: it should not differ. Then the peak of the memory, to the byte.
 """
 
 from __future__ import annotations
@@ -49,12 +47,11 @@ SCOPES: dict[str, Scope] = {
     "install(), every guard": _installed(*EVERY_GUARD),
     "guarded()": torchguard.guarded,
 }
-GPU_SCOPES = (NOTHING, CONTROL, "install()", "install(), every guard", "guarded()")
 QUICK_SCOPES = (NOTHING, "install(), every guard", "guarded()")
+NOT_ON_A_GPU = 'install("resize", "out", "setitem")'  # whose minutes are few
 
 # Aimed at on a GPU: a ratio, or no difference outside the noise.
 TARGETS = {"install()": 1.001, "install(), every guard": 1.01}
-TARGETS['install("resize", "out", "setitem")'] = TARGETS["install(), every guard"]
 
 NARROW = 0.001  # width of a 95 % interval, as a share of the step: the target is no wider
 FIRST_ROUNDS, MORE_ROUNDS = 8, 4  # every variant stands first equally often in a multiple of these
@@ -103,24 +100,24 @@ class Workload:
         return step
 
 
+# Of the decoder: size, batch, tokens. Of the convolutions: depths, channels, batch, side.
+FULL = (DecoderSize(), 8, 1024), ((3, 4, 6, 3), 64, 64, 224)
+SCALED_DOWN = (DecoderSize(4096, 64, 192, 4, 4), 2, 64), ((1, 1, 1, 1), 16, 2, 64)
+QUICK = (DecoderSize(64, 8, 16, 1, 2), 2, 8), ((1,), 4, 2, 16)
+
+
 def workloads(device: str, *, quick: bool) -> Iterator[Workload]:
     """Yield the models, in training and in inference."""
     torch.manual_seed(0)
-    yield from _decoder(device, quick=quick)
-    yield from _convolutions(device, quick=quick)
-    yield from perceptron_steps(device)
-
-
-def _decoder(device: str, *, quick: bool) -> Iterator[Workload]:
-    size, batch, length, what = DecoderSize(), 8, 1024, "decoder of the shape of GPT-2 small"
+    full = device == "cuda" and not quick
+    decoder, convolutions = FULL if full else QUICK if quick else SCALED_DOWN
+    what = "{} of the shape of {}" if full else "{}, scaled down from {}"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    if device == "cpu" or quick:
-        size = DecoderSize(vocabulary=4096, context=64, width=192, layers=4, heads=4)
-        batch, length, what = 2, 64, "decoder, scaled down from GPT-2 small"
-    if quick:
-        size = DecoderSize(vocabulary=64, context=8, width=16, layers=1, heads=2)
-        length = 8
-    yield from decoder_steps(what, size, batch, length, device, dtype)
+    yield from decoder_steps(what.format("decoder", "GPT-2 small"), *decoder, device, dtype)
+    yield from convolution_steps(
+        what.format("convolutions", "ResNet-50"), *convolutions, device, dtype
+    )
+    yield from perceptron_steps(device)
 
 
 def decoder_steps(  # noqa: PLR0917 - the shape of a model and of its input
@@ -149,19 +146,6 @@ def decoder_steps(  # noqa: PLR0917 - the shape of a model and of its input
     yield Workload(what, "inference of a token", token, (ids[:, :1], position), None)
 
 
-def _convolutions(device: str, *, quick: bool) -> Iterator[Workload]:
-    batch, side, what = 64, 224, "convolutions of the shape of ResNet-50"
-    depths: tuple[int, ...] = (3, 4, 6, 3)
-    channels = 64
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    if device == "cpu" or quick:
-        depths, channels, batch, side = (1, 1, 1, 1), 16, 2, 64
-        what = "convolutions, scaled down from ResNet-50"
-    if quick:
-        depths, channels, side = (1,), 4, 16
-    yield from convolution_steps(what, depths, channels, batch, side, device, dtype)
-
-
 def convolution_steps(  # noqa: PLR0917 - the shape of a network and of its input
     what: str,
     depths: tuple[int, ...],
@@ -179,11 +163,9 @@ def convolution_steps(  # noqa: PLR0917 - the shape of a network and of its inpu
     network = Convolutions(depths, channels).to(device, dtype)
     images = torch.randn(batch, 3, side, side, device=device, dtype=dtype)
     classes = torch.randint(1000, (batch,), device=device)
-    yield from _both(what, network, images, lambda scores: _wrong(scores, classes))
-
-
-def _wrong(scores: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(scores.float(), classes)
+    yield from _both(
+        what, network, images, lambda scores: functional.cross_entropy(scores.float(), classes)
+    )
 
 
 def perceptron_steps(device: str) -> Iterator[Workload]:
@@ -206,6 +188,8 @@ class Contest:
 
     def __init__(self, workload: Workload, setting: Setting, *, compiled: bool) -> None:
         self.setting = setting
+        mode = "compiled" if compiled else "eager"
+        self.names = {"what": workload.what, "phase": workload.phase, "mode": mode}
         device, backend = setting.device, "aot_eager" if setting.quick else "inductor"
         self.variants: list[Variant] = []
         self.graphs: dict[str, int] = {}
@@ -240,6 +224,7 @@ class Contest:
         for name, interval in ratios(self.seconds, NOTHING).items():
             more = self.peaks[name] - self.peaks[NOTHING]
             row = {
+                **self.names,
                 "scope": name,
                 "device": self.setting.device,
                 "n": len(self.seconds[name]),
@@ -261,10 +246,9 @@ class Contest:
 
 
 def _scopes(setting: Setting) -> list[str]:
-    wanted = QUICK_SCOPES if setting.quick else tuple(SCOPES)
-    if setting.device == "cuda" and not setting.quick:  # minutes of a GPU are few
-        wanted = GPU_SCOPES
-    return [name for name in SCOPES if name in wanted]
+    if setting.quick:
+        return list(QUICK_SCOPES)
+    return [name for name in SCOPES if setting.device == "cpu" or name != NOT_ON_A_GPU]
 
 
 def _peak(step: Callable[[], Any], device: str) -> int:
@@ -294,14 +278,13 @@ def run(setting: Setting) -> Results:
     ``NARROW``. Eager ones come first, and then what compiles quickest; what an earlier run has
     measured is left out.
     """
-    stream, rows = setting.stream, []
+    stream, rows = setting.stream, list[dict[str, Any]]()
     timed = stream.seconds is not None
     models = list(workloads(setting.device, quick=setting.quick))
     pairs = [(model, False) for model in models] + [(model, True) for model in models[::-1]]
-    known = {(row["what"], row["phase"], row["mode"]) for row in stream.known("rows")}
+    known = {(row["what"], row["phase"], row["mode"] == "compiled") for row in stream.known("rows")}
     for number, (workload, compiled) in enumerate(pairs, start=1):
-        mode = "compiled" if compiled else "eager"
-        if (workload.what, workload.phase, mode) in known:
+        if (workload.what, workload.phase, compiled) in known:
             continue
         if stream.time_is_up():
             break
@@ -309,9 +292,7 @@ def run(setting: Setting) -> Results:
         contest.add(FIRST_ROUNDS if timed else setting.rounds)
         while timed and not contest.is_narrow() and stream.elapsed() < number / len(pairs):
             contest.add(MORE_ROUNDS)
-        for row in contest.rows():
-            rows.append({"what": workload.what, "phase": workload.phase, "mode": mode, **row})
-            setting.keep("rows", rows[-1])
+        rows += setting.kept(contest.rows())
         torch.compiler.reset()
     return {"rows": rows}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import statistics
 import sysconfig
 import time
@@ -96,6 +97,7 @@ def ladders(seen: Observed, top: int, count: int, cost: Cost) -> dict[str, Bucke
         places = np.searchsorted(mass.cumsum() / mass.sum(), wanted)
         return Buckets([*seen.sizes[places].tolist(), top])
 
+    histogram = dict(zip(seen.sizes.tolist(), seen.weights.tolist(), strict=True))
     step = 128 if top >= 1024 else 16  # noqa: PLR2004 - stated above
     found = (
         Buckets([top, *(below >> n for n in range(count - 1) if below >> n)]),
@@ -105,14 +107,9 @@ def ladders(seen: Observed, top: int, count: int, cost: Cost) -> dict[str, Bucke
         parts(seen.weights * seen.sizes),
         Buckets.geometric(step, top, count, multiple_of=step),
         Buckets.geometric(int(seen.sizes[0]), top, count, multiple_of=8),
-        Buckets.fit(histogram(seen), count, cost=cost, maximum=top),
+        Buckets.fit(histogram, count, cost=cost, maximum=top),
     )
     return dict(zip(RULES, found, strict=True))
-
-
-def histogram(seen: Observed) -> dict[int, float]:
-    """Return what ``Buckets`` takes."""
-    return dict(zip(seen.sizes.tolist(), seen.weights.tolist(), strict=True))
 
 
 def compare(kinds: dict[str, Lengths], splits: int) -> list[dict[str, Any]]:
@@ -123,31 +120,28 @@ def compare(kinds: dict[str, Lengths], splits: int) -> list[dict[str, Any]]:
         halves = []
         for split in range(splits):
             shuffled = np.random.default_rng(split).permutation(lengths)
-            middle = len(shuffled) // 2
-            parts = np.split(shuffled, [middle])
+            parts = np.split(shuffled, [len(shuffled) // 2])
             halves.append([batch_maxima(part, BATCH, "bench_fit") for part in parts])
-        for cost in COSTS:
-            for count in COUNTS:
-                waste: dict[str, list[float]] = {rule: [] for rule in RULES}
-                for first, second in halves:
-                    seen = observe(first, kind)
-                    for rule, ladder in ladders(seen, top, count, cost).items():
-                        waste[rule].append(100 * ladder.waste(second, cost))
-                means = {rule: statistics.fmean(values) for rule, values in waste.items()}
-                best = min((rule for rule in RULES if rule != "optimal"), key=means.__getitem__)
-                over = [a - b for a, b in zip(waste["optimal"], waste[best], strict=True)]
-                rows.append(
-                    {
-                        "kind": kind,
-                        "n": len(lengths),
-                        "cost": cost,
-                        "count": count,
-                        "waste_percent": {rule: round(mean, 2) for rule, mean in means.items()},
-                        "best_other": best,
-                        "over_best_other": round(statistics.fmean(over), 3),
-                        "spread_of_that": round(statistics.stdev(over), 3) if splits > 1 else None,
-                    }
-                )
+        for cost, count in itertools.product(COSTS, COUNTS):
+            waste: dict[str, list[float]] = {rule: [] for rule in RULES}
+            for first, second in halves:
+                for rule, ladder in ladders(observe(first, kind), top, count, cost).items():
+                    waste[rule].append(100 * ladder.waste(second, cost))
+            means = {rule: statistics.fmean(values) for rule, values in waste.items()}
+            best = min((rule for rule in RULES if rule != "optimal"), key=means.__getitem__)
+            over = [a - b for a, b in zip(waste["optimal"], waste[best], strict=True)]
+            rows.append(
+                {
+                    "kind": kind,
+                    "n": len(lengths),
+                    "cost": cost,
+                    "count": count,
+                    "waste_percent": {rule: round(mean, 2) for rule, mean in means.items()},
+                    "best_other": best,
+                    "over_best_other": round(statistics.fmean(over), 3),
+                    "spread_of_that": round(statistics.stdev(over), 3) if splits > 1 else None,
+                }
+            )
     return rows
 
 
@@ -181,16 +175,11 @@ def planning_times(repeats: int) -> list[dict[str, Any]]:
 def run(setting: Setting) -> Results:
     """Compare the rules, and time the planner."""
     splits, repeats = (1, 1) if setting.quick else (4, 5)
-    random = np.random.default_rng(11)
-    kinds = generated(random, 4000 if setting.quick else 40_000)
-    rows = compare({**kinds, **({} if setting.quick else real())}, splits)
-    return {"splits": splits, "rows": rows, "planning_times": planning_times(repeats)}
-
-
-_WASTE = {
-    "lengths": "{kind}",
-    **{rule: f"{{waste_percent.{rule}:.1f}}" for rule in RULES},
-}
+    kinds = generated(np.random.default_rng(11), 4000 if setting.quick else 40_000)
+    if not setting.quick:
+        kinds |= real()
+    times = planning_times(repeats)
+    return {"splits": splits, "rows": compare(kinds, splits), "planning_times": times}
 
 
 def _shown(record: Row, _: str) -> list[Row]:
@@ -207,7 +196,7 @@ BENCHMARK = Benchmark(
     threads=None,
     tables=(
         Table(
-            _WASTE,
+            {"lengths": "{kind}"} | {rule: f"{{waste_percent.{rule}:.1f}}" for rule in RULES},
             lead="Held-out waste in percent of the useful cost, 8 buckets, linear cost, "
             "the maxima of batches of 16; the mean of {splits} random halves.",
             rows=_shown,

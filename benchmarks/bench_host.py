@@ -1,25 +1,26 @@
 """How often a step calls a function of a guard, and what that is of the host's time at most.
 
 On every device the guards work on the host: what they add to a step is the calls that enter their
-Python code, times what such a call costs. Both are measured here, so the bound needs no GPU.
+Python code, times what such a call costs. The bound needs no GPU.
 
-- Calls are counted, not sampled: Python reports every call of a function to ``sys.setprofile``, and
-  one that comes from outside of torchguard's folder into it counts.
+- Calls are counted, not sampled: every call that ``sys.setprofile`` reports, and that comes from
+  outside of torchguard's folder into it.
 - A call's cost is the upper quartile of what ``bench_resize`` and ``bench_verified`` measure for
-  its kind, where a kind has several (``resize_`` to the same size, and growing) the dearest.
+  its kind; where a kind has several, the dearest.
 - The host's time is what the processor needs for a step whose tensors are so small that computing
-  them takes next to nothing; models have all their layers, optimizers are fused or foreach, as on
-  a GPU. The least of all rounds counts: a busy machine makes a step longer and the share smaller.
+  them takes next to nothing, with optimizers fused or foreach as on a GPU. The least of all rounds
+  counts: a busy machine makes a step longer and the share smaller.
 
 Compiled models have fewer layers: compiling takes minutes, and the share is that of a layer.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -85,13 +86,11 @@ def entered(call: Callable[[], Any]) -> dict[str, dict[str, int]]:
 
     Also used by the tests.
     """
-    found: dict[str, Counter[str]] = {}
-    ours: dict[CodeType, bool] = {}
+    found: dict[str, Counter[str]] = defaultdict(Counter)
 
+    @functools.cache
     def is_ours(code: CodeType) -> bool:
-        if code not in ours:
-            ours[code] = code.co_filename.startswith(FOLDER)
-        return ours[code]
+        return code.co_filename.startswith(FOLDER)
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not is_ours(frame.f_code):
@@ -99,7 +98,7 @@ def entered(call: Callable[[], Any]) -> dict[str, dict[str, int]]:
         caller = frame.f_back
         if caller is None or not is_ours(caller.f_code):
             kind, function = _kind(frame)
-            found.setdefault(kind, Counter())[function] += 1
+            found[kind][function] += 1
 
     threading.setprofile(look)  # threads that the call starts
     sys.setprofile(look)
@@ -188,13 +187,11 @@ def run(setting: Setting) -> Results:
     """Measure what calls cost, then count them in every step."""
     torchguard.uninstall()
     made, cost = costs(replace(setting, rounds=3) if setting.quick else setting)
-    rows = []
+    rows = list[dict[str, Any]]()
     for compiled in (False, True):
         found = list(workloads(quick=setting.quick, compiled=compiled))
         for workload in found[-1:] if setting.quick else found:
-            for row in bounds(workload, setting, cost, compiled=compiled):
-                setting.keep("rows", row)
-                rows.append(row)
+            rows += setting.kept(bounds(workload, setting, cost, compiled=compiled))
             torch.compiler.reset()
     kinds = {kind: round(nanoseconds, 1) for kind, nanoseconds in cost.items()}
     return {"costs": made, "cost_ns": kinds, "rows": rows}

@@ -46,7 +46,7 @@ def importing() -> dict[str, Any]:
 def run(setting: Setting) -> Results:
     """Import in as many processes as there are rounds."""
     rounds = [importing() for _ in range(setting.rounds + 1)][1:]  # the first compiles
-    rows = []
+    rows = list[dict[str, Any]]()
     for name, first in rounds[0].items():
         row: dict[str, Any] = {"what": f"import {name}", "device": "cpu", "n": setting.rounds}
         for clock in ("clock_ms", "processor_ms"):
@@ -56,9 +56,8 @@ def run(setting: Setting) -> Results:
             over = row["clock_ms"].median - TARGET_MS
             row["target"] = f"at most {TARGET_MS:g} ms after torch"
             row["verdict"] = "reached" if over <= 0 else f"missed: {over:.0f} ms more"
-        setting.keep("rows", row)
         rows.append(row)
-    return {"rows": rows}
+    return {"rows": setting.kept(rows)}
 
 
 BENCHMARK = Benchmark(

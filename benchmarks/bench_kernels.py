@@ -40,8 +40,13 @@ class Case:
     claimed: bool = True
 
 
+def installed(name: str) -> Scope:
+    """Return the scope of one guard."""
+    return partial(torchguard.install, name, only_if_needed=False)
+
+
 def cases(device: str) -> Iterator[Case]:
-    """Yield every case of the three families."""
+    """Yield every case of the four families."""
     yield from _resize(device)
     yield from _operations(device)
     yield from _assignment(device)
@@ -51,22 +56,18 @@ def cases(device: str) -> Iterator[Case]:
 def _resize(device: str) -> Iterator[Case]:
     storage = torch.zeros(32, 32, device=device).untyped_storage()
 
-    def grow(resize: Callable[..., Any]) -> Call:
-        return lambda: resize(torch.empty(16, device=device), 4096)
+    def grow(resize: Callable[..., Any] | None = None) -> Any:
+        t = torch.empty(16, device=device)
+        return t.resize_(4096) if resize is None else resize(t, 4096)
 
-    plain = torch.Tensor.resize_
-    yield Case("resize_, growing: safe_resize_()", grow(plain), grow(torchguard.safe_resize_))
-    installed = partial(torchguard.install, "resize", only_if_needed=False)
+    def set_(function: Callable[..., Any]) -> Any:
+        return function(torch.empty(0, device=device), storage, 0, (32, 32), (32, 1))
 
-    def unmodified() -> torch.Tensor:
-        return torch.empty(16, device=device).resize_(4096)
-
-    yield Case("resize_, growing: install()", unmodified, unmodified, installed)
-
-    def set_(function: Callable[..., Any]) -> Call:
-        return lambda: function(torch.empty(0, device=device), storage, 0, (32, 32), (32, 1))
-
-    yield Case("set_: safe_set_()", set_(torch.Tensor.set_), set_(torchguard.safe_set_))
+    safe = partial(grow, torchguard.safe_resize_)
+    yield Case("resize_, growing: safe_resize_()", grow, safe)
+    yield Case("resize_, growing: install()", grow, grow, installed("resize"))
+    plain, safe = partial(set_, torch.Tensor.set_), partial(set_, torchguard.safe_set_)
+    yield Case("set_: safe_set_()", plain, safe)
 
 
 def _operations(device: str) -> Iterator[Case]:
@@ -78,9 +79,8 @@ def _operations(device: str) -> Iterator[Case]:
     }
     for what, call in calls.items():
         yield Case(f"{what}: guarded()", call, call, torchguard.guarded)
-    installed = partial(torchguard.install, "out", only_if_needed=False)
     call = calls["torch.add(a, b, out=out)"]
-    yield Case('torch.add(a, b, out=out): install("out")', call, call, installed)
+    yield Case('torch.add(a, b, out=out): install("out")', call, call, installed("out"))
     call = calls["a.copy_(b)"]
     saving = partial(torchguard.guarded, data=True)
     yield Case("a.copy_(b): guarded(data=True)", call, call, saving, claimed=False)
@@ -90,12 +90,11 @@ def _assignment(device: str) -> Iterator[Case]:
     t, rows = torch.zeros(64, 16, device=device), torch.arange(8, device=device)
     mask = torch.zeros(64, dtype=torch.bool, device=device)
     mask[:8] = True
-    everything = partial(torchguard.install, "setitem", only_if_needed=False)
     for name, index in {"a slice": slice(8, 16), "rows": rows, "a mask": mask}.items():
         plain = partial(_two_statements, t, index)
         ours = partial(torchguard.sliced_assign, t, index, 1.0)
         yield Case(f"t[{name}] = 1: sliced_assign()", plain, ours)
-        yield Case(f't[{name}] = 1: install("setitem")', plain, plain, everything)
+        yield Case(f't[{name}] = 1: install("setitem")', plain, plain, installed("setitem"))
 
 
 def _two_statements(t: torch.Tensor, index: Any) -> torch.Tensor:

@@ -1,13 +1,11 @@
 """Memory really runs out while a tensor grows in the middle of a training run.
 
 Each row is a process of its own whose memory is limited: on a GPU by
-``torch.cuda.set_per_process_memory_fraction``, on a CPU by ``RLIMIT_AS``. It trains, and between
-steps a cache is resized to twice its size, or is the ``out=`` of an operator, until torch raises.
-Then: does the cache still say what it holds, does it hold it where it held it, with the same
-elements, does a view of it? And do the remaining steps give the parameters, bit for bit, of a run
-in which nothing grew?
-
-The claims are checked; the times, of the last successful and of the failed call, are not.
+``torch.cuda.set_per_process_memory_fraction``, on a CPU by ``RLIMIT_AS``. Between its steps a cache
+is resized to twice its size, or is the ``out=`` of an operator, until torch raises. Then: do the
+cache and a view of it still say what they hold, in the same place, with the same elements? And do
+the remaining steps give the parameters, bit for bit, of a run in which nothing grew? The claims are
+checked; the times are not.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import torch
 from torch import nn
 
 import torchguard
+from benchmarks.harness import Scope
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
@@ -38,6 +37,11 @@ BEGIN = MIB // 4  # elements of the cache: 1 MiB
 STEPS_AFTER = 20
 OUT = 'install("out"), out='
 WAYS = ("plain torch", "safe_resize_()", "install()", "guarded()", OUT)
+SCOPES: dict[str, Scope] = {
+    "install()": partial(torchguard.install, "resize", only_if_needed=False),
+    "guarded()": torchguard.guarded,
+    OUT: partial(torchguard.install, "out", only_if_needed=False),
+}
 # Beyond what the process has when it begins. On a GPU the share is of the whole card.
 ALLOWED = {"cpu": 1024 * MIB, "cuda": 4096 * MIB}
 # Two runs of the same steps give the same bits on a GPU too: cuBLAS's own condition.
@@ -87,20 +91,13 @@ def ended(way: str, device: str, allowed: int) -> dict[str, Any]:
     training.step()  # what is loaded lazily
     cache = torch.arange(BEGIN, dtype=torch.float32, device=device)
     view = cache[: BEGIN // 2]
-    resize: Callable[[torch.Tensor, int], Any] = torch.Tensor.resize_
-    scope: Any = contextlib.nullcontext()
-    if way == "safe_resize_()":
-        resize = torchguard.safe_resize_
-    elif way == "install()":
-        scope = torchguard.install("resize", only_if_needed=False)
-        resize = torch.Tensor.resize_  # as it is now
-    elif way == "guarded()":
-        scope = torchguard.guarded()
-    elif way == OUT:
-        scope = torchguard.install("out", only_if_needed=False)
-        resize = _computes_into
-    limit(device, allowed)
-    with scope:
+    with SCOPES.get(way, contextlib.nullcontext)():
+        resize: Callable[[torch.Tensor, int], Any] = torch.Tensor.resize_  # as it is now
+        if way == "safe_resize_()":
+            resize = torchguard.safe_resize_
+        elif way == OUT:
+            resize = _computes_into
+        limit(device, allowed)
         found = _until_it_fails(training, cache, view, resize)
         # Less than there was: a tensor that describes its memory can be given any size again.
         grows_again = found["consistent"]

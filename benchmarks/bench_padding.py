@@ -31,27 +31,22 @@ def comparisons(device: str) -> Iterator[Comparison]:
             "F": F, "pad_to_bucket": pad_to_bucket, "buckets": BUCKETS, "x": x, "out": out,
             "missing": size - length, "length": length,
         }  # fmt: skip
-        shapes = f"({batch}, {length}) to ({batch}, {size})"
-        target = NOT_SLOWER if out.nbytes >= MEGABYTE else SMALL
-        yield Comparison(
-            id=f"pad-{batch}x{length}",
-            what=f"{shapes}, {out.nbytes:,} bytes",
-            baseline=Side("F.pad(x, (0, missing))", names),
-            guarded=Side("pad_to_bucket(x, 1, buckets)", names),
-            target=target,
-        )
-        yield Comparison(
-            id=f"out-{batch}x{length}",
-            what=f"{shapes}, into a buffer, against a copy that leaves its tail stale",
-            baseline=Side("out[:, :length].copy_(x)", names),
-            guarded=Side("pad_to_bucket(x, 1, buckets, out=out)", names),
-        )
-        yield Comparison(
-            id=f"out-filled-{batch}x{length}",
-            what=f"{shapes}, into a buffer, against a copy and a fill of its tail",
-            baseline=Side("out[:, :length].copy_(x); out[:, length:].fill_(0)", names),
-            guarded=Side("pad_to_bucket(x, 1, buckets, out=out)", names),
-        )
+        to, large = f"({batch}, {length}) to ({batch}, {size})", out.nbytes >= MEGABYTE
+        padded, into = "pad_to_bucket(x, 1, buckets)", "pad_to_bucket(x, 1, buckets, out=out)"
+        copy = "out[:, :length].copy_(x)"
+        filled = f"{copy}; out[:, length:].fill_(0)"
+        for name, what, baseline, guarded in (
+            ("pad", f"{out.nbytes:,} bytes", "F.pad(x, (0, missing))", padded),
+            ("out", "into a buffer, against a copy that leaves its tail stale", copy, into),
+            ("out-filled", "into a buffer, against a copy and a fill of its tail", filled, into),
+        ):
+            yield Comparison(
+                f"{name}-{batch}x{length}",
+                f"{to}, {what}",
+                Side(baseline, names),
+                Side(guarded, names),
+                target=None if name != "pad" else NOT_SLOWER if large else SMALL,
+            )
     x = torch.randn(4, 64, device=device)
     names = {"F": F, "pad_to_bucket": pad_to_bucket, "buckets": BUCKETS, "x": x}
     yield Comparison(

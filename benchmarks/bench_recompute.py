@@ -1,9 +1,8 @@
 """What the guard of activation checkpointing costs.
 
-Baseline: the same step in plain torch, in the same process, in the same rounds (see
-``harness.py``): forward, second run and backward, each block of the net checkpointed by itself. The
-step is the same with the guard off and on; ``off-against-off`` shows what the machine alone makes
-different. A GPU takes larger batches: its host has to keep up with it.
+Baseline: the same step in plain torch, in the same rounds (see ``harness.py``): forward, second run
+and backward, each block of the net checkpointed by itself. ``off-against-off`` shows what the
+machine alone makes different. A GPU takes larger batches: its host has to keep up with it.
 
 B batch, T time, D width, C channels, H height, W width of an image.
 """
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.bench_transaction import held_bytes
 from benchmarks.harness import Comparison, Scope, Side, Target, measure
 from benchmarks.models import Bottleneck
-from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.program import Benchmark, Case, Results, Setting
 from torchguard import install, uninstall
 
 STEP = "net(batch).sum().backward(); net.zero_grad()"
@@ -33,16 +32,12 @@ WHY = (
 guarded: Scope = partial(install, "recompute", only_if_needed=False)
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(nn.ModuleList):
     """Blocks one after the other, each of which backward runs a second time."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run them."""
-        for block in self.blocks:
+        for block in self:
             x = checkpoint(block, x, use_reentrant=False)
         return x
 
@@ -102,31 +97,29 @@ def comparisons(device: str, *, quick: bool) -> Iterator[Comparison]:
             )
 
 
-def memory(setting: Setting) -> Iterator[dict[str, Any]]:
+def memory(setting: Setting) -> Iterator[Case]:
     """Count what the guard holds between forward and backward, beside the bytes of buffers."""
     device = setting.device
-    for name, _, make, shape in nets(device, quick=setting.quick):
+
+    def held(make: Callable[[], Checkpointed], shape: tuple[int, ...]) -> dict[str, int]:
         net, batch = make().to(device), torch.randn(shape, device=device, requires_grad=True)
         net(batch).sum().backward()
-        without = held_bytes(lambda: net(batch), device)  # noqa: B023
+        without = held_bytes(lambda: net(batch), device)
         with guarded():
-            held = held_bytes(lambda: net(batch), device) - without  # noqa: B023
-        buffers = sum(each.nbytes for each in net.buffers())
-        row = {"what": name, "device": device, "held": held, "buffers": buffers}
-        setting.keep("memory", row)
-        yield row
+            more = held_bytes(lambda: net(batch), device) - without
+        return {"held": more, "buffers": sum(each.nbytes for each in net.buffers())}
+
+    for name, _, make, shape in nets(device, quick=setting.quick):
+        yield {"what": name}, partial(held, make, shape)
 
 
 def run(setting: Setting) -> Results:
     """Measure the steps, and count the bytes."""
     uninstall()
     torch.manual_seed(0)
-    return {
-        "rows": measure(
-            comparisons(setting.device, quick=setting.quick), setting, block_seconds=0.5
-        ),
-        "memory": list(memory(setting)),
-    }
+    made = comparisons(setting.device, quick=setting.quick)
+    rows = measure(made, setting, block_seconds=0.5)
+    return {"rows": rows, "memory": setting.collect(memory(setting), "memory")}
 
 
 BENCHMARK = Benchmark(

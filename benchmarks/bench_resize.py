@@ -1,9 +1,8 @@
 """What the guards of exception-safe mutation cost when nothing fails.
 
-Baseline: the same statement in plain torch, in the same process, in the same
-rounds (see ``harness.py``). CPU always, and CUDA where there is one. Growing: a
-tensor grows once only, so each call gets a fresh one of 16 elements; making it is
-timed in every round as a statement of its own and taken off both sides.
+Baseline: the same statement in plain torch, in the same rounds (see ``harness.py``). A tensor grows
+once only, so each call gets a fresh one of 16 elements; making it is timed in every round as a
+statement of its own and taken off both sides.
 """
 
 from __future__ import annotations
@@ -67,28 +66,18 @@ def comparisons(device: str) -> Iterator[Comparison]:
     yield from _not_growing(names)
     yield from _growing(device)
     out, set_ = "torch.add(a, b, out=out)", "empty.set_(storage, 0, (32, 32), (32, 1))"
-    enters = "with rollback_on_error(a{}): a.copy_(b)"
     safe_set = set_.replace("empty.set_(", "safe_set_(empty, ")
-    add = 'torch.add of 10 elements {} out=, install("out")'
-    inside, saved = (
-        "{} of 10 elements inside guarded()",
-        "a.copy_(b) of {} inside guarded(data=True)",
-    )
-    rolled_back = "a.copy_(b) of {} inside rollback_on_error(a{})"
-    not_patched = '{}, which nothing patches, install("resize", "out")'
     yield _row("set-helper", "set_, by safe_set_()", set_, safe_set, names)
     yield _row("set-install", "set_, by install()", set_, None, names, RESIZE)
-    call = "torch.add(a, b)"
-    yield replace(
-        _row("add-without-out", add.format("without"), call, None, names, OUT),
-        target=WITHOUT_OUT,
-        why=WHY_WITHOUT_OUT,
-    )
-    yield _row("add-with-out", add.format("with"), out, None, names, OUT)
+    what = 'torch.add of 10 elements {} out=, install("out")'
+    without = _row("add-without-out", what.format("without"), "torch.add(a, b)", None, names, OUT)
+    yield replace(without, target=WITHOUT_OUT, why=WHY_WITHOUT_OUT)
+    yield _row("add-with-out", what.format("with"), out, None, names, OUT)
     for name, call in (("plain", "a * b"), ("in-place", "a.copy_(b)"), ("out", out)):
-        yield _row(f"guarded-{name}", inside.format(call), call, None, names, guarded)
+        what = f"{call} of 10 elements inside guarded()"
+        yield _row(f"guarded-{name}", what, call, None, names, guarded)
     for name, size, given in (("small", "10 elements", names), ("1mb", "1 MB", large)):
-        what = saved.format(size)
+        what = f"a.copy_(b) of {size} inside guarded(data=True)"
         yield _row(f"guarded-data-{name}", what, "a.copy_(b)", None, given, SAVING)
     what = "entering and leaving guarded(), with a * b inside"
     yield _row("guarded-enter", what, "a * b", "with guarded(): a * b", names)
@@ -97,10 +86,11 @@ def comparisons(device: str) -> Iterator[Comparison]:
         ("rollback-data-small", "10 elements", names, ", data=True"),
         ("rollback-data-1mb", "1 MB", large, ", data=True"),
     ):
-        what = rolled_back.format(size, data)
-        yield _row(name, what, "a.copy_(b)", enters.format(data), given)
+        what = f"a.copy_(b) of {size} inside rollback_on_error(a{data})"
+        enters = f"with rollback_on_error(a{data}): a.copy_(b)"
+        yield _row(name, what, "a.copy_(b)", enters, given)
     for name, call in (("view", "a.view(2, 5)"), ("sum", "a.sum()")):
-        what = not_patched.format(call)
+        what = f'{call}, which nothing patches, install("resize", "out")'
         yield _row(f"not-patched-{name}", what, call, None, names, BOTH)
 
 
@@ -118,12 +108,16 @@ def _row(  # noqa: PLR0917 - the columns of a table
 
 def _not_growing(names: Mapping[str, Any]) -> Iterator[Comparison]:
     plain, helper = "t.resize_(32, 32)", "safe_resize_(t, 32, 32)"
-    both = "t.resize_(16, 16); t.resize_(32, 32)"
-    both_helper = "safe_resize_(t, 16, 16); safe_resize_(t, 32, 32)"
     within = "resize_, to a quarter and back, within the storage"
     for name, what, statement, safe, calls in (
         ("same-size", "resize_, same size", plain, helper, 1),
-        ("within-storage", within, both, both_helper, 2),
+        (
+            "within-storage",
+            within,
+            f"t.resize_(16, 16); {plain}",
+            f"safe_resize_(t, 16, 16); {helper}",
+            2,
+        ),
     ):
         for row in (
             _row(f"{name}-helper", f"{what}, by safe_resize_()", statement, safe, names),

@@ -53,22 +53,15 @@ def _cut(lengths: Lengths, items: int) -> Batches:
     return np.split(lengths, range(items, len(lengths), items))
 
 
-def _random(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
-    return _cut(random.permutation(lengths), round(size))
+def _in_pools(pool: Callable[[int, int], int]) -> Rule:
+    """Sort within pools of so many batches, given the lengths and the items of a batch."""
 
+    def rule(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
+        items = round(size)
+        pools = _cut(random.permutation(lengths), items * pool(len(lengths), items))
+        return [batch for each in pools for batch in _cut(np.sort(each)[::-1], items)]
 
-def _in_pools(lengths: Lengths, size: float, random: np.random.Generator, pool: int) -> Batches:
-    items = round(size)
-    pools = _cut(random.permutation(lengths), items * pool)
-    return [batch for each in pools for batch in _cut(np.sort(each)[::-1], items)]
-
-
-def _grouped(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
-    return _in_pools(lengths, size, random, max(1, min(len(lengths) // (round(size) * 4), 50)))
-
-
-def _pooled(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
-    return _in_pools(lengths, size, random, 100)
+    return rule
 
 
 def _bucketed(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
@@ -95,9 +88,9 @@ def _bucketed(lengths: Lengths, size: float, random: np.random.Generator) -> Bat
 
 
 RULES: dict[str, Rule] = {
-    "random": _random,
-    "transformers": _grouped,
-    "torchdata": _pooled,
+    "random": lambda lengths, size, random: _cut(random.permutation(lengths), round(size)),
+    "transformers": _in_pools(lambda count, items: max(1, min(count // (items * 4), 50))),
+    "torchdata": _in_pools(lambda *_: 100),
     "lhotse": _bucketed,
 }
 
@@ -113,10 +106,8 @@ def tuned(rule: Rule, lengths: Lengths, tokens: float) -> float:
     for _ in range(10):
         size = math.sqrt(low * high)
         batches = rule(lengths, size, np.random.default_rng(99))
-        if padded(batches, lambda length: length).mean() < tokens:
-            low = size
-        else:
-            high = size
+        enough = padded(batches, lambda length: length).mean() >= tokens
+        low, high = (low, size) if enough else (size, high)
     return low
 
 
@@ -129,15 +120,13 @@ def steps_of(sampler: BucketBatchSampler, lengths: Lengths) -> Iterator[tuple[in
 
 
 def _row(kind: str, rule: str, lengths: Lengths, epochs: list[tuple[Any, set[Any]]]) -> Any:
-    real_tokens = int(lengths.sum())
     steps = [tokens for tokens, _ in epochs]
+    waste = statistics.fmean(each.sum() / int(lengths.sum()) - 1 for each in steps)
     return {
         "kind": kind,
         "rule": rule,
         "items": len(lengths),
-        "waste_percent": round(
-            100 * statistics.fmean(each.sum() / real_tokens - 1 for each in steps), 2
-        ),
+        "waste_percent": round(100 * waste, 2),
         "shapes": max(len(shapes) for _, shapes in epochs),
         "steps": round(statistics.fmean(len(each) for each in steps), 1),
         "tokens_per_step": round(statistics.fmean(each.mean() for each in steps)),
@@ -147,10 +136,10 @@ def _row(kind: str, rule: str, lengths: Lengths, epochs: list[tuple[Any, set[Any
 
 def compare(kind: str, lengths: Lengths, epochs: int) -> Iterator[dict[str, Any]]:
     """Yield one row per rule and padding."""
-    ours_per_step = []
+    ours_per_step, top = [], int(lengths.max())
     for count in COUNTS:
-        ladder = Buckets.fit(lengths, count, tokens=max(TOKENS, int(lengths.max())))
-        sampler = BucketBatchSampler(lengths, ladder, tokens=max(TOKENS, int(lengths.max())))
+        ladder = Buckets.fit(lengths, count, tokens=max(TOKENS, top))
+        sampler = BucketBatchSampler(lengths, ladder, tokens=max(TOKENS, top))
         drawn = []
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
@@ -164,15 +153,13 @@ def compare(kind: str, lengths: Lengths, epochs: int) -> Iterator[dict[str, Any]
         size = tuned(rule, lengths, tokens)
         made = [rule(lengths, size, np.random.default_rng(epoch)) for epoch in range(epochs)]
         maxima = np.array([batch.max() for batch in made[0] for _ in batch])
-        top = int(lengths.max())
         roundings: dict[str, Callable[[int], int]] = {
             "longest": lambda length: length,
             f"multiples of {MULTIPLE}": lambda length: -(-length // MULTIPLE) * MULTIPLE,
-            **{
-                f"{count} sizes": Buckets([*Buckets.fit(maxima, count), top]).bucket_for
-                for count in COUNTS
-            },
         }
+        for count in COUNTS:
+            ladder = Buckets([*Buckets.fit(maxima, count), top])
+            roundings[f"{count} sizes"] = ladder.bucket_for
         for what, to in roundings.items():
             drawn = [
                 (padded(batches, to), {(len(each), to(int(each.max()))) for each in batches})
@@ -185,7 +172,8 @@ def run(setting: Setting) -> Results:
     """Draw the epochs of every rule."""
     epochs = 1 if setting.quick else setting.rounds
     kinds = generated(np.random.default_rng(11), 2000 if setting.quick else 40_000)
-    kinds = {**kinds, **({} if setting.quick else real())}
+    if not setting.quick:
+        kinds |= real()
     rows = [row for kind, lengths in kinds.items() for row in compare(kind, lengths, epochs)]
     return {"tokens": TOKENS, "epochs": epochs, "rows": rows}
 

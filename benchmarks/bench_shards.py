@@ -133,4 +133,3 @@ BENCHMARK = Benchmark(
     rounds=9,
     devices=("cpu",),
 )
-main = BENCHMARK.main

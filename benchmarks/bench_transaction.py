@@ -1,38 +1,35 @@
 """A training step within ``transaction`` against the plain loop; and every operator of it failing.
 
 Target: at most 0.2 ms more per step for a state of ResNet-50's size (161 parameters, 159 buffers),
-with parameters so small that the step itself takes little. Beside it what people do
-today: a deep copy of both state dicts before each step.
+so small that the step itself takes little. Beside it what people do today: a deep copy of both
+state dicts before each step.
 
-The table of faults is counted and not timed. Each operator of a step raises, before and after it
-has run, the same batch is tried again, and every bit is compared with a run that never failed
-(tests/support/fault_injection.py). ``--faults table`` (the usual) counts AdamW with AMP; ``pairs``
-adds cases in which each pair of values occurs; ``all`` runs the whole product, which takes an hour.
+The table of faults is counted: each operator of a step raises, before and after it has run, the
+same batch is tried again, and every bit is compared with a run that never failed
+(tests/support/fault_injection.py). ``--faults table`` counts AdamW with AMP; ``pairs`` adds cases
+in which each pair of values occurs; ``all`` runs the whole product, which takes an hour.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-
 import torchguard
 from benchmarks.harness import AddedTarget, Comparison, Side, measure
+from benchmarks.models import resnet_sized
 from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
 from support import fault_injection as faults
 
-BLOCKS, CHANNELS = 53, 4  # 53 convolutions, each with a BatchNorm, and one linear layer
+CHANNELS = 4
 AT_MOST = AddedTarget(200)
 WAYS = {
     "nothing": faults.nothing,
@@ -47,19 +44,9 @@ RESTORES = {"copy of everything", "transaction"}
 PLAIN_LOOP = "net(batch).sum().backward(); optimizer.step(); optimizer.zero_grad()"
 
 
-def resnet_sized() -> nn.Module:
-    """Return 161 parameters and 159 buffers, as ResNet-50 has, of few elements each."""
-    layers = [
-        layer
-        for _ in range(BLOCKS)
-        for layer in (nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS))
-    ]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(CHANNELS, 2))
-
-
 def trained(kind: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return such a network, and its AdamW of a kind."""
-    net = resnet_sized().to(device)
+    net = resnet_sized(CHANNELS, 1, 2).to(device)
     fused, foreach = (name == kind for name in KINDS)
     return net, torch.optim.AdamW(net.parameters(), fused=fused, foreach=foreach)
 

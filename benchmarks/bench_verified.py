@@ -106,7 +106,8 @@ def first_calls(workload: str, setting: Setting) -> dict[str, Any]:
     for number in range(setting.rounds):
         for checked in (False, True) if number % 2 == 0 else (True, False):
             arguments = (workload, setting.device, count, checked, setting.quick)
-            found[checked].append(in_a_process("bench_verified", "first_call", *arguments))
+            call = ("bench_verified", "first_call", *arguments)
+            found[checked].append(in_a_process(*call, quick=setting.quick))
     pairs = list(zip(found[False], found[True], strict=True))
 
     def ratio(name: str) -> Spread:
@@ -127,48 +128,34 @@ def first_calls(workload: str, setting: Setting) -> dict[str, Any]:
 
 
 def steady(device: str, workloads: Sequence[str], *, quick: bool) -> Iterator[Comparison]:
-    """Return later calls: the transformer, a tiny graph, and a graph with dynamic shapes."""
-    x = torch.ones(8, device=device)
+    """Return later calls: the transformer, a tiny graph, and a graph with dynamic shapes.
+
+    Those of the last have its lengths by turns, each of which has been called before.
+    """
     model, batch = transformer(device)
-    model.eval()
-    for name, function, value in (("transformer", model, batch), ("tiny", tiny(2), x)):
+    lengths = LENGTHS[:FEW] if quick else LENGTHS
+    each_length = [torch.ones(length, device=device) for length in lengths]
+    first = "a call after the first"
+    new = "a call of a graph with dynamic shapes, after the first of its length"
+    cases: dict[str, tuple[Any, list[torch.Tensor], bool | None, str, AddedTarget]] = {
+        "transformer": (model.eval(), [batch], None, first, LATER),
+        "tiny": (tiny(2), [torch.ones(8, device=device)], None, first, LATER),
+        "lengths": (tiny(2), each_length, True, new, LATER_DYNAMIC),
+    }
+    for name, (function, batches, dynamic, what, target) in cases.items():
         if name not in workloads:
             continue
-        bare: Any = torch.compile(_another(function), backend="aot_eager")
-        checked: Any = torch.compile(_another(function), backend=verified_backend("aot_eager"))
-        with torch.no_grad():
-            bare(value)
-            checked(value)
-        names = {"bare": bare, "checked": checked, "x": value, "no_grad": torch.no_grad()}
-        yield Comparison(
-            id=f"steady-{name}",
-            what="a call after the first",
-            baseline=Side("with no_grad: bare(x)", names),
-            guarded=Side("with no_grad: checked(x)", names),
-            target=LATER,
-        )
-    if "lengths" in workloads:
-        yield _steady_lengths(device, LENGTHS[:FEW] if quick else LENGTHS)
-
-
-def _steady_lengths(device: str, lengths: Sequence[int]) -> Comparison:
-    """Return calls with these lengths by turns, each of which has been called before."""
-    batches = [torch.ones(length, device=device) for length in lengths]
-    sides = []
-    for name, backend in (("bare", "aot_eager"), ("checked", verified_backend("aot_eager"))):
-        compiled: Any = torch.compile(_another(tiny(2)), backend=backend, dynamic=True)
-        with torch.no_grad():
-            for batch in batches:
-                compiled(batch)
-        names = {name: compiled, "batches": itertools.cycle(batches), "no_grad": torch.no_grad()}
-        sides.append(Side(f"with no_grad: {name}(next(batches))", names))
-    return Comparison(
-        id="steady-lengths",
-        what="a call of a graph with dynamic shapes, after the first of its length",
-        baseline=sides[0],
-        guarded=sides[1],
-        target=LATER_DYNAMIC,
-    )
+        sides = []
+        for side, backend in (("bare", "aot_eager"), ("checked", verified_backend("aot_eager"))):
+            call: Any = torch.compile(_another(function), backend=backend, dynamic=dynamic)
+            with torch.no_grad():
+                for each in batches:
+                    call(each)
+            names = {side: call, "no_grad": torch.no_grad(), "x": batches[0]}
+            names["batches"] = itertools.cycle(batches)
+            given = "x" if len(batches) == 1 else "next(batches)"
+            sides.append(Side(f"with no_grad: {side}({given})", names))
+        yield Comparison(f"steady-{name}", what, *sides, target=target)
 
 
 def _another(function: Any) -> Any:

@@ -67,6 +67,7 @@ class Piece:
         return ["-m", "benchmarks", "run", self.name, "--device", device, *options]
 
 
+# fmt: off
 PIECES = (
     Piece("a", "cuda_tests", 105),
     Piece("b", "out_of_memory", 45),
@@ -78,16 +79,12 @@ PIECES = (
     Piece("c", "assign", 25, ("--rounds", "9", "--largest", "1e6")),
     Piece("c", "verified", 35, ("--rounds", "1", "--graphs", "50")),
     Piece("d", "end_to_end", 150),
-    Piece(
-        "e",
-        "buckets",
-        70,
-        (
-            *("--rounds", "50", "--mode", "reduce-overhead", "--phase", "forward"),
-            *("--rows", "bucketed fit 8,compile dynamic=True,compile"),
-        ),
-    ),
+    Piece("e", "buckets", 70, (
+        "--rounds", "50", "--mode", "reduce-overhead", "--phase", "forward",
+        "--rows", "bucketed fit 8,compile dynamic=True,compile",
+    )),
 )
+# fmt: on
 
 
 def pieces_of(only: str | None, skip: str | None) -> list[Piece]:
@@ -97,21 +94,18 @@ def pieces_of(only: str | None, skip: str | None) -> list[Piece]:
         ValueError: there is no such part and no such benchmark.
     """
     known = {*PARTS, *(piece.name for piece in PIECES)}
-
-    def names(given: str | None) -> set[str]:
-        found = {name.strip() for name in (given or "").split(",") if name.strip()}
-        for unknown in sorted(found - known):
-            raise ValueError(
-                f"{unknown!r} is neither a part ({', '.join(PARTS)}) nor one of "
-                f"{', '.join(piece.name for piece in PIECES)}"
-            )
-        return found
-
-    wanted, unwanted = names(only) or known, names(skip)
+    wanted, unwanted = (
+        {name.strip() for name in (given or "").split(",")} - {""} for given in (only, skip)
+    )
+    for unknown in sorted((wanted | unwanted) - known):
+        raise ValueError(
+            f"{unknown!r} is neither a part ({', '.join(PARTS)}) nor one of "
+            f"{', '.join(piece.name for piece in PIECES)}"
+        )
     return [
         piece
         for piece in PIECES
-        if {piece.part, piece.name} & wanted and not {piece.part, piece.name} & unwanted
+        if {piece.part, piece.name} & (wanted or known) and not {piece.part, piece.name} & unwanted
     ]
 
 
@@ -171,17 +165,12 @@ class Session:
         command = [sys.executable, *piece.command(self.device, quick=self.quick)]
         command += ["--lines", str(self.results.resolve()), "--seconds", f"{own:.1f}"]
         begun = time.monotonic()
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with (
             tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True) as scratch,
             (self.out / LOG).open("ab") as log,
             subprocess.Popen(  # noqa: S603 - a benchmark of ours
-                command,
-                cwd=ROOT,
-                env=self.environment(scratch),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                **_GROUP,
+                command, cwd=ROOT, env=self.environment(scratch), stdout=log, **streams, **_GROUP
             ) as running,
         ):
             try:
@@ -224,15 +213,15 @@ def work_through(session: Session, pieces: Sequence[Piece], *, go_on: bool) -> l
     """Run the pieces one after the other; return the lines of a summary."""
     summary = []
     for number, piece in enumerate(pieces):
-        named = f"{piece.part} {piece.name}"
+        named, why_not = f"{piece.part} {piece.name}", None
         if go_on and finished(session.results, piece):
-            summary.append(f"{named}: finished before")
-            continue
-        if session.stopped_by is not None:
-            summary.append(f"{named}: stopped by {session.stopped_by}")
-            continue
-        if session.left() < GRACE + 1:
-            summary.append(f"{named}: no time was left")
+            why_not = "finished before"
+        elif session.stopped_by is not None:
+            why_not = f"stopped by {session.stopped_by}"
+        elif session.left() < GRACE + 1:
+            why_not = "no time was left"
+        if why_not is not None:
+            summary.append(f"{named}: {why_not}")
             continue
         limit = session.left()
         if not session.quick:
@@ -263,17 +252,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=9.0, help="in all (default: 9)")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, metavar="DIR", help="a folder without results")
-    where.add_argument(
-        "--continue", type=Path, dest="go_on", metavar="DIR", help="go on where a call stopped"
-    )
+    help_ = "go on where a call stopped"
+    where.add_argument("--continue", type=Path, dest="go_on", metavar="DIR", help=help_)
     parser.add_argument("--only", metavar="NAMES", help="parts or benchmarks: b,d or end_to_end")
     parser.add_argument("--skip", metavar="NAMES", help="likewise, those to leave out")
-    parser.add_argument(
-        "--revision", metavar="COMMIT", help="of a copy of the checkout that is no git repository"
-    )
-    parser.add_argument(
-        "--rehearse", action="store_true", help="the same list on a CPU, with tiny sizes"
-    )
+    help_ = "of a copy of the checkout that is no git repository"
+    parser.add_argument("--revision", metavar="COMMIT", help=help_)
+    help_ = "the same list on a CPU, with tiny sizes"
+    parser.add_argument("--rehearse", action="store_true", help=help_)
     return parser
 
 

@@ -1,12 +1,10 @@
 """Measures two ways of doing the same thing against each other.
 
-A round times a block of calls of the baseline and a block of the guarded
-statement right after it, and the next round the other way round. A busy moment
-of the machine hits both, so the ratio and the difference of a round are steadier
-than the two times they are made of; their median over all rounds is what counts.
-A block is timed in pieces and the fastest counts, because other programs on the
-machine can only add time. The timer is ``torch.utils.benchmark.Timer``, which warms
-up and synchronises a GPU.
+A round times a block of calls of the baseline and a block of the guarded statement right after it,
+and the next round the other way round. A busy moment of the machine hits both, so the ratio and the
+difference of a round are steadier than the two times; their median over all rounds is what counts.
+A block is timed in pieces and the fastest counts, because other programs can only add time. The
+timer is ``torch.utils.benchmark.Timer``, which warms up and synchronises a GPU.
 """
 
 from __future__ import annotations
@@ -159,23 +157,18 @@ class _Timed:
 def _measure(
     comparison: Comparison, device: str, rounds: int, block_seconds: float
 ) -> dict[str, Any]:
-    sides = [comparison.baseline, comparison.guarded]
-    if comparison.making is not None:
-        sides.append(comparison.making)
-    timed = [_Timed(side, device) for side in sides]
+    sides = (comparison.baseline, comparison.guarded, comparison.making)
+    timed = [_Timed(side, device) for side in sides if side is not None]
     block = _block(timed[0], block_seconds)
     found: list[list[tuple[float, float]]] = [[] for _ in timed]
     for number in range(rounds):
-        order = range(len(timed)) if number % 2 == 0 else reversed(range(len(timed)))
-        for position in order:
-            found[position].append(timed[position].seconds(block))
+        turns = [*zip(found, timed, strict=True)]
+        for times, side in turns if number % 2 == 0 else turns[::-1]:
+            times.append(side.seconds(block))
     calls = comparison.calls
     seconds, hosts = ([[1e9 * each[i] / calls for each in side] for side in found] for i in (0, 1))
-    making = seconds[2] if comparison.making is not None else [0.0] * rounds
-    pairs = [
-        (before - part, after - part)
-        for before, after, part in zip(seconds[0], seconds[1], making, strict=True)
-    ]
+    before, after, making = [*seconds, [0.0] * rounds][:3]
+    pairs = [(a - part, b - part) for a, b, part in zip(before, after, making, strict=True)]
     row = {
         "what": comparison.what,
         "baseline": comparison.baseline.statement,

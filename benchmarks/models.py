@@ -169,3 +169,11 @@ class Perceptron(nn.Sequential):
             *(nn.Linear(width, width), nn.ReLU()),
             nn.Linear(width, width),
         )
+
+
+def resnet_sized(channels: int, kernel: int, classes: int) -> nn.Sequential:
+    """Return 161 parameters and 159 buffers, as ResNet-50 has: 53 convolutions, a linear layer."""
+    layers: list[nn.Module] = []
+    for _ in range(53):
+        layers += [nn.Conv2d(channels, channels, kernel, bias=False), nn.BatchNorm2d(channels)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, classes))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,21 +58,24 @@ class Setting:
             )
         )
 
+    def kept(self, rows: Iterable[dict[str, Any]], part: str = "rows") -> list[dict[str, Any]]:
+        """Return the results, each kept and shown as soon as it is there."""
+        found = []
+        for row in rows:
+            self.keep(part, row)
+            found.append(row)
+        return found
+
     def collect(self, cases: Iterable[Case], part: str = "rows") -> list[dict[str, Any]]:
-        """Return a result for each case, each kept and shown as soon as it is there.
+        """Return a result for each case.
 
         What an earlier run has found is left out, and the rest where time is up.
         """
         known = self.stream.known(part)
-        rows: list[dict[str, Any]] = []
-        for names, find in cases:
-            if any(names.items() <= row.items() for row in known):
-                continue
-            if self.stream.time_is_up():
-                break
-            rows.append({**names, "device": self.device, **find()})
-            self.keep(part, rows[-1])
-        return rows
+        new = (case for case in cases if not any(case[0].items() <= row.items() for row in known))
+        timely = itertools.takewhile(lambda _: not self.stream.time_is_up(), new)
+        rows = ({**names, "device": self.device, **find()} for names, find in timely)
+        return self.kept(rows, part)
 
 
 @dataclass(frozen=True)
@@ -115,15 +119,11 @@ class Benchmark:
         parser.add_argument("--device", choices=("cpu", "cuda"), help="this one only")
         parser.add_argument("--rounds", type=int, default=self.rounds, help="default: %(default)s")
         parser.add_argument("--quick", action="store_true", help="a moment: does it run at all?")
-        parser.add_argument(
-            "--json", type=Path, metavar="PATH", help="write the record there, or to a folder"
-        )
-        parser.add_argument(
-            "--lines",
-            type=Path,
-            metavar="PATH",
-            help="append each result there as soon as it is found, and skip those that are there",
-        )
+        for name, what in (
+            ("--json", "write the record there, or to a folder"),
+            ("--lines", "append each result there once it is found, and skip those that are there"),
+        ):
+            parser.add_argument(name, type=Path, metavar="PATH", help=what)
         parser.add_argument("--seconds", type=float, help="stop then, with what there is")
         for name, arguments in self.options.items():
             parser.add_argument(name, **arguments)
@@ -163,11 +163,11 @@ class Benchmark:
         stream.end(results)
         record = json.loads(text({**head, **results}))
         self.afterwards(record)
-        if options.json is not None:
-            path = options.json
-            if path.suffix != ".json":
-                today = dt.datetime.now(dt.timezone.utc).date().isoformat()
-                path /= f"{today}-{self.name}-{device}.json"
+        path = options.json
+        if path is not None and path.suffix != ".json":
+            today = dt.datetime.now(dt.timezone.utc).date().isoformat()
+            path /= f"{today}-{self.name}-{device}.json"
+        if path is not None:
             write_record(path, record)
 
 

@@ -113,11 +113,9 @@ class Stream:
         """Write what has not been written yet, and how the run ended."""
         if self.path is None:
             return
-        facts = {}
-        for part, found in results.items():
-            if not isinstance(found, list):
-                facts[part] = found
-                continue
+        parts = {part: found for part, found in results.items() if isinstance(found, list)}
+        facts = {name: value for name, value in results.items() if name not in parts}
+        for part, found in parts.items():
             for row in found:
                 if identity(part, row) not in self._kept:
                     self.keep(part, row)

@@ -1,10 +1,9 @@
 """A call that fails, for every operator with ``out=`` of torch's own OpInfo database.
 
-``out`` is an empty tensor in memory of another library (DLPack), so it can't grow, on a
-CPU and on a GPU alike: each call with a result fails. Then: are shape, stride, offset, storage and
-every byte of it as they were? Asked of plain torch, inside ``guarded()`` and under
-``install("out")``; and of ``resize_``, ``resize_as_`` and ``set_`` under ``install()``. Nothing is
-timed.
+``out`` is an empty tensor in memory of another library (DLPack), so it can't grow on any device:
+each call with a result fails. Then: are shape, stride, offset, storage and every byte of it as they
+were? Asked of plain torch, inside ``guarded()`` and under ``install("out")``; and of ``resize_``,
+``resize_as_`` and ``set_`` under ``install()``. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import dlpack
@@ -30,8 +29,9 @@ from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Row, Table
 from torchguard.rollback.consistency import is_consistent
 
-NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
-PREFERRED = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64)
+if TYPE_CHECKING:
+    from support.sweep import OutCase
+
 BYTES = 16  # of the memory that can't grow: one element of the largest dtype
 QUICK = 12  # operators
 
@@ -98,25 +98,19 @@ def cases(device: str) -> Iterator[Case]:
     """Yield the resize family, then one call for each operator with ``out=``."""
     yield from _resizing(device)
     with expecttest_stands_in():
-        from torch.testing._internal.common_methods_invocations import (  # noqa: PLC0415
-            op_db,
-        )
-    names = {
-        id(function): (namespace, name)
-        for namespace in reversed(NAMESPACES)
-        for name, function in vars(namespace).items()
-        if callable(function)
-    }
+        from support.sweep import generate_out_cases, places  # noqa: PLC0415
+    reachable = places()  # before anything is installed
     with torchguard.install("out", only_if_needed=False):
         patched = {
-            key for key, (namespace, name) in names.items() if id(getattr(namespace, name)) != key
+            key for key, (owner, name) in reachable.items() if id(getattr(owner, name)) != key
         }
-    torch.manual_seed(0)
-    for op in op_db:
-        if op.supports_out:
-            found = next(_calls(op, names, patched, device), None)
-            if found is not None:
-                yield found
+    for each in generate_out_cases(device, BYTES):
+        call = partial(_with_out, each)
+        yield Case(each.name, each.dtypes, call, id(each.function) in patched)
+
+
+def _with_out(case: OutCase, *outs: torch.Tensor) -> Any:
+    return case.call(outs)
 
 
 def _resizing(device: str) -> Iterator[Case]:
@@ -127,56 +121,13 @@ def _resizing(device: str) -> Iterator[Case]:
         "resize_as_": (template,),
         "set_": (storage, 0, (8, 8)),
     }
-    for name, arguments in calls.items():
-
-        def call(out: torch.Tensor, name: str = name, given: Any = arguments) -> Any:
-            return getattr(out, name)(*given)
-
+    for name, given in calls.items():
+        call = partial(_method, name, given)
         yield Case(f"Tensor.{name}", (torch.float32,), call, True, ("resize",))
 
 
-def _calls(
-    op: Any, names: dict[int, tuple[Any, str]], patched: set[int], device: str
-) -> Iterator[Case]:
-    for sample in _samples(op, device):
-        try:
-            result = op.op(sample.input, *sample.args, **sample.kwargs)
-        except Exception:  # noqa: BLE001, S112 - a sample that this build of torch can't compute
-            continue
-        results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-        # Too large for the outputs, all of them: then the call has to fail.
-        if not all(isinstance(each, torch.Tensor) and each.nbytes > BYTES for each in results):
-            continue
-        namespace, name = names.get(id(op.op), (None, ""))
-        arguments = ((sample.input, *sample.args), sample.kwargs)
-        look_up = partial(getattr, namespace, name) if namespace else partial(_itself, op.op)
-        variant = f".{op.variant_test_name}" if op.variant_test_name else ""
-        yield Case(
-            f"{op.name}{variant}",
-            tuple(each.dtype for each in results),
-            partial(_with_out, look_up, arguments),
-            id(op.op) in patched,
-        )
-
-
-def _itself(function: Call) -> Call:
-    return function
-
-
-def _with_out(
-    look_up: Callable[[], Call],
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    *outs: torch.Tensor,
-) -> Any:
-    args, kwargs = arguments
-    return look_up()(*args, **kwargs, out=outs[0] if len(outs) == 1 else outs)
-
-
-def _samples(op: Any, device: str) -> Iterator[Any]:
-    supported = op.supported_dtypes(device)
-    for dtype in [each for each in PREFERRED if each in supported][:2] or list(supported)[:2]:
-        with contextlib.suppress(Exception):  # a sample that this build of torch can't make
-            yield from op.sample_inputs(device, dtype, requires_grad=False)
+def _method(name: str, given: tuple[Any, ...], out: torch.Tensor) -> Any:
+    return getattr(out, name)(*given)
 
 
 def tried(case: Case, scope: Scope, device: str) -> str:
@@ -233,13 +184,11 @@ def run(setting: Setting) -> Results:
 
 def _counts(record: Row, device: str) -> list[Row]:
     """Count how the calls ended, for each way to make them."""
-    counts: list[Row] = []
-    for name, what in (
-        ("torch", "plain torch"),
-        ("guarded", "`guarded()`"),
-        ("installed", "`install()`"),
-    ):
-        rows = (row for row in record["rows"] if row["device"] == device)
+    rows = [row for row in record["rows"] if row["device"] == device]
+    counts = []
+    for name, what in {
+        "torch": "plain torch", "guarded": "`guarded()`", "installed": "`install()`",
+    }.items():  # fmt: skip
         found = [row[name] for row in rows if row[name] != "not patched"]
         corrupt = sum(each.startswith("corrupt") for each in found)
         kept, no = found.count("as it was"), found.count("did not fail")

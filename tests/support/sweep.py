@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,23 +47,21 @@ class InPlaceCase(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def samples_of(op: Any, dtype: torch.dtype) -> Iterator[Any]:
+def samples_of(op: Any, dtype: torch.dtype, device: str = "cpu") -> Iterator[Any]:
     """Like ``op.sample_inputs``, which reads the whole stack of frames for each sample."""
     torch.manual_seed(0)
-    return iter(op.sample_inputs_func(op, "cpu", dtype, requires_grad=False))
+    return iter(op.sample_inputs_func(op, device, dtype, requires_grad=False))
 
 
-def _samples(op: Any) -> Iterator[Any]:
-    supported = op.supported_dtypes("cpu")
+def _samples(op: Any, device: str = "cpu") -> Iterator[Any]:
+    supported = op.supported_dtypes(device)
     preferred = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64)
     dtypes = [dtype for dtype in preferred if dtype in supported] or list(supported)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in dtypes[:2]:
-            try:
-                yield from samples_of(op, dtype)
-            except Exception:  # noqa: BLE001, S112  a sample that this build of torch can't make
-                continue
+            with contextlib.suppress(Exception):  # a sample that this build of torch can't make
+                yield from samples_of(op, dtype, device)
 
 
 def _full_name(op: Any) -> str:
@@ -71,18 +71,19 @@ def _full_name(op: Any) -> str:
 @functools.cache
 def out_cases() -> tuple[OutCase, ...]:
     """One call for each operator with ``out=`` whose result has elements."""
-    found = []
+    return tuple(generate_out_cases())
+
+
+def generate_out_cases(device: str = "cpu", larger_than: int = 0) -> Iterator[OutCase]:
+    """Yield one call for each operator with ``out=`` whose results have more bytes than that."""
     torch.manual_seed(0)
     for op in op_db:
         if op.supports_out:
-            case = next(_out_cases_of(op), None)
-            if case is not None:
-                found.append(case)
-    return tuple(found)
+            yield from itertools.islice(_out_cases_of(op, device, larger_than), 1)
 
 
-def _out_cases_of(op: Any) -> Iterator[OutCase]:
-    for sample in _samples(op):
+def _out_cases_of(op: Any, device: str, larger_than: int) -> Iterator[OutCase]:
+    for sample in _samples(op, device):
         args = (sample.input, *sample.args)
         try:
             with warnings.catch_warnings():
@@ -91,7 +92,10 @@ def _out_cases_of(op: Any) -> Iterator[OutCase]:
         except Exception:  # noqa: BLE001, S112
             continue
         results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-        if all(isinstance(each, torch.Tensor) and each.numel() for each in results):
+        if all(
+            isinstance(each, torch.Tensor) and each.numel() * each.element_size() > larger_than
+            for each in results
+        ):
             dtypes = tuple(each.dtype for each in results)
             yield OutCase(_full_name(op), op.op, args, sample.kwargs, dtypes)
 
@@ -123,17 +127,13 @@ def _spoil(value: Any, how: str) -> Any:
             return spoiled
         if how == "shape":
             return torch.zeros((17, *value.shape, 19), dtype=value.dtype)
-        if how == "dtype":
-            return value.to(torch.complex128)
-        if how == "device":
-            return value.to("meta")
+        if how in {"dtype", "device"}:
+            return value.to(torch.complex128 if how == "dtype" else "meta")
     if isinstance(value, tuple) and any(isinstance(each, torch.Tensor) for each in value):
         return (*value[:-1], _spoil(value[-1], how))
     if how == "scalar" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return -(10**9)  # a large positive one keeps polygamma_ busy for minutes
-    if how == "type" and not isinstance(value, torch.Tensor):
-        return "wrong"
-    return value
+    return "wrong" if how == "type" and not isinstance(value, torch.Tensor) else value
 
 
 @functools.cache
@@ -141,21 +141,17 @@ def in_place_cases() -> tuple[InPlaceCase, ...]:
     """Calls of in-place variants with an argument each that is made to fail."""
     found = []
     torch.manual_seed(0)
+    spoiling = ("index", "shape", "dtype", "device", "scalar", "type")
     for op in op_db:
         function = op.get_inplace()
         if function is None:
             continue
-        samples = [sample for _, sample in zip(range(3), _samples(op), strict=False)]
-        for number, sample in enumerate(samples):
-            if not isinstance(sample.input, torch.Tensor):
-                continue
-            for how in ("index", "shape", "dtype", "device", "scalar", "type"):
-                for place in range(len(sample.args)):
-                    args = list(sample.args)
-                    args[place] = _spoil(args[place], how)
-                    if args[place] is not sample.args[place]:
-                        name = f"{_full_name(op)}[{number}] argument {place}: {how}"
-                        found.append(
-                            InPlaceCase(name, function, (sample.input, *args), dict(sample.kwargs))
-                        )
+        for number, sample in enumerate(list(itertools.islice(_samples(op), 3))):
+            spots = range(len(sample.args)) if isinstance(sample.input, torch.Tensor) else ()
+            for how, place in itertools.product(spoiling, spots):
+                args = [sample.input, *sample.args]
+                args[place + 1] = _spoil(args[place + 1], how)
+                if args[place + 1] is not sample.args[place]:
+                    name = f"{_full_name(op)}[{number}] argument {place}: {how}"
+                    found.append(InPlaceCase(name, function, tuple(args), dict(sample.kwargs)))
     return tuple(found)

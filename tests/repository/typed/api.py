@@ -17,40 +17,6 @@ import torch.distributed.checkpoint as dcp
 from typing_extensions import assert_type
 
 import torchguard
-from torchguard import (
-    BucketBatchSampler,
-    BucketCollator,
-    BucketedStats,
-    Buckets,
-    DamagedFileError,
-    GraphRecord,
-    InconsistentTensorError,
-    Installation,
-    MiscompilationWarning,
-    OverlapWarning,
-    Padded,
-    PaddedPair,
-    PaddingLeakError,
-    PairBuckets,
-    TorchGuardError,
-    TransactionStats,
-    UnrecoverableStepError,
-    VerificationReport,
-    WarmupReport,
-)
-from torchguard.errors import (
-    MiscompilationError,
-    NonResizableStorageError,
-    OptimizerStateError,
-    PatchConflictError,
-    PeerFailedError,
-    ReadOnlyMemoryError,
-    RecompileError,
-    ReplayMismatchError,
-    SaveError,
-    SharedViewError,
-    TornSaveError,
-)
 from torchguard.rollback.consistency import is_consistent
 from torchguard.verification.backend import VerifiedBackend
 
@@ -92,41 +58,46 @@ def mutation() -> None:
 
 def buckets() -> None:
     lengths = np.array([3, 9, 17, 60])
-    ladder = Buckets([16, 64])
-    assert_type(ladder, Buckets)
-    assert_type(Buckets.powers_of_two(16, 64), Buckets)
-    assert_type(Buckets.multiples_of(8, 64), Buckets)
-    assert_type(Buckets.geometric(8, 64, 4, multiple_of=8), Buckets)
-    assert_type(Buckets.fit(lengths, 2, cost="quadratic", maximum=64), Buckets)
-    assert_type(Buckets.fit([3, 9], count=None, compile_cost=10.0, already_compiled=(16,)), Buckets)
-    Buckets.fit({3: 1.0, 9: 2.0}, 2, cost=lambda size: size**1.5)
+    ladder = torchguard.Buckets([16, 64])
+    assert_type(ladder, torchguard.Buckets)
+    assert_type(torchguard.Buckets.powers_of_two(16, 64), torchguard.Buckets)
+    assert_type(torchguard.Buckets.multiples_of(8, 64), torchguard.Buckets)
+    assert_type(torchguard.Buckets.geometric(8, 64, 4, multiple_of=8), torchguard.Buckets)
+    assert_type(
+        torchguard.Buckets.fit(lengths, 2, cost="quadratic", maximum=64), torchguard.Buckets
+    )
+    assert_type(
+        torchguard.Buckets.fit([3, 9], count=None, compile_cost=10.0, already_compiled=(16,)),
+        torchguard.Buckets,
+    )
+    torchguard.Buckets.fit({3: 1.0, 9: 2.0}, 2, cost=lambda size: size**1.5)
     assert_type(ladder.bucket_for(5), int)
     assert_type(ladder.waste(lengths, "linear"), float)
     assert_type(ladder.sizes, tuple[int, ...])
     assert_type(len(ladder), int)
-    assert_type(Buckets.from_json(ladder.to_json()), Buckets)
-    assert_type(Buckets.fit(lengths, batch_size=2), Buckets)
-    pairs = PairBuckets([(16, 16), (64, 64)])
+    assert_type(torchguard.Buckets.from_json(ladder.to_json()), torchguard.Buckets)
+    assert_type(torchguard.Buckets.fit(lengths, batch_size=2), torchguard.Buckets)
+    pairs = torchguard.PairBuckets([(16, 16), (64, 64)])
     assert_type(pairs.bucket_for(3, 20), tuple[int, int])
-    assert_type(torchguard.pad_to_bucket(torch.ones(3, 20), (0, 1), pairs), PaddedPair)
+    assert_type(torchguard.pad_to_bucket(torch.ones(3, 20), (0, 1), pairs), torchguard.PaddedPair)
 
     x = torch.ones(2, 5)
     padded = torchguard.pad_to_bucket(x, 1, ladder, value=-1, side="left")
-    assert_type(padded, Padded)
+    assert_type(padded, torchguard.Padded)
     assert_type(padded.tensor, torch.Tensor)
     assert_type(padded.length, int)
     tensor, length = padded
     assert_type(torchguard.unpad(tensor, 1, length, side="left"), torch.Tensor)
     assert_type(torchguard.length_mask([2, 5], 16), torch.Tensor)
-    collate = BucketCollator(ladder, dims={"ids": {1: "t"}})
-    assert_type(collate, BucketCollator)
-    sampler = BucketBatchSampler([3, 7], ladder, tokens=64)
+    collate = torchguard.BucketCollator(ladder, dims={"ids": {1: "t"}})
+    assert_type(collate, torchguard.BucketCollator)
+    sampler = torchguard.BucketBatchSampler([3, 7], ladder, tokens=64)
     assert_type(next(iter(sampler)), list[int])
     assert_type(sampler.batch_sizes, dict[int, int])
 
 
 def bucketed() -> None:
-    ladder = Buckets([16, 64])
+    ladder = torchguard.Buckets([16, 64])
 
     def model(x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -143,8 +114,8 @@ def bucketed() -> None:
         return wrapped(x)
 
     assert_type(warm(torch.ones(2, 5)), torch.Tensor)
-    assert_type(wrapped.warmup(torch.ones(2, 5)), WarmupReport)
-    assert_type(wrapped.stats(), BucketedStats)
+    assert_type(wrapped.warmup(torch.ones(2, 5)), torchguard.WarmupReport)
+    assert_type(wrapped.stats(), torchguard.BucketedStats)
     assert_type(wrapped.stats().compiled, bool)
     assert_type(wrapped.stats().seen, dict[Any, int])
     wrapped.warmup(torch.ones(2, 16))
@@ -173,10 +144,10 @@ def bucketed() -> None:
             return x + 1
 
     assert_type(Adder().add(torch.ones(5)), torch.Tensor)
-    assert_type(Adder().add.stats(), BucketedStats)
+    assert_type(Adder().add.stats(), torchguard.BucketedStats)
     layer = torchguard.bucketed(torch.nn.Linear(2, 2), dims=({0: "t"},), buckets=[8], compile=False)
     assert_type(layer, torchguard.BucketedModule)
-    assert_type(layer.stats(), BucketedStats)
+    assert_type(layer.stats(), torchguard.BucketedStats)
     a_module: torch.nn.Module = layer
     named: torchguard.Bucketed[..., torch.Tensor] = sums
     del a_module, named
@@ -201,37 +172,37 @@ def verification() -> None:
         return x * 2 * times
 
     assert_type(doubled(torch.ones(2), times=2), torch.Tensor)
-    assert_type(doubled.stats(), VerificationReport)
+    assert_type(doubled.stats(), torchguard.VerificationReport)
     assert_type(doubled.stats().verified, int)
 
     @torchguard.verified
     def tripled(x: torch.Tensor) -> torch.Tensor:
         return x * 3
 
-    assert_type(tripled.stats(), VerificationReport)
+    assert_type(tripled.stats(), torchguard.VerificationReport)
     layer = torchguard.verified(backend="aot_eager")(torch.nn.Linear(2, 2))
     assert_type(layer, torchguard.VerifiedModule)
-    assert_type(layer.stats(), VerificationReport)
+    assert_type(layer.stats(), torchguard.VerificationReport)
     assert_type(list(layer.parameters()), list[torch.nn.Parameter])
     named: torchguard.Verified[..., torch.Tensor] = tripled
     del named
     backend = torchguard.verified_backend("aot_eager", check_each="shape", max_bytes=1 << 20)
     assert_type(backend, VerifiedBackend)
-    assert_type(torchguard.verification_report(), VerificationReport)
+    assert_type(torchguard.verification_report(), torchguard.VerificationReport)
     assert_type(torchguard.verification_report().seconds, float)
-    assert_type(torchguard.verification_report().graphs[0], GraphRecord)
+    assert_type(torchguard.verification_report().graphs[0], torchguard.GraphRecord)
 
 
 def patching() -> None:
     installation = torchguard.install("resize", "out", only_if_needed=False)
-    assert_type(installation, Installation)
+    assert_type(installation, torchguard.Installation)
     assert_type(installation.names, tuple[str, ...])
     assert_type(installation.skipped, dict[str, str])
     assert_type(torchguard.installed(), tuple[str, ...])
     assert_type("out" in torchguard.installed(), bool)
     installation.uninstall()
     with torchguard.install() as entered:
-        assert_type(entered, Installation)
+        assert_type(entered, torchguard.Installation)
     torchguard.install("out")
     torchguard.uninstall("out")
     original: Any = torchguard.get_original("torch.Tensor.resize_")
@@ -276,7 +247,7 @@ def training() -> None:
     for run in step.replay(2):
         assert_type(run, int)
     assert_type(step.guarantee, str)
-    assert_type(step.stats(), TransactionStats)
+    assert_type(step.stats(), torchguard.TransactionStats)
     if torch.distributed.is_initialized():
         agree: torchguard.Replicas = torchguard.replicas_agree(module, optimizer, every=10)
         agree.gradients()
@@ -287,43 +258,26 @@ def training() -> None:
         pass
 
 
-ERRORS: tuple[type[TorchGuardError], ...] = (
-    InconsistentTensorError,
-    MiscompilationError,
-    NonResizableStorageError,
-    PaddingLeakError,
-    PatchConflictError,
-    ReadOnlyMemoryError,
-    RecompileError,
-    SaveError,
-    DamagedFileError,
-    SharedViewError,
-    TornSaveError,
-    OptimizerStateError,
-    PeerFailedError,
-    ReplayMismatchError,
-    UnrecoverableStepError,
-)
-
-
 def errors() -> None:
-    warnings: tuple[type[UserWarning], ...] = (MiscompilationWarning, OverlapWarning)
-    runtime: type[RuntimeError] = NonResizableStorageError
-    del warnings, runtime
-    with contextlib.suppress(*ERRORS):
-        raise RecompileError("as a program might")
+    kinds: tuple[type[torchguard.TorchGuardError], ...] = (
+        torchguard.InconsistentTensorError, torchguard.PaddingLeakError,
+        torchguard.DamagedFileError, torchguard.UnrecoverableStepError,
+        torchguard.errors.MiscompilationError, torchguard.errors.NonResizableStorageError,
+        torchguard.errors.OptimizerStateError, torchguard.errors.PatchConflictError,
+        torchguard.errors.PeerFailedError, torchguard.errors.ReadOnlyMemoryError,
+        torchguard.errors.RecompileError, torchguard.errors.ReplayMismatchError,
+        torchguard.errors.SaveError, torchguard.errors.SharedViewError,
+        torchguard.errors.TornSaveError,
+    )  # fmt: skip
+    warning: type[UserWarning] = torchguard.MiscompilationWarning
+    warning = torchguard.OverlapWarning
+    runtime: type[RuntimeError] = torchguard.errors.NonResizableStorageError
+    del warning, runtime
+    with contextlib.suppress(*kinds):
+        raise torchguard.errors.RecompileError("as a program might")
 
 
 if __name__ == "__main__":
-    for part in (
-        mutation,
-        buckets,
-        bucketed,
-        assignment,
-        verification,
-        patching,
-        files,
-        training,
-        errors,
-    ):
+    parts = (mutation, buckets, bucketed, assignment, verification)
+    for part in (*parts, patching, files, training, errors):
         part()

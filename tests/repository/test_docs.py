@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import doctest
 import functools
 import importlib
+import io
 import pkgutil
 import re
 import shlex
-import subprocess
 import symtable
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -19,7 +20,6 @@ import pytest
 import torch
 
 import torchguard
-from support.child_process import run_file
 from support.document import blocks, faults
 from torchguard.__main__ import main
 
@@ -33,11 +33,10 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_code(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The code on a page runs and prints what its comments say."""
-    monkeypatch.chdir(ROOT)
-    done = run_file(ROOT / "tests" / "support" / "document.py", str(page))
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert faults(page) == []
 
 
 @pytest.mark.parametrize(
@@ -60,13 +59,6 @@ def test_code_faults(code: str, fault: str, tmp_path: Path) -> None:
     assert fault in found[0]
 
 
-def test_first_snippet_and_width() -> None:
-    """The README's first snippet has ten lines or fewer, and none is wider than a desktop shows."""
-    code = [block.code for block in blocks((ROOT / "README.md").read_text(encoding="utf-8"))]
-    assert code[0].count("\n") <= 10
-    assert [line for each in code for line in each.splitlines() if len(line) > 90] == []
-
-
 def _names_from_elsewhere(code: str) -> set[str]:
     """The global names that a program uses and neither binds itself nor has from Python."""
     used, bound = set(), set(dir(builtins))
@@ -83,48 +75,37 @@ def _names_from_elsewhere(code: str) -> set[str]:
     return used - bound
 
 
-def test_blocks_are_complete() -> None:
-    """A block of the README uses no name of another: nobody has to compile twice to try one."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = [block.code for block in blocks(page) if block.language == "python"]
+def test_blocks_of_the_readme() -> None:
+    """The first is short, none is wider than a desktop shows, and each can be pasted by itself."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = [block.code for block in blocks(readme)]
+    assert code[0].count("\n") <= 10
+    assert [line for each in code for line in each.splitlines() if len(line) > 90] == []
+    code = [block.code for block in blocks(readme) if block.language == "python"]
     assert len(code) > 2
+    # No name of another: nobody has to compile twice to try one.
     assert [each for each in code if _names_from_elsewhere(each)] == []
     own = "import a\ndef f(x):\n    b = x\n    return a, b, c, len(d)\nf(e)\n"
     assert _names_from_elsewhere(own) == {"c", "d", "e"}
-
-
-def test_blocks_can_be_pasted() -> None:
-    """The interactive prompt ends a function at an empty line: none lies inside of one."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = [block.code for block in blocks(page) if block.language == "python"]
+    # The interactive prompt ends a function at an empty line: none lies inside of one.
     ended = re.compile(r"^[ \t]+\S.*\n\s*\n[ \t]+\S", re.MULTILINE)
     assert ended.search("def f(x):\n    y = x\n\n    return y\n")
     assert [each for each in code if ended.search(each)] == []
 
 
-# What comes after the name of a command that a page shows, and whether it exists.
-
-
-def _is_target(arguments: list[str]) -> bool:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    return all(re.search(rf"^{re.escape(name)}:", makefile, re.MULTILINE) for name in arguments)
-
-
-def _is_clone(arguments: list[str]) -> bool:
-    return arguments == ["clone", REPOSITORY, "&&", "cd", "torchguard"]
-
-
-def _is_install(arguments: list[str]) -> bool:
-    return arguments == ["install", "-e", "."]
+@functools.cache
+def _help(command: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    return shown.getvalue()
 
 
 def _is_python(arguments: list[str]) -> bool:
     if arguments[:2] == ["-m", "torchguard"]:
-        command = arguments[2]
-        options = [name for name in arguments[3:] if name.startswith("--")]
+        command, *given = arguments[2:]
         if command == "run":  # what follows the script belongs to the script
-            position = next(i for i, name in enumerate(arguments) if name.endswith(".py"))
-            options = [name for name in arguments[3:position] if name.startswith("--")]
+            given = given[: next(i for i, name in enumerate(given) if name.endswith(".py"))]
+        options = [name for name in given if name.startswith("--")]
         return bool(_help(command)) and all(option in _help(command) for option in options)
     if arguments[0] != "-m":
         return (ROOT / arguments[0]).is_file()
@@ -132,14 +113,15 @@ def _is_python(arguments: list[str]) -> bool:
     return module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
 
 
-@functools.cache
-def _help(command: str) -> str:
-    line = [sys.executable, "-m", "torchguard", command, "--help"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else ""
-
-
-COMMANDS = {"git": _is_clone, "make": _is_target, "pip": _is_install, "python": _is_python}
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = re.findall(r"^([\w.-]+):", MAKEFILE, re.MULTILINE)
+# Whether what comes after the name of a command, on a page that shows it, exists.
+COMMANDS: dict[str, Callable[[list[str]], bool]] = {
+    "git": lambda arguments: arguments == ["clone", REPOSITORY, "&&", "cd", "torchguard"],
+    "make": lambda arguments: set(arguments) <= set(TARGETS),
+    "pip": lambda arguments: arguments == ["install", "-e", "."],
+    "python": _is_python,
+}
 
 
 def _exists(line: str) -> bool:

@@ -64,46 +64,37 @@ def _read_at_start() -> dict[str, str]:
 _STARTED_WITH = _read_at_start()
 
 
-def _run(
-    source: str, arguments: tuple[str, ...], file: Path | None, *, fresh: bool = False
+def run_python(
+    program: str, *arguments: str, folder: Path | None = None, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as ``python -c``, or as ``python file`` where it has one."""
+    """Run ``program``; modules in ``folder`` can be imported, and it is written there as a file.
+
+    Torch is imported already where that can be, but with ``fresh=True``.
+    """
     global _server
+    source = textwrap.dedent(program)
+    start, file, path = ["-c", source], "<string>", ""
+    if folder is not None:  # a program that spawns workers has to be a file
+        file, path = str(folder / "program.py"), str(folder)
+        start = [file]
+        Path(file).write_text(source, encoding="utf-8")
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": ""}
     if fresh or sys.platform != "linux" or _read_at_start() != _STARTED_WITH:
-        start = ("-c", source) if file is None else (str(file),)
+        line = [sys.executable, *start, *arguments]
         return subprocess.run(
-            [sys.executable, *start, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment,
-            timeout=_TIMEOUT,
+            line, capture_output=True, text=True, check=False, env=environment, timeout=_TIMEOUT
         )
     if _server is None or _server.poll() is not None:
-        _server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        line = [sys.executable, "-W", "ignore", "-c", _SERVER]
+        _server = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert _server.stdin is not None
     assert _server.stdout is not None
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        out.touch()
-        err.touch()
-        argv = ["-c" if file is None else str(file), *arguments]
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+        argv = [start[0], *arguments]
         asked = {
-            "source": source,
-            "argv": argv,
-            "file": "<string>" if file is None else str(file),
-            "path": "" if file is None else str(file.parent),
-            "cwd": str(Path.cwd()),
-            "environment": environment,
-            "out": str(out),
-            "err": str(err),
-        }
+            "source": source, "argv": argv, "file": file, "path": path, "cwd": str(Path.cwd()),
+            "environment": environment, "out": out.name, "err": err.name,
+        }  # fmt: skip
         _server.stdin.write(json.dumps(asked) + "\n")
         _server.stdin.flush()
         ready, _, _ = select.select([_server.stdout], [], [], _TIMEOUT)
@@ -113,24 +104,8 @@ def _run(
         child, status = json.loads(_server.stdout.readline())
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what it has left behind
-        return subprocess.CompletedProcess(
-            ["python", *argv], status, out.read_text(), err.read_text()
-        )
-
-
-def run_python(
-    program: str, *arguments: str, folder: Path | None = None, fresh: bool = False
-) -> subprocess.CompletedProcess[str]:
-    """Run ``program``; modules in ``folder`` can be imported, and it is written there as a file.
-
-    Torch is imported already where that can be, but with ``fresh=True``.
-    """
-    source = textwrap.dedent(program)
-    if folder is None:
-        return _run(source, arguments, None, fresh=fresh)
-    file = folder / "program.py"  # a program that spawns workers has to be a file
-    file.write_text(source)
-    return _run(source, arguments, file, fresh=fresh)
+        printed, errors = out.read().decode(), err.read().decode()
+        return subprocess.CompletedProcess(["python", *argv], status, printed, errors)
 
 
 def output_of(
@@ -140,11 +115,6 @@ def output_of(
     done = run_python(program, *arguments, folder=folder, fresh=fresh)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def run_file(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that is there as a file, as :func:`run_python` runs its source."""
-    return _run(path.read_text(encoding="utf-8"), arguments, path)
 
 
 # How a rank ends. Gloo's threads may hold tensors that Python knows; one that frees such a tensor

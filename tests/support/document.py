@@ -1,30 +1,27 @@
 """Runs the Python code of a Markdown page and checks what it prints.
 
-    python tests/support/document.py README.md
-
-The blocks of a page run in order and share their names, as a reader would type
-them. What a block prints has to be what its comments ``# -> text`` say, line by
-line. A word after ``python`` makes a block a program of its own: ``python script``
-has to end well, ``python dies`` has to be killed by a signal.
+The blocks of a page run in order and share their names, as a reader would type them. What a block
+prints has to be what its comments ``# -> text`` say, line by line. A word after ``python`` makes a
+block a program of its own: ``python script`` has to end well, ``python dies`` has to be killed by
+a signal.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import subprocess
-import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-_FENCE = re.compile(r"^```(.*)$")
+from support.child_process import run_python
+
 _EXPECTED = re.compile(r"# -> (.*)$")
 _KINDS = ("", "script", "dies")
+_BEGINS = "\x1e\n"
+"""What a page's program prints where a block begins."""
+
+_FENCE = f'__name__ = "__page__"; print({_BEGINS[0]!r}, flush=True)\n'
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,10 @@ def blocks(page: str) -> Iterator[Block]:
     language: str | None = None
     kind, first, kept = "", 0, list[str]()
     for number, line in enumerate(page.splitlines(), start=1):
-        fence = _FENCE.match(line)
-        if fence is None:
+        if not line.startswith("```"):
             kept.append(line)
         elif language is None:
-            language, _, kind = fence[1].strip().partition(" ")
+            language, _, kind = line[3:].strip().partition(" ")
             first, kept = number + 1, []
         else:
             yield Block(language, kind, first, "\n".join(kept) + "\n")
@@ -60,68 +56,44 @@ def faults(path: Path) -> list[str]:
     page = [
         block for block in blocks(path.read_text(encoding="utf-8")) if block.language == "python"
     ]
-    names: dict[str, Any] = {"__name__": "__page__"}
-    found = []
+    found = {block.line: _run_alone(block) for block in page if block.kind != ""}
+    found |= _run_together([block for block in page if block.kind == ""])
+    return [f"{path.name}, line {line}: {found[line]}" for line in sorted(found) if found[line]]
+
+
+def _run_together(page: list[Block]) -> dict[int, str]:
+    """Run blocks as one program, in which each stands in the line that it has in the page."""
+    if not page:
+        return {}
+    program = ""
+    for block in page:
+        program += "\n" * (block.line - 2 - program.count("\n")) + _FENCE + block.code
+    program += "globals().clear()\n"  # process groups, before the interpreter finalizes
     with tempfile.TemporaryDirectory() as folder:
-        # Compilers read a function's file, so the page's code is in one: line for line.
-        file = Path(folder, f"{path.stem}.py")
-        file.write_text(_as_program(page), encoding="utf-8")
-        for block in page:
-            fault = _run(block, file, names) if block.kind == "" else _run_alone(block)
-            if fault is not None:
-                found.append(f"{path.name}, line {block.line}: {fault}")
+        done = run_python(program, folder=Path(folder))  # compilers read a function's file
+    printed = done.stdout.split(_BEGINS)[1:] or [""]
+    found = {
+        block.line: _difference(block, text) for block, text in zip(page, printed, strict=False)
+    }
+    if done.returncode != 0:
+        found[page[len(printed) - 1].line] = f"ended with {done.returncode}\n{done.stderr}"
     return found
 
 
-def _as_program(page: list[Block]) -> str:
-    """Put the blocks that share their names where they stand in the page, empty lines between."""
-    program = ""
-    for block in page:
-        if block.kind == "":
-            program += "\n" * (block.line - 1 - program.count("\n")) + block.code
-    return program
-
-
-def _run(block: Block, file: Path, names: dict[str, Any]) -> str | None:
-    printed = io.StringIO()
-    code = "\n" * (block.line - 1) + block.code
-    try:
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(file), "exec"), names)  # noqa: S102 - the page's code is ours
-    except BaseException:  # noqa: BLE001 - every fault is reported
-        return f"raised\n{traceback.format_exc()}"
-    return _difference(block, printed.getvalue())
-
-
-def _run_alone(block: Block) -> str | None:
+def _run_alone(block: Block) -> str:
     if block.kind not in _KINDS:
         return f"a Python block is one of {_KINDS}, this one says {block.kind!r}"
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "script.py")
-        script.write_text(block.code, encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=folder
-        )
+        done = run_python(block.code, folder=Path(folder))
     if block.kind == "dies":
-        return None if done.returncode < 0 else f"did not die, exit status {done.returncode}"
+        return "" if done.returncode < 0 else f"did not die, exit status {done.returncode}"
     if done.returncode != 0:
         return f"ended with {done.returncode}\n{done.stderr}"
     return _difference(block, done.stdout)
 
 
-def _difference(block: Block, printed: str) -> str | None:
+def _difference(block: Block, printed: str) -> str:
     expected = [match[1] for line in block.code.splitlines() if (match := _EXPECTED.search(line))]
     if printed.splitlines() == expected:
-        return None
+        return ""
     return f"printed\n{printed}and not\n" + "".join(f"{line}\n" for line in expected)
-
-
-def main(arguments: list[str]) -> int:
-    """Run the pages that are named."""
-    found = [fault for name in arguments for fault in faults(Path(name))]
-    sys.stderr.write("".join(f"{fault}\n" for fault in found))
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

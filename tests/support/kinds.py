@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import tempfile
 import zlib
 from contextlib import AbstractContextManager, nullcontext
@@ -152,6 +153,10 @@ def _fake() -> torch.Tensor:
         return torch.empty(2, 3)
 
 
+fixed = functools.partial(Kind, can_grow=False)
+special = functools.partial(Kind, plain=False)
+opaque = functools.partial(special, has_metadata=False)
+
 STRIDED = (
     Kind("plain", plain),
     Kind("0-d", lambda: torch.tensor(3.0)),
@@ -176,76 +181,38 @@ STRIDED = (
     Kind("inference", _inference, scope=torch.inference_mode),
     Kind("meta", lambda: torch.empty(2, 3, device="meta")),
     Kind("subclass", lambda: plain().as_subclass(Watching)),
-    Kind("numpy", lambda: locked([1.0, 2.0, 3.0, 4.0]), can_grow=False),
-    Kind(
-        "numpy view",
-        lambda: torch.from_numpy(np.arange(12.0).reshape(3, 4))[1:, ::2],
-        can_grow=False,
-    ),
-    Kind("empty numpy", lambda: empty_locked(torch.float32), can_grow=False),
-    Kind("0-d numpy", lambda: torch.from_numpy(np.array(5.0)), can_grow=False),
-    Kind(
-        "frombuffer",
-        lambda: torch.frombuffer(bytearray(range(24)), dtype=torch.int16),
-        can_grow=False,
-    ),
-    Kind("dlpack", _dlpack, can_grow=False),
-    Kind("private file mapping", lambda: _file(shared=False), can_grow=False),
-    Kind("shared file mapping", lambda: _file(shared=True), can_grow=False),
-    Kind("injected storage", _injected, can_grow=False),
-    Kind(
-        "numpy Parameter",
-        lambda: torch.nn.Parameter(locked([1.0, 2.0])),
-        can_grow=False,
-        scope=torch.no_grad,
-    ),
-    Kind("numpy subclass", lambda: locked([1.0, 2.0]).as_subclass(Watching), can_grow=False),
-    Kind(
-        "numpy conj view",
-        lambda: torch.from_numpy(np.array([1 + 2j, 3 - 1j])).conj(),
-        can_grow=False,
-    ),
-    Kind("shared memory", lambda: plain().share_memory_(), can_grow=False, kills=True),
-    Kind(
-        "view in shared memory",
-        lambda: torch.arange(12.0).share_memory_()[4:8],
-        can_grow=False,
-        kills=True,
-    ),
+    fixed("numpy", lambda: locked([1.0, 2.0, 3.0, 4.0])),
+    fixed("numpy view", lambda: torch.from_numpy(np.arange(12.0).reshape(3, 4))[1:, ::2]),
+    fixed("empty numpy", lambda: empty_locked(torch.float32)),
+    fixed("0-d numpy", lambda: torch.from_numpy(np.array(5.0))),
+    fixed("frombuffer", lambda: torch.frombuffer(bytearray(range(24)), dtype=torch.int16)),
+    fixed("dlpack", _dlpack),
+    fixed("private file mapping", lambda: _file(shared=False)),
+    fixed("shared file mapping", lambda: _file(shared=True)),
+    fixed("injected storage", _injected),
+    fixed("numpy Parameter", lambda: torch.nn.Parameter(locked([1.0, 2.0])), scope=torch.no_grad),
+    fixed("numpy subclass", lambda: locked([1.0, 2.0]).as_subclass(Watching)),
+    fixed("numpy conj view", lambda: torch.from_numpy(np.array([1 + 2j, 3 - 1j])).conj()),
+    fixed("shared memory", lambda: plain().share_memory_(), kills=True),
+    fixed("view in shared memory", lambda: torch.arange(12.0).share_memory_()[4:8], kills=True),
 )
+_RAGGED = torch.ones(2), torch.zeros(3)
 SPECIAL = (
-    Kind(
-        "quantized per tensor",
-        lambda: torch.quantize_per_tensor(plain(), 0.5, 1, torch.qint8),
-        plain=False,
+    special(
+        "quantized per tensor", lambda: torch.quantize_per_tensor(plain(), 0.5, 1, torch.qint8)
     ),
-    Kind("quantized per channel", _per_channel, plain=False),
-    Kind("inference outside", _inference, plain=False),
-    Kind("non-leaf with grad", _non_leaf, plain=False),
-    Kind("leaf with grad", lambda: torch.nn.Parameter(plain()), plain=False),
-    Kind("fake", _fake, plain=False, scope=lambda: _fake_mode),
-    Kind("wrapper", lambda: Wrapper(plain()), plain=False),
-    Kind("sparse COO", lambda: plain().to_sparse(), has_metadata=False, plain=False),
-    Kind("sparse CSR", lambda: plain().to_sparse_csr(), has_metadata=False, plain=False),
-    Kind("sparse CSC", lambda: plain().to_sparse_csc(), has_metadata=False, plain=False),
-    Kind(
-        "sparse BSR, a batch",
-        lambda: torch.stack([plain(), plain()]).to_sparse_bsr((1, 1)),
-        has_metadata=False,
-        plain=False,
-    ),
-    Kind(
-        "nested strided",
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
-        has_metadata=False,
-        plain=False,
-    ),
-    Kind(
-        "nested jagged",
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
-        has_metadata=False,
-        plain=False,
-    ),
+    special("quantized per channel", _per_channel),
+    special("inference outside", _inference),
+    special("non-leaf with grad", _non_leaf),
+    special("leaf with grad", lambda: torch.nn.Parameter(plain())),
+    special("fake", _fake, scope=lambda: _fake_mode),
+    special("wrapper", lambda: Wrapper(plain())),
+    opaque("sparse COO", lambda: plain().to_sparse()),
+    opaque("sparse CSR", lambda: plain().to_sparse_csr()),
+    opaque("sparse CSC", lambda: plain().to_sparse_csc()),
+    opaque("sparse BSR, a batch", lambda: torch.stack([plain(), plain()]).to_sparse_bsr((1, 1))),
+    opaque("nested strided", lambda: torch.nested.nested_tensor([*_RAGGED])),
+    opaque("nested jagged", lambda: torch.nested.nested_tensor([*_RAGGED], layout=torch.jagged)),
 )
 ALL = (*STRIDED, *SPECIAL)
 LOCKED = tuple(kind for kind in STRIDED if not kind.can_grow and not kind.kills)

@@ -91,13 +91,8 @@ class Case:
     device: str = "cpu"
 
     def __str__(self) -> str:
-        names = [
-            self.optimizer,
-            self.implementation,
-            "amp" if self.amp else "float32",
-            "later" if self.later else "first",
-            self.feature,
-        ]
+        names = [self.optimizer, self.implementation, "amp" if self.amp else "float32"]
+        names += ["later" if self.later else "first", self.feature]
         return "-".join(names if self.device == "cpu" else [*names, self.device])
 
 
@@ -224,14 +219,13 @@ class Training:
 
 
 def _optimizers(case: Case, model: nn.Module) -> Iterator[torch.optim.Optimizer]:
-    flags = {} if case.implementation == "loop" else {case.implementation: True}
+    loop = case.implementation == "loop"
+    flags = {"foreach": False} if loop else {case.implementation: True}
     parameters = list(model.parameters())
     if case.optimizer == "Muon":  # which takes matrices alone
         yield torch.optim.Muon([p for p in parameters if p.ndim == 2], **OPTIMIZERS["Muon"])  # type: ignore[attr-defined,unused-ignore]
         yield torch.optim.AdamW([p for p in parameters if p.ndim != 2], foreach=False)
         return
-    if case.implementation == "loop":
-        flags = {"foreach": False}
     groups = [{"params": parameters[:3], "lr": 0.02}, {"params": parameters[3:]}]
     yield getattr(torch.optim, case.optimizer)(groups, **OPTIMIZERS[case.optimizer], **flags)
 

@@ -27,34 +27,23 @@ class Way(NamedTuple):
     set_: Callable[..., torch.Tensor]
 
 
-def _resize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor.resize_(*args, **kwargs)
-
-
-def _resize_as(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor.resize_as_(*args, **kwargs)
-
-
-def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor.set_(*args, **kwargs)
+def _method(name: str) -> Callable[..., torch.Tensor]:
+    """Return what calls the method of this name, looked up when it is called."""
+    return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _on_torch_resize_as(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.resize_as_(tensor, *args, **kwargs)
 
 
-BARE = Way("bare", nullcontext, _resize, _resize_as, _set)
-HELPERS = Way(
-    "helpers",
-    nullcontext,
-    torchguard.safe_resize_,
-    torchguard.safe_resize_as_,
-    torchguard.safe_set_,
-)
-INSTALLED = Way("install", torchguard.install, _resize, _resize_as, _set)
-ON_TORCH = Way("install, torch.resize_as_", torchguard.install, _resize, _on_torch_resize_as, _set)
-GUARDED = Way("guarded", torchguard.guarded, _resize, _resize_as, _set)
-BOTH = Way("helpers under install", torchguard.install, *HELPERS[2:])
+METHODS = tuple(map(_method, ("resize_", "resize_as_", "set_")))
+BARE = Way("bare", nullcontext, *METHODS)
+SAFE = (torchguard.safe_resize_, torchguard.safe_resize_as_, torchguard.safe_set_)
+HELPERS = Way("helpers", nullcontext, *SAFE)
+INSTALLED = Way("install", torchguard.install, *METHODS)
+ON_TORCH = INSTALLED._replace(name="install, torch.resize_as_", resize_as_=_on_torch_resize_as)
+GUARDED = Way("guarded", torchguard.guarded, *METHODS)
+BOTH = Way("helpers under install", torchguard.install, *SAFE)
 WAYS = (HELPERS, INSTALLED, ON_TORCH, GUARDED, BOTH)
 
 each_way = pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])

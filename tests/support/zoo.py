@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -146,13 +147,20 @@ def tokens(lengths: Sequence[int], random: torch.Generator) -> dict[str, torch.T
     }
 
 
+def _two_classes(lengths: Sequence[int], random: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 2, (len(lengths),), generator=random)
+
+
 def _heard(lengths: Sequence[int], random: torch.Generator) -> dict[str, torch.Tensor]:
     """Make samples of audio and a mask, (B, T), 100 samples for a unit of length; a label a row."""
     made = tokens([100 * length for length in lengths], random)
     mask = made["attention_mask"]
     samples = torch.randn(mask.shape, generator=random) * mask
-    labels = torch.randint(0, 2, (len(lengths),), generator=random)
-    return {"input_values": samples, "attention_mask": mask, "labels": labels}
+    return {
+        "input_values": samples,
+        "attention_mask": mask,
+        "labels": _two_classes(lengths, random),
+    }
 
 
 def _transcribed(lengths: Sequence[int], random: torch.Generator) -> dict[str, torch.Tensor]:
@@ -164,10 +172,7 @@ def _transcribed(lengths: Sequence[int], random: torch.Generator) -> dict[str, t
 def _seen(lengths: Sequence[int], random: torch.Generator) -> dict[str, torch.Tensor]:
     """Make images of one size, (B, 3, 32, 32), and a label each."""
     images = torch.randn(len(lengths), 3, 32, 32, generator=random)
-    return {
-        "pixel_values": images,
-        "labels": torch.randint(0, 2, (len(lengths),), generator=random),
-    }
+    return {"pixel_values": images, "labels": _two_classes(lengths, random)}
 
 
 _TOKENS = {"input_ids": {1: "t"}, "attention_mask": {1: "t"}, "labels": {1: "t"}}
@@ -175,28 +180,22 @@ _LABELS = {"labels": _IGNORED}
 
 
 def _encoder(name: str, stem: str, head: str = "ForMaskedLM", **settings: Any) -> Architecture:
-    return Architecture(
-        name, "encoder", _made(stem, head, _SIZES, **settings), tokens,
-        _TOKENS, "attention_mask", needs_mask=True, fill=_LABELS,
-    )  # fmt: skip
+    return _of_tokens(name, "encoder", _made(stem, head, _SIZES, **settings), needs_mask=True)
 
 
 def _decoder(
     name: str, stem: str, head: str = "ForCausalLM", kind: str = "decoder", **settings: Any
 ) -> Architecture:
     # A causal model does not see what is padded on the right.
-    return Architecture(
-        name, kind, _made(stem, head, _SIZES, **settings), tokens,
-        _TOKENS, "attention_mask", fill=_LABELS,
-    )  # fmt: skip
+    return _of_tokens(name, kind, _made(stem, head, _SIZES, **settings))
 
 
 def _seq2seq(name: str, stem: str, **settings: Any) -> Architecture:
-    sizes = {**_SIZES, **_SEQ2SEQ}
-    return Architecture(
-        name, "encoder-decoder", _made(stem, "ForConditionalGeneration", sizes, **settings), tokens,
-        _TOKENS, "attention_mask", needs_mask=True, fill=_LABELS,
-    )  # fmt: skip
+    make = _made(stem, "ForConditionalGeneration", {**_SIZES, **_SEQ2SEQ}, **settings)
+    return _of_tokens(name, "encoder-decoder", make, needs_mask=True)
+
+
+_of_tokens = partial(Architecture, rows=tokens, dims=_TOKENS, mask="attention_mask", fill=_LABELS)
 
 
 class Convnet(nn.Module):

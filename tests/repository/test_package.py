@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,7 +15,6 @@ import torchguard
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("torchguard", "pytest_torchguard")
-NEVER = ("torch._dynamo", "torch._inductor", "matplotlib", "rich", "transformers", "pytest")
 
 
 def build(source: Path, target: Path, *kinds: str) -> dict[str, Path]:
@@ -70,29 +68,13 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def test_source_distribution(dist: dict[str, Path], tmp_path: Path) -> None:
-    """The source distribution builds the same wheel."""
+    """It is whole, and builds the same bytes again: in another folder, at another time."""
     unpack(dist[".gz"], tmp_path)
     [source] = tmp_path.iterdir()
-    for name in (
-        "tests/repository/test_package.py",
-        "mkdocs.yml",
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-    ):
+    files = ("tests/repository/test_package.py", "mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md")
+    for name in files:
         assert (source / name).exists(), name
-    again = build(source, tmp_path / "again", "--wheel")
-    assert dist[".whl"].read_bytes() == again[".whl"].read_bytes()
-
-
-def test_reproducible(dist: dict[str, Path], tmp_path: Path) -> None:
-    """Both are the same bytes each time they are built."""
-    # Another folder, files that were written at another time.
-    source = tmp_path / "checkout"
-    beside = shutil.ignore_patterns(
-        *(".git", ".venv", ".nox", ".*cache", ".hypothesis"),
-        *("__pycache__", "dist", "site", "build"),
-    )
-    shutil.copytree(ROOT, source, ignore=beside, copy_function=shutil.copyfile)
+        (source / name).touch()
     again = build(source, tmp_path / "again", "--sdist", "--wheel")
     for kind, path in dist.items():
         assert path.read_bytes() == again[kind].read_bytes(), path.name
@@ -146,14 +128,3 @@ def test_pytest_plugin(installed: Path, tmp_path: Path) -> None:
     )
     assert "torchguard: installed resize" in shown
     assert "1 passed" in shown
-
-
-def test_import(tmp_path: Path) -> None:
-    """Importing it loads nothing heavy but torch."""
-    program = f"""
-import sys, torch
-before = set(sys.modules)
-import torchguard
-print(*sorted(set({NEVER}) & (set(sys.modules) - before)))
-"""
-    assert run_installed(ROOT / "src", "-c", program, folder=tmp_path) == "\n"

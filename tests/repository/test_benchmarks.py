@@ -23,9 +23,9 @@ from benchmarks.counting import counted
 from benchmarks.harness import AddedTarget, Target
 from benchmarks.machine import ROOT
 from benchmarks.paired import Variant, ratios, take_turns
-from benchmarks.records import committed, newest, read_record
+from benchmarks.records import committed, read_record
 from benchmarks.spread import Interval
-from benchmarks.tables import AIM, Table, described, filled
+from benchmarks.tables import AIM, Table, filled
 
 import torchguard
 from support.child_process import output_of
@@ -111,8 +111,14 @@ def test_the_page_has_every_record_and_a_wrong_page_is_found(
     folder: Path, records: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    guards = tmp_path / "docs" / "guards.md"
+    guards.parent.mkdir()
+    guards.write_text("before\n<!-- begin: costs, of old -->\nold\n<!-- end: costs -->\nafter")
     assert report.main(folder, tmp_path) == 0
     assert report.main(folder, tmp_path, check=True) == 0
+    costs = guards.read_text(encoding="utf-8")
+    assert costs.startswith("before\n<!-- begin: costs, written by ")
+    assert costs.endswith("<!-- end: costs -->\nafter")
     path = tmp_path / "docs" / "benchmarks.md"
     page = path.read_text(encoding="utf-8")
     for record in records.values():
@@ -124,9 +130,11 @@ def test_the_page_has_every_record_and_a_wrong_page_is_found(
     assert sorted(re.findall(r"!\[.*\]\(img/(.*)\)", page)) == sorted(each.name for each in images)
     assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
 
-    path.write_text(page.replace("times", "thimes", 1), encoding="utf-8")
-    assert report.main(folder, tmp_path, check=True) == 1
-    path.write_text(page, encoding="utf-8")
+    for stale in (path, guards):
+        text = stale.read_text(encoding="utf-8")
+        stale.write_text(text.replace("times", "thimes", 1), encoding="utf-8")
+        assert report.main(folder, tmp_path, check=True) == 1
+        stale.write_text(text, encoding="utf-8")
     [drawn] = folder.glob("*-resize.json")
     text = drawn.read_text(encoding="utf-8")
     drawn.write_text(text + "\n", encoding="utf-8")  # the same figures, but not the same file
@@ -138,18 +146,6 @@ def test_the_committed_pages_and_plots_say_what_the_records_say(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (main(["report", "--check"]), capsys.readouterr().out) == (0, "")
-
-
-def test_another_figure_in_the_record_makes_another_table() -> None:
-    record = newest(committed(), "resize", "cpu")
-    assert record is not None
-    page = "before\n<!-- begin: costs, of old -->\nold\n<!-- end: costs -->\nafter"
-    written = report.rewritten(page, "costs", report._costs(record))
-    assert written.startswith("before\n<!-- begin: costs, written by ")
-    assert written.endswith("<!-- end: costs -->\nafter")
-    for row in record["rows"]:
-        row["guarded_ns"]["median"] *= 2
-    assert report.rewritten(written, "costs", report._costs(record)) != written
 
 
 def test_a_quick_record_is_refused(tmp_path: Path) -> None:
@@ -175,16 +171,6 @@ def test_a_table_shows_what_its_templates_name() -> None:
     assert filled("{there:times} {missing}", {"there": 1}) == ""
 
 
-def test_a_record_tells_the_clocks_of_its_gpu() -> None:
-    record = {
-        "date": "2026-11-22", "command": "c", "revision": "r", "threads": 1,
-        "load_average_at_start": 0.1, "gpu_at_start": {"clocks.sm": "1980 MHz"},
-        "versions": {"torch": "2.11.0", "python": "3.12", "cuda": "13.0"},
-        "hardware": {"cpu": "CPU", "cores": 16, "gpu": "NVIDIA H100", "driver": "580.1"},
-    }  # fmt: skip
-    assert "on NVIDIA H100 (CUDA 13.0, driver 580.1, SMs at 1980 MHz) and 16" in described(record)
-
-
 def test_list_names_every_benchmark_and_what_it_answers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -202,13 +188,19 @@ def test_list_names_every_benchmark_and_what_it_answers(
         (["run", "fit", "--device", "tpu"], "invalid choice"),
         (["run", "fit", "--device", "cpu", "--rounds", "0"], "--rounds 0: expected 1 or more"),
         ([], "the following arguments are required: command"),
+        (["gpu"], "one of the arguments --out --continue is required"),
+        (["gpu", "--out", "{empty}", "--minutes", "0"], "--minutes 0: expected more than 0"),
+        (["gpu", "--out", "{empty}", "--only", "z"], "'z' is neither a part"),
+        (["gpu", "--continue", "{empty}"], "there is no results.jsonl to go on with"),
+        (["gpu", "--out", "{full}"], "results.jsonl is there already; --continue"),
     ],
 )
 def test_bad_usage_ends_with_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "results.jsonl").touch()
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main([each.format(empty=tmp_path / "empty", full=tmp_path) for each in arguments])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -39,6 +39,7 @@ from benchmarks.stream import Stream, append, lines_of, records_of, text
 from benchmarks.tables import Table
 
 from support.child_process import output_of
+from support.processes import wait_until_gone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -90,23 +91,20 @@ def test_a_second_run_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
     assert record["ended"] == "finished"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"revision": "another"},
-        {"hardware": {"gpu": "another", "driver": "1"}},
-        {"hardware": {"gpu": "a GPU", "driver": "2"}},
-        {"versions": {"torch": "2.12.0"}},
-        {"quick": True},
-    ],
-)
-def test_what_was_measured_elsewhere_is_measured_again(
-    change: dict[str, Any], tmp_path: Path
-) -> None:
-    path = tmp_path / "results.jsonl"
-    Stream(path, HEAD).keep("rows", {"id": "a", "device": "cuda"})
-    assert Stream(path, {**HEAD, **change}).known("rows") == []
-    assert len(records_of(path)) == 2
+def test_what_was_measured_elsewhere_is_measured_again(tmp_path: Path) -> None:
+    for number, change in enumerate(
+        (
+            {"revision": "another"},
+            {"hardware": {"gpu": "another", "driver": "1"}},
+            {"hardware": {"gpu": "a GPU", "driver": "2"}},
+            {"versions": {"torch": "2.12.0"}},
+            {"quick": True},
+        )
+    ):
+        path = tmp_path / str(number)
+        Stream(path, HEAD).keep("rows", {"id": "a", "device": "cuda"})
+        assert Stream(path, {**HEAD, **change}).known("rows") == []
+        assert len(records_of(path)) == 2
 
 
 def test_a_benchmark_streams_and_skips_what_is_there(tmp_path: Path) -> None:
@@ -143,10 +141,11 @@ def test_every_part_of_the_list_can_be_chosen_and_left_out() -> None:
 def test_each_piece_is_a_benchmark_with_known_options_and_enough_time() -> None:
     left = 534.0
     for number, piece in enumerate(PIECES):
-        assert "cuda" in BENCHMARKS[piece.name].devices
+        benchmark = BENCHMARKS[piece.name]
+        assert "cuda" in benchmark.devices
         for quick in (False, True):
             options = piece.command("cuda", quick=quick)[4:]
-            assert BENCHMARKS[piece.name].parser().parse_args(options).device == "cuda"
+            assert benchmark.parser().parse_args(options).device == "cuda"
         given = limit_of(piece, PIECES[number:], left)
         assert given >= 12  # an import of torch and torchguard, and something to measure
         left -= given
@@ -179,48 +178,35 @@ time.sleep(60)
 """
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that was not waited for has, too."""
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-        except OSError:
-            return True
-        if state.split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_piece_that_goes_on_too_long_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
     running, pid = session(tmp_path), tmp_path / "pid"
     begun = time.monotonic()
     ended = running.run(Planned(CHILD.format(path=str(pid))), 2.0)
     assert time.monotonic() - begun < 8
     assert ended == "killed: time was up"
-    assert is_gone(int(pid.read_text()))
+    assert wait_until_gone(int(pid.read_text()))
     [line] = lines_of(running.results)
     assert line["piece"]["ended"] == "killed: time was up"
     assert "begun" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
-def test_a_piece_that_fails_does_not_end_the_list(tmp_path: Path) -> None:
-    running = session(tmp_path)
-    pieces: Any = [Planned("raise SystemExit(5)"), Planned("print('after it')", name="kernels")]
-    summary = work_through(running, pieces, go_on=False)
-    assert summary == [
+def test_a_piece_that_fails_does_not_end_the_list_and_one_that_dies_is_begun_again(
+    tmp_path: Path,
+) -> None:
+    running, marks = session(tmp_path), tmp_path / "marks"
+    dies = f"import os; open({str(marks)!r}, 'a').write('x'); os.kill(os.getpid(), 11)"
+    pieces: Any = [
+        Planned("raise SystemExit(5)"),
+        Planned(dies, name="resize"),
+        Planned("print('after it')", name="kernels"),
+    ]
+    assert work_through(running, pieces, go_on=False) == [
         "c padding: failed with 5",
+        "c resize: failed with -11",
         "c kernels: stopped by itself: its time was up",  # it wrote no end
     ]
-    assert "after it" in (tmp_path / "log.txt").read_text(encoding="utf-8")
-
-
-def test_a_piece_that_dies_of_a_signal_is_begun_again(tmp_path: Path) -> None:
-    running, marks = session(tmp_path), tmp_path / "marks"
-    program = f"import os; open({str(marks)!r}, 'a').write('x'); os.kill(os.getpid(), 11)"
-    pieces: Any = [Planned(program)]
-    assert work_through(running, pieces, go_on=False) == ["c padding: failed with -11"]
     assert marks.read_text() == "x" * CRASHES
+    assert "after it" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -243,17 +229,13 @@ def test_what_no_time_is_left_for_is_said(tmp_path: Path) -> None:
 
 def test_a_command_that_is_told_to_stop_ends_what_it_runs(tmp_path: Path) -> None:
     line = ["-m", "benchmarks", "gpu", "--rehearse", "--only", "resize", "--out", str(tmp_path)]
-    with subprocess.Popen(
-        [sys.executable, *line], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as running:
+    line = [sys.executable, *line]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
-        for printed in running.stdout:
-            if "would run on a GPU" in printed:
-                break
+        next(printed for printed in running.stdout if "would run on a GPU" in printed)
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
         for _ in range(100):
-            started = children.read_text(encoding="utf-8").split()
-            if started:
+            if started := children.read_text(encoding="utf-8").split():
                 break
             time.sleep(0.05)
         running.send_signal(signal.SIGTERM)
@@ -261,7 +243,7 @@ def test_a_command_that_is_told_to_stop_ends_what_it_runs(tmp_path: Path) -> Non
         running.wait(20)
     assert "stopped by SIGTERM" in rest
     assert started
-    assert all(is_gone(int(pid)) for pid in started)
+    assert all(wait_until_gone(int(pid)) for pid in started)
 
 
 def test_the_command_imports_no_torch_and_gives_its_children_the_checkout() -> None:
@@ -277,33 +259,9 @@ def test_the_command_imports_no_torch_and_gives_its_children_the_checkout() -> N
     assert output_of(program, fresh=True) == f"{ROOT / 'src'} abc\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "one of the arguments --out --continue is required"),
-        (["--out", "{empty}", "--minutes", "0"], "--minutes 0: expected more than 0"),
-        (["--out", "{empty}", "--only", "z"], "'z' is neither a part"),
-        (["--continue", "{empty}"], "there is no results.jsonl to go on with"),
-        (["--out", "{full}"], "results.jsonl is there already; --continue"),
-    ],
-)
-def test_bad_usage_ends_with_2(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folders = {"empty": tmp_path / "empty", "full": tmp_path / "full"}
-    for folder in folders.values():
-        folder.mkdir()
-    (folders["full"] / "results.jsonl").touch()
-    with pytest.raises(SystemExit) as ended:
-        main(["gpu", *(each.format_map(folders) for each in arguments)])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_finished_piece_is_left_out_when_the_command_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    [padding] = [piece for piece in PIECES if piece.name == "padding"]
-    [kernels] = [piece for piece in PIECES if piece.name == "kernels"]
+    kernels, padding = pieces_of("kernels,padding", None)
     assert not finished(path, padding)
     Stream(path, HEAD).end({})
     assert finished(path, padding)
@@ -356,8 +314,8 @@ def test_what_the_command_finds_on_a_gpu_becomes_records_and_pages(
             found.replace('"cpu"', '"cuda"').replace('"quick": true', '"quick": false')
         )
         if "head" in line:
-            hardware = {"gpu": "NVIDIA H100", "driver": "580.1", "cpu": "a CPU"}
-            line["head"]["hardware"] = {"cores": 1} | hardware
+            hardware = {"gpu": "NVIDIA H100", "driver": "580.1", "cpu": "a CPU", "cores": 1}
+            line["head"] |= {"hardware": hardware, "gpu_at_start": {"clocks.sm": "1980 MHz"}}
         if line.get("ended") and "kernels" in line["run"]:
             continue  # this one was killed
         lines.append(json.dumps(line))
@@ -367,7 +325,8 @@ def test_what_the_command_finds_on_a_gpu_becomes_records_and_pages(
     assert names == {"cuda_tests-cuda.json", "kernels-cuda.json", "padding-cuda.json"}
     assert report.main(tmp_path / "records", tmp_path) == 0
     page = (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert page.count("NVIDIA H100 (CUDA None, driver 580.1)") == len(names)
+    machine = "on NVIDIA H100 (CUDA None, driver 580.1, SMs at 1980 MHz) and 1 cores of an a CPU"
+    assert page.count(machine) == len(names)
     assert page.count("Time was up before all of it was measured") == 1
 
 

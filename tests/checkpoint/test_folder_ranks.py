@@ -128,7 +128,7 @@ print(json.dumps([[killed("ours", victim), killed("bare", victim, 8)] for victim
 
 def test_a_kill_at_each_change_of_the_disk(tmp_path: Path) -> None:
     """Bare DCP, killed in the same way, leaves folders that do not load or hold a mix."""
-    found = run_ranks(KILLED, tmp_path)[0]
+    found: Any = run_ranks(KILLED, tmp_path)[0]
     for (ours, bare), least in zip(found, (15, 3), strict=True):
         assert len(ours) > least
         assert set(ours) <= {1.0, 2.0}

@@ -83,13 +83,14 @@ def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                     self.optimizer.zero_grad()
 
     ends = []
+    rows: Any = torch.ones(8, 3)
     for failing in (None, 0):
         module = Module(failing)
         trainer = lightning.Trainer(
             max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
         )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4))
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
         ends.append((everything(module.net, module.optimizer), module.step.stats().commits))
     assert ends[0] == ends[1]
     assert ends[1][1] == 2

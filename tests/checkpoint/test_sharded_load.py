@@ -252,11 +252,10 @@ print(json.dumps(result))
 )
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Three: the first, the last, and parts of unequal size."""
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("sharded")
-    return run_ranks(PROGRAM, folder, 3), folder
+    return run_ranks(PROGRAM, folder, request.param), folder
 
 
 @pytest.mark.parametrize("case", ["whole", "foreign", "cast", "partial", "extra"])
@@ -351,14 +350,15 @@ def test_checkpoints_below_a_folder_are_compared_with_their_manifests(ranks: Any
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("source", ["link", "foreign"])
-def test_each_flipped_bit_is_seen(ranks: Any, tmp_path: Path, source: str) -> None:
+def test_each_of_a_hundred_flipped_bits_is_seen(ranks: Any, tmp_path: Path, source: str) -> None:
     """With a manifest and without; bare DCP loads every one of them."""
     folder = tmp_path / "flipped"
     shutil.copytree(ranks[1] / source, folder)
     shard = folder / "__0_0.distcp"
     whole = shard.read_bytes()
     place = whole.find(torch.full((3,), 1.0).numpy().tobytes())
-    for bit in range(0, 96, 4):  # of three numbers
+    for number in range(100):
+        bit = 96 * number // 100
         data = bytearray(whole)
         data[place + bit // 8] ^= 1 << bit % 8
         shard.write_bytes(data)

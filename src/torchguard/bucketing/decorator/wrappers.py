@@ -332,26 +332,21 @@ def _parts(
     return module, options, given, Caller(own.forward, compilers, spec, name)
 
 
-_classes: dict[type, type[Any]] = {}
-
-
-def _class_around(own: type[Any]) -> type[Any]:
-    found = _classes.get(own)
-    if found is None:
-        names = {
-            # Slots win over the __dict__ that is shared: what module.compile() has put there
-            # would be called instead of us.
-            "__slots__": ("_bucketed", "_compiled_call_impl"),
-            "__module__": own.__module__,
-            "__qualname__": own.__qualname__,
-            "__doc__": own.__doc__,
-            "forward": _forward_like(own.forward),
-            # Over what verified() has put into the __dict__, too.
-            "stats": property(lambda self: functools.partial(BucketedModule.stats, self)),
-        }
-        metaclass: Any = type(own)
-        found = _classes[own] = metaclass(own.__name__, (BucketedModule, own), names)
-    return found
+@functools.cache
+def _class_around(own: type[Any]) -> Any:
+    names = {
+        # Slots win over the __dict__ that is shared: what module.compile() has put there would be
+        # called instead of us.
+        "__slots__": ("_bucketed", "_compiled_call_impl"),
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+        "forward": _forward_like(own.forward),
+        # Over what verified() has put into the __dict__, too.
+        "stats": property(lambda self: functools.partial(BucketedModule.stats, self)),
+    }
+    metaclass: Any = type(own)
+    return metaclass(own.__name__, (BucketedModule, own), names)
 
 
 def _forward_like(forward: Any) -> Any:

@@ -188,7 +188,7 @@ class FirstDifference(TorchDispatchMode):
             return
         for expected, got in zip(before, made, strict=False):
             real = [Outcome(outputs=[each]) for each in self._real(expected, got)]
-            if real and not judge(*real, PADDING).equal:
+            if real and not judge(real[0], real[1], PADDING).equal:
                 self._found.setdefault(expected.is_floating_point(), _place(name))
 
     def _real(self, expected: torch.Tensor, got: torch.Tensor) -> list[torch.Tensor]:

@@ -59,7 +59,7 @@ class Spec:
         by_kind, required = _parameters(function)
         positional = [*by_kind["POSITIONAL_ONLY"], *by_kind["POSITIONAL_OR_KEYWORD"]][bound:]
         args, kwargs = (next(iter(by_kind[f"VAR_{k}"]), None) for k in ("POSITIONAL", "KEYWORD"))
-        dims = options["dims"]
+        dims: Any = options["dims"]
         if isinstance(dims, Mapping):
             dims = dict(dims)
         elif len(dims) > len(positional) and args is None:

@@ -100,8 +100,9 @@ def warm_up(
             "will run out of memory, too: leave them out of buckets=, or make the batch smaller"
         )
     graphs = [each for b in caller.buckets.values() for each in b.graphs.values()]
-    took = [each.seconds for each in graphs if each.warmed_for]
-    return WarmupReport(tuple(spec.ladders), seconds, sum(took) / max(len(took), 1), left_out)
+    warmed = [each.seconds for each in graphs if each.warmed_for]
+    mean = sum(warmed) / max(len(warmed), 1)
+    return WarmupReport(tuple(spec.ladders), seconds, mean, left_out)
 
 
 def _warm_up_one(

@@ -296,7 +296,8 @@ def module_around(given: torch.nn.Module, options: MaskingOptions) -> BucketedMo
     parts = _parts(given, options)
     module = parts[0]
     # Not by its constructor, which would make parameters of its own.
-    made: BucketedModule = object.__new__(_class_around(type(module)))
+    own: Any = type(module)
+    made: BucketedModule = object.__new__(_class_around(own))
     object.__setattr__(made, "__dict__", module.__dict__)
     object.__setattr__(made, "_bucketed", parts)
     object.__setattr__(made, "_compiled_call_impl", None)

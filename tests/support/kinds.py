@@ -92,9 +92,6 @@ class Kind:
     scope: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     """Where operations on it are allowed."""
 
-    plain: bool = True
-    """Whether every operation means the same as on any other strided tensor."""
-
 
 def locked(values: list[float] | torch.Tensor) -> torch.Tensor:
     """Make a tensor of these values on memory of numpy's."""
@@ -152,6 +149,39 @@ def _fake() -> torch.Tensor:
         return torch.empty(2, 3)
 
 
+LOCKED_MAKERS: dict[str, Callable[[], torch.Tensor]] = {
+    "numpy": lambda: locked([1.0, 2.0, 3.0, 4.0]),
+    "numpy view": lambda: torch.from_numpy(np.arange(12.0).reshape(3, 4))[1:, ::2],
+    "empty numpy": lambda: empty_locked(torch.float32),
+    "0-d numpy": lambda: torch.from_numpy(np.array(5.0)),
+    "frombuffer": lambda: torch.frombuffer(bytearray(range(24)), dtype=torch.int16),
+    "dlpack": _dlpack,
+    "private file mapping": lambda: _file(shared=False),
+    "shared file mapping": lambda: _file(shared=True),
+    "injected storage": _injected,
+    "numpy Parameter": lambda: torch.nn.Parameter(locked([1.0, 2.0])),
+    "numpy subclass": lambda: locked([1.0, 2.0]).as_subclass(Watching),
+    "numpy conj view": lambda: torch.from_numpy(np.array([1 + 2j, 3 - 1j])).conj(),
+}
+SHARED_MAKERS: dict[str, Callable[[], torch.Tensor]] = {
+    "shared memory": lambda: plain().share_memory_(),
+    "view in shared memory": lambda: torch.arange(12.0).share_memory_()[4:8],
+}
+OF_PARTS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse COO": lambda: plain().to_sparse(),
+    "sparse CSR": lambda: plain().to_sparse_csr(),
+    "sparse CSC": lambda: plain().to_sparse_csc(),
+    "sparse BSR, a batch": lambda: torch.stack([plain(), plain()]).to_sparse_bsr((1, 1)),
+    "nested strided": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
+    "nested jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.zeros(3)], layout=torch.jagged
+    ),
+}
+LOCKED = tuple(
+    Kind(name, make, can_grow=False, scope=torch.no_grad if "Parameter" in name else nullcontext)
+    for name, make in LOCKED_MAKERS.items()
+)
+SHARED = tuple(Kind(name, make, can_grow=False, kills=True) for name, make in SHARED_MAKERS.items())
 STRIDED = (
     Kind("plain", plain),
     Kind("0-d", lambda: torch.tensor(3.0)),
@@ -176,80 +206,20 @@ STRIDED = (
     Kind("inference", _inference, scope=torch.inference_mode),
     Kind("meta", lambda: torch.empty(2, 3, device="meta")),
     Kind("subclass", lambda: plain().as_subclass(Watching)),
-    Kind("numpy", lambda: locked([1.0, 2.0, 3.0, 4.0]), can_grow=False),
-    Kind(
-        "numpy view",
-        lambda: torch.from_numpy(np.arange(12.0).reshape(3, 4))[1:, ::2],
-        can_grow=False,
-    ),
-    Kind("empty numpy", lambda: empty_locked(torch.float32), can_grow=False),
-    Kind("0-d numpy", lambda: torch.from_numpy(np.array(5.0)), can_grow=False),
-    Kind(
-        "frombuffer",
-        lambda: torch.frombuffer(bytearray(range(24)), dtype=torch.int16),
-        can_grow=False,
-    ),
-    Kind("dlpack", _dlpack, can_grow=False),
-    Kind("private file mapping", lambda: _file(shared=False), can_grow=False),
-    Kind("shared file mapping", lambda: _file(shared=True), can_grow=False),
-    Kind("injected storage", _injected, can_grow=False),
-    Kind(
-        "numpy Parameter",
-        lambda: torch.nn.Parameter(locked([1.0, 2.0])),
-        can_grow=False,
-        scope=torch.no_grad,
-    ),
-    Kind("numpy subclass", lambda: locked([1.0, 2.0]).as_subclass(Watching), can_grow=False),
-    Kind(
-        "numpy conj view",
-        lambda: torch.from_numpy(np.array([1 + 2j, 3 - 1j])).conj(),
-        can_grow=False,
-    ),
-    Kind("shared memory", lambda: plain().share_memory_(), can_grow=False, kills=True),
-    Kind(
-        "view in shared memory",
-        lambda: torch.arange(12.0).share_memory_()[4:8],
-        can_grow=False,
-        kills=True,
-    ),
+    *LOCKED,
+    *SHARED,
 )
 SPECIAL = (
-    Kind(
-        "quantized per tensor",
-        lambda: torch.quantize_per_tensor(plain(), 0.5, 1, torch.qint8),
-        plain=False,
-    ),
-    Kind("quantized per channel", _per_channel, plain=False),
-    Kind("inference outside", _inference, plain=False),
-    Kind("non-leaf with grad", _non_leaf, plain=False),
-    Kind("leaf with grad", lambda: torch.nn.Parameter(plain()), plain=False),
-    Kind("fake", _fake, plain=False, scope=lambda: _fake_mode),
-    Kind("wrapper", lambda: Wrapper(plain()), plain=False),
-    Kind("sparse COO", lambda: plain().to_sparse(), has_metadata=False, plain=False),
-    Kind("sparse CSR", lambda: plain().to_sparse_csr(), has_metadata=False, plain=False),
-    Kind("sparse CSC", lambda: plain().to_sparse_csc(), has_metadata=False, plain=False),
-    Kind(
-        "sparse BSR, a batch",
-        lambda: torch.stack([plain(), plain()]).to_sparse_bsr((1, 1)),
-        has_metadata=False,
-        plain=False,
-    ),
-    Kind(
-        "nested strided",
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
-        has_metadata=False,
-        plain=False,
-    ),
-    Kind(
-        "nested jagged",
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
-        has_metadata=False,
-        plain=False,
-    ),
+    Kind("quantized per tensor", lambda: torch.quantize_per_tensor(plain(), 0.5, 1, torch.qint8)),
+    Kind("quantized per channel", _per_channel),
+    Kind("inference outside", _inference),
+    Kind("non-leaf with grad", _non_leaf),
+    Kind("leaf with grad", lambda: torch.nn.Parameter(plain())),
+    Kind("fake", _fake, scope=lambda: _fake_mode),
+    Kind("wrapper", lambda: Wrapper(plain())),
+    *(Kind(name, make, has_metadata=False) for name, make in OF_PARTS.items()),
 )
 ALL = (*STRIDED, *SPECIAL)
-LOCKED = tuple(kind for kind in STRIDED if not kind.can_grow and not kind.kills)
-SHARED = tuple(kind for kind in STRIDED if kind.kills)
 COMPRESSED_KINDS = tuple(kind for kind in SPECIAL if kind.make().layout in COMPRESSED)
 
 

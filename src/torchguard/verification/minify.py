@@ -268,7 +268,7 @@ def _leave_out_unread(graph: fx.GraphModule) -> None:
 
 def _replacement(node: fx.Node) -> fx.Node | None:
     """Return the first that a statement reads and that looks like its result."""
-    result = node.meta.get("example_value")
+    result: Any = node.meta.get("example_value")
     for read in filter(_has_tensor, node.all_input_nodes if _has_tensor(node) else ()):
         value = read.meta["example_value"]
         if (value.shape, value.dtype) == (result.shape, result.dtype):

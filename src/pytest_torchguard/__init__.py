@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torchguard  # noqa: PLC0415  only a session that asks for it pays for torch
 
-    names = filter(None, map(str.strip, asked.split(",")))
+    names = [name for name in (part.strip() for part in asked.split(",")) if name]
     try:
         installation = torchguard.install(*names)
     except ValueError as error:

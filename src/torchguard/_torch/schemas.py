@@ -225,8 +225,10 @@ def _parse(parameters: str, *, annotated: bool = False) -> inspect.Signature | N
 
 def _signature(tree: ast.FunctionDef, *, annotated: bool) -> inspect.Signature:
     given, kind, empty = tree.args, inspect.Parameter, inspect.Parameter.empty
-    positional = [(each, kind.POSITIONAL_ONLY) for each in given.posonlyargs]
-    positional += [(each, kind.POSITIONAL_OR_KEYWORD) for each in given.args]
+    positional: list[tuple[ast.arg, Any]] = [
+        *((each, kind.POSITIONAL_ONLY) for each in given.posonlyargs),
+        *((each, kind.POSITIONAL_OR_KEYWORD) for each in given.args),
+    ]
     missing: list[ast.expr | None] = [None] * (len(positional) - len(given.defaults))
     by_name = [(each, kind.KEYWORD_ONLY) for each in given.kwonlyargs]
     rows = [

@@ -170,7 +170,7 @@ def test_a_closure_makes_the_gradient_inside_of_step() -> None:
     for guard in ("resize", "optimizer"):  # torch alone gets it wrong
         parameter = nn.Parameter(torch.zeros(SHAPE))
         optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-        with torchguard.install(guard):  # type: ignore[arg-type]
+        with torchguard.install(guard):
             optimizer.step(closure)
         assert torch.equal(parameter, -numbers(0)) is (guard == "optimizer")
 

@@ -69,7 +69,7 @@ MAKERS: dict[str, tuple[Any, ...]] = {
 FAILING: dict[str, Failing] = {
     "sort, the second fails": (lambda *outs: torch.sort(MATRIX, out=outs), (growable, stuck_long)),
     "sort, a list of outputs": (
-        lambda *outs: torch.sort(MATRIX, out=list(outs)),  # type: ignore[call-overload]
+        lambda *outs: torch.sort(MATRIX, out=list(outs)),
         (stuck, stuck_long),
     ),
     "sort with a wrong index dtype": (

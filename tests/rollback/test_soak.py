@@ -39,7 +39,7 @@ def fail() -> None:
         lambda: tensor.resize_(HUGE),
         lambda: stuck.resize_(HUGE),
         lambda: shared.resize_(10**6),
-        lambda: tensor.set_(stuck.untyped_storage(), 0, (HUGE,), (1,)),  # type: ignore[call-overload]
+        lambda: tensor.set_(stuck.untyped_storage(), 0, (HUGE,), (1,)),
         lambda: torch.add(torch.ones(10**6), 1, out=stuck),
         lambda: tensor.index_fill_(0, torch.tensor([0, 512]), 9.0),
     )

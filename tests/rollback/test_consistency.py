@@ -72,6 +72,13 @@ def test_every_kind_whose_storage_shrank_is_found_and_repaired(kind: Kind) -> No
         assert tensor.shape == (0,)
 
 
+def test_the_offset_of_a_lazy_view_counts_in_inference_mode() -> None:
+    """There torch's operator for the offset answers with that of a resolved copy, 0."""
+    view = shrunk(torch.ones(4, dtype=torch.complex64)[2:].conj(), 24)
+    with torch.inference_mode():
+        assert not is_consistent(view)
+
+
 @pytest.mark.parametrize(
     ("make", "said", "repaired"),
     [

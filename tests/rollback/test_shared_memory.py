@@ -167,7 +167,7 @@ def _shown(tensor: torch.Tensor) -> list[Any]:
     return [type(tensor), tuple(tensor.shape), tensor.stride(), elements, version]
 
 
-@pytest.mark.parametrize("mode", ["grad", "no_grad"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_fits_is_what_bare_torch_makes_of_it(kind: str, mode: str) -> None:
     def outcome(call: Callable[[torch.Tensor], Any], scope: str | None) -> list[Any]:

@@ -348,6 +348,11 @@ def read_stride_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
         return tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]  # symbolic
     with without_dispatch_modes(tensor):
         stride = tuple(torch.ops.aten.stride.default(tensor))
+        # Without autograd's keys, as in inference mode, the operator resolves a lazy conjugation
+        # or negation first, and gives the offset of that copy.
+        # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/ConjugateFallback.cpp
+        if tensor.is_conj() or tensor.is_neg():
+            return stride, tensor.storage_offset()
         return stride, torch.ops.aten.storage_offset.default(tensor)
 
 

@@ -20,12 +20,12 @@ __all__: list[str] = []
 
 _OPTION = "--torchguard"
 _OVERLAP = "--torchguard-overlap"
-_NAME = "torchguard"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--torchguard`` and ``--torchguard-overlap``."""
-    parser.getgroup("torchguard").addoption(
+    group = parser.getgroup("torchguard")
+    group.addoption(
         _OPTION,
         nargs="?",
         const="resize",
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "as --torchguard=resize,out), and fail a test that leaves a tensor behind whose shape "
         "needs more memory than its storage has",
     )
-    parser.getgroup("torchguard").addoption(
+    group.addoption(
         _OVERLAP,
         action="store_true",
         help="install the guard overlap as well, and fail a test in which an operation reads "
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if Path(asked.partition("::")[0]).exists():  # `pytest --torchguard tests`
             hint = f"; it took {asked!r} for the guards, so write {_OPTION}=resize {asked}"
         raise pytest.UsageError(f"{_OPTION}: {error}{hint}") from None
-    config.pluginmanager.register(_Session(installation), _NAME + "-session")
+    config.pluginmanager.register(_Session(installation), "torchguard-session")
 
 
 class _Session:

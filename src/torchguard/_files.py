@@ -58,19 +58,14 @@ def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = Tru
     """Call ``write`` with the path of a temporary file, then put that file at ``path``.
 
     A symbolic link is followed to the file it means. Permissions and, where this process may
-    set it, the owner are those of the file that is replaced. Whatever ``write`` raises, the
-    temporary file is removed, ``path`` is untouched and the exception goes on. Temporary files
-    of processes that were killed are removed.
-
-    Args:
-        path: where the file belongs; :func:`is_replaceable` has to hold for it.
-        write: writes the file whose path it is given. The name has the stem of ``path``,
-            because torch writes that into the file.
-        fsync: wait until contents and name are on the disk.
+    set it, the owner are those of the file that is replaced. Whatever ``write`` raises, ``path``
+    is untouched. Temporary files of processes that were killed are removed.
     """
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
-    old = _stat_or_none(target)
+    old: os.stat_result | None = None
+    with contextlib.suppress(FileNotFoundError):
+        old = os.stat(target)
     # Only this part of the name reaches the file: caffe2/serialize/inline_container.cc
     # calls the folder inside the archive by the file's name without its last extension.
     stem = os.path.basename(path).rpartition(".")[0] or os.path.basename(path)
@@ -119,12 +114,9 @@ def write_text(path: str | os.PathLike[str], text: str, *, fsync: bool = True) -
 
 
 def remove_abandoned(folder: str, stem: str) -> None:
-    """Remove the temporary files of ``stem`` whose process is dead.
-
-    A living writer holds a lock on its temporary file, which the kernel releases with the
-    process: that holds across containers with process numbers of their own as well. What merely
-    has such a name, a folder or a link, stays.
-    """
+    """Remove the temporary files of ``stem`` whose process is dead."""
+    # A living writer holds a lock on its file, which the kernel releases with the process. What
+    # merely has such a name, a folder or a link, stays.
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         if is_temporary_name(name, stem):
@@ -137,12 +129,7 @@ def remove_abandoned(folder: str, stem: str) -> None:
 
 @contextlib.contextmanager
 def locked_file(path: str) -> Iterator[None]:
-    """Hold the lock on a temporary file or folder.
-
-    Raises:
-        BlockingIOError: its writer is alive.
-        OSError: it can't be opened, or the file system has no locks.
-    """
+    """Hold the lock on a temporary file or folder; raise an OSError if its writer is alive."""
     if fcntl is None:
         raise OSError(errno.ENOTSUP, "no locks of this kind", path)
     with opened(path, os.O_RDONLY) as descriptor:
@@ -174,14 +161,13 @@ def is_temporary_name(name: str, stem: str = "") -> bool:
 
 def try_lock(descriptor: int) -> bool:
     """Take the lock that says that the writer is alive; False if another one holds it."""
-    if fcntl is None:
-        return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks: no process can take one, so none removes it
-        return True
+        pass
     return True
 
 
@@ -217,13 +203,6 @@ def _set_owner_and_mode(descriptor: int, old: os.stat_result) -> None:
             os.fchown(descriptor, old.st_uid, old.st_gid)
     if new.st_mode != old.st_mode:
         os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
-
-
-def _stat_or_none(path: str) -> os.stat_result | None:
-    try:
-        return os.stat(path)
-    except FileNotFoundError:
-        return None
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Containers of tensors as a list of leaves and a treedef, and back.
 
 What :mod:`torch.utils._pytree` does, for more kinds of node without registering them: every
-mapping (transformers' ``BatchEncoding``, ``ModelOutput``), every dataclass, every named tuple. A
-container is rebuilt from a copy of itself, so that what it holds besides its items stays.
+mapping, every dataclass, every named tuple. A container is rebuilt from a copy of itself, so that
+what it holds besides its items stays.
 
 And which modules and tensors a function can reach: by arguments, closure, globals, ``self``.
 """
@@ -150,11 +150,7 @@ def replace(tree: Any, new: Mapping[KeyPath, Any]) -> Any:
 
 
 def child_of(node: Any, key: Any) -> Any:
-    """Return a part of a container, or ``node[key]`` of an object that is none of those known.
-
-    Raises:
-        KeyError, IndexError, TypeError: there is none.
-    """
+    """Return a part of a container, or ``node[key]`` of an object that is none of those known."""
     inside = children(node)
     return node[key] if inside is None else dict(inside)[key]
 
@@ -186,16 +182,12 @@ def keystr(name: str, path: KeyPath, tree: Any = None) -> str:
 
 
 def reachable_modules(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
-    """Return the modules a function can reach, without what is inside them.
-
-    Arguments, what it is bound to, its closure, the globals it names, functions beside it, and
-    what is inside these: a model in a list, or an attribute of the object a method belongs to.
-    """
+    """Return the modules a function can reach, without what is inside them."""
     return [each for each in reachable(function, arguments) if isinstance(each, torch.nn.Module)]
 
 
 def reachable_tensors(function: Any, arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors a function can reach, as :func:`reachable_modules` the modules."""
+    """Return the tensors a function can reach, without those inside modules."""
     return [each for each in reachable(function, arguments) if isinstance(each, torch.Tensor)]
 
 
@@ -205,7 +197,11 @@ _MOST = 1000
 
 
 def reachable(function: Any, arguments: Iterable[Any]) -> list[Any]:
-    """Return what a function can reach, each object once, without what is inside modules."""
+    """Return what a function can reach, each object once, without what is inside modules.
+
+    Arguments, what it is bound to, its closure, the globals it names, functions beside it, and
+    what is inside these: a model in a list, or an attribute of the object a method belongs to.
+    """
     found: dict[int, Any] = {}
     # An object is opened where a function or a container holds it, not inside another object.
     waiting = deque((each, True) for each in (function, *arguments))
@@ -239,16 +235,11 @@ def _around(function: Any) -> list[Any]:
         with contextlib.suppress(ValueError):  # a cell that is still empty
             found.append(cell.cell_contents)
     owners = function.__globals__
-    if not is_torchs(function):
+    if str(owners.get("__name__")).partition(".")[0] != "torch":
         values = (owners.get(name) for name in names_in(function.__code__))
         # Of functions those beside it: a library's lead to all that the library has.
         found += [v for v in values if getattr(v, "__globals__", owners) is owners]
     return found
-
-
-def is_torchs(function: FunctionType) -> bool:
-    """Whether a function is defined in torch."""
-    return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from collections.abc import Callable
@@ -13,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from support.bucketed import LADDER, Counting, Net, double, same, wrap
-from torchguard import Buckets, bucketed, no_recompile
+from support.bucketed import LADDER, Counting, Net, double, wrap
+from torchguard import Buckets, no_recompile
 
 EAGER: Any = {"backend": "eager"}
 
@@ -209,30 +208,6 @@ class TestStatistics:
         with no_recompile():
             for length in range(1, 17):
                 wrapped(torch.ones(length, 3)).sum().backward()
-
-    @pytest.mark.parametrize("how", ["attribute", "partial", "list"])
-    def test_warmup_leaves_buffers_wherever_the_module_is(self, how: str) -> None:
-        norm = nn.BatchNorm1d(3)
-
-        class Trainer:
-            def __init__(self) -> None:
-                self.model = norm
-
-            @bucketed(dims={"x": {0: "b"}}, buckets=LADDER, compile=EAGER)
-            def loss(self, x: torch.Tensor) -> Any:
-                return self.model(x)
-
-        models = [norm]
-        function: Any = {
-            "partial": functools.partial(lambda m, x: 1 * m(x), norm),
-            "list": lambda x: 1 * models[0](x),
-        }.get(how)
-        options: Any = {"dims": {"x": {0: "b"}}, "compile": EAGER}
-        wrapped = Trainer().loss if how == "attribute" else wrap(function, **options)
-        before = {name: value.clone() for name, value in norm.state_dict().items()}
-        with pytest.warns(UserWarning, match="native_batch_norm.*a call with such padding will"):
-            wrapped.warmup(x=torch.randn(3, 3))
-        same(dict(norm.state_dict()), before)
 
     def test_auto_starts_coarse_fits_once_and_freezes(
         self, backend: Counting, tmp_path: Path

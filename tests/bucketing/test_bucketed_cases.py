@@ -162,52 +162,6 @@ def test_a_part_of_a_model_in_front_of_packed_sequences() -> None:
     assert other.tagger.stats().graphs == 2
 
 
-class Speech(nn.Module):
-    """Frames (B, S, D) to characters (B, U): halves time, then CTC."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(6, 12, 3, stride=2, padding=1)
-        self.head = nn.Linear(12, 10)
-
-    def forward(
-        self,
-        frames: torch.Tensor,
-        text: torch.Tensor,
-        frame_counts: torch.Tensor,
-        text_counts: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = torch.relu(self.conv(frames.transpose(1, 2))).transpose(1, 2)
-        scores = self.head(hidden).log_softmax(-1)  # (B, (S + 1) // 2, 10)
-        counts = (frame_counts + 1) // 2
-        loss = functional.ctc_loss(
-            scores.transpose(0, 1), text, counts, text_counts, reduction="sum"
-        )
-        return loss, scores
-
-
-def test_a_speech_model_with_two_dims_and_a_ctc_loss() -> None:
-    model = Speech()
-    wrapped = wrap(
-        model,
-        dims={"frames": {1: "s"}, "text": {1: "u"}},
-        buckets={"s": [24, 48], "u": [6]},
-        # The convolution reads zeros behind the end; text has to be a valid character.
-        fill={"frames": 0, "text": 1},
-        outputs=(None, {1: lambda s: (s + 1) // 2}),  # torch can't run ctc_loss without data
-        compile=AOT,
-    )
-    for frames, text in ((20, 5), (33, 6)):
-        given = (
-            torch.randn(2, frames, 6),
-            torch.randint(1, 10, (2, text)),
-            torch.tensor([frames, frames - 3]),
-            torch.tensor([text, text - 1]),
-        )
-        assert wrapped(*given)[1].shape == (2, (frames + 1) // 2, 10)
-        same_values_and_gradients(model, wrapped, *given)
-
-
 def test_flex_attention() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
 

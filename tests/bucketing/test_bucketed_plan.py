@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,10 @@ def test_several_writers_leave_one_whole_file(path: Path) -> None:
         for _ in range(15):
             wrapped.save_plan(path)
 
-    writers = [threading.Thread(target=write, args=(number,)) for number in (2, 3, 4)]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        planned(path)
+    with ThreadPoolExecutor(3) as pool:
+        writers = [pool.submit(write, number) for number in (2, 3, 4)]
+        while not all(writer.done() for writer in writers):
+            planned(path)
     assert [each.name for each in path.parent.iterdir()] == ["plan.json"]
 
 

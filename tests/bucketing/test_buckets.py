@@ -58,63 +58,6 @@ def test_fit_equals_the_plain_reference(seen: dict[int, int], count: int, cost: 
     assert padded(buckets, seen, COSTS[cost]) == reference(seen, count, COSTS[cost])
 
 
-@given(
-    st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1, max_size=5),
-    st.integers(1, 4),
-    st.lists(st.integers(1, 30), min_size=20, max_size=20),
-    st.sampled_from([1, 2, 3]),
-)
-def test_a_cost_that_falls_somewhere_still_gets_the_optimum_over_all_aligned_sizes(
-    seen: dict[int, int], count: int, table: list[int], step: int
-) -> None:
-    def cost(size: int) -> float:
-        return table[size]
-
-    top = -(-max(seen) // step) * step
-    choices = range(step, top, step)
-    ladders = [
-        [*chosen, top]
-        for number in range(count)
-        for chosen in itertools.combinations(choices, number)
-    ]
-    buckets = Buckets.fit(seen, count, cost=cost, multiple_of=step)
-    best = min(padded(ladder, seen, cost) for ladder in ladders)
-    assert padded(buckets, seen, cost) == best
-
-
-@given(
-    st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1, max_size=5),
-    st.integers(0, 40),
-    st.sets(st.integers(1, 16), max_size=3),
-    st.sampled_from([1, 2, 3]),
-    st.booleans(),
-)
-def test_compile_cost_finds_the_least_sum_of_running_and_compiling(
-    seen: dict[int, int], compile_cost: int, free: set[int], step: int, declared: bool
-) -> None:
-    maximum = 14 if declared else None
-    top = maximum or -(-max(seen) // step) * step
-    reach = maximum or max(seen)
-
-    def total(ladder: list[int]) -> float:
-        compiled = sum(bucket not in free for bucket in ladder)
-        return padded(ladder, seen, COSTS["linear"]) * 2 + compile_cost * compiled
-
-    usable = {size for size in free if maximum is None or size <= maximum}
-    choices = sorted({*range(step, top, step), top, *usable})
-    best = min(
-        total(list(ladder))
-        for number in range(1, len(seen) + 2)
-        for ladder in itertools.combinations(choices, number)
-        if ladder[-1] >= reach
-    )
-    buckets = Buckets.fit(
-        seen, None, compile_cost=compile_cost, step_cost=2, already_compiled=free,
-        multiple_of=step, maximum=maximum, prior=0,
-    )  # fmt: skip
-    assert total(list(buckets)) == best
-
-
 @given(observations, st.integers(1, 8), st.integers(1, 70), st.sampled_from([None, 1000]))
 def test_buckets_are_aligned_and_reach_the_largest_size_or_the_maximum(
     seen: dict[int, int], count: int, step: int, maximum: int | None
@@ -197,20 +140,6 @@ def test_batch_maxima_equal_the_average_over_all_batches(batch: int) -> None:
         assert buckets.waste([*sizes], batch_size=batch) == pytest.approx(buckets.waste(expected))
 
 
-def test_planning_on_single_sequences_wastes_more_than_on_batch_maxima() -> None:
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(5.5, 0.8, 40_000), 1, 4096).astype(int)
-    arriving = random.permutation(lengths[:20_000]).reshape(-1, 16).max(axis=1)
-    on_batches = Buckets.fit(lengths[20_000:], 8, maximum=4096, batch_size=16)
-    on_singles = Buckets.fit(lengths[20_000:], 8, maximum=4096)
-    assert on_singles.waste(arriving) > 1.5 * on_batches.waste(arriving)
-    # Over all orders of the data, what this one order shows.
-    expected = on_batches.waste(lengths[:20_000], batch_size=16)
-    assert on_batches.waste(arriving) == pytest.approx(expected, abs=0.01)
-    with pytest.raises(ValueError, match=r"Buckets.waste: batch_size is 3, expected at most 2"):
-        on_batches.waste([1, 2], batch_size=3)
-
-
 def test_waste_is_the_share_that_padding_adds() -> None:
     buckets = Buckets([4, 8])
     assert buckets.waste([3, 8]) == pytest.approx(12 / 11 - 1)
@@ -218,6 +147,8 @@ def test_waste_is_the_share_that_padding_adds() -> None:
     assert buckets.waste({3: 1, 8: 1}, lambda size: size + 1) == pytest.approx(14 / 13 - 1)
     with pytest.raises(ValueError, match="a size is 9, but the largest bucket is 8"):
         buckets.waste([9])
+    with pytest.raises(ValueError, match=r"Buckets.waste: batch_size is 3, expected at most 2"):
+        buckets.waste([1, 2], batch_size=3)
 
 
 def test_ladders_by_rule() -> None:

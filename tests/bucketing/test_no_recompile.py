@@ -30,16 +30,6 @@ def refused(match: str, function: Any, *given: Any) -> str:
     return str(caught.value)
 
 
-def test_names_axis_and_size_of_a_bucketed_function() -> None:
-    wrapped = wrap(double, compile=EAGER)
-    wrapped(torch.ones(3))
-    with no_recompile():
-        wrapped(torch.ones(2))
-        with pytest.raises(RecompileError, match=r"t: 5 -> 8 in x"):
-            wrapped(torch.ones(5))
-    wrapped(torch.ones(5))
-
-
 def test_names_a_batch_size_that_is_new_and_not_the_bucket() -> None:
     wrapped = wrap(double, **IN_TIME)
     wrapped(torch.ones(2, 3))

@@ -67,14 +67,6 @@ def test_every_dtype_dimension_and_side(dtype: torch.dtype, side: Any, dim: int)
     assert same(filled, one.expand(filled.shape))
 
 
-@pytest.mark.usefixtures("way")
-def test_equals_f_pad() -> None:
-    x = torch.randn(2, 3, 5)
-    assert torch.equal(pad_to_bucket(x, 1, 4, value=2.5).tensor, F.pad(x, (0, 0, 0, 1), value=2.5))
-    left = pad_to_bucket(x, -1, BUCKETS, side="left").tensor
-    assert torch.equal(left, F.pad(x, (3, 0)))
-
-
 def test_an_exact_fit_is_the_tensor_itself_and_unpad_a_view() -> None:
     x = torch.zeros(2, 8)
     assert pad_to_bucket(x, 1, BUCKETS).tensor is x

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,7 @@ import pytest
 import torch
 
 import torchguard
-from support.writers import (
-    OLD,
-    file_size_limited,
-    kill_after,
-    left,
-    names,
-    repeat,
-    same,
-    start,
-    status,
-)
+from support.writers import OLD, kill_after, left, names, repeat, same, size_limited, start, status
 from torchguard._files import temporary_name
 
 KILLS = int(os.environ.get("TORCHGUARD_KILLS", "60"))  # 500 for a release
@@ -42,28 +31,16 @@ NEW = {"weight": torch.arange(300.0) + 1, "step": 2}
 
 class TestSave:
     @pytest.mark.parametrize("zipped", [True, False])
-    @pytest.mark.parametrize(
-        "name", ["model.pt", "noext", "a.tar.pt", "m\N{LATIN SMALL LETTER U WITH DIAERESIS}.pt"]
-    )
+    @pytest.mark.parametrize("name", ["model.pt", "noext", "a.tar.pt", "m\xfc.pt"])
     def test_bytes_equal_torch_save(self, tmp_path: Path, name: str, zipped: bool) -> None:
         """The file is the one that torch.save writes under that name."""
-        module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-        shared = torch.ones(4)
-        obj: dict[str, Any] = {
-            "state": module.state_dict(),
-            "module": module,
-            "views": (shared[1:], shared[:2]),
-            "sparse": torch.eye(3).to_sparse(),
-            "other": OrderedDict(a=1, b=[None, "text"]),
-        }
         (tmp_path / "plain").mkdir()
         options: Any = {} if zipped else {"_use_new_zipfile_serialization": False}
-        torch.save(obj, tmp_path / "plain" / name, **options)
-        torchguard.save(obj, tmp_path / name, **options)
+        torch.save(OLD, tmp_path / "plain" / name, **options)
+        torchguard.save(OLD, tmp_path / name, **options)
         if zipped:  # the older format holds addresses
             assert (tmp_path / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
-        loaded = torch.load(tmp_path / name, weights_only=False)
-        assert torch.equal(loaded["state"]["0.weight"], obj["state"]["0.weight"])
+        assert same(torch.load(tmp_path / name), OLD)
         assert not left(tmp_path)
 
     def test_every_byte_at_which_writing_fails(self, tmp_path: Path) -> None:
@@ -72,27 +49,20 @@ class TestSave:
         torchguard.save(OLD, path)
         whole, lost = path.read_bytes(), 0
         for limit in range(len(whole)):
-            with file_size_limited(limit), pytest.raises((RuntimeError, OSError)):
+            with size_limited(limit), pytest.raises((RuntimeError, OSError)):
                 torchguard.save(NEW, path, fsync=False)
             assert path.read_bytes() == whole, limit
             assert not left(tmp_path), limit
         for limit in range(0, len(whole), 97):
             torch.save(OLD, plain)
             # 2.6 drops an error in the last bytes.
-            with file_size_limited(limit), contextlib.suppress(RuntimeError):
+            with size_limited(limit), contextlib.suppress(RuntimeError):
                 torch.save(NEW, plain)
             try:
                 lost += not same(torch.load(plain), OLD)
             except Exception:  # noqa: BLE001
                 lost += 1
         assert lost
-
-    def test_the_longest_name_that_a_file_can_have(self, tmp_path: Path) -> None:
-        """255 bytes: the temporary file next to it needs a name, too."""
-        path = tmp_path / f"{'m' * 252}.pt"
-        torchguard.save(OLD, path)
-        assert same(torch.load(path), OLD)
-        assert not left(tmp_path)
 
     @pytest.mark.parametrize("fsync", [True, False])
     def test_file_then_folder_are_flushed(
@@ -121,18 +91,19 @@ class TestSave:
             assert os.fstat(file.fileno()).st_nlink == 1
         assert same(torch.load(tmp_path / "output.pt"), OLD)
 
-    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])
-    def test_any_exception_leaves_the_old_file(self, tmp_path: Path, kind: type) -> None:
+    def test_any_exception_leaves_the_old_file(self, tmp_path: Path) -> None:
+        """Of the longest name, too: the temporary file next to it needs one."""
+
         class Refuses:
             def __reduce__(self) -> Any:
-                raise kind("no")
+                raise KeyboardInterrupt
 
-        path = tmp_path / "model.pt"
+        path = tmp_path / f"{'m' * 252}.pt"
         torchguard.save(OLD, path)
-        with pytest.raises(kind):
+        with pytest.raises(KeyboardInterrupt):
             torchguard.save({"weight": torch.ones(3), "bad": Refuses()}, path)
         assert same(torch.load(path), OLD)
-        assert names(tmp_path) == ["model.pt"]
+        assert names(tmp_path) == [path.name]
 
     def test_killed_at_any_moment(self, tmp_path: Path) -> None:
         """60 processes die while they save; plain torch.save beside them loses both files."""
@@ -194,8 +165,8 @@ class TestSave:
         torchguard.save(OLD, path)
         assert left(tmp_path) == ["model.torchguard-notes"]
 
-    def test_mode_link_and_umask(self, tmp_path: Path) -> None:
-        real, link = tmp_path / "real.pt", tmp_path / "link.pt"
+    def test_mode_and_umask(self, tmp_path: Path) -> None:
+        real = tmp_path / "real.pt"
         mask = os.umask(0o027)
         try:
             torchguard.save(OLD, real)
@@ -206,24 +177,19 @@ class TestSave:
             real.chmod(mode)
             torchguard.save(NEW, real)
             assert stat.S_IMODE(real.stat().st_mode) == mode
-        link.symlink_to("real.pt")
-        torchguard.save(OLD, link)
-        assert link.is_symlink()
-        assert same(torch.load(real), OLD)
 
     def test_a_link_to_another_file_system(self, tmp_path: Path) -> None:
+        """Where there is one. The path itself may not lie in /dev; where it leads may."""
         shared = Path("/dev/shm")  # noqa: S108
-        if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
-            pytest.skip("no second file system here")
-        # /dev is not looked at by the path but by where it leads, so this is a file like others.
-        real = shared / temporary_name("test")
+        real = (shared if shared.is_dir() else tmp_path) / temporary_name("test")
         link = tmp_path / "model.pt"
         link.symlink_to(real)
         try:
             torchguard.save(OLD, link)
-            with file_size_limited(100), pytest.raises((RuntimeError, OSError)):
+            with size_limited(100), pytest.raises((RuntimeError, OSError)):
                 torchguard.save(NEW, link)
             assert same(torch.load(real), OLD)
+            assert link.is_symlink()
         finally:
             real.unlink(missing_ok=True)
 

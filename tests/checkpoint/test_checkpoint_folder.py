@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import torchguard
+from support.writers import names
 from torchguard._files import temporary_name
 from torchguard.checkpoint.folder import MARK
 
@@ -20,10 +21,6 @@ from torchguard.checkpoint.folder import MARK
 def save(path: Path, step: int, keep: int = 1) -> None:
     with torchguard.checkpoint_folder(path, keep=keep) as new:
         torch.save(step, new / "a.pt")
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir())
 
 
 def test_folders_of_the_same_pattern_stay(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pickle
 import random
 import struct
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,11 @@ import pytest
 import torch
 
 import torchguard
-from support.writers import (
-    OLD,
-    file_size_limited,
-    kill_after,
-    left,
-    names,
-    repeat,
-    same,
-    start,
-    status,
-)
+from support.writers import OLD, kill_after, left, names, repeat, same, size_limited, start, status
 from torchguard.checkpoint.saving import save_file
 
 
 class TestLoad:
-    @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"map_location": "cpu"}])
-    def test_equals_torch_load(self, tmp_path: Path, options: dict[str, Any]) -> None:
-        path = tmp_path / "model.pt"
-        torch.save(OLD, path)
-        assert same(torchguard.load(path, **options), OLD)
-
     def test_every_cut(self, tmp_path: Path) -> None:
         """A file that ends early is refused, and the error names it."""
         for zipped in (True, False):
@@ -60,7 +43,7 @@ class TestLoad:
         assert not same(torch.load(path), OLD)
         with pytest.raises(torchguard.DamagedFileError, match="data/0"):
             torchguard.load(path)
-        torchguard.load(path, mmap=True)  # asked for in order not to read it all
+        torchguard.load(path, mmap=True, map_location="cpu")  # asked for so as not to read all
         with pytest.raises(torchguard.DamagedFileError, match="data/0"):
             torchguard.load(path, mmap=True, check=True)
         torchguard.load(path, check=False)
@@ -99,16 +82,6 @@ class TestLoad:
             with pytest.raises(torchguard.DamagedFileError, match="is marked as a folder"):
                 torchguard.load(path, **options)
             entry = whole.find(b"PK\x01\x02", entry + 1)
-
-    def test_a_file_without_checksums(self, tmp_path: Path) -> None:
-        if not hasattr(torch.serialization, "set_crc32_options"):
-            pytest.skip("this torch always computes checksums")
-        torch.serialization.set_crc32_options(False)
-        try:
-            torch.save(OLD, tmp_path / "model.pt")
-        finally:
-            torch.serialization.set_crc32_options(True)
-        assert same(torchguard.load(tmp_path / "model.pt"), OLD)
 
     def test_a_file_that_is_filled_later(self, tmp_path: Path) -> None:
         """skip_data() leaves room for the elements, whose checksums stay 0."""
@@ -152,24 +125,26 @@ class TestLoad:
         assert str(path) in str(refused.value)
         assert refused.value.__cause__ is not None
 
-    def test_a_pickle_that_is_text(self, tmp_path: Path) -> None:
-        """Protocol 0 is; what torch says of it stays."""
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"_use_new_zipfile_serialization": False},
+            {"_use_new_zipfile_serialization": False, "pickle_protocol": 0},  # which is text
+        ],
+    )
+    def test_a_class_that_is_not_allowed_is_torchs_error(
+        self, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
         path = tmp_path / "model.pt"
-        torch.save(1, path, pickle_protocol=0, _use_new_zipfile_serialization=False)
-        assert torchguard.load(path, weights_only=False) == 1
+        torch.save(Path("x"), path, **options)
+        assert torchguard.load(path, weights_only=False) == Path("x")
         with pytest.raises(pickle.UnpicklingError):
             torchguard.load(path, weights_only=True)
 
     def test_errors_that_are_no_damage_are_torchs(self, tmp_path: Path) -> None:
-        path = tmp_path / "model.pt"
-        torch.save(OrderedDict(a=Path("x")), path)
-        with pytest.raises(pickle.UnpicklingError):
-            torchguard.load(path, weights_only=True)
         with pytest.raises(FileNotFoundError):
             torchguard.load(tmp_path / "nowhere.pt")
-        torch.save(OrderedDict(a=Path("x")), path, _use_new_zipfile_serialization=False)
-        with pytest.raises(pickle.UnpicklingError):
-            torchguard.load(path, weights_only=True)
         (tmp_path / "other.bin").write_bytes(bytes(range(200, 256)))
         with zipfile.ZipFile(tmp_path / "other.npz", "w") as archive:
             archive.writestr("x", "y")
@@ -189,18 +164,12 @@ class TestFolder:
                 (new / "sub").mkdir()
                 torch.save(step, new / "sub" / "b.pt")
             assert torch.load(path / "a.pt") == torch.load(path / "sub" / "b.pt") == step
+        with pytest.raises(KeyboardInterrupt), torchguard.checkpoint_folder(path) as new:
+            torch.save(5, new / "a.pt")
+            raise KeyboardInterrupt
+        assert torch.load(path / "a.pt") == 4
         found = names(tmp_path)
         assert found == ["checkpoint", "checkpoint.3", "checkpoint.4", "checkpoint.5"]
-
-    def test_an_exception_leaves_the_old_one(self, tmp_path: Path) -> None:
-        path = tmp_path / "checkpoint"
-        with torchguard.checkpoint_folder(path) as new:
-            torch.save(1, new / "a.pt")
-        with pytest.raises(KeyboardInterrupt), torchguard.checkpoint_folder(path) as new:
-            torch.save(2, new / "a.pt")
-            raise KeyboardInterrupt
-        assert torch.load(path / "a.pt") == 1
-        assert names(tmp_path) == ["checkpoint", "checkpoint.1"]
 
     def test_killed_at_any_moment(self, tmp_path: Path) -> None:
         """Two files never belong to two checkpoints."""
@@ -269,7 +238,7 @@ class TestSafetensors:
         safetensors.save_file(tensors, tmp_path / "plain", {"format": "pt"})
         assert path.read_bytes() == (tmp_path / "plain").read_bytes()
         for limit in range(0, 4000, 111):
-            with file_size_limited(limit), pytest.raises(Exception):  # noqa: B017, PT011
+            with size_limited(limit), pytest.raises(Exception):  # noqa: B017, PT011
                 save_file({"a": torch.zeros(1000)}, path)
             assert torch.equal(safetensors.load_file(path)["a"], tensors["a"])
         assert not left(tmp_path)

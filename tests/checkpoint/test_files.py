@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchguard
-from support.writers import file_size_limited, names
+from support.writers import names, size_limited
 from torchguard import _files
 from torchguard._files import locked_file, replace_file, temporary_name, write_text
 from torchguard.bucketing.buckets import Buckets
@@ -49,7 +49,7 @@ def test_no_other_file_renames() -> None:
 def test_a_text_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "buckets.json"
     write_text(path, "old")
-    with file_size_limited(100), pytest.raises(OSError, match="too large"):
+    with size_limited(100), pytest.raises(OSError, match="too large"):
         write_text(path, "new" * 100)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["buckets.json"]

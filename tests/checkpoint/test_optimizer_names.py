@@ -94,24 +94,20 @@ def test_names_on_one_side_are_said(load: Load, names: bool) -> None:
 
 
 @WAYS
-def test_without_names_it_goes_by_position_in_silence(load: Load) -> None:
+@pytest.mark.parametrize("names", [True, False])
+def test_without_names_or_with_a_hook_of_the_users_it_goes_by_position_in_silence(
+    load: Load, names: bool
+) -> None:
+    """torch's documentation shows a hook that maps names itself."""
     named = parameters()
-    state = saved(named, names=False)
+    state = saved(named, names=names)
     optimizer = torch.optim.Adam(list(named.values()))
+    if names:
+        optimizer = torch.optim.Adam([(f"new.{name}", each) for name, each in named.items()])
+        optimizer.register_load_state_dict_pre_hook(lambda _, given: given)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load(optimizer, state)
-    assert moments(optimizer, named) == pytest.approx([0.1, 0.2, 0.3])
-
-
-@WAYS
-def test_a_hook_of_the_users_decides(load: Load) -> None:
-    """torch's documentation shows one that maps names itself."""
-    named = parameters()
-    state = saved(named)
-    optimizer = torch.optim.Adam([(f"new.{name}", each) for name, each in named.items()])
-    optimizer.register_load_state_dict_pre_hook(lambda _, given: given)
-    load(optimizer, state)
     assert moments(optimizer, named) == pytest.approx([0.1, 0.2, 0.3])
 
 

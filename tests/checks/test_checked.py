@@ -46,10 +46,6 @@ def test_the_error_names_function_argument_range_values_and_place() -> None:
 def test_nothing_is_written() -> None:
     """Plain torch has stored the good rows when it comes to the bad one."""
     x = X.clone()
-    with pytest.raises(IndexError):
-        x[torch.tensor([1, 9])] = -1.0
-    assert not x.equal(X)
-    x = X.clone()
     version = x._version
     with torchguard.checked(), pytest.raises(IndexOutOfRangeError):
         x[torch.tensor([1, 9])] = -1.0
@@ -182,8 +178,6 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: X[torch.tensor([True, False, True, False])],
-        lambda: X[:, None, torch.tensor([-3, 2])],
         lambda: X[..., torch.tensor(2)],
         lambda: X[[0, -4]],
         lambda: X[np.array([0, -4])],
@@ -191,12 +185,7 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
         lambda: X[torch.tensor([3], dtype=torch.int32)],
         lambda: X[torch.tensor(True)],
         lambda: torch.empty(0, 3)[torch.empty(0, dtype=torch.int64)],
-        lambda: functional.embedding(torch.tensor([3, 0]), X, padding_idx=-1),
-        lambda: functional.embedding(torch.tensor([1]), X.clone(), max_norm=1.0),
-        lambda: functional.cross_entropy(X, torch.tensor([0, -100, 2, -100])),
-        lambda: functional.cross_entropy(X, torch.full((4, 3), 1 / 3)),
         lambda: functional.cross_entropy(torch.ones(1, 300), torch.tensor([255]).to(torch.uint8)),
-        lambda: torch.tensor(5).index_select(0, torch.tensor([0])),
         lambda: torch.tensor([1, 2]) / torch.tensor([0, 1]),
         lambda: torch.tensor([1.5]) // torch.tensor([0]),
         lambda: X.to("meta")[torch.tensor([9]).to("meta")],
@@ -213,7 +202,7 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
     ],
 )
 def test_no_false_alarm(call: Callable[[], Any]) -> None:
-    """Legal negative indices, masks, empty and 0-d ones, transforms, columns in any order."""
+    """What the samples of OpInfo lack: lists, arrays, empty and 0-d ones, transforms, columns."""
     bare = call()
     with torchguard.checked():
         checked = call()
@@ -248,19 +237,12 @@ def sparse(pointers: list[int], columns: list[int]) -> Tensor:
     return torch.sparse_csr_tensor(*numbers, torch.ones(2), size=(2, 3))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: sparse([0, 1, 2], [0, 3]),
-        lambda: sparse([0, 1, 2], [0, -1]),
-        lambda: sparse([0, 5, 2], [0, 1]),
-        lambda: sparse([0, 9, 9], [0, 1]),
-        lambda: functional.embedding_bag(BAD % 4, X, torch.tensor([0, 9])),
-    ],
-)
-def test_indices_of_sparse_tensors_and_offsets(call: Callable[[], Any]) -> None:
+def test_indices_of_sparse_tensors_and_offsets() -> None:
+    numbers = (([0, 1, 2], [0, 3]), ([0, 1, 2], [0, -1]), ([0, 5, 2], [0, 1]), ([0, 9, 9], [0, 1]))
     with torchguard.checked():
-        assert raises(call)
+        for pointers, columns in numbers:
+            assert raises(lambda: sparse(pointers, columns)), (pointers, columns)  # noqa: B023
+        assert raises(lambda: functional.embedding_bag(BAD % 4, X, torch.tensor([0, 9])))
 
 
 @pytest.mark.parametrize("as_list", [True, False])

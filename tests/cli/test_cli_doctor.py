@@ -73,6 +73,7 @@ class TestTable:
         distribution(tmp_path, "torchguard", "9.9")
         monkeypatch.syspath_prepend(str(tmp_path))
         found = torchguard.doctor([])
+        assert found.rows == ()
         assert found.environment.foreign == "9.9"
         assert "WARNING: the distribution torchguard 9.9 is installed" in table(found)
 

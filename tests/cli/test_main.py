@@ -13,7 +13,7 @@ import pytest
 import torchguard
 from torchguard.__main__ import main
 from torchguard.cli import DOCUMENTATION, demo
-from torchguard.defects.catalog import built_in, built_in_ids
+from torchguard.defects.catalog import built_in_ids
 
 
 @pytest.mark.parametrize("start", [["-m", "torchguard"], ["torchguard"]], ids=["module", "script"])
@@ -67,11 +67,9 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_of_the_doctor_has_the_ids(capsys: pytest.CaptureFixture[str]) -> None:
     """They are read from the files of the probes: importing those takes seconds."""
-    ids = sorted(row.id for row in built_in())
-    assert built_in_ids() == ids
     with pytest.raises(SystemExit):
         main(["doctor", "--help"])
-    assert ", ".join(ids) in " ".join(capsys.readouterr().out.split())
+    assert ", ".join(built_in_ids()) in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

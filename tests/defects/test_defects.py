@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,12 +16,12 @@ import torch
 
 import torchguard
 from support.child_process import output_of
-from support.planted import planted, row
+from support.planted import STEPS, planted, row
 from support.processes import wait_until_gone
 from torchguard.cli.doctor import guards_as_code
 from torchguard.defects import FAMILIES, BrokenDefect, Defect, all_defects, runner
-from torchguard.defects.catalog import built_in, find
-from torchguard.defects.doctor import DoctorProgress, DoctorReport
+from torchguard.defects.catalog import built_in, built_in_ids, find
+from torchguard.defects.doctor import DoctorReport
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and terminals of POSIX")
 
@@ -189,17 +188,7 @@ class TestOwn:
         """Every defect that a file of probes/ defines is in, by family and then by id."""
         keys = [(FAMILIES.index(row.family), row.id) for row in OWN]
         assert keys == sorted(keys)
-        folder = Path(torchguard.__file__).parent / "defects" / "probes"
-        written = [
-            name
-            for path in folder.glob("*.py")
-            for name in re.findall(
-                r"^@(?:\w+_defect|_miscompiled)\(\n(?:    .*\n)+\)\ndef (\w+)",
-                path.read_text(encoding="utf-8"),
-                flags=re.MULTILINE,
-            )
-        ]
-        assert sorted(name.replace("_", "-") for name in written) == sorted(row.id for row in OWN)
+        assert sorted(row.id for row in OWN) == built_in_ids()  # read from the files
         assert len(built_in()) == len(OWN) >= 37
 
     def test_texts(self) -> None:
@@ -207,7 +196,7 @@ class TestOwn:
         for own in OWN:
             assert 20 < len(own.summary) <= 90, own.id
             assert all(url.startswith("https://") for url in own.upstream), own.id
-            assert own.guards or own.planned or own.advice, own.id
+            assert own.guards or own.advice, own.id
 
     def test_out_garbage(self) -> None:
         """Each guard restores what the row of a failing out= says that it restores."""
@@ -295,20 +284,17 @@ def test_wrong_arguments(only: Any, options: dict[str, Any], message: str) -> No
     """The error names what there is."""
     with pytest.raises(ValueError, match=message):
         torchguard.doctor(only, **options)
-    assert torchguard.doctor([]).rows == ()
 
 
-@pytest.mark.usefixtures("plugin")
-def test_progress() -> None:
+def test_progress(report: DoctorReport) -> None:
     """Each step names what runs, counts the rows, and estimates the rest."""
-    steps: list[DoctorProgress] = []
-    names = planted("absent", "closed")
-    torchguard.doctor(names, progress=steps.append)
-    assert {name for step in steps for name in step.running} == set(names)
-    assert [step.done for step in steps if step.row is not None] == [1, 2]
-    assert {step.total for step in steps} == {2}
-    assert steps[-1].running == ()
-    left = [step.remaining for step in steps]
+    total = len(report.rows)
+    probed = {row.id for row in report.rows if row.family is not None}
+    assert {name for step in STEPS for name in step.running} == probed
+    assert [step.done for step in STEPS if step.row is not None] == list(range(1, total + 1))
+    assert {step.total for step in STEPS} == {total}
+    assert STEPS[-1].running == ()
+    left = [step.remaining for step in STEPS]
     assert left[0] is not None
     assert left[0] > 1
     assert left[-1] == 0
@@ -319,6 +305,8 @@ def test_json(report: DoctorReport) -> None:
     assert DoctorReport.from_json(report.to_json()) == report
     document = json.loads(report.to_json())
     assert document["exit_status"] == report.exit_status == 1
+    earlier = {**document, "rows": [{**row, "planned": None} for row in document["rows"]]}
+    assert DoctorReport.from_json(json.dumps(earlier)) == report
     with pytest.raises(ValueError, match="format 2, got format 1"):
         DoctorReport.from_json(json.dumps({**document, "format": 1}))
     assert report.environment.torch == torch.__version__

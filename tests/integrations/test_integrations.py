@@ -32,8 +32,8 @@ def failed_resize() -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def bucketed_function() -> Any:
-    """Return a bucketed function that has been called."""
+def buckets() -> dict[str, Any]:
+    """Return a bucketed function that has been called, by the name it is logged by."""
 
     @torchguard.bucketed(dims={"x": {0: "t"}}, buckets=torchguard.Buckets([8]))
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def bucketed_function() -> Any:
 
     for length in (4, 4, 8):
         double(torch.ones(length))
-    return double
+    return {"encoder": double}
 
 
 METRICS = {"torchguard/encoder/calls": 3, "torchguard/encoder/waste": 0.5}
@@ -76,15 +76,10 @@ def test_lightning(how: str, tmp_path: Path) -> None:
             logged.append(metrics)
 
     trainer = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=Logger(),
-        log_every_n_steps=2,
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[GuardCallback(buckets={"encoder": bucketed_function()})],
-    )
+        max_epochs=1, accelerator="cpu", logger=Logger(), log_every_n_steps=2,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[GuardCallback(buckets=buckets())],
+    )  # fmt: skip
     loader = DataLoader(TensorDataset(torch.randn(ROWS, 3)), batch_size=2)
     if how == "breaks":  # a checkpoint of a broken tensor is refused
         with pytest.raises(InconsistentTensorError, match=r"obj\[0\]\.layer\.weight"):
@@ -122,20 +117,14 @@ def test_transformers(how: str, tmp_path: Path) -> None:
     trainer = transformers.Trainer(
         model=Model(),
         args=transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            use_cpu=True,
-            logging_steps=2,
-            save_steps=4,
-            report_to=[],
-            disable_tqdm=True,
+            str(tmp_path), max_steps=4, per_device_train_batch_size=2, use_cpu=True,
+            logging_steps=2, save_steps=4, report_to=[], disable_tqdm=True,
             remove_unused_columns=False,
         ),
         train_dataset=[{"x": row} for row in torch.randn(ROWS, 3)],
         callbacks=[Breaking()],
-    )
-    GuardCallback(buckets={"encoder": bucketed_function()}).attach(trainer)
+    )  # fmt: skip
+    GuardCallback(buckets=buckets()).attach(trainer)
     if how == "breaks":
         with pytest.raises(InconsistentTensorError, match=r"\.layer\.weight"):
             trainer.train()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +13,6 @@ from support.install import locked, resize_is_safe, same, snapshot
 from torchguard import get_original as torch_has
 from torchguard import install, installed, uninstall
 from torchguard.patching.guards import GUARDS, Guard
-from torchguard.patching.install import Installation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,11 +39,13 @@ def out_is_safe() -> bool:
 
 
 def test_install_guards_resize_and_nothing_else_by_default() -> None:
+    """Until the with statement ends, with an error too."""
     assert not resize_is_safe()
-    with install() as installation:
+    with pytest.raises(ZeroDivisionError), install() as installation:
         assert installation.names == ("resize",)
         assert resize_is_safe()
         assert not out_is_safe()
+        raise ZeroDivisionError
     assert not resize_is_safe()
 
 
@@ -55,14 +54,11 @@ def test_uninstall_restores_every_attribute_or_its_absence() -> None:
     uninstall()  # nothing is installed: it does nothing
     uninstall("out")
     assert same(before, snapshot())
-    assert "resize_" not in vars(torch.Tensor)
     install("resize", "out")
     assert "resize_" in vars(torch.Tensor)
-    assert not same(before, snapshot())
     uninstall()
     assert same(before, snapshot())
     assert "resize_" not in vars(torch.Tensor)
-    assert torch.Tensor.resize_ is torch._C.TensorBase.resize_
 
 
 def test_installations_count_and_may_end_in_any_order() -> None:
@@ -86,12 +82,6 @@ def test_installations_count_and_may_end_in_any_order() -> None:
     assert not resize_is_safe()
     fourth.uninstall()
     assert torchguard.installed() == ()
-
-
-def test_a_with_statement_that_raises_uninstalls_and_lets_the_error_through() -> None:
-    with pytest.raises(ZeroDivisionError), install("resize"):
-        raise ZeroDivisionError
-    assert not installed()
 
 
 def test_uninstall_by_name_undoes_every_layer_of_that_guard_only() -> None:
@@ -298,42 +288,3 @@ def _settings() -> Iterator[None]:
 def test_no_setting_of_torch_makes_a_needed_guard_look_unneeded(setting: Any) -> None:
     with setting(), install("resize", "out") as installation:
         assert installation.skipped == {}
-
-
-# --- threads
-
-
-def test_threads_that_install_and_uninstall_at_random_end_clean() -> None:
-    before = snapshot()
-    errors: list[BaseException] = []
-    start = threading.Barrier(6)
-
-    def at_random(seed: int) -> None:
-        chooser = random.Random(seed)  # noqa: S311
-        held: list[Installation] = []
-        start.wait()
-        try:
-            for _ in range(40):
-                if held and chooser.random() < 0.5:
-                    held.pop(chooser.randrange(len(held))).uninstall()
-                else:
-                    held.append(install(chooser.choice(["resize", "resize", "out"])))
-                tensor = torch.ones(4)
-                assert tensor.resize_(2).shape == (2,)
-                assert torch.add(tensor, 1, out=torch.empty(2)).tolist() == [2, 2]
-                if any("resize" in each.names for each in held):
-                    assert "resize" in installed()
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-        finally:
-            for each in held:
-                each.uninstall()
-
-    threads = [threading.Thread(target=at_random, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert torchguard.installed() == ()
-    assert same(before, snapshot())

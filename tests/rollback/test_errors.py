@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,6 @@ from support.ways import outcome_of
 from torchguard import InconsistentTensorError, TorchGuardError
 from torchguard.errors import NonResizableStorageError, PatchConflictError
 from torchguard.rollback.consistency import is_consistent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -31,14 +29,14 @@ def corrupt() -> torch.Tensor:
     return tensor
 
 
-def _guarded_out() -> Any:
-    with torchguard.guarded():
-        return torch.add(torch.ones(100), 1, out=shared())
-
-
 def _installed_resize() -> Any:
     with torchguard.install():
         return shared().resize_(100)
+
+
+def _guarded_out() -> Any:
+    with torchguard.guarded():
+        return torch.add(torch.ones(100), 1, out=shared())
 
 
 def _corrupt_csr() -> torch.Tensor:
@@ -47,47 +45,35 @@ def _corrupt_csr() -> torch.Tensor:
     return csr
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
-    "safe_resize_ of shared memory": (
-        lambda: torchguard.safe_resize_(shared(), 100),
-        NonResizableStorageError,
-        ("safe_resize_", "(2, 3)", "400 bytes", "24 bytes", "share_memory_()"),
-    ),
-    "safe_resize_as_ of shared memory": (
-        lambda: torchguard.safe_resize_as_(shared(), torch.ones(100)),
-        NonResizableStorageError,
-        ("safe_resize_as_", "(2, 3)", "400 bytes", "24 bytes", "share_memory_()"),
-    ),
-    "safe_set_ to shared memory": (
-        lambda: torchguard.safe_set_(torch.ones(5), shared().untyped_storage(), 0, (100,)),
-        NonResizableStorageError,
-        ("safe_set_", "400 bytes", "24 bytes", "share_memory_()"),
-    ),
-    "resize_ of shared memory under install": (
-        _installed_resize,
-        NonResizableStorageError,
-        ("resize_", "(2, 3)", "400 bytes", "24 bytes", "share_memory_()"),
-    ),
-    "out= in shared memory": (
-        _guarded_out,
-        NonResizableStorageError,
-        ("out=", "(2, 3)", "400 bytes", "24 bytes", "share_memory_()"),
-    ),
-    "safe_resize_ of an array": (
-        lambda: torchguard.safe_resize_(np.ones(3), 2),  # type: ignore[type-var]
-        TypeError,
-        ("safe_resize_", "tensor", "ndarray", "torch.Tensor"),
-    ),
-    "safe_resize_as_ of an array": (
-        lambda: torchguard.safe_resize_as_(np.ones(3), plain()),  # type: ignore[type-var]
-        TypeError,
-        ("safe_resize_as_", "tensor", "ndarray", "torch.Tensor"),
-    ),
-    "safe_set_ of an array": (
-        lambda: torchguard.safe_set_(np.ones(3), plain()),  # type: ignore[type-var]
-        TypeError,
-        ("safe_set_", "tensor", "ndarray", "torch.Tensor"),
-    ),
+ARRAY: Any = np.ones(3)
+Case = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
+SHARED: dict[str, Callable[[], Any]] = {
+    "safe_resize_": lambda: torchguard.safe_resize_(shared(), 100),
+    "safe_resize_as_": lambda: torchguard.safe_resize_as_(shared(), torch.ones(100)),
+    "safe_set_": lambda: torchguard.safe_set_(shared(), shared().untyped_storage(), 0, (100,)),
+    "resize_": _installed_resize,
+    "out=": _guarded_out,
+}
+NO_TENSOR: dict[str, Callable[[], Any]] = {
+    "safe_resize_": lambda: torchguard.safe_resize_(ARRAY, 2),
+    "safe_resize_as_": lambda: torchguard.safe_resize_as_(ARRAY, plain()),
+    "safe_set_": lambda: torchguard.safe_set_(ARRAY, plain()),
+    "repair_": lambda: torchguard.repair_(ARRAY),
+}
+CHECKED = "a tensor, a module, an optimizer"
+CASES: dict[str, Case] = {
+    **{
+        f"{name} of shared memory": (
+            call,
+            NonResizableStorageError,
+            (name, "(2, 3)", "400 bytes", "24 bytes", "share_memory_()"),
+        )
+        for name, call in SHARED.items()
+    },
+    **{
+        f"{name} of an array": (call, TypeError, (name, "tensor", "ndarray", "torch.Tensor"))
+        for name, call in NO_TENSOR.items()
+    },
     "rollback_on_error of a number": (
         lambda: torchguard.rollback_on_error(plain(), 3),
         TypeError,
@@ -103,20 +89,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
         TypeError,
         ("is_consistent", "tensor", "ReLU", "torchguard.check_consistent"),
     ),
-    "repair_ of a list": (
-        lambda: torchguard.repair_([plain()]),  # type: ignore[arg-type]
-        TypeError,
-        ("tensor", "list", "torch.Tensor"),
-    ),
     "check_consistent of a number": (
         lambda: torchguard.check_consistent(3),
         TypeError,
-        ("check_consistent", "obj", "int", "a tensor, a module, an optimizer"),
+        ("check_consistent", "obj", "int", CHECKED),
     ),
     "check_consistent of a generator": (
         lambda: torchguard.check_consistent(x for x in [plain()]),
         TypeError,
-        ("check_consistent", "obj", "generator", "a tensor, a module, an optimizer"),
+        ("check_consistent", "obj", "generator", CHECKED),
     ),
     "check_consistent of a corrupt tensor": (
         lambda: torchguard.check_consistent({"w": corrupt()}),

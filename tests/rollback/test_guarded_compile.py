@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +68,6 @@ def broken(x: torch.Tensor) -> torch.Tensor:
     return y * 2
 
 
-def twice_broken(x: torch.Tensor) -> torch.Tensor:
-    y = x + 1
-    print(end="")  # noqa: T201
-    y = y * 2
-    torch._dynamo.graph_break()
-    return y.sum()
-
-
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
 def eager_part(x: torch.Tensor) -> torch.Tensor:
     return x.mul(3)
@@ -103,19 +95,11 @@ def nested(x: torch.Tensor) -> torch.Tensor:
 
 
 FUNCTIONS = {
-    function.__name__: function
-    for function in (
-        plain,
-        in_place,
-        resizes,
-        broken,
-        twice_broken,
-        disabled_inside,
-        branches,
-        makes_tensors,
-        nested,
+    each.__name__: each
+    for each in (
+        plain, in_place, resizes, broken, disabled_inside, branches, makes_tensors, nested,
     )
-}
+}  # fmt: skip
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "torch": nullcontext,
     "guarded": guarded,
@@ -187,90 +171,49 @@ def test_many_decorated_functions_do_not_share_one_recompile_limit(decorate: Any
     assert backend.graphs == 12
 
 
-def test_these_tests_can_fail() -> None:
-    """A mode that stays on the stack costs a graph."""
-    from torch.overrides import TorchFunctionMode  # noqa: PLC0415
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    backend = Counting()
-    compiled = torch.compile(plain, backend=backend)
-    compiled(X)
-    with Mode():
-        compiled(X)
-    assert backend.graphs > 1
-
-
 def shape_after_failure() -> tuple[int, ...]:
     tensor = locked([1.0])
     outcome_of(lambda: tensor.resize_(9))
     return tuple(tensor.shape)
 
 
-class TestAScopeAroundCompiledCode:
-    def test_is_whole_after_an_exception_in_compiled_code(self) -> None:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            y = x + 1
-            torch._dynamo.graph_break()
-            raise ValueError(y.shape)
+def test_a_scope_is_whole_after_an_exception_in_compiled_code() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        raise ValueError(y.shape)
 
-        def backend(_: Any, __: Any) -> Any:
-            raise ZeroDivisionError
+    def backend(_: Any, __: Any) -> Any:
+        raise ZeroDivisionError
 
-        raising = torch.compile(function, backend="eager")
-        failing = torch.compile(plain, backend=backend)
-        with guarded():
-            for call in (raising, raising, failing):
-                assert outcome_of(lambda: call(X)).error is not None  # noqa: B023
+    raising = torch.compile(function, backend="eager")
+    failing = torch.compile(plain, backend=backend)
+    with guarded():
+        for call in (raising, raising, failing):
+            assert outcome_of(lambda: call(X)).error is not None  # noqa: B023
+            assert stack() == 0
+            assert shape_after_failure() == (1,)
+
+
+def test_a_scope_around_compiled_code_is_of_its_own_thread() -> None:
+    function = torch.compile(broken, backend="eager")
+
+    def work(number: int) -> None:
+        with guarded() if number % 2 else nullcontext():
+            for _ in range(20):
+                function(X)
                 assert stack() == 0
-                assert shape_after_failure() == (1,)
+                assert (shape_after_failure() == (1,)) == bool(number % 2)
 
-    def test_is_of_its_own_thread(self) -> None:
-        wrong: list[Any] = []
-        function = torch.compile(broken, backend="eager")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
 
-        def work(number: int) -> None:
-            with guarded() if number % 2 else nullcontext():
-                for _ in range(20):
-                    function(X)
-                    if stack() or (shape_after_failure() == (1,)) != bool(number % 2):
-                        wrong.append((number, stack()))
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-
-    def test_keeps_a_device_context_around_compiled_code(self) -> None:
-        compiled = torch.compile(lambda x: x + 1, backend="eager")
-        with torch.device("meta"), guarded():
-            assert compiled(X).tolist() == [2, 3, 4]
-            assert torch.empty(2).device.type == "meta"
-
-    @pytest.mark.usefixtures("default_device")
-    def test_keeps_a_default_device_set_in_compiled_code(self) -> None:
-        @torch._dynamo.disable  # type: ignore[untyped-decorator]
-        def set_it() -> None:
-            torch.set_default_device("meta")
-
-        def function(x: torch.Tensor) -> torch.Tensor:
-            set_it()
-            return x + 1
-
-        devices = []
-        for scope in (nullcontext, guarded):
-            torch._dynamo.reset()
-            with scope():
-                torch.compile(function, backend="eager")(X)
-                devices.append(torch.empty(1).device.type)
-            torch.set_default_device(None)
-        assert devices == ["meta", "meta"]
+def test_a_scope_keeps_a_device_context_around_compiled_code() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    with torch.device("meta"), guarded():
+        assert compiled(X).tolist() == [2, 3, 4]
+        assert torch.empty(2).device.type == "meta"
 
 
 @pytest.mark.parametrize("outer", [nullcontext, guarded])
@@ -312,21 +255,13 @@ def test_a_stance_of_the_compiler_means_the_same_inside(stance: Any) -> None:
     assert found[1] == found[0]
 
 
-@pytest.mark.slow
 def test_training_compiled_gives_the_same_gradients() -> None:
     found = []
-    for scope in (nullcontext, guarded, lambda: guarded(data=True)):
+    for scope in SCOPES.values():
         torch._dynamo.reset()
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        compiled = torch.compile(module)
         with scope():
-            for _ in range(2):
-                optimizer.zero_grad()
-                compiled(X).sum().backward()
-                optimizer.step()
-        found.append([parameter.detach().clone() for parameter in module.parameters()])
-    for others in found[1:]:
-        for expected, value in zip(found[0], others, strict=True):
-            assert torch.equal(expected, value)
+            torch.compile(module, backend="aot_eager")(X).sum().backward()
+        found.append([parameter.grad.tolist() for parameter in module.parameters()])  # type: ignore[union-attr]
+    assert found[1] == found[2] == found[0]

@@ -11,7 +11,7 @@ import torch
 
 import torchguard
 from support import kinds
-from support.kinds import Kind, named, state
+from support.kinds import Kind, named, state, values
 from support.scopes import each_scope
 from support.ways import differences, outcome_of
 from torchguard import guarded
@@ -51,7 +51,7 @@ def test_ordinary_operations_give_what_they_give_on_torch(
         for call in calls:
             outcome = outcome_of(call)
             # torch itself gives an inference tensor a new shape before it refuses to.
-            comparable = isinstance(outcome.result, torch.Tensor) and kind.plain
+            comparable = isinstance(outcome.result, torch.Tensor) and kind in kinds.STRIDED
             shown = outcome.result.shape if comparable else None
             found.append((type(outcome.error), shown, outcome.result is t))
         return found
@@ -65,33 +65,17 @@ def test_ordinary_operations_give_what_they_give_on_torch(
     assert ours == torchs
 
 
+FAR = torch.tensor([0, 1, 99])
+# Beside the in-place variants of the OpInfo database, which test_out_sweep.py fails one by one.
 PARTIAL: dict[str, Callable[[torch.Tensor], Any]] = {
-    "index_put_": lambda t: t.index_put_((torch.tensor([0, 1, 99]),), torch.tensor(-1.0)),
-    "setitem": lambda t: t.__setitem__(torch.tensor([0, 1, 99]), -1.0),
-    "index_copy_": lambda t: t.index_copy_(0, torch.tensor([0, 1, 99]), -torch.ones(3)),
-    "index_add_": lambda t: t.index_add_(0, torch.tensor([0, 1, 99]), -torch.ones(3)),
-    "index_fill_": lambda t: t.index_fill_(0, torch.tensor([0, 1, 99]), -1.0),
-    "index_reduce_": lambda t: t.index_reduce_(0, torch.tensor([0, 1, 99]), -torch.ones(3), "prod"),
-    "scatter_": lambda t: t.scatter_(0, torch.tensor([0, 1, 99]), -1.0),
-    "scatter_add_": lambda t: t.scatter_add_(0, torch.tensor([0, 1, 99]), -torch.ones(3)),
-    "scatter_reduce_": lambda t: t.scatter_reduce_(
-        0, torch.tensor([0, 1, 99]), -torch.ones(3), "sum"
-    ),
-    "put_": lambda t: t.put_(torch.tensor([0, 1, 99]), -torch.ones(3)),
-    "masked_scatter_": lambda t: t.masked_scatter_(
-        torch.tensor([True, True, True, False]), torch.tensor([-1.0])
-    ),
-    "index_add out=": lambda t: torch.index_add(
-        t, 0, torch.tensor([0, 1, 99]), -torch.ones(3), out=t
-    ),
-    "aten.index_put_": lambda t: torch.ops.aten.index_put_(
-        t, [torch.tensor([0, 1, 99])], torch.tensor(-1.0)
-    ),
-    "aten.index_fill_.int_Scalar": lambda t: torch.ops.aten.index_fill_.int_Scalar(
-        t, 0, torch.tensor([0, 1, 99]), -1.0
-    ),
+    "index_put_": lambda t: t.index_put_((FAR,), torch.tensor(-1.0)),
+    "setitem": lambda t: t.__setitem__(FAR, -1.0),
+    "scatter_": lambda t: t.scatter_(0, FAR, -1.0),
+    "index_add out=": lambda t: torch.index_add(t, 0, FAR, -torch.ones(3), out=t),
+    "aten.index_put_": lambda t: torch.ops.aten.index_put_(t, [FAR], torch.tensor(-1.0)),
+    "aten.index_fill_.int_Scalar": lambda t: torch.ops.aten.index_fill_.int_Scalar(t, 0, FAR, -1.0),
     "index_put_ by name": lambda t: torch.index_put_(
-        input=t, indices=[torch.tensor([0, 1, 99])], values=torch.tensor(-1.0)
+        input=t, indices=[FAR], values=torch.tensor(-1.0)
     ),
     "apply_": lambda t: t.apply_(_fails_at_the_third()),
     "apply_ with a TypeError": lambda t: t.apply_(_fails_at_the_third(TypeError)),
@@ -99,7 +83,7 @@ PARTIAL: dict[str, Callable[[torch.Tensor], Any]] = {
     "apply_ with an interrupt": lambda t: t.apply_(_fails_at_the_third(KeyboardInterrupt)),
     "map_ with a TypeError": lambda t: t.map_(torch.ones(4), _fails_at_the_third(TypeError)),
     "embedding with max_norm": lambda t: torch.nn.functional.embedding(
-        torch.tensor([0, 1, 99]), t.view(4, 1), max_norm=0.5
+        FAR, t.view(4, 1), max_norm=0.5
     ),
 }
 
@@ -154,7 +138,45 @@ def test_an_operation_that_fails_midway(name: str) -> None:
             assert weight.grad.tolist() == [10, 20, 30, 40]
 
 
-def test_at_least_ten_of_these_operations_spoil_a_gradient_silently_on_torch() -> None:
+WRITABLE = tuple(
+    kind
+    for kind in kinds.STRIDED
+    if kind.name != "meta" and "Parameter" not in kind.name and not kind.kills
+)
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    **PARTIAL,
+    "in range": lambda t: t.__setitem__(0, 3),
+    "copy_": lambda t: t.copy_(torch.ones(7, 7)),
+    "masked_scatter_": lambda t: t.masked_scatter_(
+        torch.ones(t.shape, dtype=torch.bool), torch.ones(1, dtype=t.dtype)
+    ),
+    "foreach": lambda t: torch._foreach_mul_([t, t], [torch.ones(()), torch.ones(7, 7)]),
+    "unsqueeze_": lambda t: t.unsqueeze_(9),
+}
+
+
+@pytest.mark.parametrize("data", [False, True])
+@pytest.mark.parametrize("kind", **named(WRITABLE))
+def test_each_kind_is_as_it_was_or_has_moved_its_version_on(kind: Kind, data: bool) -> None:
+    for name, call in WRITES.items():
+        twin, tensor = kind.make(), kind.make()
+        before = state(tensor)
+        with kind.scope():
+            torchs = outcome_of(lambda: call(twin)).error  # noqa: B023
+            with guarded(data=data):
+                ours = outcome_of(lambda: call(tensor)).error  # noqa: B023
+        assert type(ours) is type(torchs), name
+        changed = differences(before, state(tensor))
+        if ours is None:
+            assert differences(values(twin), values(tensor)) == {}, name
+        elif data:
+            assert changed == {}, name
+        else:
+            assert set(changed) <= {"bytes", "version"}, name
+            assert "bytes" not in changed or "version" in changed or before["version"] is None
+
+
+def test_most_of_these_operations_spoil_a_gradient_silently_on_torch() -> None:
     silent = []
     for name, call in PARTIAL.items():
         weight, saved, loss = _saved_for_backward()
@@ -164,7 +186,7 @@ def test_at_least_ten_of_these_operations_spoil_a_gradient_silently_on_torch() -
         assert weight.grad is not None
         if weight.grad.tolist() != [10, 20, 30, 40]:
             silent.append(name)
-    assert len(silent) >= 10, silent
+    assert len(silent) > len(PARTIAL) / 2, silent
 
 
 @pytest.mark.parametrize("name", ["apply_", "map_"])
@@ -220,12 +242,11 @@ def test_a_list_that_fails_midway(name: str, inference: bool) -> None:
 
 
 NORMALIZED = torch.arange(12.0).reshape(4, 3)
-SCALING = (True, 0.1, 1e-5)  # training, momentum, epsilon
 Outputs = tuple[torch.Tensor, ...]
 
 
 def _native(mean: torch.Tensor, var: torch.Tensor, outputs: Outputs) -> None:
-    torch.native_batch_norm(NORMALIZED, None, None, mean, var, *SCALING, out=outputs)
+    torch.native_batch_norm(NORMALIZED, None, None, mean, var, True, 0.1, 1e-5, out=outputs)
 
 
 def _native_by_name(mean: torch.Tensor, var: torch.Tensor, outputs: Outputs) -> None:
@@ -236,7 +257,7 @@ def _native_by_name(mean: torch.Tensor, var: torch.Tensor, outputs: Outputs) -> 
 def _operator(mean: torch.Tensor, var: torch.Tensor, outputs: Outputs) -> None:
     named = dict(zip(("out", "save_mean", "save_invstd"), outputs, strict=True))
     operator = torch.ops.aten.native_batch_norm.out
-    operator(NORMALIZED, None, None, mean, var, *SCALING, **named)
+    operator(NORMALIZED, None, None, mean, var, True, 0.1, 1e-5, **named)
 
 
 def _update(mean: torch.Tensor, var: torch.Tensor, outputs: Outputs) -> None:
@@ -257,6 +278,7 @@ OF_STATISTICS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def test_running_statistics_that_a_late_failure_leaves_written(
     way: str, call: Callable[..., None]
 ) -> None:
+    """A call that does not fail gives what it gives on torch."""
     # The schema does not say that they are written; that outputs can't be is seen afterwards.
     if "install" in way and call in {_operator, _update}:
         pytest.skip("install() patches torch's functions, not torch.ops")
@@ -271,6 +293,13 @@ def test_running_statistics_that_a_late_failure_leaves_written(
             assert [each.numel() for each in outputs] == [0, 0, 0]
         return mean, var, saved.sum()
 
+    def succeed(scope: AbstractContextManager[Any]) -> list[Any]:
+        tensors = [torch.zeros(3), torch.ones(3), *(torch.empty(0) for _ in range(3))]
+        with scope:
+            call(*tensors[:2], tuple(tensors[2:]))
+        return [(each.tolist(), each._version) for each in tensors]
+
+    assert succeed(OF_STATISTICS[way]()) == succeed(nullcontext())
     mean, var, loss = run(nullcontext())
     assert mean.tolist() != [0, 0, 0], "this torch fails before it writes"
     mean, var, loss = run(OF_STATISTICS[way]())
@@ -282,18 +311,3 @@ def test_running_statistics_that_a_late_failure_leaves_written(
         assert var._version > 0
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("way", OF_STATISTICS)
-def test_running_statistics_of_calls_that_do_not_fail(way: str, training: bool) -> None:
-    def called() -> tuple[Any, ...]:
-        mean, var = torch.zeros(3), torch.ones(3)
-        outputs = tuple(torch.empty(0) for _ in range(3))
-        arguments = (NORMALIZED, None, None, mean, var, training, 0.1, 1e-5)
-        torch.native_batch_norm(*arguments, out=outputs)
-        return *(each.tolist() for each in (mean, var, *outputs)), mean._version, var._version
-
-    expected = called()
-    with OF_STATISTICS[way]():
-        assert called() == expected

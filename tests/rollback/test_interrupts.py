@@ -7,7 +7,7 @@ import random
 import signal
 import time
 import warnings
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,6 @@ import torch
 
 from torchguard import guarded, install, rollback_on_error, safe_resize_
 from torchguard.rollback import interrupts, snapshot
-from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,7 +89,7 @@ def _span(way: Way) -> float:
     return sorted(times)[15]
 
 
-def _spoiled(way: Way, error: type[BaseException], calls: int = CALLS) -> tuple[int, list[str]]:
+def _spoiled(way: Way, error: type[BaseException]) -> tuple[int, list[str]]:
     """Count the calls that were interrupted, and list what they have left behind."""
 
     # The kernel may hand the signal to another thread, which comes to it after the timer is off.
@@ -106,7 +105,7 @@ def _spoiled(way: Way, error: type[BaseException], calls: int = CALLS) -> tuple[
     try:
         with way.scope():
             span = 1.3 * _span(way)
-            for _ in range(calls):
+            for _ in range(CALLS):
                 tensor = _tensor()
                 found: BaseException | None = None
                 try:
@@ -137,50 +136,30 @@ def _spoiled(way: Way, error: type[BaseException], calls: int = CALLS) -> tuple[
     return interrupted, spoiled
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_an_undo_is_finished_before_the_interrupt_is_raised(way: Way) -> None:
-    interrupted, spoiled = _spoiled(way, Interrupt)
-    assert interrupted > CALLS / 4
-    assert spoiled == []
+TIMEOUTS = ("safe_resize_", "rollback_on_error with data")
 
 
-@pytest.mark.parametrize("name", ["safe_resize_", "rollback_on_error with data"])
-def test_so_it_is_before_the_timeout_of_an_alarm(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"), [*((name, Interrupt) for name in WAYS), *((name, Late) for name in TIMEOUTS)]
+)
+def test_an_undo_is_finished_before_the_interrupt_is_raised(
+    name: str, error: type[BaseException]
+) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        interrupted, spoiled = _spoiled(WAYS[name], Late)
+        interrupted, spoiled = _spoiled(WAYS[name], error)
     assert interrupted > CALLS / 4
     assert spoiled == []
-    assert [str(each.message) for each in caught] == []
-
-
-def test_bare_torch_shows_that_the_search_finds_what_is_spoiled() -> None:
-    def undo_in_python(tensor: torch.Tensor) -> None:
-        size, stride = tensor.shape, tensor.stride()
-        storage, nbytes = tensor.untyped_storage(), 48
-        try:
-            tensor.resize_(HUGE)
-        except BaseException:
-            with torch.no_grad():
-                storage.resize_(nbytes) if storage.nbytes() != nbytes else None
-                tensor.set_(storage, 0, size, stride)
-            raise
-
-    _, spoiled = _spoiled(Way(undo_in_python), Interrupt)
-    assert len(spoiled) > CALLS / 20
+    assert [each.message for each in caught if each.category is RuntimeWarning] == []
 
 
 def test_the_interrupt_says_what_it_has_interrupted() -> None:
-    def interrupted() -> Iterator[None]:
-        raise KeyboardInterrupt
-        yield
-
-    undone: list[str] = []
-    steps = [interrupted(), iter([None])]
+    rounds: list[str] = []
 
     def undo() -> None:
-        next(steps.pop(0), None)
-        undone.append("all of it")
+        rounds.append("again")
+        if len(rounds) == 1:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
         try:
@@ -188,7 +167,7 @@ def test_the_interrupt_says_what_it_has_interrupted() -> None:
         except RuntimeError:
             interrupts.finish(undo)
             raise
-    assert undone == ["all of it"]
+    assert len(rounds) == 2
     assert str(caught.value.__context__) == "out of memory"
 
 
@@ -258,23 +237,3 @@ def test_a_large_copy_is_put_back_once_however_often_it_is_interrupted(
     saved.restore()
     assert copies == [2, 0]
     assert tensor.tolist() == [1, 1, 1]
-
-
-class TestABlock:
-    def test_in_an_exit_stack_is_undone(self) -> None:
-        tensor = torch.ones(3)
-        with pytest.raises(ZeroDivisionError), ExitStack() as stack:
-            stack.enter_context(rollback_on_error(tensor, data=True))
-            tensor.zero_()
-            raise ZeroDivisionError
-        assert tensor.tolist() == [1, 1, 1]
-
-    def test_that_another_thread_leaves_later_is_not_undone_with_this_one(self) -> None:
-        tensor = torch.ones(3)
-        block = rollback_on_error(tensor, data=True)
-        with block:
-            with block:
-                tensor.zero_()
-            assert tensor.tolist() == [0, 0, 0]
-        assert tensor.tolist() == [0, 0, 0]
-        assert is_consistent(tensor)

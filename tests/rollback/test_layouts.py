@@ -106,11 +106,7 @@ def test_a_snapshot_of_a_sparse_tensor_can_be_restored_again_and_again() -> None
 
 
 def test_a_wrapper_of_a_sparse_tensor_has_its_parts_parts_back() -> None:
-    class Outer(Wrapper):
-        pass
-
-    inner = _coo_that_cant_grow()
-    outer = Outer(plain())
+    inner, outer = _coo_that_cant_grow(), Wrapper(plain())
     outer.wrapped = inner
     before = state(inner)
     with pytest.raises(RuntimeError), rollback_on_error(outer):
@@ -119,11 +115,8 @@ def test_a_wrapper_of_a_sparse_tensor_has_its_parts_parts_back() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]] = {
-    "sparse COO": (
-        lambda: torch.eye(3).to_sparse(),
-        lambda t: t.mul_(torch.ones(4, 4).to_sparse()),
-    ),
-    "sparse CSR": (
+    "COO": (lambda: torch.eye(3).to_sparse(), lambda t: t.mul_(torch.ones(4, 4).to_sparse())),
+    "CSR": (
         lambda: torch.eye(3).to_sparse_csr(),
         lambda t: t.copy_(torch.ones(3, 3).to_sparse_csr()),
     ),

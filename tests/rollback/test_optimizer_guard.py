@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchguard
+from support.small_training import FailAt, InjectedError
 from torchguard.transactions import hooks
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -27,21 +27,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "SGD": lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, **k),
     "Adagrad": lambda p, **k: torch.optim.Adagrad(p, lr=0.1, **k),
 }
-
-
-class FailAt(TorchDispatchMode):
-    """Raise in place of the n-th operator."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.place = place
-        self.calls = 0
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        if self.calls - 1 == self.place:
-            raise torch.OutOfMemoryError(f"instead of {func}")
-        return func(*args, **(kwargs or {}))
 
 
 def made(name: str, kind: str) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
@@ -71,10 +56,10 @@ def seen(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> li
     return found
 
 
-def plain(name: str, kind: str, steps: int, *, gradients: str = "contiguous") -> list[object]:
+def plain(name: str, kind: str, steps: int) -> list[object]:
     parameters, optimizer = made(name, kind)
     for seed in range(steps):
-        give_gradients(parameters, seed, gradients)
+        give_gradients(parameters, seed, "contiguous")
         optimizer.step()
     return seen(parameters, optimizer)
 
@@ -97,7 +82,7 @@ def test_each_operator_of_a_step_fails_in_turn(name: str, kind: str, failing: in
             try:
                 with FailAt(place):
                     optimizer.step()
-            except torch.OutOfMemoryError:
+            except InjectedError:
                 now = seen(parameters, optimizer)
             else:
                 break  # the step has fewer operators
@@ -119,17 +104,9 @@ def test_without_the_guard_a_step_is_torn() -> None:
     before, after = plain("AdamW", "loop", 0), plain("AdamW", "loop", 1)
     parameters, optimizer = made("AdamW", "loop")
     give_gradients(parameters, 0, "loop")
-    with pytest.raises(torch.OutOfMemoryError), FailAt(12):
+    with pytest.raises(InjectedError), FailAt(12):
         optimizer.step()
     assert seen(parameters, optimizer) not in (before, after)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_succeeds_has_the_bits_it_has_without(name: str, kind: str) -> None:
-    expected = plain(name, kind, 3)
-    with torchguard.install("optimizer"):
-        assert plain(name, kind, 3, gradients=kind) == expected
 
 
 def test_optimizers_made_before_and_after_are_guarded_until_uninstall() -> None:
@@ -154,29 +131,27 @@ def test_optimizers_made_before_and_after_are_guarded_until_uninstall() -> None:
     assert parameters[0].tolist() == [-2, -2, -2]
 
 
-def test_moments_of_another_shape_are_named() -> None:
-    parameter = nn.Parameter(torch.zeros(64))
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (torch.zeros(64), r"(?s)exp_avg of param_groups.*torch\.Size\(\[4\]\)"),
+        (torch.zeros(1).expand(64), "share memory"),
+    ],
+    ids=["moments of another shape", "an expanded parameter"],
+)
+def test_a_fused_kernel_that_would_write_past_memory_is_refused(
+    parameter: torch.Tensor, message: str
+) -> None:
+    parameter = nn.Parameter(parameter)
     parameter.grad = torch.ones(64)
     optimizer = torch.optim.Adam([parameter], fused=True)
-    moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
-    optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    if "exp_avg" in message:
+        moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
     with torchguard.install("optimizer"):
-        with pytest.raises(
-            torchguard.errors.OptimizerStateError, match="exp_avg of param_groups"
-        ) as error:
+        with pytest.raises(torchguard.errors.OptimizerStateError, match=message):
             optimizer.step()
-    assert "torch.Size([4])" in str(error.value)
     assert parameter.tolist() == [0] * 64
-
-
-def test_an_expanded_parameter_is_refused_before_a_fused_kernel_writes_past_it() -> None:
-    parameter = nn.Parameter(torch.zeros(1).expand(3))
-    parameter.grad = torch.ones(3)
-    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    with torchguard.install("optimizer"):
-        with pytest.raises(torchguard.errors.OptimizerStateError, match="share memory"):
-            optimizer.step()
-    assert parameter.tolist() == [0, 0, 0]
 
 
 def test_copies_that_are_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,8 +155,7 @@ def test_what_the_guard_patches_takes_out() -> None:
 
 
 def _try_in_place(case: InPlaceCase, scope: str) -> tuple[BaseException | None, dict[str, Any]]:
-    with torch.no_grad():
-        tensor = case.args[0].clone()
+    tensor = case.args[0].clone()
     before = state(tensor)
     with SCOPES[scope]():
         outcome = outcome_of(lambda: by_name(case.function)(tensor, *case.args[1:], **case.kwargs))
@@ -179,9 +178,3 @@ def test_a_failed_operator_has_changed_nothing_or_moved_the_version_on() -> None
     assert silent["guarded with data"] == []
     assert failed > 200
     assert len(silent["torch"]) >= 10
-
-
-def test_the_inputs_of_the_sweep_are_as_they_were() -> None:
-    tensors = [arg for case in out_cases() for arg in case.args if isinstance(arg, torch.Tensor)]
-    assert len(tensors) > 300
-    assert all(is_consistent(tensor) for tensor in tensors)

@@ -13,8 +13,7 @@ import torchguard
 from torchguard import OverlapWarning
 
 
-@pytest.mark.parametrize("place", [0, 7, 49])
-@pytest.mark.parametrize("of", [0, 23, 49])
+@pytest.mark.parametrize(("place", "of"), [(0, 49), (7, 23), (49, 0)])
 def test_one_overlap_among_fifty_tensors(place: int, of: int) -> None:
     """It is found wherever it stands; the tensors lie in memory in another order."""
     order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).tolist()

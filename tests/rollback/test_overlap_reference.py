@@ -14,12 +14,12 @@ from torchguard import OverlapWarning
 pytestmark = pytest.mark.filterwarnings("ignore::torchguard.OverlapWarning")
 
 
-def subtracts(x: torch.Tensor) -> torch.Tensor:
+def subtracts(x: Any) -> Any:
     x -= x[:, :1]
     return x * 1
 
 
-def shifts(x: torch.Tensor) -> torch.Tensor:
+def shifts(x: Any) -> Any:
     x[:, 1:] = x[:, :-1]
     return x * 1
 
@@ -28,11 +28,7 @@ def shifts(x: torch.Tensor) -> torch.Tensor:
 def test_verified_keeps_the_compiled_result_where_eager_alone_is_wrong(function: Any) -> None:
     torch.compiler.reset()
     checked = torchguard.verified(function, backend="aot_eager")
-    expected = np.arange(24.0).reshape(4, 6)
-    if function is subtracts:
-        expected -= expected[:, :1]
-    else:
-        expected[:, 1:] = expected[:, :-1]
+    expected = function(np.arange(24.0).reshape(4, 6))
     with pytest.warns(OverlapWarning) as caught:
         result = checked(torch.arange(24.0, dtype=torch.float64).reshape(4, 6))
     assert {each.filename for each in caught} == {__file__}
@@ -46,20 +42,13 @@ def test_where_both_are_wrong_the_right_one_runs() -> None:
     checked = torchguard.verified(shifts, backend="eager")
     with pytest.warns(torchguard.MiscompilationWarning):
         result = checked(torch.arange(24.0).reshape(4, 6))
-    expected = np.arange(24.0).reshape(4, 6)
-    expected[:, 1:] = expected[:, :-1]
-    assert np.array_equal(result.numpy(), expected)
+    assert np.array_equal(result.numpy(), shifts(np.arange(24.0).reshape(4, 6)))
 
 
 def test_the_padding_check_compares_with_the_truth() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        x = x * 1
-        x -= x[:, :1]
-        return x
-
     fast = torchguard.bucketed(
         dims={"x": {1: "t"}}, buckets=torchguard.Buckets([8, 16]), compile=False
-    )(function)
+    )(lambda x: subtracts(x * 1))
     x = torch.arange(15.0).reshape(3, 5)
     with torchguard.guarded(overlap=True):
         assert fast(x).tolist() == [[0, 1, 2, 3, 4]] * 3
@@ -71,11 +60,9 @@ def test_sliced_assign_needs_no_install() -> None:
     assert x.tolist() == [[0, 0, 1, 2, 3, 4], [6, 6, 7, 8, 9, 10]]
 
 
-def test_replay_of_an_overlapping_line_agrees() -> None:
+def test_replay_computes_an_overlapping_line_right() -> None:
     model = torch.nn.Linear(4, 4)
     step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in step.replay(2):
-        x = torch.arange(12.0).reshape(3, 4)
-        x -= x[:, :1]
-        assert x.tolist() == [[0, 1, 2, 3]] * 3
-        model(x).sum().backward()
+        assert subtracts(torch.arange(12.0).reshape(3, 4)).tolist() == [[0, 1, 2, 3]] * 3
+        model(torch.ones(4)).sum().backward()

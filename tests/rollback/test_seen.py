@@ -152,8 +152,10 @@ def test_a_mode_of_the_user_sees_the_calls_it_sees_on_torch(
     assert seen[1] == seen[0]
 
 
+@pytest.mark.usefixtures("default_device")
 @pytest.mark.parametrize("inner", [False, True], ids=["device outside", "device inside"])
 def test_a_device_context_goes_on_working(inner: bool) -> None:
+    """And a default device that is set inside stays after the scope."""
     device = torch.device("meta")
     first, second = (guarded(), device) if inner else (device, guarded())
     with first, second:
@@ -161,10 +163,6 @@ def test_a_device_context_goes_on_working(inner: bool) -> None:
         assert torch.zeros(2, out=torch.empty(0)).device == device
         assert torch.ones(2).add_(1).device == device
     assert torch.empty(2).device.type == "cpu"
-
-
-@pytest.mark.usefixtures("default_device")
-def test_a_default_device_set_inside_stays_after_the_scope() -> None:
     with guarded():
         torch.set_default_device("meta")
         assert torch.empty(1).device.type == "meta"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import functools
 import tempfile
 import zlib
 from contextlib import AbstractContextManager, nullcontext
@@ -93,9 +92,6 @@ class Kind:
     scope: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     """Where operations on it are allowed."""
 
-    plain: bool = True
-    """Whether every operation means the same as on any other strided tensor."""
-
 
 def locked(values: list[float] | torch.Tensor) -> torch.Tensor:
     """Make a tensor of these values on memory of numpy's."""
@@ -153,10 +149,39 @@ def _fake() -> torch.Tensor:
         return torch.empty(2, 3)
 
 
-fixed = functools.partial(Kind, can_grow=False)
-special = functools.partial(Kind, plain=False)
-opaque = functools.partial(special, has_metadata=False)
-
+LOCKED_MAKERS: dict[str, Callable[[], torch.Tensor]] = {
+    "numpy": lambda: locked([1.0, 2.0, 3.0, 4.0]),
+    "numpy view": lambda: torch.from_numpy(np.arange(12.0).reshape(3, 4))[1:, ::2],
+    "empty numpy": lambda: empty_locked(torch.float32),
+    "0-d numpy": lambda: torch.from_numpy(np.array(5.0)),
+    "frombuffer": lambda: torch.frombuffer(bytearray(range(24)), dtype=torch.int16),
+    "dlpack": _dlpack,
+    "private file mapping": lambda: _file(shared=False),
+    "shared file mapping": lambda: _file(shared=True),
+    "injected storage": _injected,
+    "numpy Parameter": lambda: torch.nn.Parameter(locked([1.0, 2.0])),
+    "numpy subclass": lambda: locked([1.0, 2.0]).as_subclass(Watching),
+    "numpy conj view": lambda: torch.from_numpy(np.array([1 + 2j, 3 - 1j])).conj(),
+}
+SHARED_MAKERS: dict[str, Callable[[], torch.Tensor]] = {
+    "shared memory": lambda: plain().share_memory_(),
+    "view in shared memory": lambda: torch.arange(12.0).share_memory_()[4:8],
+}
+OF_PARTS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse COO": lambda: plain().to_sparse(),
+    "sparse CSR": lambda: plain().to_sparse_csr(),
+    "sparse CSC": lambda: plain().to_sparse_csc(),
+    "sparse BSR, a batch": lambda: torch.stack([plain(), plain()]).to_sparse_bsr((1, 1)),
+    "nested strided": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
+    "nested jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.zeros(3)], layout=torch.jagged
+    ),
+}
+LOCKED = tuple(
+    Kind(name, make, can_grow=False, scope=torch.no_grad if "Parameter" in name else nullcontext)
+    for name, make in LOCKED_MAKERS.items()
+)
+SHARED = tuple(Kind(name, make, can_grow=False, kills=True) for name, make in SHARED_MAKERS.items())
 STRIDED = (
     Kind("plain", plain),
     Kind("0-d", lambda: torch.tensor(3.0)),
@@ -181,42 +206,20 @@ STRIDED = (
     Kind("inference", _inference, scope=torch.inference_mode),
     Kind("meta", lambda: torch.empty(2, 3, device="meta")),
     Kind("subclass", lambda: plain().as_subclass(Watching)),
-    fixed("numpy", lambda: locked([1.0, 2.0, 3.0, 4.0])),
-    fixed("numpy view", lambda: torch.from_numpy(np.arange(12.0).reshape(3, 4))[1:, ::2]),
-    fixed("empty numpy", lambda: empty_locked(torch.float32)),
-    fixed("0-d numpy", lambda: torch.from_numpy(np.array(5.0))),
-    fixed("frombuffer", lambda: torch.frombuffer(bytearray(range(24)), dtype=torch.int16)),
-    fixed("dlpack", _dlpack),
-    fixed("private file mapping", lambda: _file(shared=False)),
-    fixed("shared file mapping", lambda: _file(shared=True)),
-    fixed("injected storage", _injected),
-    fixed("numpy Parameter", lambda: torch.nn.Parameter(locked([1.0, 2.0])), scope=torch.no_grad),
-    fixed("numpy subclass", lambda: locked([1.0, 2.0]).as_subclass(Watching)),
-    fixed("numpy conj view", lambda: torch.from_numpy(np.array([1 + 2j, 3 - 1j])).conj()),
-    fixed("shared memory", lambda: plain().share_memory_(), kills=True),
-    fixed("view in shared memory", lambda: torch.arange(12.0).share_memory_()[4:8], kills=True),
+    *LOCKED,
+    *SHARED,
 )
-_RAGGED = torch.ones(2), torch.zeros(3)
 SPECIAL = (
-    special(
-        "quantized per tensor", lambda: torch.quantize_per_tensor(plain(), 0.5, 1, torch.qint8)
-    ),
-    special("quantized per channel", _per_channel),
-    special("inference outside", _inference),
-    special("non-leaf with grad", _non_leaf),
-    special("leaf with grad", lambda: torch.nn.Parameter(plain())),
-    special("fake", _fake, scope=lambda: _fake_mode),
-    special("wrapper", lambda: Wrapper(plain())),
-    opaque("sparse COO", lambda: plain().to_sparse()),
-    opaque("sparse CSR", lambda: plain().to_sparse_csr()),
-    opaque("sparse CSC", lambda: plain().to_sparse_csc()),
-    opaque("sparse BSR, a batch", lambda: torch.stack([plain(), plain()]).to_sparse_bsr((1, 1))),
-    opaque("nested strided", lambda: torch.nested.nested_tensor([*_RAGGED])),
-    opaque("nested jagged", lambda: torch.nested.nested_tensor([*_RAGGED], layout=torch.jagged)),
+    Kind("quantized per tensor", lambda: torch.quantize_per_tensor(plain(), 0.5, 1, torch.qint8)),
+    Kind("quantized per channel", _per_channel),
+    Kind("inference outside", _inference),
+    Kind("non-leaf with grad", _non_leaf),
+    Kind("leaf with grad", lambda: torch.nn.Parameter(plain())),
+    Kind("fake", _fake, scope=lambda: _fake_mode),
+    Kind("wrapper", lambda: Wrapper(plain())),
+    *(Kind(name, make, has_metadata=False) for name, make in OF_PARTS.items()),
 )
 ALL = (*STRIDED, *SPECIAL)
-LOCKED = tuple(kind for kind in STRIDED if not kind.can_grow and not kind.kills)
-SHARED = tuple(kind for kind in STRIDED if kind.kills)
 COMPRESSED_KINDS = tuple(kind for kind in SPECIAL if kind.make().layout in COMPRESSED)
 
 

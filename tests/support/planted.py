@@ -12,7 +12,7 @@ import pytest
 
 import torchguard
 from torchguard.defects import all_defects
-from torchguard.defects.doctor import DoctorReport, Row
+from torchguard.defects.doctor import DoctorProgress, DoctorReport, Row
 
 PLANTED = """
 import ctypes, json, os, pathlib, resource, subprocess, sys, time
@@ -140,11 +140,15 @@ def installed(folder: Path) -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
+STEPS: list[DoctorProgress] = []
+"""What ``progress`` was called with for the report of every planted defect."""
+
+
 def examined() -> DoctorReport:
     """Probe every planted defect once; a probe that hangs is given seconds."""
     prefixes = ("planted-", "c-", "d-", "e-", "f-", "g-")
     names = [row.id for row in all_defects() if row.id.startswith(prefixes)]
-    return torchguard.doctor(names, timeout=12)
+    return torchguard.doctor(names, timeout=12, progress=STEPS.append)
 
 
 def planted(*names: str) -> list[str]:

@@ -43,6 +43,20 @@ def _namespaces() -> Snapshot:
     return found
 
 
+def _identities() -> list[Any]:
+    """Tell whether any of the namespaces has changed at all, without looking at their names."""
+    owners = [torch.Tensor, *(sys.modules[name] for name in MODULES)]
+    if EVAL_FRAME in sys.modules:
+        owners.append(sys.modules[EVAL_FRAME])
+    owners += [
+        owner
+        for module, name in DYNAMO_CLASSES.items()
+        if (owner := getattr(sys.modules.get(module), name, None)) is not None
+    ]
+    table = getattr(torch.jit._builtins, "_get_builtin_table", dict)
+    return [*(list(map(id, vars(owner).values())) for owner in owners), dict(table())]
+
+
 def _is_packet(id_: int, name: str) -> bool:
     """Torch enters the operator behind ``torch.ops.aten.add`` when it is first looked up."""
     namespace, _, operator = name.partition("::")
@@ -58,8 +72,17 @@ class Residue:
 
     def __init__(self) -> None:
         self._before = _namespaces()
+        self._clean: list[Any] = []
 
     def now(self) -> list[str]:
+        identities = _identities()
+        if identities == self._clean:  # after nearly every test, and far faster
+            return _modes_left()
+        found = self._differences()
+        self._clean = [] if found else identities
+        return found + _modes_left()
+
+    def _differences(self) -> list[str]:
         found: list[str] = []
         now = _namespaces()
         if EVAL_FRAME in now and EVAL_FRAME not in self._before:
@@ -76,7 +99,7 @@ class Residue:
                         found.append(f"{owner}.{name} is new: {value!r}")
                 elif value is not before[name] and owner != BUILTINS:
                     found.append(f"{owner}.{name} was replaced by {value!r}")
-        return found + _modes_left()
+        return found
 
     def accept(self) -> None:
         """Compare with what is there now, so that one test's residue is not every later test's."""

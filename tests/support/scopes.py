@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.kinds import locked
-from support.ways import outcome_of
 from torchguard import guarded
 
 if TYPE_CHECKING:
@@ -24,10 +22,3 @@ GUARDED_ONLY: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] 
 each_scope = pytest.mark.parametrize(
     "scope", [scope for _, scope in GUARDED_ONLY], ids=[name for name, _ in GUARDED_ONLY]
 )
-
-
-def is_on() -> bool:
-    """Whether a failing operation is undone here, on this thread."""
-    tensor = locked([1.0])
-    assert outcome_of(lambda: tensor.resize_(100)).error is not None
-    return tensor.shape == (1,)

@@ -33,11 +33,9 @@ class OutCase(NamedTuple):
     def outs(self) -> tuple[torch.Tensor, ...]:
         return tuple(empty_locked(dtype) for dtype in self.dtypes)
 
-    def call(
-        self, outs: tuple[torch.Tensor, ...], function: Callable[..., Any] | None = None
-    ) -> Any:
+    def call(self, outs: tuple[torch.Tensor, ...]) -> Any:
         out = outs[0] if len(outs) == 1 else outs
-        return (function or by_name(self.function))(*self.args, **self.kwargs, out=out)
+        return by_name(self.function)(*self.args, **self.kwargs, out=out)
 
 
 class InPlaceCase(NamedTuple):

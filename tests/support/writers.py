@@ -31,7 +31,7 @@ def left(folder: Path) -> list[str]:
 
 
 @contextmanager
-def file_size_limited(size: int) -> Iterator[None]:
+def size_limited(size: int) -> Iterator[None]:
     """Writing beyond this size fails, as on a disk that is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

@@ -21,8 +21,7 @@ CASES = covering(list(every_case()))
 TABLE = [Case("AdamW", implementation, amp=True) for implementation in ("loop", "fused")]
 
 
-@pytest.mark.parametrize("case", TABLE, ids=str)
-@pytest.mark.parametrize("way", [nothing, zero_grad])
+@pytest.mark.parametrize(("way", "case"), zip([nothing, zero_grad], TABLE, strict=True))
 def test_without_a_transaction_a_retry_is_wrong_or_raises_for_ever(way: Way, case: Case) -> None:
     found = count(case, way, every=5 * EVERY)
     assert found.wrong > found.points / 3

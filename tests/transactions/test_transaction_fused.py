@@ -70,7 +70,7 @@ def made(name: str) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     return parameters, OPTIMIZERS[name]([{"params": parameters[:2]}, {"params": parameters[2:]}])
 
 
-def set_gradients(parameters: list[nn.Parameter], gradient: str) -> None:
+def set_gradients(parameters: list[nn.Parameter], gradient: str = "one") -> None:
     for parameter in parameters:
         parameter.grad = GRADIENTS[gradient](parameter.detach())
 
@@ -116,7 +116,7 @@ def test_counters_that_were_incremented_for_a_kernel_that_did_not_run_go_back(
 ) -> None:
     parameters, optimizer = made(name)
     step = torchguard.transaction([], optimizer)
-    set_gradients(parameters, "one")
+    set_gradients(parameters)
     with pytest.raises(Failure), step, AfterKernel("_foreach_add_", kernel):
         optimizer.step()
     assert step.committed == (kernel > 0)
@@ -139,7 +139,7 @@ def test_a_step_that_overflowed_and_raises_changes_nothing(name: str, operator: 
         parameters, optimizer = made(name)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         step = torchguard.transaction([], optimizer, scaler)
-        set_gradients(parameters, "one")
+        set_gradients(parameters)
         scaler.scale(torch.ones(()))
         with step:
             scaler.step(optimizer)
@@ -167,7 +167,7 @@ def test_a_step_that_overflowed_and_raises_changes_nothing(name: str, operator: 
 def test_a_kernel_that_has_written_a_part_is_never_silent(name: str) -> None:
     parameters, optimizer = made(name)
     step = torchguard.transaction([], optimizer)
-    set_gradients(parameters, "one")
+    set_gradients(parameters)
     with step:
         optimizer.step()
     with pytest.raises(torchguard.UnrecoverableStepError, match="within one of its fused kernels"):
@@ -190,7 +190,7 @@ def test_hooks_of_the_optimizer_do_not_see_the_witnesses(name: str) -> None:
         optimizer.register_step_post_hook(look)
         step: Any = torchguard.transaction([], optimizer) if guarded else contextlib.nullcontext()
         for _ in range(2):
-            set_gradients(parameters, "one")
+            set_gradients(parameters)
             with step:
                 optimizer.step()
             found.append([sorted(vars(optimizer)), len(optimizer.state)])
@@ -205,7 +205,7 @@ def test_gradients_that_a_hook_has_taken_away_are_not_stepped() -> None:
         parameters, optimizer = made("AdamW")
         step = torchguard.transaction([], optimizer)
         with step:
-            set_gradients(parameters, "one")
+            set_gradients(parameters)
             optimizer.step()
         optimizer.register_step_pre_hook(lambda *_: setattr(parameters[0], "grad", None))  # noqa: B023
         fault: Any = AfterKernel("_fused_") if guarded else contextlib.nullcontext()
@@ -264,7 +264,7 @@ def test_a_second_attempt_makes_the_state_again() -> None:
     """SGD's first step fails, so its momentum buffers go; the next one finds that they are gone."""
     parameters, optimizer = made("SGD, momentum")
     step = torchguard.transaction([], optimizer)
-    set_gradients(parameters, "one")
+    set_gradients(parameters)
     for _ in range(2):
         with pytest.raises(Failure), step:
             hook = optimizer.register_step_pre_hook(fail)

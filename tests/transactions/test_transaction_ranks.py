@@ -88,8 +88,8 @@ def lost(state, expected):
     return [key for key in state if state[key] != expected[key]]
 
 IMPLEMENTATIONS = {
-    "loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True),
-    "fused-amp": dict(fused=True, amp=True), "loop-amp": dict(foreach=False, amp=True),
+    "foreach": dict(foreach=True), "loop-amp": dict(foreach=False, amp=True),
+    "fused": dict(fused=True), "fused-amp": dict(fused=True, amp=True),
 }
 
 # 1. The same bits as DistributedDataParallel's own loop.
@@ -215,21 +215,14 @@ def test_a_failure_on_one_rank_takes_the_step_back_on_both(results: list[dict[st
     for result in results:
         for wrong in ("torn", "not restored", "errors", "wrong"):
             assert result[wrong] == []
-        assert result["rolled back"] > 48  # of 80: those after the commit count, and are done
+        assert result["rolled back"] > 38  # of 64: those after the commit count, and are done
 
 
-def test_out_of_memory_on_one_rank_halves_the_parts_on_both(results: list[dict[str, Any]]) -> None:
+def test_out_of_memory_another_error_and_an_interrupt(results: list[dict[str, Any]]) -> None:
+    """On one rank: both run smaller parts, unless the other one has another error."""
     assert results[0]["sizes"] == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2]
     assert results[1]["sizes"] == [8, 4, 4, 2, 2, 2, 2, 2, 2, 2, 2]
-
-
-def test_another_error_beside_it_is_raised_on_both(results: list[dict[str, Any]]) -> None:
     assert [result["different"] for result in results] == ["OutOfMemoryError", "ValueError"]
-
-
-def test_an_interrupt_of_one_rank_takes_the_step_back_on_both(
-    results: list[dict[str, Any]],
-) -> None:
     assert [result["interrupted"] for result in results] == ["PeerFailedError", "KeyboardInterrupt"]
     assert all(result["unchanged"] and result["handler"] for result in results)
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import torchguard
-from support.child_process import output_of
 from support.small_training import bits
 
 
@@ -59,54 +58,43 @@ def test_accelerate() -> None:
     assert ends[0] == ends[1]
 
 
-# In a process of its own: Lightning replaces torch.compile when it is imported.
-LIGHTNING = """
-import pathlib, sys, torch, torchguard
-import lightning.pytorch as lightning
-here = sys.argv[1]
-sys.path[:0] = [here, str(pathlib.Path(here).parent)]
-from test_transaction_trainers import everything, failing_loss, network
+def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", torch.compile)  # Lightning replaces it
+    lightning = pytest.importorskip("lightning.pytorch")
 
-class Module(lightning.LightningModule):
-    def __init__(self, failing):
-        super().__init__()
-        self.automatic_optimization = False
-        self.net = network()
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), fused=True)
-        self.step = torchguard.transaction(self.net, self.optimizer)
-        self.loss_of = failing_loss(self.net, failing)
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self, failing: int | None) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.net = network()
+            self.optimizer = torch.optim.AdamW(self.net.parameters(), fused=True)
+            self.step = torchguard.transaction(self.net, self.optimizer)
+            self.loss_of = failing_loss(self.net, failing)
 
-    def configure_optimizers(self):
-        return self.optimizer
+        def configure_optimizers(self) -> Any:
+            return self.optimizer
 
-    def training_step(self, batch, batch_idx):
-        while True:
-            try:
-                with self.step:
+        def training_step(self, batch: Any, _: int) -> None:
+            committed = self.step.stats().commits
+            while self.step.stats().commits == committed:
+                with contextlib.suppress(torch.OutOfMemoryError), self.step:
                     self.manual_backward(self.loss_of(batch))
                     self.optimizer.step()
                     self.optimizer.zero_grad()
-            except torch.OutOfMemoryError:
-                continue
-            return
 
-ends = []
-for failing in (None, 0):
-    module = Module(failing)
-    trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[2],
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4))
-    ends.append((everything(module.net, module.optimizer), module.step.stats().commits))
-print(ends[0] == ends[1], ends[1][1])
-"""
-
-
-def test_lightning(tmp_path: Path) -> None:
-    pytest.importorskip("torchmetrics")  # comes with Lightning, and replaces nothing of torch
-    printed = output_of(LIGHTNING, str(Path(__file__).parent), str(tmp_path))
-    assert printed.splitlines()[-1] == "True 2"
+    ends = []
+    rows: Any = torch.ones(8, 3)
+    for failing in (None, 0):
+        module = Module(failing)
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
+        ends.append((everything(module.net, module.optimizer), module.step.stats().commits))
+    assert ends[0] == ends[1]
+    assert ends[1][1] == 2
+    assert module.step.stats().rollbacks == {"OutOfMemoryError": 1}
 
 
 def test_hugging_face(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -226,15 +228,20 @@ def test_torchs_own_samples_raise_no_false_alarm() -> None:
     assert checked >= len(OPERATORS) - 2
 
 
+def _less_copies(made: Program) -> Program:
+    """Return the program that writes what it reads: ``x[1:] = x[:-1].clone()`` less the copy."""
+    return replace(made, source=re.sub(r"(\] = \w+\[[^]]*\])\.clone\(\)", r"\1", made.source))
+
+
 # Programs with a shift, of which the plain eager run without its copy is wrong.
-SHIFTS = [made for made in map(program, range(60)) if made.without_copies().source != made.source]
+SHIFTS = [made for made in map(program, range(60)) if _less_copies(made) != made]
 
 
 def _without_copies(
     made: Program, compile_: Any = lambda function: function, **options: Any
 ) -> Any:
     """Return what is wrong with a program of which the operands are not copied first."""
-    return attempt(made, compile_, compiles=made.without_copies(), **options).wrong
+    return attempt(made, lambda _: compile_(_less_copies(made).function()), **options).wrong
 
 
 @pytest.mark.filterwarnings("ignore::torchguard.OverlapWarning")

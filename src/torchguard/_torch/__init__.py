@@ -6,7 +6,7 @@ function. ``tests/patching/test_import.py`` checks each name here on the torch a
 and that nothing private is used anywhere else.
 """
 
-# ruff: noqa: F403  each module says in __all__ what it offers
+# ruff: noqa: F403  what a module offers has no underscore
 from torchguard._torch.compile import *
 from torchguard._torch.dynamo import *
 from torchguard._torch.modes import *

@@ -28,14 +28,11 @@ IMPORTED_BY = {_COMPOSABLE: GENERATOR.replace(_MODULE, _COMPOSABLE)}
 
 
 def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], bool]:
-    """Return what the generator's block is called with, and whether random states are kept.
-
-    The generator is called with ``(fn, args, kwargs, *, preserve_rng_state, ...)`` since torch
-    2.15 and with ``(fn, preserve_rng_state, ..., *args, **kwargs)`` before.
-    """
-    if _has_impl:
+    """Return what the generator's block is called with, and whether random states are kept."""
+    if _has_impl:  # called with (fn, args, kwargs, *, preserve_rng_state, ...)
         args, kwargs = given
         return [*args, *kwargs.values()], options.get("preserve_rng_state", True)
+    # Called with (fn, preserve_rng_state, ..., *args, **kwargs).
     return [*given, *options.values()], bool(given[0] if given else True)
 
 
@@ -80,10 +77,7 @@ def calls_rrelu(kind: Any) -> bool:
 
 
 def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
-    """Switch the early stop off for the block whose generator is suspended in its first run.
-
-    Falls back to leaving it on, where torch keeps its notes of a block under another name.
-    """
+    """Switch the early stop off for the block whose generator is suspended in its first run."""
     frame = getattr(generator, "gi_frame", None)
     notes: Any = None if frame is None else frame.f_locals.get("new_frame")
     if hasattr(notes, "early_stop"):

@@ -13,36 +13,11 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "before_backward",
-    "compile_in_place",
-    "compiled_call",
-    "compiled_variants",
-    "compiler_of",
-    "compiles_dynamic",
-    "compiles_inside",
-    "default_backend",
-    "dynamo_backend",
-    "graphs_compiled",
-    "inductor_backend",
-    "inductor_draws_like_eager",
-    "inductor_options",
-    "keep_settings",
-    "mutation_switches",
-    "records_cuda_graphs",
-    "settings_are_shared",
-    "settings_of_compiled",
-    "traced",
-    "without_recompile_limit",
-]
+from torchguard._torch.tensors import private
 
 
 def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
-    """Return what ``torch.compile`` was given and how to compile something else the same way.
-
-    None for what is not compiled. A compiled module says both itself, a compiled function has
-    its original as an attribute and its compiler in its closure.
-    """
+    """Return what ``torch.compile`` was given and its settings; None for what is not compiled."""
     if isinstance(compiled, torch.nn.Module):
         settings = compiled.__dict__.get("dynamo_ctx")
         original = compiled._modules.get("_orig_mod")
@@ -58,11 +33,7 @@ def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
 
 
 def compiled_call(given: Any) -> Any:
-    """Return what ``torch.compile`` has made: this, or the call of a module compiled in place.
-
-    None for what is not compiled.
-    """
-    # torch.compile leaves a module's own class, and puts what it compiled behind it.
+    """Return what ``torch.compile`` has made: this, or the call of a module compiled in place."""
     if hasattr(given, "get_compiler_config"):
         return given
     return vars(given).get("_compiled_call_impl") if isinstance(given, torch.nn.Module) else None
@@ -78,17 +49,15 @@ def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
     if found is None:
         return None
     function, settings = found
-    compiler: Any = getattr(settings, "callback", None)
+    compiler = inner = getattr(settings, "callback", None)
+    if compiler is None:
+        return None
     one_graph = getattr(settings, "fullgraph", None)
-    while compiler is not None:  # Dynamo wraps it, in another way on each release
+    while inner is not None:  # Dynamo wraps it, in another way on each release
+        compiler = inner
         one_graph = getattr(compiler, "_one_graph", one_graph)
         inner = getattr(compiler, "_torchdynamo_orig_backend", None)
         inner = inner or getattr(compiler, "_torchdynamo_orig_callable", None)
-        if inner is None:
-            break
-        compiler = inner
-    if compiler is None:
-        return None
     return {
         "function": function,
         "fullgraph": bool(one_graph),
@@ -103,15 +72,10 @@ def compiles_inside(
 ) -> Callable[..., Any]:
     """Return the same compiled function, which enters ``scope()`` whenever Dynamo compiles for it.
 
-    Dynamo looks for a compiled variant without a lock, and each guard it evaluates releases the
-    GIL. When another thread moves an entry to the front of the list meanwhile, the entry that
-    fits can be walked past, so any call may compile, in any thread. (With 2.13: 8 threads that
-    call one function compiled for 2 sizes compile it 7 more times.) What happens then is up to
-    the callback, which costs nothing while calls find their variant.
-
-    What ``dynamic=`` asks for is set while Dynamo compiles and not while the function runs, as
-    :func:`keep_settings` has it.
+    What ``dynamic=`` asks for is set while Dynamo compiles and not while the function runs.
     """
+    # Dynamo looks for a compiled variant without a lock. Where another thread moves an entry to the
+    # front of the list meanwhile, the one that fits can be walked past: any call may compile.
     found = compiler_of(compiled)
     callback = getattr(found[1], "callback", None) if found is not None else None
     if found is None or not callable(callback):
@@ -143,13 +107,10 @@ def compiles_inside(
 
 
 def keep_settings(compiled: Any) -> Any:
-    """Return the same compiled function, whose calls leave Dynamo's settings alone.
-
-    Up to torch 2.11 ``dynamic=`` changes settings of the whole process while the function runs.
-    Where the calls of two threads overlap, the second finds what the first has set, and sets it
-    again when it ends: ``automatic_dynamic_shapes`` is False from then on, for all that is
-    compiled. https://github.com/pytorch/pytorch/issues/118260
-    """
+    """Return the same compiled function, whose calls leave Dynamo's settings alone."""
+    # Up to torch 2.11 dynamic= changes settings of the whole process while the function runs.
+    # Where calls of two threads overlap, automatic_dynamic_shapes is False from then on.
+    # https://github.com/pytorch/pytorch/issues/118260
     found = compiler_of(compiled)
     if found is None or not _changes_shared_settings(found[1]):
         return compiled
@@ -164,11 +125,11 @@ def _changes_shared_settings(settings: Any) -> list[Callable[[], Callable[[], No
         for hook in getattr(settings, "enter_exit_hooks", ())
         if "_make_closure_patcher" in getattr(hook, "__qualname__", "")
     ]
-    return changes if changes and settings_are_shared() else []
+    return changes if changes and _settings_are_shared() else []
 
 
 @functools.cache
-def settings_are_shared() -> bool:
+def _settings_are_shared() -> bool:
     """Whether a setting of Dynamo that one thread changes for a moment is seen by the others."""
     config: Any = importlib.import_module("torch._dynamo.config")
     seen: list[bool] = []
@@ -181,21 +142,13 @@ def settings_are_shared() -> bool:
 
 
 def traced(function: Callable[..., Any]) -> bool:
-    """Whether Dynamo compiles the frame of this function, True where torch does not say.
-
-    It does not for functions of torch and of Python's own library. ``torch.compile`` puts one
-    frame around those, ``inner``, whose code object and cache all of them share.
-    """
+    """Whether Dynamo compiles the frame of this function; not of torch's own and of Python's."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     return not getattr(rules, "check", lambda _: False)(function)
 
 
 def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
-    """Equals ``module.compile(**settings)``, for torch's own modules too.
-
-    Dynamo does not look into a frame of ``torch.nn``, so ``module.compile()`` leaves an
-    ``nn.Sequential`` eager on some releases; ``torch.compile(module)`` knows the way out.
-    """
+    """Equals ``module.compile(**settings)``, for torch's own modules on every release too."""
     utilities = importlib.import_module("torch._dynamo.external_utils")
     if hasattr(utilities, "wrap_inline"):
         call = utilities.wrap_inline(module._call_impl)
@@ -213,16 +166,17 @@ def compiles_dynamic(settings: Any) -> bool:
 def records_cuda_graphs(compiled: Callable[..., Any]) -> bool:
     """Whether a compiled function may record CUDA graphs, whose outputs are memory of theirs."""
     config: Any = getattr(compiled, "get_compiler_config", lambda: None)()
-    if isinstance(config, dict) and "triton.cudagraphs" in config:
-        return bool(config["triton.cudagraphs"])
-    return False
+    return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 
 
 def compiled_variants(code: CodeType) -> int:
     """Count the compiled variants Dynamo keeps for a code object; 0 where it does not say."""
-    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
-    entries = getattr(hooks, "_debug_get_cache_entry_list", None)
-    return 0 if entries is None else len(entries(code))
+    return len(_cache_entries(code))
+
+
+_cache_entries: Callable[[CodeType], Any] = private(
+    "_C._dynamo.eval_frame._debug_get_cache_entry_list", lambda _: ()
+)
 
 
 def graphs_compiled() -> int:
@@ -233,28 +187,20 @@ def graphs_compiled() -> int:
 
 @contextlib.contextmanager
 def without_recompile_limit() -> Iterator[None]:
-    """Compile as often as it takes, in frames behind a graph break too.
-
-    Without it the ninth size of such a frame would run eager, with one line in the log.
-    https://github.com/pytorch/pytorch/issues/128071
-    """
+    """Compile as often as it takes; else a ninth size runs eager, with one line in the log."""
+    # https://github.com/pytorch/pytorch/issues/128071
     config: Any = importlib.import_module("torch._dynamo.config")
-    names = ("recompile_limit", "accumulated_recompile_limit")
-    older = ("cache_size_limit", "accumulated_cache_size_limit")
-    found = names if hasattr(config, names[0]) else older
-    raised = {name: max(getattr(config, name), 1 << 16) for name in found}
-    with config.patch(raised):
+    kind = "recompile" if hasattr(config, "recompile_limit") else "cache_size"  # torch 2.6
+    names = (f"{kind}_limit", f"accumulated_{kind}_limit")
+    with config.patch({name: max(getattr(config, name), 1 << 16) for name in names}):
         yield
 
 
 @contextlib.contextmanager
 def before_backward(call: Callable[[str], None]) -> Iterator[None]:
-    """Call this, with the id of a graph, before its backward is compiled, which is done late.
-
-    What it raises comes out of ``backward()``. torch 2.6 has no such callback: it isn't called.
-    """
+    """Call this, with the id of a graph, before its backward is compiled, which is done late."""
     callbacks: Any = importlib.import_module("torch._dynamo.callback")
-    if not hasattr(callbacks, "on_compile_start"):
+    if not hasattr(callbacks, "on_compile_start"):  # torch 2.6: it isn't called
         yield
         return
 
@@ -290,15 +236,10 @@ def default_backend() -> Any:
 def inductor_backend(
     mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Callable[..., Any]:
-    """Return what ``torch.compile`` makes of ``backend="inductor"``, a mode and options.
-
-    It raises at once for a mode or an option that inductor does not know, as
-    ``torch.compile`` does, and it equals another one with the same settings.
-    """
-    wrapper: Any = getattr(torch, "_TorchCompileInductorWrapper", None)
+    """Return what ``torch.compile`` makes of ``backend="inductor"``, a mode and options."""
+    wrapper = private("_TorchCompileInductorWrapper", None)
     if wrapper is not None:
-        backend: Callable[..., Any] = wrapper(mode, options, dynamic)
-        return backend
+        return wrapper(mode, options, dynamic)  # type: ignore[no-any-return]
     if mode is not None and mode != "default":
         inductor = importlib.import_module("torch._inductor")
         options = {**inductor.list_mode_options(mode, dynamic), **(options or {})}
@@ -307,10 +248,8 @@ def inductor_backend(
 
 def inductor_options(backend: Callable[..., Any]) -> dict[str, Any]:
     """Return the options of something that :func:`inductor_backend` made, those of its mode too."""
-    given = getattr(backend, "config", None) or getattr(backend, "keywords", {}).get(
-        "config_patches"
-    )
-    return dict(given or {})
+    keywords = getattr(backend, "keywords", {})
+    return dict(getattr(backend, "config", None) or keywords.get("config_patches") or {})
 
 
 def inductor_draws_like_eager(backend: Callable[..., Any]) -> bool:
@@ -320,11 +259,7 @@ def inductor_draws_like_eager(backend: Callable[..., Any]) -> bool:
 
 
 def mutation_switches() -> list[str]:
-    """Return where inductor asks AOTAutograd to keep mutations of inputs in the graph.
-
-    They are paths of functions that take ``keep_inference_input_mutations``; there
-    is no option for it. Empty where there is no such function.
-    """
+    """Return the paths of what takes ``keep_inference_input_mutations``; no option does."""
     return [
         f"{path}.aot_autograd"
         for path in ("torch._inductor.compile_fx", "torch._dynamo.backends.common")

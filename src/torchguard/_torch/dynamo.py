@@ -18,39 +18,7 @@ import torch
 import wrapt
 
 from torchguard._torch.modes import replace_torch_function_modes, torch_function_modes
-
-__all__ = [
-    "CALLBACK_OF_CALL",
-    "CALL_USER_COMPILER",
-    "DYNAMO",
-    "EVAL_FRAME_HOOK",
-    "TENSOR_VARIABLE",
-    "compiling_as",
-    "dynamo_is_imported",
-    "fake_inputs",
-    "fake_of",
-    "follow_in_dynamo",
-    "follow_in_torchscript",
-    "forget_in_torchscript",
-    "frame_callback",
-    "frame_of_user",
-    "keep_whole_in_graph",
-    "mark_untraced",
-    "on_import",
-    "rebuild_dynamo_tables",
-    "register_in_dynamo",
-    "skip_frames",
-    "symbols_in",
-    "symbols_of",
-    "tracing_again",
-    "tracing_context",
-    "tracing_unseen",
-    "user_line",
-    "user_line_of",
-    "warn_at_compiled_call",
-    "warn_user",
-]
-
+from torchguard._torch.tensors import private
 
 DYNAMO = "torch._dynamo"
 
@@ -76,11 +44,7 @@ _registered: set[tuple[str, Callable[[ModuleType], None]]] = set()
 
 
 def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action(module)`` once: now if the module is imported, else when it is.
-
-    A second registration does nothing. While the module is being imported by another thread it
-    counts as imported, so ``action`` looks whether what it needs is there yet.
-    """
+    """Call ``action(module)`` once: now if the module is imported (or begins to be), else then."""
     if (name, action) not in _registered:
         _registered.add((name, action))
         wrapt.register_post_import_hook(action, name)
@@ -94,20 +58,16 @@ def dynamo_is_imported() -> bool:
 
 
 def rebuild_dynamo_tables() -> None:
-    """Let Dynamo look up torch's functions again; call it while they are torch's own.
-
-    Dynamo knows functions by identity, in tables it fills once: a table filled
-    while a replacement stands in torch's place would not know the original.
-    """
+    """Let Dynamo fill its tables of torch's functions again, while they are torch's own."""
     rules = sys.modules.get("torch._dynamo.trace_rules")
     handlers = sys.modules.get("torch._dynamo.variables.torch")
     variable = getattr(handlers, "TorchInGraphFunctionVariable", None)
-    tables: tuple[Any, ...] = (
-        getattr(rules, "get_torch_obj_rule_map", None),
-        getattr(rules, "get_tensor_method", None),
-        getattr(variable, "_get_handlers", None),
-    )
-    for table in tables:
+    for owner, name in (
+        (rules, "get_torch_obj_rule_map"),
+        (rules, "get_tensor_method"),
+        (variable, "_get_handlers"),
+    ):
+        table: Any = getattr(owner, name, None)
         if hasattr(table, "cache_clear"):
             table.cache_clear()
             table()
@@ -119,31 +79,20 @@ _originals: dict[Any, Any] = {}  # by replacement
 
 
 def follow_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Let Dynamo trace ``original`` where it meets ``replacement``.
-
-    It is the attribute that torch's own decorators set for the same purpose.
-    Without it Dynamo would trace through the replacement, with more guards.
-    """
+    """Let Dynamo trace ``original`` where it meets ``replacement``, as torch's decorators do."""
     replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
 
 
 def register_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Register ``replacement`` with Dynamo as ``original`` is: to call, compile and look up.
-
-    What :func:`follow_in_dynamo` sets is enough for calls; but Dynamo can't hash such a function
-    (``torch.add in a_set``), nor compile it by itself (``torch.compile(torch.add)``).
-    """
-    follow_in_dynamo(replacement, original)
+    """Register ``replacement`` with Dynamo as ``original`` is: to call, compile and look up."""
+    follow_in_dynamo(replacement, original)  # enough for calls, not to be hashed or compiled
     _originals[replacement] = original
     if dynamo_is_imported():
         _put_in_tables(replacement, original)
 
 
 def _put_in_tables(replacement: Any, original: Any) -> None:
-    """Put ``replacement`` in Dynamo's tables, if ``original`` is a function that it calls whole.
-
-    Where Dynamo is built differently, what :func:`follow_in_dynamo` has set stays.
-    """
+    """Put ``replacement`` in Dynamo's tables, if ``original`` is a function that it calls whole."""
     names = ("external_utils", "trace_rules", "variables.builder", "variables.torch")
     modules: list[Any] = [sys.modules.get(f"torch._dynamo.{name}") for name in names]
     utilities, rules, builder, handlers = modules
@@ -152,12 +101,11 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
         objects = builder.VariableBuilder._id_dispatch()
         if functions.get(original) is not handlers.TorchInGraphFunctionVariable:
             return
-        # Of what torch.compile and torch.compiler.disable are given they take what it wraps, if it
-        # says so. This is how they wrap torch's functions, to have a frame that can be compiled;
-        # not all versions see that they have to. Where nothing is compiled it is still guarded.
+        # This is how torch.compile and torch.compiler.disable wrap torch's functions, to have a
+        # frame that can be compiled; not all versions see that they have to.
         wrapped = utilities.wrap_inline(replacement)
         kind = _kind_of_variable()
-    except (AttributeError, TypeError):  # what other code has wrapped may have no hash
+    except (AttributeError, TypeError):  # another Dynamo; or other code's wrapper without a hash
         return
     _accept_frozensets(builder, sys.modules["torch._dynamo.variables.user_defined"])
     functions[replacement] = kind  # where Dynamo does not know where a function is from
@@ -168,13 +116,10 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
 
 @functools.cache
 def _accept_frozensets(builder: Any, variables: Any) -> None:
-    """Let Dynamo take a frozenset of replacements as it takes one of torch's builtins.
-
-    Up to torch 2.8 it takes no other functions. The entry stays, as those of replacements do; what
-    has no replacement in it is built as before.
-    https://github.com/pytorch/pytorch/blob/v2.8.0/torch/_dynamo/variables/builder.py#L771
-    """
-    if hasattr(variables, "UserDefinedSetVariable"):  # 2.9, which takes them all
+    """Let Dynamo take a frozenset of replacements as it takes one of torch's builtins."""
+    # Up to torch 2.8 it takes no other functions.
+    # https://github.com/pytorch/pytorch/blob/v2.8.0/torch/_dynamo/variables/builder.py#L771
+    if hasattr(variables, "UserDefinedSetVariable"):
         return
     by_type = builder.VariableBuilder._type_dispatch()
     by_id = builder.VariableBuilder._id_dispatch()
@@ -207,10 +152,7 @@ def _accept_frozensets(builder: Any, variables: Any) -> None:
 
 @functools.cache
 def _kind_of_variable() -> Any:
-    """Make the class of what Dynamo calls a variable, for replacements: it calls the original.
-
-    Its value, which is hashed and compared, is the replacement, as it is when nothing is compiled.
-    """
+    """Make the class of Dynamo's variables for replacements, whose calls are of the original."""
     handlers: Any = sys.modules["torch._dynamo.variables.torch"]
     base: Any = handlers.TorchInGraphFunctionVariable
     install_guard, kinds = handlers.install_guard, handlers.GuardBuilder
@@ -235,13 +177,9 @@ def _kind_of_variable() -> Any:
 
 
 def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
-    """Let Dynamo put a call of each function into its graph as one node, untraced.
+    """Let Dynamo put a call of each into its graph as one node, which the backend traces."""
 
-    The backend traces it, as it does torch's own functions. Dynamo learns of it when it
-    is imported: ``torch.compiler.allow_in_graph`` itself would import it.
-    """
-
-    def allow(_: Any) -> None:
+    def allow(_: Any) -> None:  # allow_in_graph itself would import Dynamo
         for function in functions:
             torch.compiler.allow_in_graph(function)
 
@@ -249,10 +187,7 @@ def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
 
 
 def mark_untraced(function: Callable[..., Any]) -> None:
-    """Let Dynamo break its graph at a call of this function, as ``torch.compiler.disable`` does.
-
-    It is the mark that ``disable`` leaves; its wrapper would cost each call some microseconds.
-    """
+    """Let Dynamo break its graph at a call of this function, by the mark of ``disable``."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "torchguard.bucketed pads outside of what is compiled, and compiles each bucket itself: "
@@ -263,13 +198,9 @@ def mark_untraced(function: Callable[..., Any]) -> None:
 def skip_frames(code: CodeType) -> None:
     """Tell Dynamo to run this code, and what is defined inside it, as it is.
 
-    After a graph break the interpreter calls a patched method from code that
-    Dynamo watches; without this the replacement and whatever it calls would be
-    compiled as frames of their own and counted as graphs. It marks code objects;
-    Dynamo itself is not imported. Where neither spelling exists, only that count
-    differs.
+    Otherwise what is called after a graph break would be compiled and counted as graphs.
     """
-    hooks: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    hooks: Any = private("_C._dynamo.eval_frame", None)
     if hasattr(hooks, "skip_code"):  # torch 2.6
         hooks.skip_code(code)
     elif hasattr(hooks, "set_code_exec_strategy"):
@@ -280,8 +211,8 @@ def skip_frames(code: CodeType) -> None:
             skip_frames(constant)
 
 
-frame_callback: Callable[[], Any] = getattr(
-    getattr(torch._C._dynamo, "eval_frame", None), "get_eval_frame_callback", lambda: None
+frame_callback: Callable[[], Any] = private(
+    "_C._dynamo.eval_frame.get_eval_frame_callback", lambda: None
 )
 """Returns what Dynamo does with the frames of this thread: None or False outside of compiled code,
 something else where a compiled function has called us."""
@@ -296,11 +227,7 @@ def fake_of(variable: Any) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def tracing_unseen() -> Iterator[None]:
-    """Let Dynamo trace something of ours as in a fresh thread, and forget that it did.
-
-    No modes and no inference mode, gradients on; what Dynamo counts (graphs, breaks)
-    is as before afterwards.
-    """
+    """Let Dynamo trace something of ours as in a fresh thread; its counts are as before then."""
     utilities: Any = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utilities, "counters", {})
     before = {name: dict(counted) for name, counted in counters.items()}
@@ -331,8 +258,7 @@ def forget_in_torchscript(replacement: Callable[..., Any]) -> None:
 
 
 def _torchscript_builtins() -> dict[int, str]:
-    table = getattr(torch.jit._builtins, "_get_builtin_table", None)
-    return {} if table is None else table()
+    return private("jit._builtins._get_builtin_table", dict)()  # type: ignore[no-any-return]
 
 
 # ---- the graph that Dynamo is compiling ----
@@ -360,11 +286,9 @@ _compiling: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def compiling_as(callback: Any, purpose: str) -> Any:
-    """Return the same callback of Dynamo, whose graphs are kept apart from all others.
-
-    The backend is part of a variant's cache key; it is found by an attribute of the callback.
-    https://github.com/pytorch/pytorch/blob/main/torch/csrc/dynamo/extra_state.cpp
-    """
+    """Return the same callback of Dynamo, whose graphs are kept apart from all others."""
+    # The backend is part of a variant's cache key; it is found by an attribute of the callback.
+    # https://github.com/pytorch/pytorch/blob/main/torch/csrc/dynamo/extra_state.cpp
     if isinstance(getattr(callback, _ORIGINAL[0], None), _Key):
         return callback
     if callback not in _compiling:
@@ -392,11 +316,7 @@ def tracing_context() -> Any:
 
 
 def symbols_of(context: Any, value: object) -> Any:
-    """Return what Dynamo has decided about an input's sizes, which are dynamic; None if nothing.
-
-    Ask while Dynamo compiles: for a backend that is registered, under a name of its own,
-    2.13 forgets it as soon as the graph is compiled.
-    """
+    """Return what Dynamo has decided about an input's dynamic sizes, while it compiles, or None."""
     known: Any = getattr(context, "tensor_to_context", {})
     return known.get(value) if isinstance(value, torch.Tensor) else None
 
@@ -416,10 +336,9 @@ def symbols_in(values: Iterable[object]) -> set[Any]:
 
 
 def fake_inputs(context: Any, inputs: Iterable[Any], symbols: Iterable[Any]) -> list[Any] | None:
-    """Return the inputs that Dynamo compiles with as AOTAutograd sees them: without values.
+    """Return the inputs that Dynamo compiles with: without values, to compile again later.
 
-    With them the graph can be compiled again later, when other sizes are at hand. None where
-    there is no such mode, or a tensor about which Dynamo has decided nothing.
+    None where there is no such mode, or a tensor about which Dynamo has decided nothing.
     """
     mode: Any = getattr(context, "fake_mode", None)
     try:
@@ -440,13 +359,13 @@ def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> I
     """Compile once more for a graph whose context was kept from when Dynamo traced it.
 
     Each input comes with what :func:`symbols_of` said of it; without that AOTAutograd takes
-    all its sizes for dynamic ones, that no guard knows. No other thread compiles meanwhile.
+    all its sizes for dynamic ones, that no guard knows.
     """
     frames = importlib.import_module("torch._dynamo.convert_frame")
     known = [(value, decided) for value, decided in symbols if decided is not None]
     # While one thread traces with torch.fx, 2.13 takes compiled code that another thread calls for
     # traced too, unless this says that torch.compile traces. 2.15 looks at the thread alone.
-    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
+    session = private("compiler._compile_session_context", contextlib.nullcontext)
     lock = getattr(frames, "compile_lock", contextlib.nullcontext())
     with lock, session(), torch._guards.tracing(context):
         for value, decided in known:
@@ -472,15 +391,16 @@ _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
 
 def user_line() -> str:
     """Return the innermost line that is neither of torch nor of torchguard: ``model.py:130``."""
-    frame = _first_of_user(sys._getframe(1))
+    frame = frame_of_user()
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def user_line_of(stack_trace: str | None) -> str:
     """Return the same for a node of a graph, which has its stack as a text."""
-    lines: list[tuple[str, str]] = re.findall(r'File "(.+)", line (\d+)', stack_trace or "")
-    lines = [each for each in lines if not each[0].startswith((*_INTERNAL_FOLDERS, "<"))]
-    return f"{Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
+    for file, line in reversed(re.findall(r'File "(.+)", line (\d+)', stack_trace or "")):
+        if not _is_internal(file):
+            return f"{Path(file).name}:{line}"
+    return ""
 
 
 def frame_of_user() -> FrameType | None:
@@ -491,15 +411,14 @@ def frame_of_user() -> FrameType | None:
 def warn_user(text: str) -> None:
     """Warn at the innermost line that is neither of torch nor of torchguard."""
     frame, level = sys._getframe(1), 2
-    while _is_internal(frame) and frame.f_back is not None:
+    while _is_internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 
 
 def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
     """Warn at the line that has called into compiled code; the inner lines are the code's own."""
-    frame: FrameType | None = sys._getframe(1)
-    innermost = frame = _first_of_user(frame)
+    innermost = frame = _first_of_user(sys._getframe(1))
     while frame is not None and frame.f_code.co_filename != _DYNAMO:
         frame = frame.f_back
     frame = _first_of_user(frame) or innermost
@@ -511,10 +430,10 @@ def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
 
 
 def _first_of_user(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and _is_internal(frame):
+    while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
-def _is_internal(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith((*_INTERNAL_FOLDERS, "<"))
+def _is_internal(file: str) -> bool:
+    return file.startswith((*_INTERNAL_FOLDERS, "<"))

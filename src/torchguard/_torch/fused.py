@@ -7,7 +7,7 @@ error may come before a kernel, from it or after it: from a mode, from the launc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
@@ -71,10 +71,8 @@ class _Group(NamedTuple):
 
     result: Any
     kernels: list[_Kernel]
-
-    def with_gradient(self) -> int:
-        """Return how many of its parameters have a gradient."""
-        return sum(len(kernel.parameters) for kernel in self.kernels)
+    with_gradient: int
+    """How many of its parameters have a gradient."""
 
 
 class FusedLists:
@@ -85,14 +83,10 @@ class FusedLists:
     lists, and with a GradScaler subtract ``found_inf`` from the counters.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L802
 
-    Sentinels are two parameters of one element more in each call of a kernel, zero before the step.
-    They stand first and last in these lists, which only ``step()`` sees. Their gradient is
-    infinite, so that no learning rate, scale, rounding or choice of options lets the kernel leave
-    them as they were, but for ``found_inf``, with which it changes no parameter either. The first
-    one changed and the last one not means a kernel that was torn.
-
-    The lists serve for the steps after it too, with other gradients: :meth:`renew` takes a third of
-    the time of ``_init_group``, which asks each parameter and its state for everything again.
+    Sentinels are two parameters of one element more in each call of a kernel, zero before the step,
+    first and last in these lists. Their gradient is infinite, so that no learning rate, scale,
+    rounding or choice of options lets the kernel leave them as they were, but for ``found_inf``,
+    with which it changes no parameter either. One changed and the other not: the kernel was torn.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -106,9 +100,9 @@ class FusedLists:
             lists, result = init_group(optimizer, group)
             kernels = _kernels_of(lists, wanted)
             options = {**group, "params": list(group["params"])}
-            self._groups.append(_Group(options, lists, result, kernels))
-        # Only the optimizer writes its state, so that its layout is asked for once; kernels
-        # on a GPU look at layouts themselves.
+            count = sum(len(kernel.parameters) for kernel in kernels)
+            self._groups.append(_Group(options, lists, result, kernels, count))
+        # Only the optimizer writes its state; kernels on a GPU look at layouts themselves.
         self._state_is_contiguous = any(each.is_cpu for each in self._parameters) and all(
             _are_contiguous(tensors)
             for group in self._groups
@@ -124,16 +118,15 @@ class FusedLists:
     def renew(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients that there are now; return whether the lists are right for them.
 
-        They are if the optimizer's state is made of the same tensors, too, which the caller knows.
+        The caller knows that the state is made of the same tensors.
         """
         groups = optimizer.param_groups
-        if not (
-            len(groups) == len(self._groups) and all(map(_is_filled_alike, groups, self._groups))
-        ):
-            return False
-        # Asked for here and not when step() is called: a hook may have replaced them since.
         gradients = [parameter.grad for parameter in self._parameters]
-        if [gradient is not None for gradient in gradients] != self._has_gradient:
+        if not (
+            len(groups) == len(self._groups)
+            and all(map(_is_filled_alike, groups, self._groups))
+            and [gradient is not None for gradient in gradients] == self._has_gradient
+        ):
             return False
         self._hold(gradients)
         for each in self._zeroed:
@@ -157,9 +150,9 @@ class FusedLists:
         for name, given in lists_of_init_group(optimizer, arguments).items():
             given.extend(known.lists[name])
             if name == _GRADIENTS:
-                first = sum(each.with_gradient() for each in self._groups[:place])
+                first = sum(each.with_gradient for each in self._groups[:place])
                 middle = len(known.kernels)
-                given[middle:middle] = self._gradients[first : first + known.with_gradient()]
+                given[middle:middle] = self._gradients[first : first + known.with_gradient]
             elif name in _PARAMETERS and self._is_contiguous:
                 known_contiguous[:] = [given]
         return known.result
@@ -177,21 +170,17 @@ class FusedLists:
         stepped: list[Tensor] = []
         counted: list[Tensor] = []
         all_stepped = True
-        for kernel in self._kernels():
-            ran = {_has_run(each) for each in kernel.sentinels}
-            incremented = {_is_incremented(each) for each in kernel.sentinels}
-            if len(ran) > 1 or len(incremented) > 1:
+        for kernel in chain.from_iterable(group.kernels for group in self._groups):
+            ran, ran_to_the_end = map(_has_run, kernel.sentinels)
+            incremented, all_incremented = map(_is_incremented, kernel.sentinels)
+            if ran != ran_to_the_end or incremented != all_incremented:
                 return None
-            if True in ran:
+            all_stepped &= ran
+            if ran:
                 stepped += kernel.parameters
-                continue
-            all_stepped = False
-            if True in incremented:
+            elif incremented:
                 counted += kernel.counters
         return FusedProgress(stepped, counted, all_stepped and bool(stepped))
-
-    def _kernels(self) -> Iterator[_Kernel]:
-        return chain.from_iterable(group.kernels for group in self._groups)
 
 
 known_contiguous: list[list[Any]] = []
@@ -234,7 +223,7 @@ class FusedStep:
             self._lists.release(self._optimizer)
 
     def progress(self) -> FusedProgress | None:
-        """Return how far the step got; None if that can't be seen, or a kernel is torn."""
+        """Return what :meth:`FusedLists.progress` does."""
         if self._lists is None:
             # It raised in a hook or a closure, before the first list.
             return FusedProgress([], [], all_stepped=False)
@@ -259,11 +248,9 @@ def _are_contiguous(tensors: list[Any]) -> bool:
 
 
 def _is_filled_alike(options: dict[str, Any], group: _Group) -> bool:
-    """Whether ``_init_group`` makes the same lists of a group with these parameters and options.
-
-    It looks at flags, at whether a number is zero, and at whether ``lr`` is a tensor; the numbers
-    themselves go to the kernel, and a scheduler changes them at every step.
-    """
+    """Whether ``_init_group`` makes the same lists of a group with these parameters and options."""
+    # It looks at flags, at whether a number is zero, and at whether lr is a tensor. A scheduler
+    # changes the numbers themselves.
     before = group.options
     return (
         options.keys() == before.keys()
@@ -310,14 +297,9 @@ def _kernels_of(lists: dict[str, list[Any]], wanted: list[_Wanted]) -> list[_Ker
                     sentinel[name] = torch.full((1,), inf, dtype=like.dtype, device=like.device)
                 elif held:
                     wanted.append((sentinel, name, parameters[places[0]] if like is None else like))
-        counters = lists.get(_COUNTERS) or []
-        kernels.append(
-            _Kernel(
-                [parameters[place] for place in places],
-                [counters[place] for place in places] if counters else [],
-                sentinels,
-            )
-        )
+        counters = lists.get(_COUNTERS)
+        counted = [counters[place] for place in places] if counters else []
+        kernels.append(_Kernel([parameters[place] for place in places], counted, sentinels))
     return kernels
 
 
@@ -337,7 +319,7 @@ def _allocate(wanted: list[_Wanted]) -> list[Tensor]:
 
 
 def _has_run(sentinel: dict[str, Tensor]) -> bool:
-    written = [t for name, t in sentinel.items() if name not in {_GRADIENTS, _COUNTERS}]
+    written = (t for name, t in sentinel.items() if name not in {_GRADIENTS, _COUNTERS})
     return any(bool((each != 0).any()) for each in written)  # NaN != 0 is true
 
 

@@ -8,85 +8,42 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import (
-    TorchFunctionMode,
-    handle_torch_function,
-    has_torch_function,
-    has_torch_function_unary,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.utils import _python_dispatch
 
-from torchguard._torch.tensors import has_own_dispatch
+from torchguard._torch.tensors import has_own_dispatch, private
 
-__all__ = [
-    "TorchDispatchMode",
-    "autocast_is_on",
-    "call_unrecorded",
-    "call_with_grad",
-    "computing_unseen",
-    "has_torch_function_unary",
-    "innermost_transform",
-    "inside_transform",
-    "is_recorded",
-    "is_wrapped",
-    "overriding",
-    "replace_torch_function_modes",
-    "show_overriding",
-    "shown_for",
-    "torch_function_modes",
-    "values_can_be_read",
-    "without_dispatch_modes",
-    "without_torch_dispatch",
-    "without_torch_function",
-]
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
-without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = (
-    torch._C.DisableTorchFunction
-)
-"""A scope in which neither subclasses nor modes see a call.
+_Scope = Callable[[], contextlib.AbstractContextManager[None]]
 
-The developer notes on extending torch name it; there is no public spelling.
-"""
+without_torch_function: _Scope = torch._C.DisableTorchFunction
+"""A scope in which neither subclasses nor modes see a call; there is no public spelling."""
 
-
-without_torch_dispatch: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
-    torch._C, "_DisableTorchDispatch", contextlib.nullcontext
-)
+without_torch_dispatch: _Scope = private("_C._DisableTorchDispatch", contextlib.nullcontext)
 
 
 def without_dispatch_modes(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Run operators on a plain tensor unseen by dispatch modes (FLOP counters, loggers).
-
-    A tensor with a dispatcher of its own (a fake tensor) needs it, so for those
-    nothing is switched off. Falls back to letting the modes see the call.
-    """
+    """Run operators on a tensor unseen by dispatch modes, unless its own class needs them."""
     return contextlib.nullcontext() if has_own_dispatch(tensor) else without_torch_dispatch()
 
 
 # The context managers behind torch.no_grad and torch.inference_mode, written in C: those
 # written in Python can be interrupted on the way out, and the thread's mode stays changed.
-_set_grad_enabled: Callable[[bool], Any] = getattr(
-    torch._C, "_set_grad_enabled", torch.set_grad_enabled
-)
-_inference_mode: Callable[[bool], contextlib.AbstractContextManager[Any]] = getattr(
-    torch._C, "_InferenceMode", torch.inference_mode
-)
+_set_grad_enabled: Callable[[bool], Any] = private("_C._set_grad_enabled", torch.set_grad_enabled)
+_inference_mode: Callable[[bool], Any] = private("_C._InferenceMode", torch.inference_mode)
 
 
 def call_unrecorded(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(*args)`` so that it may write to ``tensor`` and autograd records nothing.
-
-    An inference tensor takes in-place updates in inference mode only. The modes are as before
-    afterwards, whatever interrupts the call.
-    """
+    """Call ``function(*args)`` so that it may write to ``tensor`` and autograd records nothing."""
     if tensor.is_inference():
-        with _inference_mode(True):
+        with _inference_mode(True):  # an inference tensor takes writes in no other
             return function(*args)
     return call_with_grad(False, function, *args)
 
 
 def call_with_grad(mode: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(*args)`` under ``torch.set_grad_enabled(mode)``; see above."""
+    """Call ``function(*args)`` under ``torch.set_grad_enabled(mode)``."""
     before = torch.is_grad_enabled()
     try:
         _set_grad_enabled(mode)
@@ -101,9 +58,7 @@ def torch_function_modes() -> list[TorchFunctionMode]:
 
 
 def replace_torch_function_modes(modes: list[TorchFunctionMode]) -> None:
-    """Put these modes on the stack instead of those that are there."""
-    # Dynamo guards on this stack: a mode that stays on it is part of what a graph is compiled for.
-    # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/guards.py
+    """Put these modes on the stack, on which Dynamo guards, instead of those that are there."""
     for _ in range(torch._C._len_torch_function_stack()):
         torch._C._pop_torch_function_stack()
     for mode in modes:
@@ -123,8 +78,8 @@ def overriding(values: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-innermost_transform: Callable[[], Any] = getattr(
-    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+innermost_transform: Callable[[], Any] = private(
+    "_C._functorch.peek_interpreter_stack", lambda: None
 )
 """Returns the transform of ``torch.func`` this runs inside of, None outside of any."""
 
@@ -134,17 +89,14 @@ def inside_transform() -> bool:
     return innermost_transform() is not None
 
 
-autocast_is_on: Callable[[], bool] = getattr(
-    torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled
+autocast_is_on: Callable[[], bool] = private(
+    "_C._is_any_autocast_enabled", torch.is_autocast_enabled
 )
 """Whether autocast is on for any device; the public function is asked for one at a time."""
 
 
 def is_recorded() -> bool:
-    """Whether ``make_fx`` or ``torch.export`` writes down what is called here.
-
-    Falls back to no, where the module that records is not imported or has no such function.
-    """
+    """Whether ``make_fx`` or ``torch.export`` writes down what is called here."""
     recorder = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode = getattr(recorder, "get_proxy_mode", None)
     return mode is not None and mode() is not None
@@ -188,11 +140,7 @@ def show_overriding(
 
 
 def values_can_be_read(value: torch.Tensor) -> bool:
-    """Whether a tensor has values, and looking at them is recorded nowhere.
-
-    Not of subclasses, fake and meta tensors, what a transform of ``torch.func`` has wrapped, other
-    layouts than strided, and not while ``torch.jit.trace`` writes down what is called.
-    """
+    """Whether a plain strided tensor has values, and looking at them is recorded nowhere."""
     return (
         type(value) in _PLAIN
         and value.layout is torch.strided
@@ -204,30 +152,21 @@ def values_can_be_read(value: torch.Tensor) -> bool:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-is_wrapped: Callable[[torch.Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None),
-    "is_functorch_wrapped_tensor",
-    lambda _: inside_transform(),
+is_wrapped: Callable[[torch.Tensor], bool] = private(
+    "_C._functorch.is_functorch_wrapped_tensor", lambda _: inside_transform()
 )
 """Whether a tensor stands for another one inside a transform of ``torch.func``."""
 
 
-def computing_unseen(
-    values: tuple[Any, ...] = (),
-) -> contextlib.AbstractContextManager[object]:
+def computing_unseen(values: tuple[Any, ...] = ()) -> contextlib.AbstractContextManager[object]:
     """Look at these values, and compute, so that no mode and no subclass among them sees it."""
     # Most calls are made where there is none, and the scopes cost more than what is computed.
-    if (
-        has_torch_function(values)
-        or torch._C._len_torch_function_stack()
-        or _count_dispatch_modes()
-    ):
-        return _unseen()
-    return _SEEN_BY_NONE
+    modes = torch._C._len_torch_function_stack() or _count_dispatch_modes()
+    return _unseen() if modes or has_torch_function(values) else _SEEN_BY_NONE
 
 
 _SEEN_BY_NONE = contextlib.nullcontext()
-_count_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_count_dispatch_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack", lambda: 1)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ class Argument(NamedTuple):
     """An argument that a function writes to."""
 
     position: int
-    """The argument's position, or -1 if it is given by name only."""
+    """Or -1 if it is given by name only."""
 
     name: str
     is_list: bool | None = None
@@ -78,12 +78,9 @@ _METADATA_ONLY = frozenset(
 
 
 def writes_of(function: Callable[..., Any]) -> Writes | None:
-    """Say what ``function`` writes in place; None if nothing (``out=`` is not asked here).
-
-    An operator's schema says it exactly. A method or function of torch's Python
-    API follows torch's naming rule, a trailing underscore, and its operator's
-    schema says which arguments besides the first.
-    """
+    """Say what ``function`` writes in place; None if nothing (``out=`` is not asked here)."""
+    # An operator's schema says it exactly. A function of torch's Python API follows the naming
+    # rule, and its operator's schema says which arguments besides the first.
     schemas = schemas_of(function)
     name = getattr(function, "__name__", "")
     writes: Writes | None = None

@@ -15,12 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
 from torch.utils.hooks import RemovableHandle
 
-from torchguard._torch.modes import (
-    call_with_grad,
-    without_torch_dispatch,
-    without_torch_function,
-)
-from torchguard._torch.tensors import version_of
+from torchguard._torch.modes import call_with_grad, without_torch_dispatch, without_torch_function
+from torchguard._torch.tensors import private, version_of
 
 MODULE_HOOKS = (
     "_forward_hooks",
@@ -57,18 +53,15 @@ class _RefuseToCompare(TorchFunctionMode):
 
 _refuse_to_compare = _RefuseToCompare()
 _probe = torch.empty(0)
-_with_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
-    torch._C, "_EnableTorchFunction", contextlib.nullcontext
+_with_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = private(
+    "_C._EnableTorchFunction", contextlib.nullcontext
 )
 
 
 def same_tensors(now: Any, before: Any) -> bool:
-    """Whether two lists, of tensors or of lists or dicts of tensors, hold the very same tensors.
-
-    ``==`` of lists and dicts looks at identity first, in C, at a fiftieth of what a loop takes,
-    and calls ``Tensor.__eq__`` for those that differ; a mode keeps torch from comparing elements.
-    None and objects without an ``__eq__`` are fine too. Dicts may have another order.
-    """
+    """Whether two lists, of tensors or of lists or dicts of tensors, hold the very same tensors."""
+    # == of lists and dicts looks at identity first, in C, at a fiftieth of what a loop takes, and
+    # calls Tensor.__eq__ for those that differ; a mode keeps torch from comparing elements.
     with _with_torch_function():
         try:
             torch._C._push_on_torch_function_stack(_refuse_to_compare)
@@ -83,16 +76,13 @@ def same_tensors(now: Any, before: Any) -> bool:
 
 def same_one_by_one(now: Any, before: Any) -> bool:
     """Whether two lists, of any objects or of lists or dicts of them, hold the very same ones."""
-    if len(now) != len(before):
-        return False
-    for one, other in zip(now, before, strict=True):
-        if isinstance(one, dict):
-            same = same_one_by_one(list(one.values()), list(other.values()))
-        else:
-            same = one is other or (isinstance(one, list) and same_one_by_one(one, other))
-        if not same:
-            return False
-    return True
+    return len(now) == len(before) and all(map(_is_same, now, before))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return same_one_by_one(list(one.values()), list(other.values()))
+    return one is other or (isinstance(one, list) and same_one_by_one(one, other))
 
 
 def members_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -112,8 +102,7 @@ def hooks_registered() -> int:
 
 def remove_hooks_since(registered: int, tensor: torch.Tensor) -> None:
     """Take away the hooks of a tensor that came since :func:`hooks_registered` said a number."""
-    kinds: list[Any] = [tensor._backward_hooks]
-    kinds.append(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    kinds: list[Any] = [tensor._backward_hooks, tensor._post_accumulate_grad_hooks]
     for hooks in kinds:
         for number in [each for each in hooks or () if each >= registered]:
             del hooks[number]
@@ -140,15 +129,10 @@ def init_group_arguments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 def init_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any]
 ) -> tuple[dict[str, list[Any]], Any]:
-    """Make the state of a group as ``step()`` would: by ``_init_group``.
-
-    Return the lists that it fills, by name, and what it returns.
-
-    The lists differ by optimizer and release. AdamW's on 2.6 has ``amsgrad`` among them, which is
-    no list but the option of that name, so an argument named like an option gets the option.
-    https://github.com/pytorch/pytorch/blob/v2.6.0/torch/optim/adamw.py#L132
-    """
+    """Call ``_init_group``, as ``step()`` does; return the lists that it fills, and its result."""
     names = init_group_arguments(optimizer)
+    # AdamW's on 2.6 takes the option amsgrad as well.
+    # https://github.com/pytorch/pytorch/blob/v2.6.0/torch/optim/adamw.py#L132
     # SGD names the list that it fills "params", as the group names its parameters.
     arguments = [[] if name == "params" else group.get(name, []) for name in names]
     make = getattr(type(optimizer), "_init_group", None)  # not what stands in for it in a step
@@ -166,36 +150,27 @@ def lists_of_init_group(
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return ``optimizer.step`` without the hooks that run before and after it.
-
-    ``Optimizer.profile_hook_step`` puts them around the ``step`` of the class.
-    """
-    # It does so once for each class, and marks what it has made with the attribute `hooked`:
+    """Return ``optimizer.step`` without the hooks that run before and after it."""
+    # Optimizer.profile_hook_step puts them around the step of the class, and marks it `hooked`:
     # https://github.com/pytorch/pytorch/blob/main/torch/optim/optimizer.py
     step: Any = type(optimizer).step
     return functools.partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer)
 
 
 def call_unseen(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(*args)`` so that no mode sees it and autograd records nothing.
-
-    A transaction is no part of the step: FLOP counters and loggers are not to count its copies.
-    """
+    """Call ``function(*args)`` so that no mode sees it and autograd records nothing."""
     with without_torch_function(), without_torch_dispatch():
         return call_with_grad(False, function, *args)
 
 
-_below_autograd: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
-    torch._C, "_AutoDispatchBelowAutograd", torch.no_grad
+# autograd's kernel, which asks each tensor whether there is something to record, adds half.
+_below_autograd: Callable[[], contextlib.AbstractContextManager[None]] = private(
+    "_C._AutoDispatchBelowAutograd", torch.no_grad
 )
 
 
 def concatenated(kinds: list[list[Any]]) -> list[torch.Tensor]:
-    """Copy all tensors of each kind by one call, unseen by modes and by autograd.
-
-    A call for each takes three times as long; autograd's kernel, which asks each tensor whether
-    there is something to record, adds half.
-    """
+    """Copy all tensors of each kind by one call, unseen by modes and by autograd."""
     with without_torch_function(), without_torch_dispatch(), _below_autograd():
         return [torch.cat(tensors) for tensors in kinds]
 
@@ -208,12 +183,9 @@ def copy_all(targets: list[Any], sources: list[Any]) -> None:
 
 @functools.cache
 def fused_sgd_skips_half() -> bool:
-    """Whether fused SGD on the CPU leaves bfloat16 and float16 parameters as they are.
-
-    Up to 2.13 its kernel computes a whole vector of elements and does not store it; nor does it
-    read the momentum of these dtypes rightly.
-    https://github.com/pytorch/pytorch/issues/191763
-    """
+    """Whether fused SGD on the CPU leaves bfloat16 and float16 parameters as they are."""
+    # Up to 2.13 its kernel computes a whole vector of elements and does not store it.
+    # https://github.com/pytorch/pytorch/issues/191763
 
     def parameter_moves() -> bool:
         parameter = torch.zeros(64, dtype=torch.bfloat16, device="cpu")
@@ -226,13 +198,10 @@ def fused_sgd_skips_half() -> bool:
 
 
 def close_checkpoints(exception: BaseException | None) -> None:
-    """Leave the scopes that ``checkpoint`` has opened and, up to torch 2.11, not closed.
-
-    They belong to a generator that is suspended while the checkpointed function runs. If that
-    raises, its hooks on saved tensors stay until the exception goes, and a retry within the
-    ``except`` clause saves tensors that no backward gets back.
-    https://github.com/pytorch/pytorch/blob/v2.9.0/torch/utils/checkpoint.py#L490
-    """
+    """Leave the scopes that ``checkpoint`` has opened and, up to torch 2.11, not closed."""
+    # They belong to a generator that is suspended while the checkpointed function runs. Its hooks
+    # on saved tensors would stay until the exception goes, and reach a retry.
+    # https://github.com/pytorch/pytorch/blob/v2.9.0/torch/utils/checkpoint.py#L490
     module: Any = sys.modules.get("torch.utils.checkpoint")
     code = None if module is None else getattr(inspect.unwrap(module.checkpoint), "__code__", None)
     while code is not None and exception is not None:
@@ -244,22 +213,16 @@ def close_checkpoints(exception: BaseException | None) -> None:
 
 
 def call_while_tracing(function: Callable[[], int]) -> None:
-    """Let Dynamo call a function while it traces a call of it; its result is a constant then.
-
-    As ``torch.compiler.assume_constant_result`` does, which imports Dynamo first.
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
-    """
+    """Do what ``torch.compiler.assume_constant_result`` does, which imports Dynamo first."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def wrap_step(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], Any]) -> None:
-    """Put ``wrap(step)`` between the hooks of ``optimizer.step()`` and the step itself, once.
-
-    No hook sees an exception. ``Optimizer.profile_hook_step`` keeps the step in a cell, ``func``,
-    and reads it after the pre-hooks, so from a pre-hook it is changed for the call that runs too.
-    A user's class that hooks its step in another way is left alone.
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L500
-    """
+    """Put ``wrap(step)`` between the hooks of ``optimizer.step()`` and the step itself, once."""
+    # Optimizer.profile_hook_step keeps the step in a cell, func, and reads it after the pre-hooks,
+    # so from a pre-hook it is changed for the call that runs too.
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L500
     cell = _cell_of_step(type(optimizer))
     if cell is not None and id(cell) not in _wrapped_cells:
         _wrapped_cells[id(cell)] = cell, cell.cell_contents

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchguard._torch.mutation import Writes, out_tensors, writes_of, written_tensors
-from torchguard._torch.schemas import operator_schemas
-
-__all__ = ["INSTALLED", "Overlap", "are_apart", "may_write", "separated", "shares_memory"]
+from torchguard._torch.mutation import out_tensors, writes_of, written_tensors
+from torchguard._torch.schemas import operator_schemas, tags_of
+from torchguard._torch.tensors import private
 
 INSTALLED = "torch._foreach_add_"
 """The path that ``install("overlap")`` patches; the others it shares with other guards."""
@@ -72,11 +71,8 @@ class _Memory:
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two strided tensors have a byte in common; True where that is too hard to say.
-
-    Decided by addresses: tensors made from one numpy array, or through DLPack, have no common
-    storage object. It is ``numpy.shares_memory``, which solves it exactly.
-    """
+    """Whether two strided tensors have a byte in common; True where that is too hard to say."""
+    # By addresses: tensors made of one numpy array, or through DLPack, have no common storage.
     first, second = one.data_ptr(), other.data_ptr()
     if first > second:
         one, other, first, second = other, one, second, first
@@ -85,9 +81,8 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     if first == second and one.device != other.device:
         return False
     try:
-        return bool(
-            np.shares_memory(np.asarray(_Memory(one)), np.asarray(_Memory(other)), _MAX_WORK)
-        )
+        arrays = np.asarray(_Memory(one)), np.asarray(_Memory(other))
+        return bool(np.shares_memory(*arrays, _MAX_WORK))
     except _TOO_HARD:
         return True
 
@@ -112,18 +107,15 @@ def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-_unwrapped: Callable[[Any], Any] = getattr(
-    getattr(torch._C, "_functorch", None), "get_unwrapped", lambda tensor: tensor
-)
-_is_wrapped: Callable[[Any], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False
+_is_wrapped: Callable[[Any], bool] = private(
+    "_C._functorch.is_functorch_wrapped_tensor", lambda _: False
 )
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor whose memory can be asked for: itself, or what ``vmap`` wraps."""
     while _is_wrapped(tensor):
-        tensor = _unwrapped(tensor)
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
     try:
@@ -162,11 +154,7 @@ def separated(
     kwargs: dict[str, Any],
     found: Callable[[Overlap], None],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call's arguments, operands that overlap what is written replaced by clones.
-
-    ``found`` is told of the first of them, before it is copied. The very same arguments come back
-    where nothing overlaps.
-    """
+    """Return the call's arguments, operands that overlap what is written replaced by clones."""
     if getattr(function, "__name__", "") in _SETS:
         return _separated_assignment(args, kwargs, found)
     writes = _writes(function)
@@ -177,15 +165,49 @@ def separated(
         targets += [tensor for tensor, _ in written_tensors(writes, args, kwargs)]
     if not targets:
         return args, kwargs
-    clone = _Clones(function, targets, found)
-    places, names = _written_places(writes, kwargs)
-    new_args = tuple(
-        each if place in places else clone.argument(each) for place, each in enumerate(args)
-    )
-    new_kwargs = {
-        name: each if name in names else clone.argument(each) for name, each in kwargs.items()
-    }
-    return (new_args, new_kwargs) if clone.made else (args, kwargs)
+    argument, made = _clones(function, targets, found)
+    # What is written stays what it is.
+    written = () if writes is None else writes.arguments
+    places = {each.position for each in written if not each.is_out}
+    names = {"out", *(each.name for each in written)}
+    if "self" in names:
+        names.add("input")
+    new_args = tuple(each if i in places else argument(each) for i, each in enumerate(args))
+    new_kwargs = {name: v if name in names else argument(v) for name, v in kwargs.items()}
+    return (new_args, new_kwargs) if made else (args, kwargs)
+
+
+def _clones(
+    function: Callable[..., Any], targets: list[torch.Tensor], found: Callable[[Overlap], None]
+) -> tuple[Callable[[Any], Any], list[torch.Tensor]]:
+    """Return what clones an argument that overlaps a target, and the list of these clones."""
+    spans = _Spans(targets) if len(targets) > _FEW else None
+    elementwise, in_lists = is_elementwise(function), function.__name__.startswith("_foreach_")
+    made: list[torch.Tensor] = []
+
+    def clone(operand: Any, place: int | None = None) -> Any:
+        if not isinstance(operand, torch.Tensor):
+            return operand
+        if spans is not None and not spans.meet(operand):
+            return operand
+        for number, target in enumerate(targets):
+            # Of lists, each element is written as its own operand is read, not another's.
+            in_place = not in_lists or number == place
+            if overlapping(target, operand, elementwise=elementwise and in_place):
+                if not made:  # of the first, before it is copied
+                    found(Overlap(target, operand))
+                made.append(operand.clone())
+                return made[-1]
+        return operand
+
+    def argument(value: Any) -> Any:
+        if type(value) not in (tuple, list):
+            return clone(value)
+        items = [clone(each, place) for place, each in enumerate(value)]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same else type(value)(items)
+
+    return argument, made
 
 
 def may_write(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
@@ -198,48 +220,6 @@ def may_write(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
         return False
 
 
-class _Clones:
-    """The clones of one call's operands."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        targets: list[torch.Tensor],
-        found: Callable[[Overlap], None],
-    ) -> None:
-        self._targets = targets
-        self._spans = _Spans(targets) if len(targets) > _FEW else None
-        self._elementwise = is_elementwise(function)
-        self._in_lists = function.__name__.startswith("_foreach_")
-        self._found = found
-        self.made = 0
-
-    def argument(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._operand(value, None)
-        if type(value) in (tuple, list):
-            items = [
-                self._operand(each, place) if isinstance(each, torch.Tensor) else each
-                for place, each in enumerate(value)
-            ]
-            if any(new is not old for new, old in zip(items, value, strict=True)):
-                return type(value)(items)
-        return value
-
-    def _operand(self, operand: torch.Tensor, place: int | None) -> torch.Tensor:
-        if self._spans is not None and not self._spans.meet(operand):
-            return operand
-        for number, target in enumerate(self._targets):
-            # Of lists, each element is written as its own operand is read, not another's.
-            elementwise = self._elementwise and (not self._in_lists or number == place)
-            if overlapping(target, operand, elementwise=elementwise):
-                if not self.made:
-                    self._found(Overlap(target, operand))
-                self.made += 1
-                return operand.clone()
-        return operand
-
-
 class _Spans:
     """Where many tensors lie, in order: most operands of a list lie between them."""
 
@@ -249,7 +229,7 @@ class _Spans:
         self._ends = list(itertools.accumulate((end for _, end in spans), max))
 
     def meet(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies between the begin and the end of one of them, or may do."""
+        """Whether the tensor may share memory with one of them."""
         span = _span(tensor)
         if span is None:
             return False
@@ -271,7 +251,7 @@ _SETS = frozenset(("__setitem__", "setitem"))
 def _separated_assignment(
     args: tuple[Any, ...], kwargs: dict[str, Any], found: Callable[[Overlap], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Do what :func:`separated` says for ``x[index] = value``, where only a part is written."""
+    """Do what :func:`separated` does for ``x[index] = value``, where only a part is written."""
     if kwargs or len(args) != 3 or not isinstance(args[0], torch.Tensor):  # noqa: PLR2004
         return args, kwargs
     tensor, index, value = args
@@ -292,10 +272,8 @@ def _separated_assignment(
             found(Overlap(target, operand))
         return operand.clone()
 
-    new = tuple(clone(each) for each in items)
-    changed = any(one is not other for one, other in zip(new, items, strict=True))
-    return (tensor, (new if isinstance(index, tuple) else new[0]) if changed else index,
-            clone(value)), {}  # fmt: skip
+    new = tuple(map(clone, items))
+    return (tensor, new if isinstance(index, tuple) else new[0], clone(value)), {}
 
 
 def _hits(tensor: torch.Tensor, index: Any, operand: torch.Tensor) -> bool:
@@ -321,15 +299,6 @@ def _offsets(tensor: torch.Tensor, begin: int) -> torch.Tensor:
     return total.expand(tensor.shape)
 
 
-def _written_places(writes: Writes | None, kwargs: dict[str, Any]) -> tuple[set[int], set[str]]:
-    """Return by place and by name which arguments are written, and stay what they are."""
-    arguments = () if writes is None else writes.arguments
-    names = {each.name for each in arguments} | {"out"}
-    if "self" in names:
-        names.add("input")
-    return {each.position for each in arguments if not each.is_out}, names & kwargs.keys()
-
-
 _writes = functools.lru_cache(maxsize=4096)(writes_of)
 
 
@@ -337,11 +306,9 @@ _writes = functools.lru_cache(maxsize=4096)(writes_of)
 def is_elementwise(function: Callable[..., Any]) -> bool:
     """Whether each element of the result depends on the elements in the same place alone."""
     name = getattr(function, "__name__", "").partition(".")[0]
-    if name in _ELEMENTWISE or name.removesuffix("_") in _ELEMENTWISE:
-        return True
-    if name.startswith("_foreach_"):
-        return True
-    return any(map(_all_pointwise, {name, name.removesuffix("_")}))
+    names = {name, name.removesuffix("_")}
+    known = name.startswith("_foreach_") or not _ELEMENTWISE.isdisjoint(names)
+    return known or any(map(_all_pointwise, names))
 
 
 def _all_pointwise(name: str) -> bool:
@@ -352,9 +319,4 @@ def _all_pointwise(name: str) -> bool:
             count = sum(str(argument.type) == "Tensor" for argument in schema.arguments)
             by_count.setdefault(count, []).append(schema)
     most = max(by_count, default=0)
-    return most > 0 and all(map(_is_pointwise, by_count[most]))
-
-
-def _is_pointwise(schema: Any) -> bool:
-    _, _, tags = torch._C._get_operation_overload(schema.name, schema.overload_name)
-    return torch.Tag.pointwise in tags
+    return most > 0 and all(torch.Tag.pointwise in tags_of(each) for each in by_count[most])

@@ -1,6 +1,5 @@
 """What stands over torch while a :func:`torchguard.guarded` or ``checked`` scope is open.
 
-It is put there and taken away in one go, by ``patch.py``, which alone sets attributes of torch.
 Two kinds, because entering a scope has to be quick and compiled functions must not notice. Methods
 are set on their class, which Dynamo does not guard. For functions of torch's modules the class of
 the module is changed to one that computes them when they are read: one assignment, only the
@@ -37,8 +36,6 @@ class AttributeOverlay:
     ) -> None:
         self.owner = owner
         self.inert = inert
-        """Whether the replacements do nothing while no scope is open, so that they may stay."""
-
         self._makes = makes
         self._made: dict[str, tuple[Any, Any]] = {}
         """What stood under each name (or ``ABSENT``), and what is put there."""
@@ -74,12 +71,11 @@ class AttributeOverlay:
 class ModuleOverlay:
     """Functions in front of those of a module, for whoever asks from inside a scope."""
 
-    inert = False
-
     def __init__(
         self, module: ModuleType, makes: Mapping[str, Make], in_scope: Callable[[], object]
     ) -> None:
-        self.owner = module
+        self.owner: Any = module
+        self.inert = False
         self._makes = makes
         self._in_scope = in_scope
         self._classes: dict[type[ModuleType], type[ModuleType]] = {}
@@ -110,10 +106,7 @@ class ModuleOverlay:
 def _computed(
     module: ModuleType, name: str, make: Make, in_scope: Callable[[], object], below: Any
 ) -> property:
-    """Make the attribute: outside of scopes what the module holds, inside the same, guarded.
-
-    ``below`` is the attribute that another overlay has made of the same name, or None.
-    """
+    """Make the attribute: what the module or another overlay holds, in scopes guarded."""
     held = vars(module)
     # Some names of torch._VF are those of another module, found by its __getattr__.
     original = elsewhere = getattr(module, name) if name not in held else held[name]
@@ -144,11 +137,11 @@ def overlays_by_owner(
     replacements: Mapping[str, Make | Computed], *, inert: bool = False
 ) -> list[AttributeOverlay]:
     """Make an overlay for each class or module that these paths lead to."""
-    makes: dict[int, tuple[Any, dict[str, Make | Computed]]] = {}
+    makes: dict[Any, dict[str, Make | Computed]] = {}
     for path, make in replacements.items():
         owner, name = resolve(path)
-        makes.setdefault(id(owner), (owner, {}))[1][name] = make
-    return [AttributeOverlay(owner, each, inert=inert) for owner, each in makes.values()]
+        makes.setdefault(owner, {})[name] = make
+    return [AttributeOverlay(owner, each, inert=inert) for owner, each in makes.items()]
 
 
 class Standing:

@@ -1,14 +1,13 @@
 """The only file that sets or deletes an attribute of torch.
 
-One table holds every place that is patched, what stood there and what stands
-there now. Undoing restores that very object, or its absence: ``resize_`` is
-inherited from ``torch._C.TensorBase``, so its place in ``vars(torch.Tensor)``
-is empty before and has to be empty afterwards.
+Undoing restores the very object that stood there, or its absence: ``resize_`` is inherited from
+``torch._C.TensorBase``, so its place in ``vars(torch.Tensor)`` has to be empty afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -36,14 +35,10 @@ Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Computed(NamedTuple):
-    """An attribute of instances, computed when it is read; stands in place of a :data:`Make`.
-
-    The class has nothing of that name before; instances go on keeping what is
-    assigned to them in ``vars(instance)``.
-    """
+    """An attribute of instances, computed when it is read; stands in place of a :data:`Make`."""
 
     read: Callable[[Any], Any]
-    """Takes the instance; what it keeps is in ``vars(instance)`` under the attribute's name."""
+    """Takes the instance, which keeps what is assigned in its ``vars()``, under that name."""
 
     def property_named(self, name: str) -> property:
         """Make what stands in the class."""
@@ -75,10 +70,8 @@ class _Patch:
 
 _table: dict[str, _Patch] = {}
 
-
 # Originals with the replacements made for them, to be used again: guarded() comes and goes.
 _made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-_prepared = False
 _skipped: set[str] = set()  # modules of ours whose frames Dynamo leaves alone
 _PACKAGE = __name__.partition(".")[0] + "."
 
@@ -122,8 +115,7 @@ def renew(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
 def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     """Take one holder from each path; where none is left, put back what stood there.
 
-    Paths that are not patched are passed over. Where other code has patched on top,
-    ``leave_conflicts`` leaves the replacement in place below the other one. Where a patch
+    ``leave_conflicts`` leaves a replacement in place below the patch of other code. Where a patch
     from before was undone meanwhile, and ours with it, torch's own function stands and stays.
 
     Raises:
@@ -136,14 +128,11 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
         conflicts = [path for path in last if path not in undone and not patched(path)]
         if conflicts and not leave_conflicts:
             path = conflicts[0]
-            if _was_taken_away(_table[path]):
-                raise PatchConflictError(
-                    f"{path} was put back to torch's own after torchguard patched it; call "
-                    "torchguard.install(...) again, which patches it anew, then "
-                    "torchguard.uninstall()"
-                )
             raise PatchConflictError(
-                f"{path} was patched again after torchguard patched it, with "
+                f"{path} was put back to torch's own after torchguard patched it; call "
+                "torchguard.install(...) again, which patches it anew, then torchguard.uninstall()"
+                if _was_taken_away(_table[path])
+                else f"{path} was patched again after torchguard patched it, with "
                 f"{_value(_table[path])!r}; undo that patch first, then call "
                 "torchguard.uninstall() again"
             )
@@ -199,12 +188,9 @@ def originals_in_place() -> Iterator[None]:
                 setattr(patch.owner, patch.name, patch.replacement)
 
 
+@functools.cache
 def _prepare() -> None:
     """Once, before the first patch: keep our frames from Dynamo, and the lock whole over a fork."""
-    global _prepared
-    if _prepared:
-        return
-    _prepared = True
     _keep_originals_while_importing()
     skip_own_frames()
     if hasattr(os, "register_at_fork"):
@@ -238,13 +224,9 @@ class _Finder(MetaPathFinder):
 
 
 def _keep_originals_while_importing() -> None:
-    """Execute the modules that torch imports from now on inside :func:`originals_in_place`.
-
-    Many of torch's modules keep tables of functions: patterns and lowerings of inductor, Dynamo's
-    lists, ``functorch.dim``, ``torch._numpy``. What is looked up in a table is the original,
-    because Dynamo and FX write originals into their graphs, so a table that was filled while a
-    replacement stood in torch would find nothing.
-    """
+    """Execute the modules that torch imports from now on inside :func:`originals_in_place`."""
+    # Many keep tables of functions: patterns and lowerings of inductor, Dynamo's lists,
+    # functorch.dim, torch._numpy. Dynamo and FX look up originals, which they write into graphs.
     # In front of the finder it asks, and behind those of others (wrapt's hooks after an import).
     finders = sys.meta_path
     place = finders.index(PathFinder) if PathFinder in finders else len(finders)
@@ -344,13 +326,11 @@ def resolve(path: str) -> tuple[Any, str]:
 class Overlay(Protocol):
     """Attributes that are put in front of what is patched, and taken away, in one go."""
 
-    @property
-    def owner(self) -> Any:
-        """The class or module that has them."""
+    owner: Any
+    """The class or module that has them."""
 
-    @property
-    def inert(self) -> bool:
-        """Whether the replacements do nothing while no scope is open, so that they may stay."""
+    inert: bool
+    """Whether the replacements do nothing while no scope is open, so that they may stay."""
 
     def put_on(self) -> None:
         """Put them in front."""
@@ -360,10 +340,7 @@ class Overlay(Protocol):
 
 
 def set_attributes(owner: Any, values: Iterable[tuple[str, Any]]) -> None:
-    """Set each, or delete it where the value is ``ABSENT``.
-
-    One call for all: entering a scope sets 175 attributes.
-    """
+    """Set each, or delete it where the value is ``ABSENT``."""
     for name, value in values:
         if value is ABSENT:
             delattr(owner, name)
@@ -372,10 +349,8 @@ def set_attributes(owner: Any, values: Iterable[tuple[str, Any]]) -> None:
 
 
 def set_class(module: ModuleType, cls: type[ModuleType]) -> None:
-    """Change the class of a module, so that its attributes can be computed.
-
-    https://docs.python.org/3/reference/datamodel.html#customizing-module-attribute-access
-    """
+    """Change the class of a module, so that its attributes can be computed."""
+    # https://docs.python.org/3/reference/datamodel.html#customizing-module-attribute-access
     module.__class__ = cls
 
 

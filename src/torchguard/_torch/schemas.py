@@ -13,26 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "C_NAMESPACE",
-    "OPERATOR_CLASSES",
-    "PYTHON_NAMESPACE",
-    "describe",
-    "describe_as",
-    "fill_tables",
-    "has_only_results",
-    "has_out",
-    "has_python_out",
-    "is_torchs_own",
-    "is_wrapped_builtin",
-    "operator_name",
-    "operator_schemas",
-    "paths_behind_python",
-    "schema_of",
-    "schemas_of",
-    "signature_of",
-]
-
+from torchguard._torch.tensors import private
 
 PYTHON_NAMESPACE: Any = torch._VF
 """The namespace in which functions of torch written in Python find their builtins."""
@@ -45,11 +26,8 @@ OPERATOR_CLASSES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverlo
 
 
 def operator_schemas(name: str) -> list[Any]:
-    """Return the schemas of ``aten::name``; none if there is no such operator.
-
-    ``torch.ops.aten.name`` would do, but leaves the operator behind as a new
-    attribute, and in TorchScript's table.
-    """
+    """Return the schemas of ``aten::name``; none if there is no such operator."""
+    # Not torch.ops.aten.name: that stays behind as an attribute, and in TorchScript's table.
     schemas: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return schemas
 
@@ -79,14 +57,11 @@ def operator_name(function: object) -> str | None:
 
 
 def has_only_results(function: object) -> bool:
-    """Whether an operator's schema and its token promise that its results are its only effect.
-
-    ``torch.library.custom_op(mutates_args=())`` promises it, and AOTAutograd and inductor
-    act on it: they drop, merge and move such calls. An operator that prints or sends has a
-    token, see ``register_effect`` in
-    https://github.com/pytorch/pytorch/blob/main/torch/_higher_order_ops/effects.py. One that
-    returns nothing would be of no use without an effect, and a ScriptObject has a state.
-    """
+    """Whether an operator's schema and its token promise that its results are its only effect."""
+    # AOTAutograd and inductor act on it: they drop, merge and move such calls. An operator that
+    # prints or sends has a token, one that returns nothing is called for an effect, and a
+    # ScriptObject has a state.
+    # https://github.com/pytorch/pytorch/blob/main/torch/_higher_order_ops/effects.py
     schemas = schemas_of(function)
     return bool(schemas) and all(
         schema.returns
@@ -110,20 +85,15 @@ def _has_effect_token(schema: Any) -> bool:
 
 
 def has_out(function: Callable[..., Any]) -> bool:
-    """Whether the operator behind a builtin has an overload with an output argument.
-
-    It may be one without a Python binding, as that of ``relu``. (That of ``alias_copy`` has one.)
-    """
+    """Whether the operator behind a builtin has an output, with a Python binding or without."""
     return bool(_schemas_with_out(function))
 
 
 def has_python_out(function: Callable[..., Any]) -> bool:
-    """Whether a builtin of torch takes ``out=``.
-
-    Its operator has an overload with an output argument. Overloads that the code
-    generator added on its own have no Python binding, so those don't count.
-    """
-    return not all(map(_is_generated, _schemas_with_out(function)))
+    """Whether a builtin of torch takes ``out=``."""
+    # Overloads that the code generator added on its own have no Python binding.
+    generated = (torch.Tag.generated in tags_of(each) for each in _schemas_with_out(function))
+    return not all(generated)
 
 
 def _schemas_with_out(function: Callable[..., Any]) -> list[Any]:
@@ -131,9 +101,10 @@ def _schemas_with_out(function: Callable[..., Any]) -> list[Any]:
     return [each for each in schemas if any(argument.is_out for argument in each.arguments)]
 
 
-def _is_generated(schema: Any) -> bool:
+def tags_of(schema: Any) -> list[torch.Tag]:
+    """Return the tags of an overload."""
     _, _, tags = torch._C._get_operation_overload(schema.name, schema.overload_name)
-    return torch.Tag.generated in tags
+    return tags
 
 
 def is_torchs_own(function: Any) -> bool:
@@ -145,10 +116,7 @@ def is_torchs_own(function: Any) -> bool:
 
 
 def is_wrapped_builtin(namespace: ModuleType, name: str) -> bool:
-    """Whether torch has a builtin with ``out=`` there, and other code (a profiler, a mock) another.
-
-    Of ``torch.nn.functional.logsigmoid`` it sees that only where the wrapper has ``__wrapped__``.
-    """
+    """Whether other code (a profiler, a mock) has wrapped a builtin with ``out=`` there."""
     function = vars(namespace)[name]
     if not callable(function) or isinstance(function, type) or is_torchs_own(function):
         return False
@@ -167,18 +135,11 @@ def paths_behind_python(*names: str) -> list[str]:
 
 
 def fill_tables() -> None:
-    """Fill tables that know torch's functions by identity; call it while they are torch's own.
-
-    ``torch.device`` as a context manager looks up what makes tensors in one, and
-    ``torch.overrides`` the names of functions in another.
-    """
-    tables: tuple[Any, ...] = (
-        getattr(torch.overrides, "_get_overridable_functions", None),
-        getattr(importlib.import_module("torch.utils._device"), "_device_constructors", None),
-    )
-    for table in tables:
-        if table is not None:
-            table()
+    """Fill tables that know torch's functions by identity; call it while they are torch's own."""
+    # torch.device as a context manager looks up in one what makes tensors.
+    devices: Any = importlib.import_module("torch.utils._device")
+    private("overrides._get_overridable_functions", list)()
+    getattr(devices, "_device_constructors", list)()
 
 
 # ---- signatures of functions that are made at run time ----
@@ -187,12 +148,7 @@ def fill_tables() -> None:
 # a replacement has to carry a signature of its own.
 
 
-_ANYTHING = inspect.Signature(
-    [
-        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
-        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
-    ]
-)
+_ANYTHING = inspect.signature(lambda *args, **kwargs: (args, kwargs))
 
 
 class _Shown(str):
@@ -219,11 +175,7 @@ def describe(
 def describe_as(
     function: FunctionType, original: Callable[..., Any], path: str, *, is_method: bool
 ) -> None:
-    """Let a replacement look like the function at ``path`` (``torch.Tensor.resize_``).
-
-    Module and qualified name are those of the place, so that pickle finds the
-    replacement by name, and finds torch's own function where nothing is installed.
-    """
+    """Let a replacement look like the function at ``path``, where pickle finds it by name."""
     owner, _, name = path.rpartition(".")
     module, _, kind = owner.rpartition(".") if is_method else (owner, "", "")
     function.__name__ = name
@@ -240,11 +192,7 @@ def describe_as(
 
 
 def signature_of(original: Callable[..., Any], *, is_method: bool) -> inspect.Signature:
-    """Return the signature of a torch function: its own, or that of its docstring.
-
-    A docstring that shows several (``torch.max``) has no one signature that takes
-    every valid call, so ``(*args, **kwargs)`` is the honest answer.
-    """
+    """Return the signature of a torch function: its own, or the only one in its docstring."""
     try:
         return inspect.signature(original)
     except (TypeError, ValueError):
@@ -270,48 +218,35 @@ def _parse(parameters: str, *, annotated: bool = False) -> inspect.Signature | N
     try:
         tree = ast.parse(f"def function{parameters}: ...").body[0]
         assert isinstance(tree, ast.FunctionDef)
-        signature = _signature(tree.args)
+        return _signature(tree, annotated=annotated)
     except (SyntaxError, ValueError):
         return None
-    return _annotated(signature, tree) if annotated else signature
 
 
-def _annotated(signature: inspect.Signature, tree: ast.FunctionDef) -> inspect.Signature:
-    """Add the annotations, as the words they were written in: a page shows them."""
-    written = {
-        argument.arg: _Shown(ast.unparse(argument.annotation))
-        for argument in ast.walk(tree.args)
-        if isinstance(argument, ast.arg) and argument.annotation is not None
-    }
-    parameters = [
-        parameter.replace(annotation=written.get(parameter.name, parameter.empty))
-        for parameter in signature.parameters.values()
+def _signature(tree: ast.FunctionDef, *, annotated: bool) -> inspect.Signature:
+    given, kind, empty = tree.args, inspect.Parameter, inspect.Parameter.empty
+    positional: list[tuple[ast.arg, Any]] = [
+        *((each, kind.POSITIONAL_ONLY) for each in given.posonlyargs),
+        *((each, kind.POSITIONAL_OR_KEYWORD) for each in given.args),
     ]
-    returns = signature.empty if tree.returns is None else _Shown(ast.unparse(tree.returns))
-    return signature.replace(parameters=parameters, return_annotation=returns)
-
-
-def _signature(arguments: ast.arguments) -> inspect.Signature:
-    kind = inspect.Parameter
-    positional = [
-        *((argument.arg, kind.POSITIONAL_ONLY) for argument in arguments.posonlyargs),
-        *((argument.arg, kind.POSITIONAL_OR_KEYWORD) for argument in arguments.args),
+    missing: list[ast.expr | None] = [None] * (len(positional) - len(given.defaults))
+    by_name = [(each, kind.KEYWORD_ONLY) for each in given.kwonlyargs]
+    rows = [
+        *zip(positional, [*missing, *given.defaults], strict=True),
+        ((given.vararg, kind.VAR_POSITIONAL), None),
+        *zip(by_name, given.kw_defaults, strict=True),
+        ((given.kwarg, kind.VAR_KEYWORD), None),
     ]
-    missing: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
-    defaults = [*missing, *arguments.defaults]
+
+    def shown(words: ast.expr | None) -> Any:
+        return _Shown(ast.unparse(words)) if words is not None and annotated else empty
+
     found = [
-        kind(name, which, default=_default(value))
-        for (name, which), value in zip(positional, defaults, strict=True)
+        kind(each.arg, which, default=_default(default), annotation=shown(each.annotation))
+        for (each, which), default in rows
+        if each is not None
     ]
-    if arguments.vararg is not None:
-        found.append(kind(arguments.vararg.arg, kind.VAR_POSITIONAL))
-    found += [
-        kind(argument.arg, kind.KEYWORD_ONLY, default=_default(value))
-        for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    ]
-    if arguments.kwarg is not None:
-        found.append(kind(arguments.kwarg.arg, kind.VAR_KEYWORD))
-    return inspect.Signature(found)
+    return inspect.Signature(found, return_annotation=shown(tree.returns))
 
 
 def _default(value: ast.expr | None) -> Any:

@@ -17,30 +17,17 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-__all__ = [
-    "ShapeFormula",
-    "SymbolicSizes",
-    "shape_guards",
-    "stance",
-    "uncompiled",
-]
-
-
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
-
-
 _stances: list[Any] = []
 _stances_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def stance(name: str) -> Iterator[None]:
-    """Equals ``with torch.compiler.set_stance(name):``, for scopes of several threads.
-
-    The stance is that of the whole process, and each scope of torch restores what it found. Where
-    two threads leave in the order in which they came, the last would leave the stance of the first:
-    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/decorators.py
-    """
+    """Equals ``with torch.compiler.set_stance(name):``, for scopes of several threads."""
+    # The stance is the process's, and each scope of torch restores what it found. Where two threads
+    # leave in the order in which they came, the last would leave the stance of the first:
+    # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/decorators.py
     with _stances_lock:
         own: Any = torch.compiler.set_stance(name)  # sets it, and keeps what was there
         _stances.append(own)
@@ -67,16 +54,10 @@ def uncompiled() -> Iterator[None]:
 
 
 class SymbolicSizes:
-    """A scope in which tensors have no data and sizes are symbols.
-
-    What is computed in it tells how sizes of outputs depend on sizes of inputs. Nothing
-    public does that without tracing a whole graph.
-
-    Args:
-        hints: for each name an example of its size, 2 or more; none for sizes that are numbers.
-    """
+    """A scope in which tensors have no data and sizes are symbols."""
 
     def __init__(self, hints: dict[str, int]) -> None:
+        """``hints``: for each name an example of its size, 2 or more."""
         shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
         fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
         source: Any = importlib.import_module("torch._dynamo.source")
@@ -97,8 +78,7 @@ class SymbolicSizes:
 
     def __enter__(self) -> Self:
         self._mode.__enter__()
-        # torch logs pages about an operation that fails on tensors without data; who runs a
-        # function here expects that it may.
+        # torch logs pages about an operation that fails on tensors without data.
         this_thread = threading.get_ident()
         self._filter = lambda record: record.thread != this_thread
         _LOGGER.addFilter(self._filter)
@@ -121,23 +101,19 @@ class SymbolicSizes:
 
     def formula(self, leaves: Iterable[Any], paths: list[tuple[Any, ...]]) -> ShapeFormula:
         """Return how the sizes of these leaves of an output, computed here, depend on the names."""
-        sizes: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                sizes.append(tuple(_expression(size) for size in leaf.shape))
-            elif isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool):
-                sizes.append(_expression(leaf))
-            else:
-                sizes.append(None)
         # What was assumed about the symbols on the way.
         guards = () if self._shapes is None else self._shapes.guards
         conditions = tuple(guard.expr for guard in guards)
-        return ShapeFormula(self._symbols, tuple(sizes), conditions, paths)
+        return ShapeFormula(self._symbols, tuple(map(_expression, leaves)), conditions, paths)
 
 
-def _expression(size: Any) -> Any:
-    """Return the expression behind a size; a plain number is its own."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+def _expression(leaf: Any) -> Any:
+    """Return the expressions for a tensor's sizes, that of an integer, or None."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(map(_expression, leaf.shape))
+    if isinstance(leaf, torch.SymInt):
+        return leaf.node.expr
+    return leaf if isinstance(leaf, int) and not isinstance(leaf, bool) else None
 
 
 @dataclass(frozen=True)
@@ -156,34 +132,24 @@ class ShapeFormula:
     def at(
         self, *sizes: Mapping[str, int], unconditionally: bool = False
     ) -> list[list[Any]] | None:
-        """Put sizes in, one set of them or several.
-
-        Returns:
-            For each set the sizes of every leaf. None where the conditions do not hold for one of
-            the sets, unless ``unconditionally``, or a size depends on something else.
-        """
+        """Return for each set of sizes those of every leaf; None where they do not hold."""
         found: list[list[Any]] = []
         for each in sizes:
             values = {self.symbols[name]: size for name, size in each.items()}
             if not unconditionally and any(_value(c, values) is not True for c in self.conditions):
                 return None
-            leaves = [
-                tuple(_value(e, values) for e in expressions)
-                if isinstance(expressions, tuple)
-                else None
-                if expressions is None
-                else _value(expressions, values)
-                for expressions in self.sizes
-            ]
+            leaves = [_value(expressions, values) for expressions in self.sizes]
             if any(isinstance(leaf, tuple) and None in leaf for leaf in leaves):
                 return None
             found.append(leaves)
         return found
 
 
-def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
+def _value(expression: Any, sizes: dict[Any, int]) -> Any:
     """Put sizes in; None if something else is in the expression too."""
-    if isinstance(expression, int):
+    if isinstance(expression, tuple):
+        return tuple(_value(each, sizes) for each in expression)
+    if expression is None or isinstance(expression, int):
         return expression
     result = expression.subs(sizes)
     if result.free_symbols:
@@ -192,16 +158,12 @@ def _value(expression: Any, sizes: dict[Any, int]) -> int | bool | None:
 
 
 def shape_guards(context: Any) -> int | None:
-    """Count the guards on symbolic sizes so far; None where torch does not say.
-
-    AOTAutograd's cache adds that a size is no larger than 64 bits can say, which it never is.
-    """
+    """Count the guards on symbolic sizes so far; None where torch does not say."""
     environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
     if environment is None:
         return None
-    return sum(not _names_the_largest_integer(guard) for guard in environment.guards)
-
-
-def _names_the_largest_integer(guard: Any) -> bool:
-    numbers = [atom for atom in guard.expr.atoms() if atom.is_Integer]
-    return any(abs(int(number)) >= 2**63 - 2 for number in numbers)
+    # AOTAutograd's cache adds that a size is no larger than 64 bits can say, which it never is.
+    atoms = (
+        [atom for atom in guard.expr.atoms() if atom.is_Integer] for guard in environment.guards
+    )
+    return sum(all(abs(int(number)) < 2**63 - 2 for number in numbers) for numbers in atoms)

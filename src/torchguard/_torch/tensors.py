@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import operator
@@ -11,35 +12,17 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "base_of",
-    "coo_parts",
-    "has_hooks",
-    "has_own_dispatch",
-    "has_saved_tensors_hooks",
-    "inner_tensors",
-    "is_out_of_memory",
-    "is_view",
-    "open_archive",
-    "refuses_writes",
-    "set_lazy_bits",
-    "set_version",
-    "storage_key",
-    "tensors_loaded_by_copies",
-    "version_of",
-    "versions_after",
-    "with_lazy_bits",
-]
+
+def private(path: str, default: Any) -> Any:
+    """Return ``torch.<path>``, or a default where this release of torch has no such thing."""
+    try:
+        return operator.attrgetter(path)(torch)
+    except AttributeError:
+        return default
 
 
 def open_archive(file: Any) -> None:
-    """Let the reader of ``torch.load`` look at a zip archive's directory, and at nothing else.
-
-    Python's ``zipfile`` passes over fields of it that this reader refuses.
-
-    Raises:
-        RuntimeError: that reader can't open it.
-    """
+    """Let the reader of ``torch.load`` open a zip archive, or raise; ``zipfile`` takes more."""
     torch._C.PyTorchFileReader(file)
 
 
@@ -52,13 +35,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def versions_after(seconds: float, tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Sleep, then read ``tensor._version`` of each; no other thread gets the GIL meanwhile.
-
-    Raises:
-        RuntimeError: one is an inference tensor.
-    """
-    import ctypes  # noqa: PLC0415 - nothing else needs it
-
+    """Sleep, then read ``tensor._version`` of each; no other thread gets the GIL meanwhile."""
     # A PyDLL keeps the GIL while it is called: https://docs.python.org/3/library/ctypes.html
     if sys.platform == "win32":
         sleep, unit = ctypes.PyDLL("kernel32").Sleep, 1e3
@@ -70,25 +47,15 @@ def versions_after(seconds: float, tensors: Sequence[torch.Tensor]) -> list[int]
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Put the version counter back after a write that autograd must not see.
-
-    Without it a later backward would refuse a saved tensor whose bytes never
-    changed. torch 2.6 takes a tensor and a number here, later releases take
-    tuples of both: the class torch itself offers for this knows which.
-    """
+    """Set the version counter, so that autograd does not see a write."""
+    # Its C function takes a tensor and a number on 2.6, and tuples of both on later releases.
     keeper: Any = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
-    if hasattr(keeper, "prev_versions"):
-        keeper.prev_versions = (version,)
-    else:
-        keeper.prev_version = version
+    keeper.prev_version, keeper.prev_versions = version, (version,)
     keeper.__exit__(None, None, None)
 
 
 def set_lazy_bits(tensor: torch.Tensor, like: torch.Tensor) -> None:
-    """Mark the tensor in place as conjugate or negative, as ``like`` is.
-
-    https://pytorch.org/docs/stable/generated/torch.resolve_neg.html
-    """
+    """Mark the tensor in place as conjugate or negative, as ``like`` is."""
     torch._C._set_conj(tensor, like.is_conj())
     torch._C._set_neg(tensor, like.is_neg())
 
@@ -110,10 +77,7 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_b
 
 
 def refuses_writes(tensor: torch.Tensor) -> bool:
-    """Whether autograd refuses to write to it in place, before anything is written.
-
-    That is so for a leaf that requires grad, and for a view of one.
-    """
+    """Whether autograd refuses to write to it in place: a leaf that requires grad, or a view."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return False
     return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
@@ -144,12 +108,10 @@ def _saved_tensors_hooks_cannot_be_disabled() -> bool:
     return False
 
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_top_hooks = private("_C._autograd._top_saved_tensors_default_hooks", None)
 # True: those that tracing sees too.
 has_saved_tensors_hooks: Callable[[], object] = (
-    _saved_tensors_hooks_cannot_be_disabled
-    if _top_hooks is None
-    else functools.partial(_top_hooks, True)
+    functools.partial(_top_hooks, True) if _top_hooks else _saved_tensors_hooks_cannot_be_disabled
 )
 """Return something true where ``saved_tensors_hooks`` are on, which see what autograd saves."""
 
@@ -161,13 +123,10 @@ def has_own_dispatch(tensor: torch.Tensor) -> bool:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors a traceable wrapper subclass holds, each with the attribute's name.
-
-    ``__tensor_flatten__`` names more than tensors: DTensor's names its device mesh too since
-    torch 2.13, other classes optional attributes that are None.
-    """
+    """Return the tensors a traceable wrapper subclass holds, each with the attribute's name."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return []
+    # DTensor's names its device mesh too since torch 2.13, others attributes that are None.
     names, _ = tensor.__tensor_flatten__()
     held = ((name, getattr(tensor, name, None)) for name in names)
     return [(name, value) for name, value in held if isinstance(value, torch.Tensor)]
@@ -198,16 +157,15 @@ def tensors_loaded_by_copies(module: torch.nn.Module) -> list[tuple[str, torch.T
             or each._load_state_dict_post_hooks
         ):
             return None
+        held = {**each._parameters, **each._buffers}
         unsaved = each._non_persistent_buffers_set
-        for name, parameter in each._parameters.items():
-            if parameter is not None:
-                found.append((prefix + name, parameter))
-        for name, buffer in each._buffers.items():
-            if buffer is not None and name not in unsaved:
-                found.append((prefix + name, buffer))
-        for name, child in each._modules.items():
-            if child is not None:
-                waiting.append((f"{prefix}{name}.", child))
+        found += [
+            (prefix + name, tensor)
+            for name, tensor in held.items()
+            if tensor is not None and name not in unsaved
+        ]
+        children = each._modules.items()
+        waiting += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
     return None if torch.__future__.get_swap_module_params_on_conversion() else found
 
 
@@ -229,15 +187,12 @@ def _definer(kind: type, name: str) -> type:
 # ---- out of memory ----
 
 
+# In a RuntimeError of PyTorch's CPU allocator, and of cuBLAS.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory ran out.
-
-    That is ``torch.OutOfMemoryError``, the ``RuntimeError`` of PyTorch's CPU allocator ("can't
-    allocate memory"), cuBLAS' CUBLAS_STATUS_ALLOC_FAILED, and Python's ``MemoryError``.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    """Whether an exception says that memory ran out: torch's, Python's, or that of a library."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    )

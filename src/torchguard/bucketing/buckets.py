@@ -8,7 +8,6 @@ Needs numpy only.
 from __future__ import annotations
 
 import json
-import math
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,12 +18,12 @@ import numpy as np
 from typing_extensions import Self
 
 from torchguard._public import public
-from torchguard.bucketing import fit
-from torchguard.bucketing.fit import Cost, costs_of
+from torchguard.bucketing.fit import Cost, best_ladders, costs_of, ladder_of_runs
 from torchguard.bucketing.histogram import (
     Observed,
     Sizes,
     batch_maxima,
+    is_amount,
     observe,
     positive_integer,
     with_prior,
@@ -186,40 +185,42 @@ class Buckets:
                     f"Buckets.fit: maximum is {top}, but a size of {largest} was observed"
                 )
         # The ladder is for what may come, the bound for what was seen.
-        weighted = with_prior(observed, top, _prior(prior, maximum))
-        bound = None if max_padding is None else fit.Bound(_share(max_padding), observed)
-        if count is not None:
-            if compile_cost is not None or step_cost != 1.0 or tuple(already_compiled):
-                raise ValueError(
-                    "Buckets.fit: compile_cost, step_cost and already_compiled choose the count: "
-                    f"pass count=None with them, not {count!r}"
-                )
-            count = positive_integer(count, "count", "Buckets.fit")
-            aligned: Any = {"cost": cost, "multiple_of": multiple_of, "top": top}
-            if bound is not None:
-                return cls(fit.ladder_with_bound(weighted, bound, count=count, **aligned))
-            if tokens is None:
-                return cls(fit.best_ladder(weighted, count, **aligned).sizes)
-            ladders = fit.best_ladders(weighted, count, **aligned)
-            # More sizes leave more batches that are not full, so the most may not be the best.
-            epochs = [
-                epoch_of(ladder.sizes, observed, tokens, cost, "Buckets.fit") for ladder in ladders
-            ]
-            return cls(
-                min(zip(epochs, ladders, strict=True), key=lambda pair: pair[0].cost)[1].sizes
+        prior = (4.0 if maximum else 0.0) if prior is None else prior
+        weighted = with_prior(observed, top, _number(prior, "prior", "a number from 0 on"))
+        options: dict[str, Any] = {"cost": cost, "multiple_of": multiple_of, "top": top}
+        if max_padding is not None:
+            share = "a share from 0 on, such as 0.25"
+            options["max_padding"] = _number(max_padding, "max_padding", share)
+        if count is None:
+            seconds = "seconds, from 0 on"
+            compiled = {
+                positive_integer(size, "a size in already_compiled", "Buckets.fit")
+                for size in already_compiled
+            }
+            options |= {
+                "compile_cost": _number(compile_cost, "with count=None, compile_cost", seconds),
+                "step_cost": _number(step_cost, "with count=None, step_cost", seconds),
+                "already_compiled": sorted(size for size in compiled if size <= (maximum or size)),
+            }
+        elif compile_cost is not None or step_cost != 1.0 or tuple(already_compiled):
+            raise ValueError(
+                "Buckets.fit: compile_cost, step_cost and already_compiled choose the count: "
+                f"pass count=None with them, not {count!r}"
             )
-        aligned = {
-            "cost": cost,
-            "multiple_of": multiple_of,
-            "top": top,
-            "compile_cost": _seconds(compile_cost, "compile_cost"),
-            "step_cost": _seconds(step_cost, "step_cost"),
-            "already_compiled": _compiled(already_compiled, maximum),
-        }
-        if bound is not None:
-            return cls(fit.ladder_with_bound(weighted, bound, count=None, **aligned))
-        reach = largest if maximum is None else top
-        return cls(fit.ladder_with_compile_cost(weighted, reach=reach, **aligned).sizes)
+        else:
+            count = positive_integer(count, "count", "Buckets.fit")
+        if count is None or max_padding is not None:
+            reach = top if maximum else largest
+            return cls(
+                ladder_of_runs(weighted, bound=observed.sizes, count=count, reach=reach, **options)
+            )
+        ladders = best_ladders(weighted, count, **options)
+        if tokens is None:
+            return cls(ladders[-1].sizes)
+        # More sizes leave more batches that are not full, so the most may not be the best.
+        epochs = [epoch_of(each.sizes, observed, tokens, cost, "Buckets.fit") for each in ladders]
+        costs = [epoch.cost for epoch in epochs]
+        return cls(ladders[costs.index(min(costs))].sizes)
 
     fit_pairs = staticmethod(fit_pairs)
 
@@ -342,30 +343,9 @@ def _range(minimum: Any, maximum: Any, operation: str) -> tuple[int, int]:
 
 
 def _number(value: Any, name: str, expected: str) -> float:
-    number = isinstance(value, (int, float, np.integer, np.floating))
-    if not number or isinstance(value, bool) or not 0 <= value < math.inf:
+    if not is_amount(value):
         raise ValueError(f"Buckets.fit: {name} is {value!r}, expected {expected}")
     return float(value)
-
-
-def _prior(prior: float | None, maximum: int | None) -> float:
-    if prior is None:
-        return 0.0 if maximum is None else 4.0
-    return _number(prior, "prior", "a number from 0 on")
-
-
-def _share(max_padding: Any) -> float:
-    return _number(max_padding, "max_padding", "a share from 0 on, such as 0.25")
-
-
-def _seconds(value: Any, name: str) -> float:
-    return _number(value, f"with count=None, {name}", "seconds, from 0 on")
-
-
-def _compiled(sizes: Iterable[int], maximum: int | None) -> list[int]:
-    what = "a size in already_compiled"
-    found = sorted({positive_integer(size, what, "Buckets.fit") for size in sizes})
-    return [size for size in found if maximum is None or size <= maximum]
 
 
 # ---- which buckets each axis has ----

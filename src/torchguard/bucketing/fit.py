@@ -19,7 +19,6 @@ Shapes: D distinct sizes, K buckets.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -80,65 +79,25 @@ class FittedLadder(NamedTuple):
     cost: float
 
 
-class _Problem(NamedTuple):
-    """What the dynamic programs work on."""
-
-    sizes: _Integers
-    """(D,) distinct, ascending; the last is the top of the ladder."""
-
-    targets: _Integers
-    """(D,) the bucket that a run ending here gets."""
-
-    costs: _Floats
-    """(D,) what a call at that bucket costs; never falls."""
-
-    below: _Floats
-    """(D + 1,) observations below each position."""
-
-
 def _aligned(sizes: _Integers, multiple_of: int, top: int) -> _Integers:
     """Round sizes up to the alignment, none of them past the top of the ladder."""
     return np.minimum(-(-sizes // multiple_of) * multiple_of, top)
 
 
-def _merged(observed: Observed, multiple_of: int, top: int) -> Observed:
-    """Make one size of all those that the alignment gives the same bucket."""
-    if multiple_of == 1:
-        return observed
-    distinct, where = np.unique(_aligned(observed.sizes, multiple_of, top), return_inverse=True)
-    return Observed(distinct, sums(where, observed.weights))
-
-
-def _problem(observed: Observed, cost: Cost, multiple_of: int, top: int) -> _Problem:
-    """Put the top on the ladder, and find which bucket each run would get at what cost."""
-    sizes, weights = observed
-    if sizes[-1] < top:
-        sizes, weights = np.append(sizes, top), np.append(weights, 0.0)
-    below = np.concatenate(([0.0], np.cumsum(weights)))
-    wanted = _aligned(sizes, multiple_of, top)
-    candidates = np.unique(wanted)
-    if callable(cost) and (top - int(candidates[0])) // multiple_of < _GRID_LIMIT:
+def _cheapest(
+    wanted: _Integers, cost: Cost, multiple_of: int, top: int
+) -> tuple[_Integers, _Floats]:
+    """Return the cheapest bucket that holds each aligned size, and its cost, which never falls."""
+    candidates = wanted
+    if callable(cost) and (top - int(wanted[0])) // multiple_of < _GRID_LIMIT:
         # Where the cost falls, the cheapest size that fits may be one that was not observed.
-        first = -(-int(candidates[0]) // multiple_of) * multiple_of
-        candidates = np.union1d(candidates, np.arange(first, top, multiple_of))
+        candidates = np.union1d(wanted, np.arange(wanted[0], top, multiple_of))
     costs = costs_of(candidates, cost, "Buckets.fit")
     # From the top down: the cheapest candidate so far, and the smallest where they tie.
     cheapest = np.minimum.accumulate(costs[::-1])[::-1]
     places = np.where(costs == cheapest, np.arange(len(costs)), len(costs))
     best = np.minimum.accumulate(places[::-1])[::-1][np.searchsorted(candidates, wanted)]
-    return _Problem(sizes, candidates[best], costs[best], below)
-
-
-def best_ladder(
-    observed: Observed,
-    count: int,
-    *,
-    cost: Cost = "linear",
-    multiple_of: int = 1,
-    top: int,
-) -> FittedLadder:
-    """Return the cheapest ladder of at most ``count`` buckets, the largest of them ``top``."""
-    return best_ladders(observed, count, cost=cost, multiple_of=multiple_of, top=top)[-1]
+    return candidates[best], costs[best]
 
 
 def best_ladders(
@@ -150,25 +109,24 @@ def best_ladders(
     top: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FittedLadder]:
-    """Return the cheapest ladders of at most 1, 2, ... ``count`` buckets.
+    """Return the cheapest ladders of at most 1, 2, ... ``count`` buckets, the largest ``top``.
 
     There are fewer than ``count`` of them where one more bucket would save nothing.
     ``progress`` is called after each with how many are done, and of how many.
     """
-    problem = _problem(_merged(observed, multiple_of, top), cost, multiple_of, top)
-    # A weight too small to change the sum leaves two points above each other: no slope.
-    seen = np.append(np.diff(problem.below)[:-1] > 0, True)
-    problem = _Problem(
-        problem.sizes[seen],
-        problem.targets[seen],
-        problem.costs[seen],
-        np.concatenate(([0.0], problem.below[1:][seen])),
+    # All sizes that the alignment gives the same bucket are one.
+    wanted, where = np.unique(
+        _aligned(np.append(observed.sizes, top), multiple_of, top), return_inverse=True
     )
-    costs, below = problem.costs, problem.below
+    below = np.cumsum(sums(where, np.append(observed.weights, 0.0)))
+    buckets, costs = _cheapest(wanted, cost, multiple_of, top)
+    # A weight too small to change the sum leaves two points above each other: no slope.
+    seen = np.append(np.diff(below, prepend=0.0)[:-1] > 0, True)
+    buckets, costs, below = buckets[seen], costs[seen], np.append(0.0, below[seen])
     count = min(count, len(costs))
-    reached = np.concatenate(([0.0], costs * below[1:]))  # D[k, :]
+    reached = np.append(0.0, costs * below[1:])  # D[k, :]
     cuts: list[NDArray[np.int32]] = []
-    found = [_read(problem, cuts, float(reached[-1]))]
+    found = [_read(buckets, cuts, float(reached[-1]))]
     while len(found) < count:
         if progress is not None:
             progress(len(found), count)
@@ -176,7 +134,7 @@ def best_ladders(
         if reached[-1] >= found[-1].cost:
             break
         cuts.append(cut)
-        found.append(_read(problem, cuts, float(reached[-1])))
+        found.append(_read(buckets, cuts, float(reached[-1])))
     return found
 
 
@@ -229,117 +187,32 @@ def _slope(xs: Sequence[float], ys: Sequence[float], left: int, right: int) -> f
     return (ys[right] - ys[left]) / (xs[right] - xs[left])
 
 
-def _read(problem: _Problem, cuts: list[NDArray[np.int32]], cost: float) -> FittedLadder:
+def _read(buckets: _Integers, cuts: list[NDArray[np.int32]], cost: float) -> FittedLadder:
     """Walk back from the last size to the first, collecting each run's bucket."""
-    end = len(problem.costs)
+    end = len(buckets)
     sizes = set()
     for cut in reversed(cuts):
         begin = int(cut[end - 1])
         if begin < end:
-            sizes.add(int(problem.targets[end - 1]))
+            sizes.add(int(buckets[end - 1]))
         end = begin
-    sizes.add(int(problem.targets[end - 1]))
+    sizes.add(int(buckets[end - 1]))
     return FittedLadder(tuple(sorted(sizes)), cost)
 
 
-def ladder_with_compile_cost(
-    observed: Observed,
-    *,
-    compile_cost: float,
-    step_cost: float,
-    already_compiled: Sequence[int],
-    cost: Cost = "linear",
-    multiple_of: int = 1,
-    top: int,
-    reach: int,
-) -> FittedLadder:
-    """Return the ladder with the least sum of running and compiling; ``cost`` is that sum.
-
-    The same lines as above, each bucket one price dearer unless it is compiled already.
-    There is no k: a position's line joins the hull as soon as its D is known. The largest
-    bucket is ``top``, or a compiled one from ``reach`` on.
-    """
-    ends = _ends(_problem(observed, cost, multiple_of, top), already_compiled, cost, compile_cost)
-    xs, ys, hull, slopes, came_from = [0.0], [0.0], [0], list[float](), [0]
-    for number, end in enumerate(ends, start=1):
-        price = step_cost * end.cost
-        start = hull[bisect_left(slopes, price)]
-        y = ys[start] + price * (end.below - xs[start]) + end.penalty
-        xs.append(end.below)
-        ys.append(y)
-        came_from.append(start)
-        if xs[hull[-1]] == end.below:
-            if ys[hull[-1]] <= y:
-                continue  # that line is nowhere above this one
-            hull.pop()
-            del slopes[-1:]
-        while slopes and slopes[-1] > _slope(xs, ys, hull[-1], number):
-            hull.pop()
-            slopes.pop()
-        if hull:
-            slopes.append(_slope(xs, ys, hull[-1], number))
-        hull.append(number)
-    last = min(
-        (number for number, end in enumerate(ends, start=1) if end.size >= reach),
-        key=ys.__getitem__,
-    )
-    total, sizes = ys[last], set()
-    while last:
-        sizes.add(ends[last - 1].bucket)
-        last = came_from[last]
-    return FittedLadder(tuple(sorted(sizes)), total)
-
-
-class _End(NamedTuple):
-    """A place at which a run of sizes may end, and the bucket it would have."""
-
-    size: int
-    bucket: int
-    cost: float
-    below: float
-    penalty: float
-
-
-def _ends(
-    problem: _Problem, compiled: Sequence[int], cost: Cost, compile_cost: float
-) -> list[_End]:
-    """List the ends: a run may end at any size seen, and wherever one is compiled."""
-    columns = (problem.sizes, problem.targets, problem.costs, problem.below[1:])
-    seen = zip(*(column.tolist() for column in columns), strict=True)
-    ends = [_End(size, bucket, price, below, compile_cost) for size, bucket, price, below in seen]
-    usable = np.array(sorted(size for size in compiled if size >= problem.sizes[0]), dtype=np.int64)
-    prices = costs_of(usable, cost, "Buckets.fit").tolist()
-    counts = problem.below[np.searchsorted(problem.sizes, usable, side="right")].tolist()
-    known = zip(usable.tolist(), prices, counts, strict=True)
-    ends += [_End(size, size, price, below, 0.0) for size, price, below in known]
-    return sorted(ends)
-
-
-# ---- with a bound on the padding ----
+# ---- with a price for each bucket, or a bound on the padding ----
 #
-# A run of sizes i..j may have a common bucket only if that is at most ``1 + max_padding`` times the
-# smallest observed of them, so the run that ends at j begins in a window of positions. The hull has
-# no windows: here each is looked through, which takes D * K numpy calls.
+# What is compiled already may end a run at any size, and a run with a bound begins in a window of
+# positions. The hull knows neither, so here the window of each end is looked through.
 
 
-class Bound(NamedTuple):
-    """What :func:`ladder_with_bound` is to keep to."""
-
-    max_padding: float
-    observed: Observed
-    """The sizes that it is about; those observed_and_prior may have a prior among them."""
-
-    def limits(self, sizes: NDArray[Any]) -> _Floats:
-        """Return the largest bucket of each size; 1.15 * 20 is 22.999999999999996, not 23."""
-        largest: _Floats = sizes * (1 + self.max_padding) * (1 + 1e-12)
-        return largest
-
-
-class _Window(NamedTuple):
-    """The runs of sizes that a bucket may serve: where they begin and end."""
+class _Run(NamedTuple):
+    """A run of sizes, up to position ``end``, that a bucket may serve."""
 
     bucket: int
     begin: int
+    """The first position at which it may begin."""
+
     end: int
     cost: float
     penalty: float
@@ -349,111 +222,109 @@ _Cuts: TypeAlias = dict[int, tuple[int, int]]
 """The beginning of a run and its bucket, by the position of the run's end."""
 
 
-def ladder_with_bound(
-    observed_and_prior: Observed,
-    bound: Bound,
+def ladder_of_runs(
+    observed: Observed,
     *,
+    count: int | None,
     cost: Cost,
     multiple_of: int,
     top: int,
-    count: int | None,
+    reach: int,
     compile_cost: float = 0.0,
     step_cost: float = 1.0,
     already_compiled: Sequence[int] = (),
+    max_padding: float = math.inf,
+    bound: _Integers,
 ) -> tuple[int, ...]:
-    """Return the cheapest ladder within a bound, of ``count`` buckets at most.
+    """Return the cheapest ladder of ``count`` buckets, or, with None, with a price for each.
 
-    Without ``count`` each bucket has a price, as in :func:`ladder_with_compile_cost`. A bucket is
-    the largest of its sizes, aligned: no larger one, also where a cost falls.
+    The largest is ``top``, or a compiled one from ``reach`` on. With ``max_padding``, which is
+    about the sizes in ``bound``, a bucket is the largest of its sizes, also where a cost falls.
     """
-    seen = bound.observed.sizes
-    sizes, weights = observed_and_prior
-    # The largest bucket has to reach top, even where no size up there was observed: no weight.
-    if sizes[-1] < top and top - sizes[-1] >= multiple_of:
-        sizes, weights = np.append(sizes, top), np.append(weights, 0.0)
-    below = np.concatenate(([0.0], np.cumsum(weights)))
-    # By position, the smallest observed size that a run which begins there has.
-    limits = bound.limits(np.append(seen, math.inf)[np.searchsorted(seen, sizes)])
-    paid = [(size, compile_cost) for size in _aligned(sizes, multiple_of, top).tolist()]
-    # What is compiled already is a bucket at no price, aligned or not.
-    free = [(size, 0.0) for size in already_compiled if size >= sizes[0]]
-    buckets = sorted({*paid, *free})
-    prices = step_cost * costs_of([size for size, _ in buckets], cost, "Buckets.fit")
-    windows = [
-        _Window(
-            size,
-            int(np.searchsorted(limits, size)),
-            int(np.searchsorted(sizes, size, side="right")),
-            float(price),
-            penalty,
-        )
-        for (size, penalty), price in zip(buckets, prices, strict=True)
-    ]
-    _check_alignment(bound, multiple_of, top)
-    reached = np.concatenate(([0.0], np.full(len(sizes), math.inf)))
-    if count is None:
-        # One pass: a run may begin wherever an earlier one of the same pass ends.
-        layers = [_one_more_run(windows, reached, reached, below)] * len(sizes)
+    sizes, weights = observed
+    if sizes[-1] < reach:
+        sizes, weights = np.append(sizes, reach), np.append(weights, 0.0)
+    below = np.append(0.0, np.cumsum(weights))
+    wanted = np.unique(_aligned(sizes, multiple_of, top))
+    if math.isinf(max_padding):
+        paid, costs = _cheapest(wanted, cost, multiple_of, top)
     else:
-        layers = _best_layers(windows, reached, below, count, bound.max_padding)
+        paid, costs = wanted, costs_of(wanted, cost, "Buckets.fit")
+    # What is compiled already is a bucket at no price, aligned or not.
+    free = np.array([size for size in already_compiled if size >= sizes[0]], dtype=np.int64)
+    costs = step_cost * np.append(costs, costs_of(free, cost, "Buckets.fit"))
+    _check_alignment(bound, max_padding, multiple_of, top)
+    # By position, the largest bucket of the smallest size in bound that a run from there on has.
+    limits = _limits(np.append(bound, math.inf)[np.searchsorted(bound, sizes)], max_padding)
+    buckets = np.append(paid, free)
+    begins = np.searchsorted(limits, buckets)
+    ends = np.searchsorted(sizes, np.append(wanted, free), side="right")
+    penalties = np.repeat([compile_cost, 0.0], [len(paid), len(free)])
+    columns = (buckets, begins, ends, costs, penalties)
+    order = np.lexsort((buckets, ends))
+    runs = list(map(_Run, *(column[order].tolist() for column in columns)))
+    reached = np.append(0.0, np.full(len(sizes), math.inf))
+    layers: list[_Cuts] = []
+    most = 1 if count is None else count
+    # Beyond count only so that the error can name how many it takes.
+    while len(layers) < most or math.isinf(reached[-1]):
+        # Without a count one pass does: a run may begin wherever an earlier one of it ends.
+        further = reached if count is None else reached.copy()
+        layers.append(_one_more_run(runs, reached, further, below))
+        reached = further
+        if not layers[-1]:  # no further bucket saves anything
+            break
+    if len(layers) > most:
+        raise ValueError(
+            f"Buckets.fit: max_padding={max_padding} takes {len(layers)} buckets, but "
+            f"count is {count}: pass count={len(layers)} or more, or a larger max_padding"
+        )
+    if count is None:
+        layers *= len(sizes)
     position, found = len(sizes), set()
     for cuts in reversed(layers):
-        if position:
+        if position in cuts:
             position, bucket = cuts[position]
             found.add(bucket)
     return tuple(sorted(found))
 
 
-def _check_alignment(bound: Bound, multiple_of: int, top: int) -> None:
+def _limits(sizes: NDArray[Any], max_padding: float) -> _Floats:
+    """Return the largest bucket of each size; 1.15 * 20 is 22.999999999999996, not 23."""
+    largest: _Floats = sizes * (1 + max_padding) * (1 + 1e-12)
+    return largest
+
+
+def _check_alignment(sizes: _Integers, max_padding: float, multiple_of: int, top: int) -> None:
     """Raise unless the alignment alone keeps to the bound."""
-    seen = bound.observed.sizes
-    aligned = _aligned(seen, multiple_of, top)
-    above = np.flatnonzero(aligned > bound.limits(seen))
+    aligned = _aligned(sizes, multiple_of, top)
+    above = np.flatnonzero(aligned > _limits(sizes, max_padding))
     if above.size:
-        size, bucket = int(seen[above[0]]), int(aligned[above[0]])
+        size, bucket = int(sizes[above[0]]), int(aligned[above[0]])
         raise ValueError(
-            f"Buckets.fit: max_padding is {bound.max_padding}, but multiple_of={multiple_of} makes "
+            f"Buckets.fit: max_padding is {max_padding}, but multiple_of={multiple_of} makes "
             f"{bucket} of {size}, which is {100 * (bucket / size - 1):.0f} % more: pass a smaller "
             "multiple_of or a larger max_padding"
         )
 
 
-def _one_more_run(
-    windows: list[_Window], reached: _Floats, further: _Floats, below: _Floats
-) -> _Cuts:
-    """Lower ``further``, the least cost of all sizes up to each position, by a run behind each."""
+def _one_more_run(runs: list[_Run], reached: _Floats, further: _Floats, below: _Floats) -> _Cuts:
+    """Lower ``further``, the least cost of all sizes up to each position, by a run behind each.
+
+    Where the cost does not fall, the best run never begins before that of an earlier end.
+    """
     cuts: _Cuts = {}
-    for bucket, begin, end, cost, penalty in windows:
+    highest, floor = 0.0, 0
+    for bucket, begin, end, cost, penalty in runs:
+        begin = max(begin, floor) if cost >= highest else begin  # noqa: PLW2901
         if begin >= end:
             continue
         totals = reached[begin:end] + cost * (below[end] - below[begin:end])
         first = int(totals.argmin())
         total = float(totals[first]) + penalty
+        if cost >= highest:
+            highest, floor = cost, begin + first
         if total < further[end]:
             further[end] = total
             cuts[end] = (begin + first, bucket)
     return cuts
-
-
-def _best_layers(
-    windows: list[_Window], reached: _Floats, below: _Floats, count: int, max_padding: float
-) -> list[_Cuts]:
-    """Return the cuts of the cheapest ladder of at most ``count`` buckets, one layer for each."""
-    least, best = math.inf, list[_Cuts]()
-    layers: list[_Cuts] = []
-    while len(layers) < len(windows):
-        further = np.full(len(below), math.inf)
-        layers.append(_one_more_run(windows, reached, further, below))
-        reached = further
-        # Beyond count only so that the error can name how many it takes.
-        if len(layers) > count:
-            if best:
-                break
-            if reached[-1] < math.inf:
-                raise ValueError(
-                    f"Buckets.fit: max_padding={max_padding} takes {len(layers)} buckets, but "
-                    f"count is {count}: pass count={len(layers)} or more, or a larger max_padding"
-                )
-        elif reached[-1] < least:
-            least, best = float(reached[-1]), list(layers)
-    return best

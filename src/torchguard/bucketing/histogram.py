@@ -84,15 +84,8 @@ def integers(values: Any, operation: str, name: str = "sizes") -> NDArray[Any]:
             raise TypeError(f"{operation}: {name} has dtype {array.dtype}, {expected}")
         return array
     listed = list(values)
-    types = set(map(type, listed))
-    if types != {int}:
-        for position, value in enumerate(listed):
-            if isinstance(value, (bool, np.bool_)) or not _is_integer(value):
-                raise TypeError(
-                    f"{operation}: {name}[{position}] is {value!r} ({type(value).__name__}), "
-                    "expected an integer"
-                )
-        listed = [operator.index(value) for value in listed]
+    if set(map(type, listed)) != {int}:
+        listed = [_index(each, f"{name}[{n}]", operation) for n, each in enumerate(listed)]
     try:
         return np.array(listed, dtype=np.int64)
     except OverflowError:
@@ -102,27 +95,35 @@ def integers(values: Any, operation: str, name: str = "sizes") -> NDArray[Any]:
         ) from None
 
 
-def _is_integer(value: Any) -> bool:
+def _index(value: Any, name: str, operation: str) -> int:
     try:
-        operator.index(value)
+        number: int | None = operator.index(value)
     except TypeError:
-        return False
-    return True
+        number = None
+    if number is None or isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{operation}: {name} is {value!r} ({type(value).__name__}), expected an integer"
+        )
+    return number
+
+
+def is_amount(value: Any) -> bool:
+    """Whether it is a finite number from 0 on."""
+    number = isinstance(value, (int, float, np.integer, np.floating))
+    return bool(number and not isinstance(value, bool) and 0 <= value < math.inf)
 
 
 def _from_histogram(histogram: Mapping[Any, Any], operation: str) -> Observed:
     seen = integers(list(histogram), operation)
     for size, weight in histogram.items():
-        number = isinstance(weight, (int, float, np.integer, np.floating))
-        if not number or isinstance(weight, bool) or not 0 <= weight < math.inf:
+        if not is_amount(weight):
             raise ValueError(
                 f"{operation}: size {size} was seen {weight!r} times, expected a number from 0 on"
             )
     weights = np.array([float(weight) for weight in histogram.values()])
     seen, weights = seen[weights > 0], weights[weights > 0]
     distinct = observe(seen, operation).sizes
-    totals = sums(np.searchsorted(distinct, seen), weights)
-    return Observed(distinct, totals)
+    return Observed(distinct, sums(np.searchsorted(distinct, seen), weights))
 
 
 def sums(where: NDArray[np.intp], weights: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -132,13 +133,10 @@ def sums(where: NDArray[np.intp], weights: NDArray[np.float64]) -> NDArray[np.fl
 
 def positive_integer(value: Any, name: str, operation: str, *, least: int = 1) -> int:
     """Return ``value`` as an ``int``, or raise with the call."""
-    if isinstance(value, (bool, np.bool_)) or not _is_integer(value):
-        raise TypeError(
-            f"{operation}: {name} is {value!r} ({type(value).__name__}), expected an integer"
-        )
-    if not least <= value <= _LARGEST:
+    number = _index(value, name, operation)
+    if not least <= number <= _LARGEST:
         raise ValueError(f"{operation}: {name} is {value}, expected {least} to 2**53")
-    return operator.index(value)
+    return number
 
 
 def batch_maxima(sizes: Sizes, batch_size: int, operation: str) -> dict[int, float]:

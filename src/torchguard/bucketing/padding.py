@@ -118,7 +118,10 @@ def pad_to_bucket(
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"pad_to_bucket: x is of type {type(x).__name__}, expected a torch.Tensor")
     if isinstance(dim, tuple) or isinstance(buckets, PairBuckets):
-        return _pad_pair(x, dim, buckets, value=value, side=side, out=out)
+        dims, lengths, sizes = _pair(x, dim, buckets)
+        padded = pad_to_bucket(x, dims[0], sizes[0], value=value, side=side).tensor
+        padded = pad_to_bucket(padded, dims[1], sizes[1], value=value, side=side, out=out).tensor
+        return PaddedPair(padded, lengths)
     dim = _dimension(x, dim, "pad_to_bucket")
     length = x.shape[dim]
     size = _size(length, dim, buckets)
@@ -140,15 +143,8 @@ def pad_to_bucket(
     return Padded(_join(x, padding, dim, side, out), length)
 
 
-def _pad_pair(
-    x: torch.Tensor,
-    dims: Any,
-    buckets: Any,
-    *,
-    value: Fill,
-    side: Side,
-    out: torch.Tensor | None,
-) -> PaddedPair:
+def _pair(x: torch.Tensor, dims: Any, buckets: Any) -> tuple[tuple[int, int], ...]:
+    """Return two dimensions, their lengths and the sizes of their bucket."""
     if not isinstance(dims, tuple) or len(dims) != 2 or not isinstance(buckets, PairBuckets):  # noqa: PLR2004
         raise TypeError(
             f"pad_to_bucket: dim is {dims!r} and buckets is of type {type(buckets).__name__}, "
@@ -158,10 +154,7 @@ def _pad_pair(
     if first == second:
         raise ValueError(f"pad_to_bucket: dim is {dims}, the same dimension twice")
     lengths = (x.shape[first], x.shape[second])
-    sizes = buckets.bucket_for(*lengths)
-    padded = pad_to_bucket(x, first, sizes[0], value=value, side=side).tensor
-    padded = pad_to_bucket(padded, second, sizes[1], value=value, side=side, out=out).tensor
-    return PaddedPair(padded, lengths)
+    return (first, second), lengths, buckets.bucket_for(*lengths)
 
 
 @public
@@ -387,47 +380,35 @@ def _called(
     if isinstance(made, (bool, int, float, complex)):
         check_number(made, x.dtype)
         return _constant(made, x).expand(shape)
+    returned = "pad_to_bucket: value returned"
     if not isinstance(made, torch.Tensor):
         raise TypeError(
-            f"pad_to_bucket: value returned an object of type {type(made).__name__}, expected a "
-            "tensor or a number"
+            f"{returned} an object of type {type(made).__name__}, expected a tensor or a number"
         )
     if made.dtype != x.dtype or made.device != x.device:
         raise TypeError(
-            f"pad_to_bucket: value returned {made.dtype} on {made.device}, expected {x.dtype} on "
-            f"{x.device}"
+            f"{returned} {made.dtype} on {made.device}, expected {x.dtype} on {x.device}"
         )
     try:
         return made.detach().expand(shape)
     except RuntimeError:
         raise ValueError(
-            f"pad_to_bucket: value returned shape {tuple(made.shape)}, which does not broadcast to "
-            f"the padding's, {shape}"
+            f"{returned} shape {tuple(made.shape)}, which does not broadcast to the padding's, "
+            f"{shape}"
         ) from None
 
 
-# Cached, so that the next call launches no kernel to make them. One element each,
-_constants: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
-_MOST_CONSTANTS = 256
-# and 0, 1, 2, ... as far as they were needed.
-_ranges: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+# Cached, so that the next call launches no kernel to make them: numbers, and 0, 1, 2, ... up to
+# powers of two.
+_cache: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+_MOST_CACHED = 256
 
 
 def _constant(value: complex, x: torch.Tensor) -> torch.Tensor:
     """Return a 0-d tensor of ``x``'s dtype and device."""
     if not _may_cache(x):
         return torch.full((), value, dtype=x.dtype, device=x.device)
-    key = (repr(value), x.dtype, x.device)
-    cached = _constants.get(key)
-    if cached is None:
-        with torch.inference_mode(False):
-            # Copied from the host, and so there before any stream can read it.
-            cached = torch.tensor(value, dtype=x.dtype).to(x.device)
-        if type(cached) is torch.Tensor:  # and not a fake one, made while something else is traced
-            if len(_constants) >= _MOST_CONSTANTS:
-                _constants.clear()
-            _constants[key] = cached
-    return cached
+    return _cached(repr(value), lambda: torch.tensor(value, dtype=x.dtype), x)
 
 
 def _numbers(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
@@ -435,15 +416,23 @@ def _numbers(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
     # Counted as integers: arange itself has no kernel for uint16 and the like.
     if not _may_cache(x):
         return torch.arange(start, stop, device=x.device).to(x.dtype)
-    key = (x.dtype, x.device)
-    cached = _ranges.get(key)
-    if cached is None or cached.shape[0] < stop:
+    # A power of two, so that a growing length does not make new ones at every call.
+    count = 1 << (stop - 1).bit_length()
+    return _cached(f"to {count}", lambda: torch.arange(count), x)[start:stop]
+
+
+def _cached(name: str, make: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    key = (name, x.dtype, x.device)
+    cached = _cache.get(key)
+    if cached is None:
         with torch.inference_mode(False):
-            # A power of two, so that a growing length does not make a new one at every call.
-            cached = torch.arange(1 << (stop - 1).bit_length()).to(x.device, x.dtype)
-        if type(cached) is torch.Tensor:
-            _ranges[key] = cached
-    return cached[start:stop]
+            # Copied from the host, and so there before any stream can read it.
+            cached = make().to(x.device, x.dtype)
+        if type(cached) is torch.Tensor:  # and not a fake one, made while something else is traced
+            if len(_cache) >= _MOST_CACHED:
+                _cache.clear()
+            _cache[key] = cached
+    return cached
 
 
 def _may_cache(x: torch.Tensor) -> bool:
@@ -459,36 +448,24 @@ def _join(
 ) -> torch.Tensor:
     """Join in one kernel, into ``x``'s kind of memory."""
     both = (padding, x) if side == "left" else (x, padding)
-    if out is not None:
+    memory_format: torch.memory_format = torch.contiguous_format
+    order: tuple[int, ...] = ()
+    if x.dim() in _CHANNELS_LAST and not x.is_contiguous():
+        channels_last, its_order = _CHANNELS_LAST[x.dim()]
+        if x.is_contiguous(memory_format=channels_last):
+            memory_format, order = channels_last, its_order
+    if out is None and _is_pinned(x) and not (torch.is_grad_enabled() and x.requires_grad):
+        shape = (*x.shape[:dim], x.shape[dim] + padding.shape[dim], *x.shape[dim + 1 :])
+        out = torch.empty(shape, dtype=x.dtype, memory_format=memory_format, pin_memory=True)
+    if out is not None or not order:
         return torch.cat(both, dim, out=out)
-    order = _channels_last_order(x)
-    pinned = _is_pinned(x)
-    if order is None and not pinned:
-        return torch.cat(both, dim)
     # With its dimensions in the order of its memory a tensor is contiguous, and cat keeps that.
-    order = order or tuple(range(x.dim()))
-    ordered = [each.permute(order) for each in both]
-    place = order.index(dim)
-    if pinned and not (torch.is_grad_enabled() and x.requires_grad):
-        shape = list(ordered[0].shape)
-        shape[place] += ordered[1].shape[place]
-        memory = torch.empty(shape, dtype=x.dtype, pin_memory=True)
-        joined = torch.cat(ordered, place, out=memory)
-    else:
-        joined = torch.cat(ordered, place)
-    back = [order.index(each) for each in range(x.dim())]
-    return joined.permute(back)
+    joined = torch.cat([each.permute(order) for each in both], order.index(dim))
+    return joined.permute([order.index(each) for each in range(x.dim())])
 
 
+# The dimensions in the order of memory where channels come last.
 _CHANNELS_LAST = {
     4: (torch.channels_last, (0, 2, 3, 1)),
     5: (torch.channels_last_3d, (0, 2, 3, 4, 1)),
 }
-
-
-def _channels_last_order(x: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions in the order of memory, for a tensor whose channels come last there."""
-    memory_format, order = _CHANNELS_LAST.get(x.dim(), (None, None))
-    if memory_format is None or x.is_contiguous():
-        return None
-    return order if x.is_contiguous(memory_format=memory_format) else None

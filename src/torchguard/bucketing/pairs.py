@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchguard._public import public
-from torchguard.bucketing.fit import best_ladder
+from torchguard.bucketing.fit import best_ladders
 from torchguard.bucketing.histogram import Observed, observe, positive_integer, sums
 
 Pairs: TypeAlias = Iterable[tuple[int, int]] | Mapping[tuple[int, int], float]
@@ -199,18 +199,21 @@ def _candidates(sizes: _Integers, weights: _Floats, step: int, maximum: int | No
                 f"fit_pairs: maximum is {top}, but a size of {distinct[-1]} was observed"
             )
     observed = Observed(distinct, sums(where, weights))
-    return np.array(best_ladder(observed, _CANDIDATES, multiple_of=step, top=top).sizes)
+    return np.array(best_ladders(observed, _CANDIDATES, multiple_of=step, top=top)[-1].sizes)
 
 
+@dataclass
 class _Search:
     """Local search over sets of (place on axis a, place on axis b)."""
 
-    def __init__(self, pairs: _Integers, weights: _Floats, prices: _Floats, *, fixed: bool) -> None:
-        self.pairs = pairs  # (P, 2)
-        self.weights = weights  # (P,)
-        self.prices = prices  # (A, B)
-        self.fixed = int(fixed)  # the corner is the last bucket, and stays
-        self.corner = np.array([size - 1 for size in prices.shape])
+    pairs: _Integers  # (P, 2)
+    weights: _Floats  # (P,)
+    prices: _Floats  # (A, B)
+    fixed: bool  # the corner is the last bucket, and stays
+
+    @property
+    def corner(self) -> _Integers:
+        return np.array(self.prices.shape) - 1
 
     def best(self, count: int) -> _Integers:
         starts = [self._descend(start) for start in self._starts(count)]
@@ -222,7 +225,7 @@ class _Search:
         for _ in range(min(200, _WORK // effort) if movable > 1 else 0):
             kicked = shapes.copy()
             kicked[random.integers(len(kicked) - self.fixed)] = random.choice(self.pairs)
-            tried = self._descend(self._covering(kicked))
+            tried = self._descend(self._covering(kicked, count))
             if tried[0] < cost:
                 cost, shapes = tried
         return self._shrunk(shapes)
@@ -247,14 +250,12 @@ class _Search:
         along = self.prices[:, -1] if axis == 0 else self.prices[-1]
         present, where = np.unique(self.pairs[:, axis], return_inverse=True)
         observed = Observed(present + 1, sums(where, self.weights))
-        ladder = best_ladder(observed, count, cost=lambda place: along[place - 1], top=len(along))
-        return np.array(ladder.sizes) - 1
+        best = best_ladders(observed, count, cost=lambda place: along[place - 1], top=len(along))
+        return np.array(best[-1].sizes) - 1
 
-    def _covering(self, shapes: _Integers, count: int | None = None) -> _Integers:
-        """Make the last bucket large enough for every pair that fits no other."""
-        count = len(shapes) if count is None else count
-        shapes = np.concatenate((shapes, np.tile(shapes[-1:], (max(count - len(shapes), 0), 1))))
-        shapes = shapes[:count].copy()
+    def _covering(self, shapes: _Integers, count: int) -> _Integers:
+        """Make ``count`` buckets, the last large enough for every pair that fits no other."""
+        shapes = shapes[np.minimum(np.arange(count), len(shapes) - 1)]
         if self.fixed:
             shapes[-1] = self.corner
             return shapes

@@ -14,6 +14,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from string import digits
 from typing import Any
 
 from torchguard._files import (
@@ -171,39 +172,27 @@ def commit(
     fsync: bool,
     files: Mapping[str, Any] | None = None,
     alone: bool = False,
-) -> Path:
+) -> None:
     """Give a folder its number, let the link lead to it, and remove older ones.
 
-    Args:
-        new: the folder.
-        link: where it is shown.
-        keep: how many stay.
-        fsync: wait for the disk.
-        files: the manifest, which the mark holds.
-        alone: give the folder the name of the link, and make no link.
-
-    Returns:
-        The folder under its new name.
+    The mark holds ``files``, a manifest. With ``alone`` the folder takes the place of the link.
     """
     _refuse_unfinished(new)
     if fsync and files is None:
         sync_all(new)
     with locked(str(link.parent)):  # a second writer would take the same number
         refuse_foreign(link)
-        if alone and not os.path.lexists(link):
-            write_text(new / MARK, _mark(link, link, files), fsync=fsync)
-            new.rename(link)
-            if fsync:
-                sync(str(link.parent))
-            return link
+        alone = alone and not os.path.lexists(link)
         number = max(_numbers(link), default=0) + 1
         while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
             number += 1
-        final = link.with_name(f"{link.name}.{number}")
+        final = link if alone else link.with_name(f"{link.name}.{number}")
         write_text(new / MARK, _mark(link, final, files), fsync=fsync)
         new.rename(final)
         if fsync:
             sync(str(link.parent))
+        if alone:
+            return
         try:
             _point_link_at(link, final)
         except BaseException:
@@ -213,7 +202,6 @@ def commit(
             sync(str(link.parent))
         for older in _numbers(link)[:-keep]:
             _remove(link, older)
-    return final
 
 
 def _refuse_unfinished(new: Path) -> None:
@@ -270,8 +258,7 @@ def _remove_marked(folder: Path) -> None:
 def remove_abandoned_folders(link: Path) -> list[str]:
     """Remove the temporary folders and links of processes that are dead; return their names.
 
-    Of a folder its mark says that it is ours, of a link that it leads to a number of ``link``. One
-    that is empty has not been marked yet.
+    A folder's mark says that it is ours, and a link's target; an empty one has no mark yet.
     """
     removed = []
     for name in os.listdir(link.parent):
@@ -289,19 +276,15 @@ def remove_abandoned_folders(link: Path) -> list[str]:
                 continue
             with locked_file(str(path)):
                 written_for = marked(path).get("for")
-                # That of step-10, when step-20 is saved: the run goes on from another step.
-                if written_for is not None and _series(written_for) == _series(link.name):
-                    _remove_marked(path)
-                elif written_for is None:
+                if written_for is None:
                     _remove_unmarked(path)
+                # That of step-10, when step-20 is saved: the run goes on from another step.
+                elif written_for.rstrip(digits) == link.name.rstrip(digits):
+                    _remove_marked(path)
                 else:
                     continue
                 removed.append(name)
     return removed
-
-
-def _series(name: str) -> str:
-    return name.rstrip("0123456789")
 
 
 def _remove_unmarked(folder: Path) -> None:

@@ -36,8 +36,8 @@ _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse
 _OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the second byte is the protocol
 _PICKLES = 5
 _OLDER_TEXT, _SHOWN = f"L{0x1950A86A20F9469CFC6C}", 80  # pickle_protocol=0 is text; characters
-_MARKED_AS_FOLDER = 0x10
-_CHUNK = 1 << 20
+MARKED_AS_FOLDER = 0x10
+CHUNK = 1 << 20
 
 
 @public
@@ -167,12 +167,12 @@ def _check_zip(path: str, size: int, *, checksums: bool) -> None:
 
 
 def _check_record(archive: ZipFile, record: ZipInfo, path: str, *, checksums: bool) -> None:
-    if record.external_attr & _MARKED_AS_FOLDER and record.file_size:
+    if record.external_attr & MARKED_AS_FOLDER and record.file_size:
         # torch reads nothing of a folder: the tensor is the memory it has just allocated.
         raise DamagedFileError(f"{path} is damaged: {record.filename} is marked as a folder")
     try:
         with archive.open(record) as contents:  # compares the header
-            while checksums and contents.read(_CHUNK):  # compares the checksum with the last one
+            while checksums and contents.read(CHUNK):  # compares the checksum with the last one
                 pass
     except Exception as error:  # zipfile raises four kinds, depending on which byte it was
         raise DamagedFileError(

@@ -48,11 +48,7 @@ def load_optimizer(
 
 
 def _by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state with its parameters in the optimizer's order, if both sides have names.
-
-    Raises:
-        ValueError: the names are not the same.
-    """
+    """Return the state with its parameters in the optimizer's order, if both sides have names."""
     try:
         saved = [dict(group) for group in state["param_groups"]]
         indices = [index for group in saved for index in group["params"]]

@@ -254,11 +254,7 @@ class Versions:
         return sum(tensor.nbytes for tensor in self._saved.values())
 
     def changed(self, size: int) -> str | None:
-        """Name a tensor that has been written to since, or is being written to.
-
-        Args:
-            size: of what is saved, in bytes.
-        """
+        """Name a tensor that has been written to since, or is; ``size`` is the file's, in bytes."""
         saved = [self._before[key] for key in self._saved]
         name = self._changed(saved, [version_of(tensor) for tensor, _ in saved])
         if name is None and _another_thread_runs():

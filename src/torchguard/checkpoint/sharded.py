@@ -28,6 +28,7 @@ from torchguard.checkpoint.verify import (
     manifest_fault,
     manifest_of,
     metadata_files,
+    with_tensors,
 )
 from torchguard.errors import SaveError, ShardedCheckpointError, TornSaveError
 
@@ -71,8 +72,8 @@ def load_sharded(
     https://github.com/pytorch/pytorch/issues/126881
     """
     options = {"process_group": None if group is True else group}
-    folder = os.fspath(path)
-    _load(patch.original(_LOAD), state, folder, options, extra=extra, cast=cast, partial=partial)
+    allowed = {"extra": extra, "cast": cast, "partial": partial}
+    _load(patch.original(_LOAD), state, os.fspath(path), options, allowed)
 
 
 def _load(
@@ -80,10 +81,7 @@ def _load(
     state: dict[str, Any],
     path: str,
     options: Mapping[str, Any],
-    *,
-    extra: bool,
-    cast: bool,
-    partial: bool,
+    allowed: Mapping[str, bool],
 ) -> None:
     path = _followed(path, options)
     without = _of_all(not metadata_files(Path(path)), options)
@@ -95,7 +93,7 @@ def _load(
             loaded[name] = each.state_dict() if isinstance(each, Stateful) else each
     except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
         failure = error
-    planner = _ComparingPlanner(path, extra=extra, cast=cast, partial=partial, failure=failure)
+    planner = _ComparingPlanner(path, failure, **allowed)
     own = options.get("planner")
     if own is not None:
         planner.flatten_state_dict = own.flatten_state_dict
@@ -148,24 +146,20 @@ def _load_objects(
         ) from failure
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """Return what can travel to other ranks: an exception may be one that pickle can't copy."""
     return f"{type(error).__name__}: {error}"
 
 
 class _DifferencesError(Exception):
-    """What one rank has found; travels to the others."""
-
-    def __init__(self, found: list[str], count: int) -> None:
-        super().__init__(found, count)
-        self.found, self.count = found, count
+    """What one rank has found, the first of it, and how much; travels to the others."""
 
 
 class _ComparingPlanner(DefaultLoadPlanner):
     """Raises in the step before the vote that DCP takes on the plans of all ranks."""
 
     def __init__(
-        self, path: str, *, extra: bool, cast: bool, partial: bool, failure: Exception | None
+        self, path: str, failure: Exception | None, *, extra: bool, cast: bool, partial: bool
     ) -> None:
         super().__init__(allow_partial_load=True)
         self._folder = Path(path)
@@ -174,21 +168,15 @@ class _ComparingPlanner(DefaultLoadPlanner):
         self.agreed = False
 
     def create_local_plan(self) -> Any:
-        plan: Any = None
-        failure, found = self._failure, []
+        if self._failure is not None:
+            raise _DifferencesError([_said(self._failure)], 1)
         try:
-            if failure is None:
-                plan = super().create_local_plan()
+            plan = super().create_local_plan()
         except Exception as error:  # noqa: BLE001  the first of the shapes that differ
-            failure = error
-        if self._failure is None:
-            found = self._compare_names()
-        if plan is not None:
-            found += self._compare_coverage(plan)
-        if failure is not None and not found:
-            found = [_said(failure)]
-        if not found:  # the bytes last: they take long
-            found = self._compare_bytes(plan)
+            found = self._compare_names() or [_said(error)]
+        else:
+            found = self._compare_names() + self._compare_coverage(plan)
+            found = found or self._compare_bytes(plan)  # last: it takes long
         if found:
             raise _DifferencesError(found[:_SHOWN], len(found))
         return plan
@@ -260,9 +248,7 @@ class _ComparingPlanner(DefaultLoadPlanner):
         for name in sorted(names | {place.relative_path for place in items.values()}):
             fault = manifest_fault(self._folder, name, manifest)
             if fault is not None:
-                inside = [(i, place) for i, place in items.items() if place.relative_path == name]
-                damaged = sorted({tensor for _, tensor in item_faults(self._folder, inside)})
-                found.append(f"{fault} ({', '.join(damaged)})" if damaged else fault)
+                found.append(with_tensors(self._folder, name, fault, items.items()))
         return found
 
 
@@ -276,15 +262,13 @@ def _elements_here(value: Any) -> int:
 def _describe(path: str, error: CheckpointException, without: list[bool], agreed: bool) -> str:
     lines, count = [], 0
     for rank, (failure, _) in sorted(error.failures.items()):
+        found, number = [_said(failure)], 1
         if without[rank]:
-            lines.append(f"rank {rank}: there is no {METADATA}, so it is no checkpoint of DCP")
-            count += 1
+            found = [f"there is no {METADATA}, so it is no checkpoint of DCP"]
         elif isinstance(failure, _DifferencesError):
-            lines += [f"rank {rank}: {each}" for each in failure.found]
-            count += failure.count
-        else:
-            lines.append(f"rank {rank}: {type(failure).__name__}: {failure}")
-            count += 1
+            found, number = failure.args
+        lines += [f"rank {rank}: {each}" for each in found]
+        count += number
     unchanged = (
         "a rank failed after all had agreed to load, so tensors may hold parts of the checkpoint"
         if agreed
@@ -311,7 +295,8 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
         else:
             partial = bool(getattr(planner, "allow_partial_load", False))
             options = _with_copy_of(options, "storage_reader", *reader)
-            _load(original, state_dict, path, options, extra=True, cast=False, partial=partial)
+            allowed = {"extra": True, "cast": False, "partial": partial}
+            _load(original, state_dict, path, options, allowed)
 
     return load
 

@@ -65,11 +65,7 @@ def tie_again(
     ties: Iterable[tuple[list[str], torch.Tensor]],
     state: Mapping[str, Any],
 ) -> None:
-    """Make one tensor of those that were assigned to the names of one.
-
-    Raises:
-        RuntimeError: their values differ.
-    """
+    """Make one tensor of those that were assigned to the names of one; raise if they differ."""
     for names, old in ties:
         loaded = _loaded(module, names, old, state)
         _compare(module, loaded)

@@ -20,13 +20,11 @@ from torchguard._files import is_temporary_name
 from torchguard._public import public
 from torchguard._torch import open_archive
 from torchguard.checkpoint.folder import MARK, marked
-from torchguard.checkpoint.loading import guard_load
+from torchguard.checkpoint.loading import CHUNK, MARKED_AS_FOLDER, guard_load
 from torchguard.errors import DamagedFileError
 
 METADATA = ".metadata"
 _METADATA_NAME = re.compile(r"(__\d+)?\.metadata(\.tmp)?")
-_CHUNK = 1 << 20
-_MARKED_AS_FOLDER = 0x10
 _HEADER_SIZE = 8
 _OLDER_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # a pickled number
 _DTYPE = re.compile(r"(?:BF|[CFIU])(\d{1,2})(?:_E\d+M\d+\w*)?")  # of safetensors, with its bits
@@ -118,7 +116,7 @@ def verify_checkpoint(
         for name in manifest:
             fault = manifest_fault(folder, name, manifest, read)
             if fault is not None:
-                faults.append(_below(target, folder, _with_tensors(folder, name, fault)))
+                faults.append(_below(target, folder, with_tensors(folder, name, fault)))
     faults += _of_files(target, files_left, limits, read)
     if files == files_left and not any(map(_is_known, files)):
         faults.append(f"{target} holds no checkpoint of a format that is known here")
@@ -176,16 +174,10 @@ def item_faults(
     read: Read = lambda _: None,
     limits: list[str] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Compare the tensors and objects in a folder of DCP with their CRC.
+    """Yield what is wrong in a folder of DCP by the CRC of each item, with the tensor's name.
 
-    Args:
-        folder: with ``.metadata``.
-        items: indices and places, as in ``storage_data`` of the metadata; all by default.
-        read: for progress.
-        limits: takes the names of files that hold no CRC.
-
-    Yields:
-        What is wrong, and the name of the tensor or the object.
+    ``items`` are those of ``storage_data`` in the metadata, all by default; ``limits`` takes the
+    names of files that hold no CRC.
     """
     try:
         found = _stored_items(folder) if items is None else items
@@ -225,7 +217,7 @@ def sha256_of(path: Path, read: Read = lambda _: None) -> str:
     """Return the hash of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(CHUNK):
             digest.update(chunk)
             read(len(chunk))
     return digest.hexdigest()
@@ -239,12 +231,15 @@ def _stored_items(folder: Path) -> list[tuple[Any, Any]]:
     return found
 
 
-def _with_tensors(folder: Path, name: str, fault: str) -> str:
+def with_tensors(
+    folder: Path, name: str, fault: str, items: Iterable[tuple[Any, Any]] | None = None
+) -> str:
     """Add to what is wrong with a shard the tensors in it that are damaged."""
     if name.endswith(METADATA):
         return fault
     try:
-        inside = [(i, place) for i, place in _stored_items(folder) if place.relative_path == name]
+        stored = _stored_items(folder) if items is None else items
+        inside = [(index, place) for index, place in stored if place.relative_path == name]
         tensors = sorted({tensor for _, tensor in item_faults(folder, inside)})
     except Exception:  # noqa: BLE001  no DCP, or its metadata is damaged too
         return fault
@@ -255,10 +250,10 @@ def _zip_fault(file: io.BytesIO) -> str | None:
     try:
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
-                if record.external_attr & _MARKED_AS_FOLDER:
+                if record.external_attr & MARKED_AS_FOLDER:
                     return f"{record.filename} is marked as a folder"
                 with archive.open(record) as contents:
-                    while record.CRC and contents.read(_CHUNK):
+                    while record.CRC and contents.read(CHUNK):
                         pass
         file.seek(0)  # it takes what follows
         open_archive(file)
@@ -337,7 +332,7 @@ def _missing_files(index: Path) -> Iterator[str]:
 
 
 class _NoChecksumsError(Exception):
-    pass
+    """The file is of torch's older format."""
 
 
 def _open(path: str | os.PathLike[str]) -> None:

@@ -172,10 +172,9 @@ def is_on_cpu(tensor: torch.Tensor) -> bool:
 
 
 def checked_value(scope: Scope, site: Site, values: Any, unread: Callable[[], Any]) -> Any:
-    """Return what to call the function with; the same object where the values were read.
+    """Return what to call the function with, the same object where the values were read.
 
-    Raises:
-        IndexOutOfRangeError: or its kin for other kinds, where values are out of range.
+    Raises one of ``_ERRORS`` where they were and are out of range.
     """
     if not isinstance(values, torch.Tensor):
         read = torch.as_tensor(values, device="cpu")

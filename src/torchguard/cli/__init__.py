@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 
 DOCUMENTATION = "https://github.com/torchguard/torchguard/tree/main/docs"
 
 
-def positive_int(text: str) -> int:
-    """Read an option that counts something, for argparse."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        # Another error would be reported with the name of this function.
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return number
+def _positive(text: str, *, kind: Callable[[str], float], expected: str) -> float:
+    with contextlib.suppress(ValueError):
+        number = kind(text)
+        if number > 0:
+            return number
+    # Another error would be reported with the name of this function.
+    raise argparse.ArgumentTypeError(f"{text!r} is no {expected}")
 
 
-def positive_float(text: str) -> float:
-    """Read an option that is a time, for argparse."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return number
+# Read an option that counts something, and one that is a time, for argparse.
+positive_int = partial(_positive, kind=int, expected="whole number from 1 on")
+positive_float = partial(_positive, kind=float, expected="number above 0")
 
 
 def write(text: str) -> None:

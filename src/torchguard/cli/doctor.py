@@ -12,19 +12,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from torchguard.cli import interrupted, positive_float, positive_int, write
 from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_defects, built_in_ids
-from torchguard.defects.doctor import (
-    DoctorProgress,
-    DoctorReport,
-    Environment,
-    Row,
-    doctor,
-    select,
-)
-from torchguard.defects.runner import Verdict
+from torchguard.defects.doctor import DoctorProgress, DoctorReport, Environment, Row, doctor, select
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,22 +66,16 @@ def _main(options: argparse.Namespace) -> int:
         options.parser.error(str(error))  # exits with 2
     try:
         with silence, _progress(options) as progress:
-            report = doctor(
-                options.only,
-                options.family,
-                progress=progress,
-                jobs=options.jobs,
-                timeout=options.timeout,
-            )
+            limits = {"jobs": options.jobs, "timeout": options.timeout}
+            report = doctor(options.only, options.family, progress=progress, **limits)
     except KeyboardInterrupt:
         return interrupted("doctor")
+    width = shutil.get_terminal_size((100, 24)).columns
     if options.json:
         write(report.to_json() + "\n")
     elif _draws(sys.stdout):
-        width = shutil.get_terminal_size((100, 24)).columns
         write(table(report, width=width, color=_colors(options)))
     elif sys.stdout.isatty():
-        width = shutil.get_terminal_size((100, 24)).columns
         write(wrapped(lines(report), width) + "\nfor a table: pip install rich\n")
     else:
         write(lines(report))
@@ -108,44 +94,39 @@ def _colors(options: argparse.Namespace) -> bool:
     return not unwanted
 
 
-def _progress(
-    options: argparse.Namespace,
-) -> contextlib.AbstractContextManager[Callable[[DoctorProgress], None] | None]:
+_Show: TypeAlias = Callable[[DoctorProgress], None]
+
+
+def _progress(options: argparse.Namespace) -> contextlib.AbstractContextManager[_Show | None]:
     if options.json and not sys.stderr.isatty():
         return contextlib.nullcontext()  # a program is reading: it wants the document only
     return shown_on(sys.stderr, color=_colors(options))
 
 
 @contextlib.contextmanager
-def shown_on(stream: TextIO, *, color: bool) -> Iterator[Callable[[DoctorProgress], None]]:
+def shown_on(stream: TextIO, *, color: bool) -> Iterator[_Show]:
     """Give a function for ``doctor(progress=...)``: it draws a live bar, or prints lines."""
     if not _draws(stream):
         yield _printed_on(stream)
         return
+    from rich import progress  # noqa: PLC0415 - optional
     from rich.console import Console  # noqa: PLC0415 - optional
-    from rich.progress import (  # noqa: PLC0415 - optional
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
 
     console = Console(file=stream, no_color=not color, highlight=False)
     columns = (
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
+        progress.BarColumn(bar_width=20),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("{task.description}", markup=False),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=None)
-        yield lambda step: progress.update(
+    with progress.Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task("starting", total=None)
+        yield lambda step: bars.update(
             bar, completed=step.done, total=step.total, description=_described(step)
         )
 
 
-def _printed_on(stream: TextIO) -> Callable[[DoctorProgress], None]:
+def _printed_on(stream: TextIO) -> _Show:
     """Print a line per finished row, so a log shows what the doctor was doing when it stopped."""
     announced = False
 
@@ -153,12 +134,11 @@ def _printed_on(stream: TextIO) -> Callable[[DoctorProgress], None]:
         nonlocal announced
         if step.remaining is not None and not announced:
             announced = True
-            expected = f"{step.total} defects to probe, {_duration(step.remaining)}"
-            print(expected, file=stream, flush=True)
+            stream.write(f"{step.total} defects to probe, {_duration(step.remaining)}\n")
         if step.row is not None:
             width = len(str(step.total))
-            line = f"[{step.done:>{width}}/{step.total}] {one_line(step.row)}"
-            print(line, file=stream, flush=True)
+            stream.write(f"[{step.done:>{width}}/{step.total}] {one_line(step.row)}\n")
+        stream.flush()
 
     return show
 
@@ -179,16 +159,10 @@ def _duration(seconds: float) -> str:
 
 _NARROWEST, _WIDEST = 80, 140
 _STYLES = {
+    **dict.fromkeys(("open", "corrupt", "wrong result", "crash"), "red"),
+    **dict.fromkeys(("detected", "timeout", "broken"), "yellow"),
+    **dict.fromkeys(("not run", "absent"), "dim"),
     "closed": "green",
-    "detected": "yellow",
-    "open": "red",
-    "corrupt": "red",
-    "wrong result": "red",
-    "crash": "red",
-    "timeout": "yellow",
-    "broken": "yellow",
-    "not run": "dim",
-    "absent": "dim",
 }
 _ISSUE = re.compile(r"https://github\.com/([^/]+/[^/]+)/(issues|pull)/(\d+)")
 
@@ -301,11 +275,10 @@ def _issue(url: str) -> str:
 
 
 def _bare(row: Row) -> str:
-    bare: Verdict = row.bare
-    if bare.status == "crash":
+    if row.bare.status == "crash":
         # The process left no sentence, so say what the defect is.
-        return f"crash ({bare.detail}): {row.summary}"
-    return f"{bare.status}: {bare.detail}" if bare.detail else bare.status
+        return f"crash ({row.bare.detail}): {row.summary}"
+    return ": ".join(filter(None, (row.bare.status, row.bare.detail)))
 
 
 def _guarded(row: Row) -> str:
@@ -313,11 +286,7 @@ def _guarded(row: Row) -> str:
 
 
 def _guard(row: Row) -> str:
-    if not row.live:
-        return ""
-    if row.guards:
-        return guards_as_code(row.guards)
-    return f"planned: {row.planned}" if row.planned else ""
+    return guards_as_code(row.guards) if row.live else ""
 
 
 def _note(row: Row) -> str:
@@ -358,13 +327,11 @@ def _environment(environment: Environment) -> list[str]:
         "GPU": environment.gpu,
         "torchguard": environment.torchguard,
     }
-    shown = [f"{name:<11} {value}" for name, value in facts.items()]
-    if environment.foreign is None:
-        shown.append("the foreign distribution named torchguard is not installed")
-    else:
-        shown.append(
+    foreign = "the foreign distribution named torchguard is not installed"
+    if environment.foreign is not None:
+        foreign = (
             f"WARNING: the distribution torchguard {environment.foreign} is installed. It is "
             "another project's package and owns the same folder as torchguard-runtime: uninstall "
             "both, then install torchguard-runtime again."
         )
-    return shown
+    return [*(f"{name:<11} {value}" for name, value in facts.items()), foreign]

@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from torchguard._files import write_text
-from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.fit import best_ladders, costs_of
+from torchguard.bucketing.buckets import Buckets, total_cost
+from torchguard.bucketing.fit import best_ladders
 from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
 from torchguard.bucketing.steps import epoch_of
 from torchguard.cli import interrupted, positive_int
@@ -32,37 +32,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="Files: .npy, .txt (integers between blanks), .csv, .json (a list, a list of "
         "objects, or {length: how often}). Exit status: 0, or 2 on bad usage or a bad file.",
     )
-    parser.add_argument("file", nargs="?", default="-", help="the lengths; - for standard input")
-    parser.add_argument("--buckets", type=positive_int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--column", metavar="NAME", help="the column of a CSV or JSON file")
-    parser.add_argument(
-        "--format", choices=FORMATS, help="default: by the file's ending or content"
-    )
-    parser.add_argument("--cost", choices=("linear", "quadratic"), default="linear")
-    parser.add_argument(
-        "--multiple-of", type=positive_int, default=1, metavar="N", help="align sizes"
-    )
-    parser.add_argument(
-        "--maximum",
-        type=positive_int,
-        metavar="N",
-        help="the longest there can be: the largest bucket",
-    )
-    parser.add_argument(
-        "--batch",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="plan for the longest of random batches of N: what the model sees",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=positive_int,
-        metavar="N",
-        help="plan for the batches of BucketBatchSampler: as many of one bucket as N tokens hold",
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, .pdf)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the buckets; - to print")
+    add = parser.add_argument
+    number: dict[str, Any] = {"type": positive_int, "metavar": "N"}
+    add("file", nargs="?", default="-", help="the lengths; - for standard input")
+    add("--buckets", default=8, help="default: 8", **number)
+    add("--column", metavar="NAME", help="the column of a CSV or JSON file")
+    add("--format", choices=FORMATS, help="default: by the file's ending or content")
+    add("--cost", choices=("linear", "quadratic"), default="linear")
+    add("--multiple-of", default=1, help="align sizes", **number)
+    add("--maximum", help="the longest there can be: the largest bucket", **number)
+    batches = "plan for the longest of random batches of N: what the model sees"
+    add("--batch", default=1, help=batches, **number)
+    tokens = "plan for the batches of BucketBatchSampler: as many of one bucket as N tokens hold"
+    add("--tokens", help=tokens, **number)
+    add("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, .pdf)")
+    add("--json", type=Path, metavar="FILE", help="write the buckets; - to print")
     parser.set_defaults(command=_main, parser=parser)
 
 
@@ -95,28 +79,16 @@ def _print_buckets(options: argparse.Namespace) -> None:
         )
     # To standard error, as everything that is not the result: `plan lengths.npy > report.txt`.
     with progress_bar(sys.stderr) as show:
-        buckets = Buckets.fit(
-            _histogram(observed),
-            options.buckets,
-            cost=options.cost,
-            multiple_of=options.multiple_of,
-            maximum=options.maximum,
-            tokens=options.tokens,
-        )
+        aligned = {"cost": options.cost, "multiple_of": options.multiple_of}
+        limits = {"maximum": options.maximum, "tokens": options.tokens}
+        buckets = Buckets.fit(_histogram(observed), options.buckets, **aligned, **limits)
         # The table ends at the same largest size, so that its waste can be compared.
         top = buckets.sizes[-1]
-        curve = best_ladders(
-            observed,
-            _COUNTS,
-            cost=options.cost,
-            multiple_of=options.multiple_of,
-            top=top,
-            progress=show,
-        )
-    costs = [ladder.cost for ladder in curve]
+        curve = best_ladders(observed, _COUNTS, **aligned, top=top, progress=show)
     # To standard error, if the buckets themselves go to standard output.
     target = sys.stderr if options.json == Path("-") else sys.stdout
-    target.write(_report(options, _summary(name, single), observed, buckets, costs))
+    summary = f"{single.total:,.0f} lengths from {name}: {_range(single)}\n"
+    target.write(summary + _report(options, observed, buckets, [each.cost for each in curve]))
     if options.json is not None:
         document = buckets.to_json() + "\n"
         if options.json == Path("-"):
@@ -145,24 +117,19 @@ def _histogram(observed: Observed) -> dict[int, float]:
 
 
 def _report(
-    options: argparse.Namespace,
-    summary: str,
-    observed: Observed,
-    buckets: Buckets,
-    costs: list[float],
+    options: argparse.Namespace, observed: Observed, buckets: Buckets, costs: list[float]
 ) -> str:
     seen = _histogram(observed)
-    useful = float(costs_of(observed.sizes, options.cost, "plan") @ observed.weights)
-    lines = [summary]
+    useful = total_cost(observed, options.cost, "plan")
+    lines = []
     if options.batch > 1:
         lines.append(
             f"planned for the longest of random batches of {options.batch}: {_range(observed)}"
         )
-    listed = " ".join(map(str, buckets))
     waste = buckets.waste(seen, options.cost)
     lines += [
         "",
-        f"{len(buckets)} buckets: {listed}",
+        f"{len(buckets)} buckets: {' '.join(map(str, buckets))}",
         f"waste: {_percent(waste)} ({options.cost} cost)",
         *_why_more(waste, costs[min(len(buckets), len(costs)) - 1] / useful - 1, observed, buckets),
         *_batches(options, observed, buckets, useful),
@@ -235,10 +202,6 @@ def _line(options: argparse.Namespace, buckets: Buckets) -> str:
     else:
         taken = f"plan={str(options.json)!r}"
     return f"bucketed(model, dims={{'input_ids': {{1: 't'}}}}, {taken}, compile=True)"
-
-
-def _summary(name: str, observed: Observed) -> str:
-    return f"{observed.total:,.0f} lengths from {name}: {_range(observed)}"
 
 
 def _range(observed: Observed) -> str:

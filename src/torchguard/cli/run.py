@@ -87,63 +87,37 @@ def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
 def run_script(script: str, arguments: list[str]) -> None:
     """Run a file, or a folder or archive with a ``__main__.py``: ``python script arguments``."""
     sys.argv = [script, *arguments]
-    path = _absolute(script)
-    importer = pkgutil.get_importer(path)
+    # As python does for __file__: any ".." stays.
+    # https://docs.python.org/3/whatsnew/3.9.html#other-language-changes
+    path = os.path.join(os.getcwd(), script)  # noqa: PTH109, PTH118 - pathlib drops "./"
+    importer: Any = pkgutil.get_importer(path)
     if importer is None:
-        program = _file(path)
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            _end(f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}", 2)
         _set_first_path(str(Path(path).resolve().parent))
+        compiled = pkgutil.read_code(io.BytesIO(content))  # of a .pyc file
+        code = compiled or compile(content, path, "exec", dont_inherit=True)
+        _execute(code, path, importlib.machinery.SourceFileLoader("__main__", path))
     else:
-        program = _container(path, importer)
+        spec = importer.find_spec("__main__")
+        code = None if spec is None else spec.loader.get_code("__main__")
+        if code is None:
+            _end(f"can't find '__main__' module in {path!r}", 1)
         _set_first_path(path)
-    _execute(program)
+        _execute(code, spec.origin or "", spec.loader, spec)
 
 
 def run_module(name: str, arguments: list[str]) -> None:
     """Run a module, or a package with a ``__main__``: ``python -m name arguments``."""
     sys.argv = ["-m", *arguments]  # what packages imported on the way see, as under `python -m`
-    program = _module(name)
-    sys.argv[0] = program.file
-    _execute(program)
+    spec, code = _module(name)
+    sys.argv[0] = spec.origin or ""
+    _execute(code, sys.argv[0], spec.loader, spec)
 
 
-@dataclass(frozen=True)
-class _Program:
-    """What the names of a ``__main__`` module are set to before its code runs."""
-
-    source: bytes | types.CodeType
-    file: str
-    loader: object
-    spec: importlib.machinery.ModuleSpec | None = None
-    cached: str | None = None
-
-
-def _file(file: str) -> _Program:
-    try:
-        content = Path(file).read_bytes()
-    except OSError as error:
-        _end(f"can't open file {file!r}: [Errno {error.errno}] {error.strerror}", 2)
-    compiled = pkgutil.read_code(io.BytesIO(content))  # of a .pyc file
-    loader = importlib.machinery.SourceFileLoader("__main__", file)
-    return _Program(compiled or content, file, loader)
-
-
-def _absolute(path: str) -> str:
-    """Make a path absolute as ``python`` does for ``__file__``: any ``..`` in it stays.
-
-    https://docs.python.org/3/whatsnew/3.9.html#other-language-changes
-    """
-    return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - pathlib drops "./"
-
-
-def _container(path: str, importer: Any) -> _Program:
-    spec = importer.find_spec("__main__")
-    code = None if spec is None else spec.loader.get_code("__main__")
-    if code is None:
-        _end(f"can't find '__main__' module in {path!r}", 1)
-    return _of_spec(spec, code)
-
-
-def _module(name: str) -> _Program:
+def _module(name: str) -> tuple[importlib.machinery.ModuleSpec, types.CodeType]:
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -163,44 +137,34 @@ def _module(name: str) -> _Program:
         _end(
             f"No module named {name}" if spec is None else f"No code object available for {name}", 1
         )
-    return _of_spec(spec, code)
+    return spec, code
 
 
-def _of_spec(spec: importlib.machinery.ModuleSpec, code: types.CodeType) -> _Program:
-    return _Program(code, spec.origin or "", spec.loader, spec, spec.cached)
-
-
-def _execute(program: _Program) -> None:
+def _execute(
+    code: types.CodeType,
+    file: str,
+    loader: object,
+    spec: importlib.machinery.ModuleSpec | None = None,
+) -> None:
     """Make the program ``__main__`` and run it."""
     module = types.ModuleType("__main__")
     module.__dict__.update(
         __annotations__={},
         __builtins__=builtins,
-        __cached__=program.cached,
-        __file__=program.file,
-        __loader__=program.loader,
-        __package__=None if program.spec is None else program.spec.parent,
-        __spec__=program.spec,
+        __cached__=None if spec is None else spec.cached,
+        __file__=file,
+        __loader__=loader,
+        __package__=None if spec is None else spec.parent,
+        __spec__=spec,
     )
     # For good: exit handlers and threads of the program still need their __main__. What a
     # spawned worker sends back names it __mp_main__, as multiprocessing did when it was imported.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-    exec(_code(program), module.__dict__)  # noqa: S102 - running the program is the point
-
-
-def _code(program: _Program) -> types.CodeType:
-    if isinstance(program.source, types.CodeType):
-        return program.source
-    code: types.CodeType = compile(program.source, program.file, "exec", dont_inherit=True)
-    return code
+    exec(code, module.__dict__)  # noqa: S102 - running the program is the point
 
 
 def hide_own_frames() -> None:
-    """Let the interpreter report what the program has raised, from the program's first line on.
-
-    The exception itself goes on to the interpreter, so a SystemExit, a KeyboardInterrupt and
-    an exception hook of the program's own do what they do without torchguard.
-    """
+    """Let the interpreter report what the program has raised, from the program's first line on."""
     hook = sys.excepthook
 
     def report(
@@ -235,9 +199,8 @@ def _end(message: str, status: int) -> NoReturn:
 def install_everywhere(guards: tuple[GuardName, ...]) -> None:
     """Install the guards here, and in every process that multiprocessing spawns from here.
 
-    A spawned process imports the program's main module under another name, past anything
-    that was done before it ran. What multiprocessing sends it first is a dictionary; an entry
-    of that which installs when it is unpickled comes before the program's own imports.
+    What multiprocessing sends such a process first is a dictionary; an entry of that which
+    installs when it is unpickled comes before the program's own imports.
     """
     from torchguard.patching.install import install  # noqa: PLC0415 - imports torch, in seconds
 
@@ -250,11 +213,11 @@ def install_everywhere(guards: tuple[GuardName, ...]) -> None:
     spawn.get_preparation_data = get_preparation_data
 
 
+@dataclass(frozen=True)
 class _InWorker:
     """Unpickling it installs the guards."""
 
-    def __init__(self, guards: tuple[GuardName, ...]) -> None:
-        self._guards = guards
+    guards: tuple[GuardName, ...]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return install_everywhere, (self._guards,)
+        return install_everywhere, (self.guards,)

@@ -68,9 +68,6 @@ class Defect:
     ``"guarded"`` stands for ``guarded(data=True)``. Empty while no guard closes it.
     """
 
-    planned: str | None = None
-    """The guard that is meant to close it one day, where ``guards`` is empty."""
-
     guarded_probe: Callable[[], str | None] | None = None
     """Replaces ``probe`` in the guarded run, for a guard that is called and not installed."""
 
@@ -126,21 +123,13 @@ def find(identifier: str) -> Defect:
 
 
 def built_in_ids() -> list[str]:
-    """Return the ids of torchguard's own defects, by name, without importing torch.
-
-    They are the functions of ``probes/`` that a decorator makes a defect of.
-    """
-    folder = Path(__file__).parent / "probes"
-    functions = [
-        node
-        for file in folder.glob("[!_]*.py")
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef)
-    ]
+    """Return the ids of torchguard's own defects, by name, without importing torch."""
     return sorted(
-        function.name.replace("_", "-")
-        for function in functions
-        if function.decorator_list and not function.name.startswith("_")
+        node.name.replace("_", "-")
+        for file in (Path(__file__).parent / "probes").glob("[!_]*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        # A decorator makes a defect of a function.
+        if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name[0] != "_"
     )
 
 
@@ -185,25 +174,26 @@ def _fault(item: object) -> str | None:
     """Say why a plug-in's item is no usable defect; dataclasses check no types themselves."""
     if not isinstance(item, Defect):
         return f"gives {type(item).__name__}, expected torchguard.defects.Defect"
-    # The annotations say these can't happen; a plug-in need not have read them.
-    texts: dict[str, object] = {"id": item.id, "summary": item.summary}
-    texts.update(advice=item.advice, limits=item.limits)
-    for name, text in texts.items():
-        if not isinstance(text, str) or (name == "id" and not text):
-            return f"has a defect whose {name} is {text!r}: it has to be a text"
-    tuples: dict[str, object] = {"guards": item.guards, "upstream": item.upstream}
-    for name, value in tuples.items():
-        if not isinstance(value, tuple) or not all(isinstance(part, str) for part in value):
-            return f"has a defect whose {name} is {value!r}: it has to be a tuple of texts"
     if item.family not in FAMILIES:
         return f"has a defect of family {item.family!r}: it has to be one of {', '.join(FAMILIES)}"
-    probes: dict[str, object] = {"probe": item.probe}
-    if item.guarded_probe is not None:
-        probes["guarded_probe"] = item.guarded_probe
-    for name, probe in probes.items():
-        if not callable(probe):
-            return f"has a defect whose {name} is {probe!r}: it has to be a function"
+    for names, fits, kind in _FIELDS:
+        for name in names:
+            value = getattr(item, name)
+            if not fits(value) or (name == "id" and not value):
+                return f"has a defect whose {name} is {value!r}: it has to be {kind}"
     return None
+
+
+def _is_tuple_of_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+
+
+_FIELDS: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
+    (("id", "summary", "advice", "limits"), lambda value: isinstance(value, str), "a text"),
+    (("guards", "upstream"), _is_tuple_of_texts, "a tuple of texts"),
+    (("probe",), callable, "a function"),
+    (("guarded_probe",), lambda value: value is None or callable(value), "a function"),
+)
 
 
 def _origin(point: EntryPoint) -> str:

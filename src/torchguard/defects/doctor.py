@@ -47,7 +47,6 @@ class Row:
     guards: tuple[str, ...] = ()
     """Names for ``install()``, or ``"guarded"`` or ``"check_consistent"`` which are called."""
 
-    planned: str | None = None
     advice: str = ""
     limits: str = ""
     """What the guards leave open."""
@@ -128,7 +127,9 @@ def _row_from_json(values: dict[str, Any]) -> Row:
     # JSON has lists where a row has tuples, and objects where it has verdicts.
     tuples = {name: tuple(values[name]) for name in ("upstream", "guards")}
     verdicts = {name: Verdict(**values[name]) for name in ("bare", "guarded")}
-    return Row(**{**values, **tuples, **verdicts})
+    values = {**values, **tuples, **verdicts}
+    values.pop("planned", None)  # which earlier reports have
+    return Row(**values)
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def doctor(
         Path(folder, "tmp").mkdir()
         workers = jobs or min(_cores(), _MOST_WORKERS)
         schedule = _schedule(chosen, folder, workers, timeout)
-        return _Examination(chosen, workers, progress or (lambda _: None)).run(schedule)
+        return _Examination(chosen, schedule, progress or (lambda _: None)).run()
 
 
 def select(
@@ -242,31 +243,32 @@ class _Examination:
     def __init__(
         self,
         chosen: list[Defect | BrokenDefect],
-        workers: int,
+        schedule: Schedule,
         progress: Callable[[DoctorProgress], None],
     ) -> None:
         self._chosen = chosen
+        self._schedule = schedule
         self._progress = progress
         self._defects = {row.id: row for row in chosen if isinstance(row, Defect)}
         self._bare: dict[str, Verdict] = {}
         self._rows: dict[str, Row] = {}
-        self._running: list[str] = []
+        self._running: dict[str, None] = {}  # in the order in which they started
         self._begun = time.monotonic()
         self._seconds = {
             name: _QUICK if defect.family == "memory" else _COMPILED
             for name, defect in self._defects.items()
         }
-        together = max(1, min(workers, len(self._seconds)))
+        together = max(1, min(schedule.workers, len(self._seconds)))
         longest = max(self._seconds.values(), default=0.0)
         self._expected = _START + max(sum(self._seconds.values()) / together, longest)
 
-    def run(self, schedule: Schedule) -> DoctorReport:
+    def run(self) -> DoctorReport:
         facts = {"torch": "unknown", "gpu": "unknown"}
         for row in self._chosen:
             if isinstance(row, BrokenDefect):
                 bare = Verdict("broken", row.reason)
                 self._report(Row(row.id, None, (), "", bare=bare, guarded=Verdict("-")))
-        with contextlib.closing(run(schedule)) as happening:
+        with contextlib.closing(run(self._schedule)) as happening:
             for event in happening:
                 if event.task != ENVIRONMENT:
                     self._handle(self._defects[event.task.id], event)
@@ -276,19 +278,18 @@ class _Examination:
         return DoctorReport(rows, _environment(facts))
 
     def _handle(self, defect: Defect, event: Event) -> None:
-        verdict = event.verdict
+        verdict, row = event.verdict, None
         if verdict is None:
-            if defect.id not in self._running:  # a second start, where the server has died
-                self._running.append(defect.id)
-            return self._report(None)
-        if defect.id in self._running:  # not if the server died before it came to this task
-            self._running.remove(defect.id)
-        if event.task.guarded:
-            return self._report(_row(defect, self._bare[defect.id], verdict))
-        if verdict.live and defect.guards:
-            self._bare[defect.id] = verdict  # the guarded run follows
-            return self._report(None)
-        return self._report(_row(defect, verdict, None))
+            self._running[defect.id] = None
+        else:
+            self._running.pop(defect.id, None)  # not there if the server died before it came to it
+            if event.task.guarded:
+                row = _row(defect, self._bare[defect.id], verdict)
+            elif verdict.live and defect.guards:
+                self._bare[defect.id] = verdict  # the guarded run follows
+            else:
+                row = _row(defect, verdict, None)
+        self._report(row)
 
     def _report(self, row: Row | None) -> None:
         if row is not None:
@@ -312,18 +313,8 @@ def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:
             guarded = Verdict("open", "no guard yet")
         else:
             guarded = Verdict("not run" if bare.status == "not run" else "-")
-    return Row(
-        id=defect.id,
-        family=defect.family,
-        upstream=defect.upstream,
-        summary=defect.summary,
-        bare=bare,
-        guarded=guarded,
-        guards=defect.guards,
-        planned=defect.planned,
-        advice=defect.advice,
-        limits=defect.limits,
-    )
+    names = ("id", "family", "upstream", "summary", "guards", "advice", "limits")
+    return Row(bare=bare, guarded=guarded, **{name: getattr(defect, name) for name in names})
 
 
 def _facts(verdict: Verdict) -> dict[str, str]:

@@ -6,11 +6,10 @@ Three kinds of process:
 - the server, which starts a process per probe with ``multiprocessing`` and waits for them. Where
   forking is safe (Linux) it imports torch and its compiler once, which takes seconds, and forks;
   elsewhere every probe is spawned in a fresh interpreter;
-- a probe's. Its verdict goes to a file of its own, so that nothing that the probe, torch or a
-  compiler prints can be taken for it.
+- a probe's. Its verdict goes to a file of its own: nothing that it prints is taken for that.
 
-The probes are not started from the doctor's process itself: it may have threads, which a fork
-does not copy, and ``multiprocessing`` would run a caller's main module again in each of them.
+The doctor's process starts no probe itself: it may have threads, which a fork does not copy, and
+``multiprocessing`` would run a caller's main module again in each of them.
 """
 
 from __future__ import annotations
@@ -203,16 +202,13 @@ def _environment(folder: str) -> dict[str, str]:
     switches = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_LOGS", "TORCH_TRACE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(switches)}
     cache = Path(folder, "cache")
+    threads = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "TORCHINDUCTOR_COMPILE")
     return kept | {
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        **{f"{name}_THREADS": "1" for name in threads},
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TRITON_CACHE_DIR": str(cache / "triton"),
-        # What is shared is what a hash of its source identifies: compiled C++ and its headers.
-        # A cached graph must not be shared: a guard that changes how graphs are lowered would be
-        # shown the result of the bare run.
+        # Compiled C++ is shared, which a hash of its source identifies, and no graph: a guard that
+        # changes how graphs are lowered would be shown the result of the bare run.
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
         # Files of a probe that dies go when the folder goes.
@@ -235,8 +231,7 @@ def serve() -> None:
         return _supervise(schedule, channel, _readable_at_end_of_input())
     _import_what_probes_need(schedule)
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208 - names are enough
-        # A fork copies one thread, and the locks of all: no child could be trusted. The
-        # doctor sees no event and has every probe spawned instead.
+        # A fork copies one thread, and the locks of all. Without an event, every probe is spawned.
         sys.exit("an import started a thread, so this process can't be forked safely")
     # After the schedule nothing is sent any more: readable means closed.
     return _supervise(schedule, channel, sys.stdin.fileno())
@@ -263,8 +258,7 @@ def _import_what_probes_need(schedule: Schedule) -> None:
     with contextlib.suppress(Exception):
         for name in _COMPILER:
             module = importlib.import_module(name)
-        # Which vector instructions work here is remembered per process, and finding out means
-        # two compilations and two more interpreters that import torch: once is enough.
+        # Finding out which vector instructions work here takes two compilations: once is enough.
         module.pick_vec_isa()
 
 
@@ -323,22 +317,21 @@ class _Running:
 
     def verdict(self) -> Verdict:
         """Return how it ended; past its time it is killed."""
-        seconds, status = self._seconds(), self._process.exitcode
+        seconds, status, guarded = self._seconds(), self._process.exitcode, self.task.guarded
         self.kill()  # what a probe leaves running ends with it
         if status is None:
             text = f"no answer after {self._timeout:g} seconds"
-            return Verdict("open" if self.task.guarded else "timeout", text, seconds, self._log())
-        if status != 0:
+            verdict = Verdict("open" if guarded else "timeout", text)
+        elif status != 0:
             text = _name_of(status)
-            if self.task.guarded:
-                return Verdict("open", f"crash: {text}", seconds, self._log())
-            return Verdict("crash", text, seconds, self._log())
-        try:
-            verdict = Verdict(**json.loads(self._verdict_path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            verdict = Verdict("broken", "the process ended without an answer")
-        log = self._log() if verdict.status == "broken" else ""
-        return replace(verdict, seconds=seconds, log=log)
+            verdict = Verdict("open", f"crash: {text}") if guarded else Verdict("crash", text)
+        else:
+            try:
+                verdict = Verdict(**json.loads(self._verdict_path.read_text(encoding="utf-8")))
+            except FileNotFoundError:
+                verdict = Verdict("broken", "the process ended without an answer")
+        answered = status == 0 and verdict.status != "broken"
+        return replace(verdict, seconds=seconds, log="" if answered else self._log())
 
     def kill(self) -> None:
         """End the process and everything it has started, and wait for it."""

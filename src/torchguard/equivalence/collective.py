@@ -1,8 +1,4 @@
-"""The one collective of torchguard: every rank of a group learns the largest of each number.
-
-``bucketed`` takes the bucket of the longest rank with it, and stops all ranks at what one of them
-finds wrong; ``verified`` takes the fallback of the rank that needs the slowest.
-"""
+"""The one collective of torchguard: the ranks of a group learn the largest of each number."""
 
 from __future__ import annotations
 
@@ -13,12 +9,7 @@ import torch
 
 
 def largest_of_all_ranks(group: Any, numbers: Sequence[int]) -> list[int]:
-    """Return the largest of each number over all ranks; every rank has to call it.
-
-    Args:
-        group: of ``torch.distributed``, or True for all ranks.
-        numbers: as many on every rank.
-    """
+    """Return the largest of each number over a group, True for all ranks; each has to call it."""
     import torch.distributed as dist  # noqa: PLC0415 - not every build of torch has it
 
     group = None if group is True else group

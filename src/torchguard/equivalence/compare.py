@@ -149,14 +149,9 @@ def judge(
     policy: Policy,
     exact: Callable[[], Outcome | None] | None = None,
 ) -> Verdict:
-    """Compare two runs; a verdict is a value, nothing is raised.
+    """Compare a run with one that is right by definition: eager, or without padding.
 
-    Args:
-        reference: the run that is right by definition: eager, or without padding.
-        candidate: the other one.
-        policy: what counts as a difference.
-        exact: makes the outcome in double precision. It is asked only where values differ by
-            more than the tolerance of their dtype.
+    ``exact`` makes the outcome in double precision, where values differ by more than the tolerance.
     """
     if reference.error is not None or candidate.error is not None:
         return _errors("run", reference.error, candidate.error)
@@ -180,10 +175,9 @@ def judge(
 def _errors(part: Part, reference: Exception | None, candidate: Exception | None) -> Verdict:
     if (reference is None) == (candidate is None):
         return Verdict()
+    what = f"does not raise, eager raises {_shown(reference)}"
     if reference is None:
         what = f"raises {_shown(candidate)}, eager does not"
-    else:
-        what = f"does not raise, eager raises {_shown(reference)}"
     return Verdict((Difference(part, None, what, "error"),))
 
 
@@ -395,8 +389,7 @@ def _as_near(
     wide, narrow, true = wide[places], narrow[places], true[places]
     if not true.numel():
         return True
-    # Eager may be off by more than the tolerance itself: a sum of a thousand terms in half
-    # precision. No compiler has to be better than that.
+    # No compiler has to be better than eager, such as in a sum of many terms in half precision.
     eager_error = (wide - true).abs()
     if eager_error.square().mean() > (_TRUSTED**2) * true.square().mean():
         return False  # it is no reference for this graph
@@ -418,9 +411,9 @@ def _described(
                 return text, False
     wrong = ~(off <= allowed)
     text = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
-    if expected.dtype == torch.bool:
-        return text, True
-    return f"{text}, the largest by {float(off.nan_to_num(0, 0, 0).max()):.3g}", True
+    if expected.dtype != torch.bool:
+        text += f", the largest by {float(off.nan_to_num(0, 0, 0).max()):.3g}"
+    return text, True
 
 
 # ---- strides ----
@@ -429,10 +422,9 @@ def _described(
 def same_strides(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     """Whether no program can tell the strides of ``actual`` from those of ``expected``.
 
-    The dims have to come in the same order, from the largest stride to the smallest, and two
-    dims that ``view()`` can merge have to stay so. Dims of size 1 do not count. Where ``expected``
-    has an expanded dim, anything will do: a compiler may write out what eager returns as a view,
-    but not the other way round: an expanded tensor can't be written in place.
+    Dims come in the same order, from the largest stride to the smallest, and two that ``view()``
+    can merge stay so. Dims of size 1 do not count. Where ``expected`` is expanded, anything will
+    do: a compiler may write it out, but not expand, for that can't be written in place.
     """
     order = _order(expected)
     return order is None or (order == _order(actual) and _merged(expected) <= _merged(actual))

@@ -144,11 +144,9 @@ class _Copier:
             # AOTAutograd asks which inputs are views of one base. A view that requires a gradient
             # and is a leaf got it by requires_grad_(), not from its base: x[1:].requires_grad_().
             is_leaf = tensor.requires_grad and tensor.is_leaf
+            place = tensor.size(), tensor.stride(), tensor.storage_offset()
             with torch.set_grad_enabled(tensor.requires_grad and not is_leaf):
-                view = self.copy(base).as_strided(
-                    tensor.size(), tensor.stride(), tensor.storage_offset()
-                )
-                view = with_lazy_bits(view, tensor)
+                view = with_lazy_bits(self.copy(base).as_strided(*place), tensor)
             return view.requires_grad_() if is_leaf else view
         storage, dtype = self._storage(tensor)
         with torch.inference_mode(tensor.is_inference()):
@@ -200,10 +198,9 @@ class _NotALeaf(torch.autograd.Function):
 
 
 def with_a_repeated_id(inputs: Sequence[Any]) -> list[Any] | None:
-    """Put the first number of each tensor of integers in the place of its second, too.
+    """Put the first number of each tensor of integers that all differ in the second's place, too.
 
-    Only where all numbers of a tensor differ, and only on a CPU: on an accelerator an index that
-    turns out to be invalid ends the process. Returns None if there is no such tensor.
+    Only on a CPU: on an accelerator an invalid index ends the process. None if there is no such.
     """
     changed = list(inputs)
     for place, value in enumerate(inputs):
@@ -230,18 +227,10 @@ def run_on_copies(
     cast: Cast | None = None,
     change: Change | None = None,
 ) -> Outcome:
-    """Call ``function`` on copies of the inputs, and send a gradient backward.
+    """Call a graph, or what is made of it, on copies of the inputs, and send a gradient backward.
 
     Tensors that the graph owns hold copies of their data meanwhile; they are the first
-    inputs of the outcome. See :func:`torchguard.equivalence.isolate.isolated` for what is
-    restored; hooks and ``.grad`` of the inputs see nothing, for the run has copies.
-
-    Args:
-        function: a graph, or what a compiler has made of one.
-        inputs: can be copied, see :func:`why_not_copied`.
-        owned: tensors that the graph has as attributes, such as an optimizer's parameters.
-        cast: as of :func:`copy_inputs`.
-        change: as well.
+    inputs of the outcome. See :func:`torchguard.equivalence.isolate.isolated` for what is restored.
 
     Raises:
         torch.OutOfMemoryError: a second run does not fit into memory.
@@ -255,10 +244,7 @@ def run_on_copies(
 
 
 class _RandomOperators(TorchDispatchMode):
-    """Notes whether an operator may draw random numbers.
-
-    Torch's own say so by a tag. Users' operators and higher-order ones do not.
-    """
+    """Notes whether an operator may draw random numbers: torch's own have a tag, others may."""
 
     supports_higher_order_operators = True
 
@@ -277,8 +263,7 @@ def draws_random_numbers(
 ) -> bool:
     """Whether operators of a graph may draw random numbers, in one more run on copies.
 
-    For a graph in whose run the RNG state has changed: that belongs to the process, and another
-    thread may have done it. Dynamo and inductor do so while they compile, and set it back.
+    The RNG state, which has changed, is the process's: another thread may have moved it.
     """
     watch, run = _RandomOperators(), reference_of(graph, lambda _: None)
 
@@ -309,7 +294,6 @@ def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]
 
 def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:
     outcome = Outcome(inputs=copies.values)
-    given = copies.values[owned:]
     called = function
     if isinstance(function, fx.GraphModule):
         # Not warned of here: a warning may be an error, and that is none of the graph's.
@@ -321,7 +305,7 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
             if isinstance(value, torch.Tensor)
         ]
         try:
-            returned = called(*given)
+            returned = called(*copies.values[owned:])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a graph raises is its outcome
@@ -398,11 +382,9 @@ def _span(value: Any) -> tuple[torch.device, int, int] | None:
         return None
     if not value.numel() or not value.untyped_storage().nbytes():
         return None
-    # From the first element to the last: what lies between may belong to another view, but then
-    # eager and compiled code are seen to overlap alike.
-    last = sum(
-        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
-    )
+    # What lies between may belong to another view, but then in eager and compiled code alike.
+    sizes = zip(value.shape, value.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
     first = value.data_ptr()
     return value.device, first, first + (last + 1) * value.element_size()
 

@@ -1,9 +1,8 @@
 """Run a function without side effects: what it does to RNG states, modules and memory is undone.
 
-:func:`isolated` restores everything but the memory of tensors. For that there are two ways:
-copies of the inputs (:mod:`torchguard.equivalence.copies`), which a compiled function can be
-called with, and :class:`UndoMutations`, which sees the operators of a function that runs eagerly.
-:func:`run_undoing_mutations` calls such a function, which may have a state of its own.
+:func:`isolated` restores everything but the memory of tensors. For that a compiled function is
+called with copies (:mod:`torchguard.equivalence.copies`), and :class:`UndoMutations` sees the
+operators of an eager one.
 """
 
 from __future__ import annotations
@@ -91,11 +90,7 @@ class ThreadModes(NamedTuple):
         return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), nesting)
 
     def restore(self) -> None:
-        """Set them back, where a scope was left without its ``__exit__``, or in the middle of it.
-
-        ``torch.autocast`` and ``torch.no_grad`` are written in Python: an interrupt in their
-        ``__exit__`` leaves them on. The nodes of a graph that set them have no ``finally``.
-        """
+        """Set them back, where an interrupt or a graph has left a scope without its end."""
         torch.set_grad_enabled(self.grad)
         for device, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(device, enabled)
@@ -147,11 +142,7 @@ class RNGState(NamedTuple):
 
 @contextlib.contextmanager
 def rng_state_restored() -> Iterator[Callable[[], bool]]:
-    """Restore the RNG states of torch on every device, of Python and of numpy.
-
-    Scopes that follow each other draw the same numbers. Yields a function that returns whether
-    torch has drawn any.
-    """
+    """Restore the RNG states; yields a function that returns whether torch has drawn numbers."""
     states = RNGState.capture()
     try:
         yield lambda: any(states.changed()[:-2])
@@ -164,11 +155,8 @@ _known: tuple[Any, list[_Access]] = None, []
 
 
 def all_generators() -> list[_Access]:
-    """Return those of torch, the CPU's first, and then the global ones of Python and numpy.
-
-    They are looked for again when a device or another generator of numpy came into use.
-    """
-    global _known
+    """Return those of torch, the CPU's first, and then the global ones of Python and numpy."""
+    global _known  # anew where a device or another generator of numpy came into use
     bit_generator = _numpy.get_bit_generator() if hasattr(_numpy, "get_bit_generator") else None
     in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), bit_generator
     if in_use != _known[0]:
@@ -178,13 +166,10 @@ def all_generators() -> list[_Access]:
 
 
 def _of_torch() -> list[_Access]:
-    """Return the default generators of torch.
-
-    A device that was not used yet is left alone: to ask for its state would start it.
-    """
     found: list[_Access] = [(torch.get_rng_state, torch.set_rng_state)]
     devices: tuple[Any, ...] = (torch.cuda, torch.xpu)
     for device in devices:
+        # To ask for the state of a device that was not used yet would start it.
         for index in range(device.device_count()) if device.is_initialized() else ():
             get_state = functools.partial(device.get_rng_state, index)
             found.append((get_state, functools.partial(device.set_rng_state, device=index)))
@@ -209,30 +194,37 @@ def _of_numpy(bit_generator: Any) -> _Access:
 def module_state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Restore the attributes, parameters, buffers and hooks that modules hold, and gradients.
 
-    An attribute may say that there is a hook, so they go back together: transformers registers
-    those that collect ``router_logits`` at the first call, and notes in an attribute that it did.
+    An attribute may say that there is a hook, as transformers notes those for ``router_logits``.
     """
     modules = list(modules)
-    before = [
-        (module, dict(module.__dict__), dict(module._parameters), dict(module._buffers))
-        for module in modules
+    before = [(module, type(module), dict(module.__dict__)) for module in modules]
+    tables = [
+        (module, kind, name.endswith(_HOOKS), held, dict(held))
+        for module, kind, attributes in before
+        for name, held in attributes.items()
+        if name in {"_parameters", "_buffers"} or (name.endswith(_HOOKS) and isinstance(held, dict))
     ]
-    hooks = [(module, type(module), _hooks_in(attributes)) for module, attributes, *_ in before]
     gradients = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
     try:
         yield
     finally:
-        for module, attributes, parameters, buffers in before:
+        for module, _, attributes in before:
             _restore(module.__dict__, attributes)
-            _restore(module._parameters, parameters)
-            _restore(module._buffers, buffers)
-        for module, kind, registered in hooks:
-            if type(module) is kind:  # a lazy module becomes another, and takes its hooks away
-                for held, entries in registered:
-                    _restore_in_order(held, entries)
+        for module, kind, are_hooks, held, entries in tables:
+            # A lazy module becomes another, and takes its hooks away.
+            if type(module) is kind or not are_hooks:
+                removed = entries.keys() - held.keys()
+                _restore(held, entries)
+                if removed:  # hooks run in the order in which they were registered
+                    held.clear()
+                    held.update(entries)
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+# Of torch.nn.Module: _forward_pre_hooks, _forward_hooks_with_kwargs, _state_dict_hooks, ...
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 def _restore(changed: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -244,36 +236,9 @@ def _restore(changed: dict[Any, Any], before: dict[Any, Any]) -> None:
             changed[name] = value
 
 
-def _hooks_in(attributes: dict[str, Any]) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Return each of the dicts in which a module holds hooks, and a copy of it."""
-    return [
-        (held, dict(held))
-        for name, held in attributes.items()
-        if name.endswith(_HOOKS) and isinstance(held, dict)
-    ]
-
-
-# Of torch.nn.Module: _forward_pre_hooks, _forward_hooks_with_kwargs, _state_dict_hooks, ...
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-
-
-def _restore_in_order(changed: dict[int, Any], before: dict[int, Any]) -> None:
-    """Put a table back in its order: hooks run in the order in which they were registered."""
-    removed = before.keys() - changed.keys()
-    _restore(changed, before)
-    if removed:
-        for key, value in before.items():
-            del changed[key]
-            changed[key] = value
-
-
 @contextlib.contextmanager
 def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Copy the values of buffers and copy them back.
-
-    For what :class:`UndoMutations` can't see: compiled code, and a run
-    on tensors without data, which writes to buffers that are real.
-    """
+    """Copy the values of buffers and copy them back, for what :class:`UndoMutations` can't see."""
     before = [
         (buffer, buffer.detach().clone(), version_of(buffer))
         for module in modules
@@ -352,8 +317,8 @@ class UndoMutations(TorchDispatchMode):
     def _copy_what_is_written(self, schema: Any, args: Any, kwargs: Any) -> None:
         for place, argument in enumerate(schema.arguments):
             info = argument.alias_info
-            written = (info is not None and info.is_write) or argument.name in _UNMARKED_WRITES
-            if not written:
+            # native_batch_norm writes the last two, and its schema does not mark them.
+            if (info is None or not info.is_write) and argument.name not in _RUNNING:
                 continue
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for tensor in _tensors((value,)):
@@ -366,8 +331,7 @@ class UndoMutations(TorchDispatchMode):
                     self._storages[address] = (storage, storage.clone())
 
 
-# native_batch_norm writes them, and its schema does not mark them as written.
-_UNMARKED_WRITES = {"running_mean", "running_var"}
+_RUNNING = {"running_mean", "running_var"}
 
 
 def storage_address(tensor: torch.Tensor) -> int:
@@ -398,12 +362,11 @@ def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
     if name == "bernoulli":
         return torch.ones_like(args[0])
     names = [argument.name for argument in schema.arguments]
-    if "dropout_p" in names:
+    if "dropout_p" in names[: len(args)]:
         place = names.index("dropout_p")
-        if place < len(args):
-            args = (*args[:place], 0.0, *args[place + 1 :])
-        elif "dropout_p" in kwargs:
-            kwargs = {**kwargs, "dropout_p": 0.0}
+        args = (*args[:place], 0.0, *args[place + 1 :])
+    elif "dropout_p" in kwargs:
+        kwargs = {**kwargs, "dropout_p": 0.0}
     result = func(*args, **kwargs)
     if name in {"rand", "rand_like", "uniform_"}:
         result.fill_(0.5)
@@ -444,14 +407,13 @@ def run_undoing_mutations(
 ) -> Outcome:
     """Call a function that may have a state of its own, and send a gradient backward.
 
-    The function runs deterministically (dropout keeps everything) and eagerly. Afterwards memory,
-    modules and random states are as they were. What it raises comes out.
+    It runs deterministically and eagerly. Afterwards memory, modules and random states are as they
+    were. What it raises comes out.
 
     Args:
         function: what to call.
         given: its arguments.
-        read: flattens what the function returns: its structure, and its leaves. It runs outside
-            of the scope in which operators are watched.
+        read: returns the structure and the leaves of what it returns; operators are not watched.
         names: what messages call the leaves, by position.
         modules: those the function may change.
         held: returns tensors besides parameters that were there before the run.
@@ -489,8 +451,7 @@ def run_undoing_mutations(
 def _detached(output: Output) -> Any:
     if not isinstance(output.value, torch.Tensor):
         return output.value
-    value = output.value.detach()
-    return (value if output.counts is None else counted(value, output.counts)).clone()
+    return counted(output.value.detach(), output.counts).clone()
 
 
 _Held = tuple[str, torch.nn.Module, str, torch.Tensor]

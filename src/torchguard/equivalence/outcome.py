@@ -1,9 +1,4 @@
-"""What a run leaves: outputs, gradients, buffers, and which memory was written.
-
-An :class:`Outcome` is what :func:`torchguard.equivalence.isolate.run_undoing_mutations` and
-:func:`torchguard.equivalence.copies.run_on_copies` return, for
-:func:`torchguard.equivalence.compare.judge`.
-"""
+"""What a run leaves: outputs, gradients, buffers, and which memory was written."""
 
 from __future__ import annotations
 
@@ -122,15 +117,10 @@ def send_backward(
     ]
     if not wanted or not ends:
         return {}
-    sent = [
-        counted(
-            torch.linspace(0.5, 1.5, value.numel(), device=value.device, dtype=torch.float64)
-            .to(value.dtype)
-            .view(value.shape),
-            counts,
-        )
-        for value, counts in ends
-    ]
+    sent = []
+    for value, counts in ends:
+        numbers = torch.linspace(0.5, 1.5, value.numel(), device=value.device, dtype=torch.float64)
+        sent.append(counted(numbers.to(value.dtype).view(value.shape), counts))
     # Not backward(): that would add to .grad, and call the hooks for it.
     arrived = torch.autograd.grad([each.value for each in ends], wanted, sent, allow_unused=True)
     # The outer modules are the first: their names for a parameter are the longer ones.

@@ -1,10 +1,8 @@
 """ULP-scale noise: tensors that are off by about as much as rounding makes them.
 
-Two computations of the same thing agree but for rounding, unless the function is discontinuous:
-a ReLU passes a gradient on or stops it, an argmax names one place or another. Where an input of
-such an operation lies within the rounding error of the discontinuity, the two may be on either
-side of it, both right and far apart. With noise in the last digits they no longer are; what is
-really wrong still is.
+Two computations of the same thing agree but for rounding, unless an input lies within it of a
+discontinuity, such as those of ReLU and argmax: then both are right and far apart. So is eager from
+itself with noise in the last digits, but not what is really wrong.
 """
 
 from __future__ import annotations
@@ -54,9 +52,8 @@ def _noise_scale(values: torch.Tensor) -> float:
 def perturbed(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[bool]:
     """Perturb weights for a while, in place; yields whether any value has changed.
 
-    In place, because other objects may hold them: what another thread writes to them meanwhile
-    is lost. Shared memory is left alone, lest the same happen to another process, and so are
-    tensors whose values can't be written like that: meta, sparse, inference, subclasses.
+    What another thread writes meanwhile is lost, so shared memory, of other processes, is left
+    alone, and what can't be written like that: meta, sparse, inference, subclasses.
     """
     plain = {
         id(tensor): tensor

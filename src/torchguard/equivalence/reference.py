@@ -1,8 +1,7 @@
-"""What a run is compared with: eager torch, but for calls that read what they write.
+"""What a run is compared with: eager torch, with operands copied first that are written too.
 
 Eager torch is itself wrong there, without a word (https://github.com/pytorch/pytorch/issues/135487),
-and a compiled graph that is right would look wrong beside it. A reference copies such operands
-first.
+and a compiled graph that is right would look wrong beside it.
 """
 
 from __future__ import annotations
@@ -49,17 +48,10 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None 
 
 # ---- a graph ----
 
+_NAMES = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
 _METHODS = {
-    getattr(operator, f"i{name}"): getattr(torch.Tensor, f"__i{name}__")
-    for name in (
-        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
-        *("and", "or", "xor", "lshift", "rshift"),
-    )
-    if hasattr(operator, f"i{name}")
+    getattr(operator, f"i{name}"): getattr(torch.Tensor, f"__i{name}__") for name in _NAMES.split()
 }
-_METHODS[operator.iand] = torch.Tensor.__iand__
-_METHODS[operator.ior] = torch.Tensor.__ior__
-
 
 Found = tuple[Callable[..., Any], Overlap, Place]
 """What :func:`warn_of` takes."""

@@ -18,15 +18,7 @@ class HasStatistics(Protocol):
 
 
 class Session:
-    """Guards that are on from :meth:`start` to :meth:`stop`.
-
-    Args:
-        guards: names for :func:`torchguard.install`; one or several.
-        buckets: what to report on, by the name it gets in the logger.
-
-    Raises:
-        TypeError: one of ``buckets`` is not what ``bucketed`` made.
-    """
+    """Guards that are on from :meth:`start` to :meth:`stop`, and buckets to report on by name."""
 
     def __init__(
         self,
@@ -60,11 +52,7 @@ class Session:
             self._installation = None
 
     def check(self, *objects: object) -> None:
-        """Raise if a model or an optimizer holds a tensor whose shape is not backed by memory.
-
-        Raises:
-            InconsistentTensorError: names the tensor. A checkpoint of it would be garbage.
-        """
+        """Raise if a checkpoint of these would be garbage: a shape is not backed by memory."""
         torchguard.check_consistent([each for each in objects if each is not None])
 
     def metrics(self) -> dict[str, float]:

@@ -1,8 +1,4 @@
-"""The table of guards that ``install()`` knows: what each patches, and when it is needed.
-
-A guard is a row. What makes a replacement from torch's own function is in the room of the guard,
-and so is what tries a defect that takes more than a few lines to show.
-"""
+"""The table of guards that ``install()`` knows: what each patches, and when it is needed."""
 
 from __future__ import annotations
 
@@ -18,12 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torchguard._torch import (
-    has_python_out,
-    is_wrapped_builtin,
-    patch,
-    paths_behind_python,
-)
+from torchguard._torch import has_python_out, is_wrapped_builtin, patch, paths_behind_python
 from torchguard.assignment.dynamo import (
     setitem_not_needed,
     setitem_replacements,
@@ -136,11 +127,7 @@ def _out_replacements() -> Mapping[str, patch.Make]:
 
 
 def _with_originals(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let FX quantization run with torch's own functions.
-
-    It makes its tables of patterns when it is called, and compares them with a traced
-    graph, which holds the originals. It calls no operator with an output.
-    """
+    """Let FX quantization run with torch's own functions, which it looks for in a graph."""
 
     def with_originals(*args: Any, **kwargs: Any) -> Any:
         with patch.originals_in_place():
@@ -162,9 +149,11 @@ def _out_not_needed() -> str | None:
 # Its tables of patterns are filled when it runs, not when it is imported:
 # https://github.com/pytorch/pytorch/blob/main/torch/ao/quantization/fx/pattern_utils.py
 _QUANTIZATION = "torch.ao.quantization.quantize_fx"
-_IN_QUANTIZATION = {
-    f"{_QUANTIZATION}.{name}": _with_originals
-    for name in ("_prepare_fx", "_convert_fx", "_fuse_fx")
+_OUT_IN_PACKAGES = {
+    _QUANTIZATION: {
+        f"{_QUANTIZATION}.{name}": _with_originals
+        for name in ("_prepare_fx", "_convert_fx", "_fuse_fx")
+    }
 }
 
 
@@ -187,6 +176,7 @@ def _dcp_paths(module: str, *names: str) -> Mapping[str, patch.Make]:
     }
 
 
+_SAVE = {"torch.save": guard_save}
 _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
     "safetensors.torch": {
         "safetensors.torch.save_file": guard_save_file,  # save_model calls it
@@ -236,15 +226,24 @@ def _load_not_needed() -> str | None:
     return "a load_state_dict that fails leaves the module as it was on this torch"
 
 
+def _of_room(name: str, room: Any) -> Guard:
+    """Make the row of a guard that a module describes."""
+    return Guard(
+        name,
+        room.replacements,
+        room.not_needed,
+        in_modules=getattr(room, "IN_MODULES", {}),
+        changed=getattr(room, "changed", lambda: None),
+    )
+
+
 GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
         Guard("resize", lambda: _RESIZE, _resize_not_needed),
-        Guard(
-            "out", _out_replacements, _out_not_needed, in_modules={_QUANTIZATION: _IN_QUANTIZATION}
-        ),
-        Guard("overlap", overlap.replacements, overlap.not_needed, changed=overlap.changed),
-        Guard("checks", checks.replacements, checks.not_needed, changed=checks.changed),
+        Guard("out", _out_replacements, _out_not_needed, in_modules=_OUT_IN_PACKAGES),
+        _of_room("overlap", overlap),
+        _of_room("checks", checks),
         Guard("setitem", setitem_replacements, setitem_not_needed, patches_dynamo=True),
         Guard(
             "slice_scatter",
@@ -254,31 +253,11 @@ GUARDS: dict[str, Guard] = {
         ),
         # Every torch so far compiles something wrong, and to try it takes seconds.
         Guard("verified", lambda: {"torch.compile": guard_compile}, lambda: None),
-        Guard(
-            "save",
-            lambda: {"torch.save": guard_save},
-            _save_not_needed,
-            in_modules=_SAVE_IN_PACKAGES,
-        ),
+        Guard("save", lambda: _SAVE, _save_not_needed, in_modules=_SAVE_IN_PACKAGES),
         Guard("load", lambda: _LOAD, _load_not_needed, in_modules=_LOAD_IN_PACKAGES),
-        Guard(
-            "numpy",
-            numpy_memory.replacements,
-            numpy_memory.not_needed,
-            changed=numpy_memory.changed,
-        ),
-        Guard(
-            "optimizer",
-            optimizer_guard.replacements,
-            optimizer_guard.not_needed,
-            changed=optimizer_guard.changed,
-        ),
-        Guard(
-            "recompute",
-            recompute.replacements,
-            recompute.not_needed,
-            in_modules=recompute.IN_MODULES,
-        ),
+        _of_room("numpy", numpy_memory),
+        _of_room("optimizer", optimizer_guard),
+        _of_room("recompute", recompute),
     )
 }
 """Every guard that ``install()`` knows, by name."""

@@ -57,8 +57,8 @@ class Installation:
         """
         with patch.lock:
             _undo([name for name in self.names if _holders.get(name) == {self}])
-            for name in self.names:
-                _holders.get(name, set()).discard(self)
+            for holders in _holders.values():
+                holders.discard(self)
 
     def _skip(self, name: str, reason: str) -> None:
         self.names = tuple(each for each in self.names if each != name)

@@ -21,19 +21,19 @@ class _Leave(partial[None]):
     """What a ``with`` statement calls at its end, and drops.
 
     An interrupt can come between that call and the first line of the function called. The
-    statement then drops this object and with it a suspended generator, and what a generator
-    does about that begins without running signal handlers. (The function must not see this
-    object: the traceback of the interrupt keeps whatever the function sees.)
+    statement then drops this object and with it a suspended generator, which takes that without
+    running signal handlers. (The traceback of the interrupt keeps whatever the function sees, so
+    the function must not see this object.)
     """
 
     undo_if_dropped: Generator[None, None, None]
 
 
 class UndoOnExit:
-    """The ``__exit__`` of a block that can be undone: ask the class for a function.
+    """The ``__exit__`` of a block that can be undone.
 
-    Ask an instance for a :class:`_Leave`. It has ``saved``, one item for each block that is open,
-    and the methods ``leave`` and ``undo_if_dropped``.
+    The block has ``saved``, one item for each block that is open, and the methods ``leave`` and
+    ``undo_if_dropped``.
     """
 
     def __get__(self, block: Any, owner: object) -> Callable[..., None]:
@@ -90,12 +90,11 @@ class Rollback:
                 self.saved.pop()
 
     def _undo(self, versions: dict[int, int | None]) -> None:
-        """Restore each tensor; ``versions`` keeps what was read if this is called again.
-
-        Without a copy of the elements the counter stays where the block's writes have moved it.
-        """
+        """Restore each tensor; ``versions`` keeps what was read if this is called again."""
         for saved in self.saved[-1]:
-            if not self._data and id(saved.tensor) not in versions:
+            if (
+                not self._data and id(saved.tensor) not in versions
+            ):  # what the block has moved it to
                 with without_torch_function():
                     versions[id(saved.tensor)] = version_of(saved.tensor)
             saved.restore(versions.get(id(saved.tensor)))

@@ -1,8 +1,4 @@
-"""Whether a tensor's shape fits the memory its storage really has.
-
-Nothing here reads an element, so it is safe on a tensor whose next access
-would kill the process.
-"""
+"""Whether a tensor's shape fits the memory its storage really has, without reading an element."""
 
 from __future__ import annotations
 
@@ -29,17 +25,11 @@ _ELEMENTS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 def is_consistent(tensor: torch.Tensor) -> bool:
     """Whether every element of ``tensor`` lies inside its storage.
 
-    Equals nothing in plain torch: there the first access reads foreign memory or
-    kills the process. Any shape, any device; no element is read. A sparse tensor
-    is consistent when its indices and values are, a wrapper subclass when the
-    tensors it wraps are. Layouts without a storage (opaque, ``torch.func``
-    wrappers) count as consistent, because there is nothing to compare.
+    A sparse tensor and a wrapper subclass are consistent when what they are made of is. Layouts
+    without a storage (opaque, ``torch.func`` wrappers) count as consistent.
 
     Raises:
         TypeError: ``tensor`` is not a tensor.
-
-    Upstream: https://github.com/pytorch/pytorch/issues/170298,
-    https://github.com/pytorch/pytorch/issues/171676
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
@@ -139,12 +129,8 @@ def _strided_fault(tensor: torch.Tensor) -> str | None:
     where = f"shape {size}, stride {stride}, storage offset {offset}"
     if not all(type(number) is int for number in (*size, *stride, offset, held)):
         return None  # symbolic: a comparison would become a guard of the compiler
-    for name, lowest in (
-        ("size", min(size, default=0)),
-        ("stride", min(stride, default=0)),
-        ("storage offset", offset),
-    ):
-        if lowest < 0:
+    for name, numbers in (("size", size), ("stride", stride), ("storage offset", (offset,))):
+        if min(numbers, default=0) < 0:
             return f"{where}: a negative {name}"
     needed = bytes_needed(size, stride, offset, tensor.itemsize)
     if tensor.dtype in _ELEMENTS_PER_BYTE:
@@ -171,11 +157,7 @@ def is_container(obj: object) -> bool:
 
 
 def tensors_in(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor inside ``obj`` with the path that leads to it.
-
-    ``seen`` holds the containers by their id, and holds on to them: some are made here, and
-    the id of one that is gone would soon be another's.
-    """
+    """Yield every tensor inside ``obj`` with the path that leads to it."""
     if isinstance(obj, torch.Tensor):
         yield path, obj
         if obj.is_leaf and obj.grad is not None:
@@ -183,7 +165,7 @@ def tensors_in(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[s
         return
     if id(obj) in seen:
         return
-    seen[id(obj)] = obj
+    seen[id(obj)] = obj  # held: some are made here, and the id of one that is gone is used again
     for step, child in _children(obj):
         if isinstance(child, torch.Tensor) or is_container(child):
             yield from tensors_in(child, path + step, seen)

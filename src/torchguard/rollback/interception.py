@@ -1,9 +1,5 @@
 """The guarded() scopes that are open, and what they put in front of functions that write tensors.
 
-A function that is called outside of a scope, or does not write, goes straight through. Nothing
-here is a mode of torch: code that asks ``has_torch_function`` for its way (the fast path of
-``nn.TransformerEncoder``, for one) goes the way it goes outside.
-
 The everyday operations that write elements never change a shape, failing or not (addbmm_ does), so
 nothing is read before them: if one fails, it is enough to move the version counter on.
 """
@@ -42,11 +38,14 @@ from torchguard._torch.mutation import (
 from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
 from torchguard.rollback.operation import Operation, lacks_allocator, undo_out, undo_write
 from torchguard.rollback.overlap import cloned
-from torchguard.rollback.resize import refuse_resize_, refuse_resize_as_, refuse_set_
+from torchguard.rollback.resize import begin_resize_, begin_resize_as_, begin_set_
 from torchguard.rollback.snapshot import capture
 
 NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
-_REFUSALS = {"resize_": refuse_resize_, "resize_as_": refuse_resize_as_, "set_": refuse_set_}
+# They raise where the call would kill the process.
+_REFUSALS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], object]] = {
+    "resize_": begin_resize_, "resize_as_": begin_resize_as_, "set_": begin_set_,
+}  # fmt: skip
 _NOT_SHOWN = "set_"  # the one method that torch shows to no subclass and no mode
 # x &= y and the other bitwise ones are left out: they check everything before they write, and a
 # type's slots are slow to set. For x += y a subclass is shown add_, which torch would look up.
@@ -69,21 +68,13 @@ _LISTS = ("_foreach_", "_fused_", "_amp_")
 
 
 class Scope:
-    """One ``with guarded():`` that has been entered, and the scope around it.
-
-    A context that is copied (a task that is started inside) takes the scope along; it ends
-    everywhere when it is left.
-    """
+    """One ``with guarded():`` that has been entered; copied contexts (tasks) take it along."""
 
     __slots__ = ("around", "data", "open", "overlap", "owner", "plain")
 
-    def __init__(
-        self, *, data: bool, owner: object, around: Scope | None, overlap: bool = False
-    ) -> None:
-        self.data = data
-        self.overlap = overlap
-        self.owner = owner
-        self.around = around
+    def __init__(self, *, data: bool, overlap: bool, owner: object, around: Scope | None) -> None:
+        self.data, self.overlap = data, overlap
+        self.owner, self.around = owner, around
         self.open = True
         self.plain: bool = not (data or overlap) and (around is None or around.plain)
         """Open, and no scope around it asks for copies: the common case, in one attribute."""
@@ -124,7 +115,7 @@ def innermost_open(owner: object = None) -> Scope | None:
 
 def enter(*, data: bool, owner: object, overlap: bool = False) -> Scope:
     """Open a scope in this context."""
-    scope = Scope(data=data, owner=owner, around=innermost_open(), overlap=overlap)
+    scope = Scope(data=data, overlap=overlap, owner=owner, around=innermost_open())
     _innermost.set(scope)
     return scope
 
@@ -167,24 +158,15 @@ def overlays() -> tuple[patch.Overlay, ...]:
     # What install() has put there is no builtin: it would not be known as one that writes.
     with patch.originals_in_place():
         fill_tables()
-        modules = _modules()
-        modules.append(ModuleOverlay(torch.jit, {"script": _script_outside}, current))
-        classes = [
-            AttributeOverlay(torch.Tensor, dict(_methods()), inert=True),
-            *(
-                AttributeOverlay(each, {"__call__": _guard_operators}, inert=True)
-                for each in OPERATOR_CLASSES
-            ),
-        ]
-    return (*modules, *classes)
-
-
-def _modules() -> list[patch.Overlay]:
-    return [
-        ModuleOverlay(module, makes, current)
-        for module in (*NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
-        if (makes := dict(_functions(module)))
-    ]
+        modules = (*NAMESPACES, C_NAMESPACE, PYTHON_NAMESPACE)
+        functions = {module: dict(_functions(module)) for module in modules}
+        functions[torch.jit] = {"script": _script_outside}
+        classes: dict[type, dict[str, patch.Make]] = {torch.Tensor: dict(_methods())}
+        classes |= {each: {"__call__": _guard_operators} for each in OPERATOR_CLASSES}
+        return (
+            *(ModuleOverlay(each, makes, current) for each, makes in functions.items() if makes),
+            *(AttributeOverlay(each, makes, inert=True) for each, makes in classes.items()),
+        )
 
 
 def _methods() -> Iterator[tuple[str, patch.Make]]:
@@ -210,11 +192,7 @@ def _functions(module: ModuleType) -> Iterator[tuple[str, patch.Make]]:
 def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback gains one line
     name: str, shown: Any, original: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Guard a method of ``torch.Tensor``.
-
-    A subclass and a mode see ``shown``: torch itself would look the method up by its name, and
-    find the one that is made here.
-    """
+    """Guard a method of ``torch.Tensor``; a subclass and a mode see ``shown``."""
     writes = writes_of(original) or Writes((), elements=False)
     refuse = _REFUSALS.get(name)
     short = writes.only_first and name in KEEP_SHAPE
@@ -253,7 +231,7 @@ def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback
             if data is None:
                 return call(*args, **kwargs)
             if refuse is not None:
-                refuse(*args, **kwargs)
+                refuse(args, kwargs)
             if data or not writes.only_first:
                 operation = Operation(writes, args, kwargs, data=data and not is_recorded())
                 try:
@@ -319,7 +297,7 @@ def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[...
         if data is None:
             return None
         if refuse is not None:
-            refuse(*args, **kwargs)
+            refuse(args, kwargs)
         if data or not keeps_shape or kwargs.get("out") is not None:
             return Operation(writes, args, kwargs, data=data and not is_recorded())
         return _Elements(writes, args, kwargs)
@@ -328,7 +306,7 @@ def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[...
 
 
 def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard the call of what ``torch.ops`` holds; its first argument is the operator."""
+    """Guard the call of what ``torch.ops`` holds, which is the first argument."""
 
     def begin(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Undoable | None:
         operator, *rest = args
@@ -338,7 +316,7 @@ def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
             return None
         refuse = _REFUSALS.get(operator.__name__.partition(".")[0])
         if refuse is not None:
-            refuse(*rest, **kwargs)
+            refuse(tuple(rest), kwargs)
         operation = Operation(writes, tuple(rest), kwargs, data=data and not is_recorded())
         operation.args = (operator, *operation.args)
         return operation

@@ -1,13 +1,12 @@
 """Finish an undo that a signal handler interrupts, and let the interrupt go on afterwards.
 
 Python runs the handlers of signals (Ctrl-C, an alarm) in the main thread between two bytecodes
-of whatever runs there, so their exceptions appear inside an ``except`` clause as well. A signal
-that arrives during a long call of torch waits until the call returns: if the call fails, the
-next bytecodes are those of the undo.
+of whatever runs there, so their exceptions appear inside an ``except`` clause as well: after a
+long call of torch that fails, the next bytecodes are those of the undo.
 
 Where torch is called, an undo therefore looks like this. The second call does nothing if the
 first one went through; it is for an interrupt that comes before the first line of the first
-one. (On Python 3.10 it can come where the ``except`` clause begins.) ::
+one, or (on Python 3.10) where the ``except`` clause begins. ::
 
     try:
         try:
@@ -18,8 +17,6 @@ one. (On Python 3.10 it can come where the ``except`` clause begins.) ::
     except BaseException:
         finish(undo, tensor)
         raise
-
-Nothing here costs anything as long as nothing fails.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ _ROUNDS = 1000  # a tensor subclass that raises KeyboardInterrupt every time mus
 def finish(undo: Callable[..., None], *args: Any) -> None:
     """Call ``undo(*args)`` until it goes through, then raise what has interrupted it, if anything.
 
-    ``undo`` must be repeatable from the start, and must keep torch's own errors to itself
-    (see :func:`retry_or_warn`): any exception that leaves it counts as an interrupt.
+    ``undo`` must be repeatable, and keep torch's own errors to itself: see :func:`retry_or_warn`.
     """
     interrupt: BaseException | None = None
     for _ in range(_ROUNDS):
@@ -72,9 +68,8 @@ def failures_in(found: list[str]) -> Iterator[None]:
 def retry_or_warn(step: Callable[..., None], *args: Any, failure: str) -> None:
     """Call ``step(*args)``; if torch refuses it, warn with ``failure`` and go on.
 
-    It must not hide the error that is being undone. An exception of a signal handler
-    (``TimeoutError``) comes once, and is raised as soon as the step has gone through;
-    one of torch comes back, or was a RuntimeError.
+    An exception of a signal handler (``TimeoutError``) comes once, and is raised as soon as the
+    step has gone through; one of torch comes back, or was a RuntimeError.
     """
     try:
         step(*args)

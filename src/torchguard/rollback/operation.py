@@ -39,25 +39,11 @@ class Operation:
     ``operation.undo(error)``, twice as interrupts.py says, and then ``operation.explain(error)``.
     """
 
-    __slots__ = (
-        "_calls_back",
-        "_in_place",
-        "_locked",
-        "_moved",
-        "_out",
-        "_stand_ins",
-        "_too_small",
-        "args",
-        "kwargs",
-    )
+    __slots__ = ("_calls_back", "_in_place", "_locked", "_moved", "_out", "_stand_ins",
+                 "_too_small", "args", "kwargs")  # fmt: skip
 
     def __init__(
-        self,
-        writes: Writes | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        data: bool,
+        self, writes: Writes | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, data: bool
     ) -> None:
         self.args = args
         self.kwargs = kwargs
@@ -176,14 +162,7 @@ class Operation:
 
 
 def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``original``, a builtin with ``out=``, exception-safe where it has an ``out``.
-
-    Equals ``original(*args, out=out, **kwargs)`` on success. On failure ``out``
-    has its shape, stride, storage offset and storage back; if its elements may
-    have been overwritten, its version counter moves on, and so does that of running
-    statistics that the call writes beside it. Without ``out`` the call goes straight
-    through.
-    """
+    """Make ``original``, a builtin with ``out=``, exception-safe where it has an ``out``."""
     tensor_type = torch.Tensor
     # What other code has put around a builtin (a mock, a partial) may have no name.
     statistics = writes_statistics(getattr(original, "__name__", ""))
@@ -239,8 +218,7 @@ def undo_write(
 ) -> None:
     """Undo what a call that failed with ``error`` did to a tensor that it writes in place.
 
-    ``saved`` is None where the call can't change anything but the elements; ``elements`` says
-    whether it writes them at all.
+    ``saved`` is None where the call can't change anything but the elements.
     """
     finish(_undo_write, tensor, saved, elements and _ran(error))
 
@@ -255,12 +233,9 @@ def _undo_write(tensor: torch.Tensor, saved: Snapshot | None, wrote: bool) -> No
 
 
 def _ran(error: BaseException) -> bool:
-    """Whether the operation can have begun.
-
-    torch raises TypeError while it reads the arguments. One that comes from
-    Python code below our frame comes from a callback of the user's, of ``apply_``.
-    (A callback without a frame, ``{}.get``, is why ``Writes`` has ``calls_back``.)
-    """
+    """Whether the operation can have begun: torch raises TypeError while it reads the arguments."""
+    # One from Python code below our frame comes from a callback of the user's, of apply_. (One
+    # without a frame, {}.get, is why Writes has calls_back.)
     below = error.__traceback__ and error.__traceback__.tb_next
     return not isinstance(error, TypeError) or below is not None
 
@@ -274,8 +249,7 @@ def _move(
 ) -> Any:
     """Replace each plain tensor over ``storage`` by the same view of ``target``.
 
-    ``stand_ins`` collects the replacements by the id of what they replace, and ``moved``
-    the tensors that nothing can replace.
+    ``stand_ins`` collects the replacements by id, and ``moved`` what nothing can replace.
     """
     if isinstance(value, torch.Tensor):
         saved = capture(value)
@@ -290,15 +264,14 @@ def _move(
                 view.set_(target, saved.storage_offset, saved.size, saved.stride)
             stand_ins[id(value)] = view
         return stand_ins[id(value)]
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    inside = value.values() if isinstance(value, dict) else value
+    items = [_move(item, storage, target, stand_ins, moved) for item in inside]
     if isinstance(value, dict):
-        return {
-            name: _move(item, storage, target, stand_ins, moved) for name, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        # A named tuple of torch takes a sequence; as an argument a tuple does as well.
-        items = [_move(item, storage, target, stand_ins, moved) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+        return dict(zip(value, items, strict=True))
+    # A named tuple of torch takes a sequence; as an argument a tuple does as well.
+    return items if isinstance(value, list) else tuple(items)
 
 
 # ---- storage in shared memory ----
@@ -309,11 +282,8 @@ def _move(
 
 
 def lacks_allocator(storage: torch.UntypedStorage) -> bool:
-    """Whether growing this storage would call through a null pointer.
-
-    CUDA storage always claims to be shared. A shared file mapping says itself
-    that it can't grow, and torch raises.
-    """
+    """Whether growing this storage would call through a null pointer."""
+    # CUDA storage always claims to be shared. A shared file mapping says itself that it can't grow.
     return storage.is_shared() and storage.resizable() and storage.device.type == "cpu"
 
 
@@ -341,11 +311,7 @@ def _can_be_replaced(tensor: torch.Tensor) -> bool:
 
 
 def _locked_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return a storage over the same bytes that says it can't grow.
-
-    Given to torch in place of one in shared memory, it turns the null pointer
-    into torch's ordinary exception. It keeps ``storage`` alive.
-    """
+    """Return a storage over the same bytes that says it can't grow, so that torch raises."""
     if not storage.nbytes():
         return torch.from_numpy(np.empty(0, dtype=np.uint8)).untyped_storage()
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())

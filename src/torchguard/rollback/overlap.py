@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import BuiltinFunctionType, FrameType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -37,15 +37,9 @@ _LISTS = ("_foreach_", "_fused_", "_amp_")
 
 
 def cloned(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which the call computes what the code says.
-
-    Raises:
-        OverlapWarning: where filters make it an error; nothing is written then.
-    """
+    """Return the arguments with which the call computes what the code says; warn of others."""
     return separated(function, args, kwargs, functools.partial(warn_of, function))
 
 
@@ -70,10 +64,6 @@ def _all_apart(written: Any, operands: tuple[Any, ...]) -> bool:
         elif kind not in _NO_MEMORY:
             return False
     return True
-
-
-def _module_name(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__") or ""
 
 
 def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +98,7 @@ def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def function(*args: Any, **kwargs: Any) -> Any:
         # What torch's optimizers hand over, their states, they have made themselves.
-        if lists and _module_name(sys._getframe(1)).startswith("torch.optim."):
+        if lists and str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.optim."):
             return original(*args, **kwargs)
         if not has_torch_function((*args, *kwargs.values())):
             args, kwargs = cloned(original, args, kwargs)
@@ -210,8 +200,5 @@ def not_needed() -> str | None:
     x = torch.arange(12.0, device="cpu").reshape(3, 4)
     expected = x - x[:, :1]
     patch.original("torch.Tensor.sub_")(x, x[:, :1])
-    return (
-        "an operation that reads what it writes is right on this torch"
-        if x.equal(expected)
-        else None
-    )
+    right = "an operation that reads what it writes is right on this torch"
+    return right if x.equal(expected) else None

@@ -1,9 +1,8 @@
 """Activation checkpointing: the second run of a block begins from what the first one began with.
 
-``torch.utils.checkpoint`` runs a block again in backward and restores torch's random state, and
-nothing else: https://github.com/pytorch/pytorch/issues/96136. A :class:`Block` notes before the
-first run what the block can see, gives it back for the time of the second run, and takes away
-again what the second run has written.
+``torch.utils.checkpoint`` restores torch's random state, and nothing else:
+https://github.com/pytorch/pytorch/issues/96136. A :class:`Block` notes before the first run what
+the block can see, gives it back for the second run, and takes away what that has written.
 """
 
 from __future__ import annotations
@@ -62,7 +61,11 @@ class Block:
         dicts = [entries for module in self._modules for entries in _state_of(module)]
         self._before = [(entries, entries.copy(), _rare_values(entries)) for entries in dicts]
         held = [value for *_, rare in self._before for value in rare]
-        copied = {id(each): each for each in held if _is_copied(each)}
+        copied = {
+            id(value): value
+            for value in held
+            if isinstance(value, Tensor) and not value.requires_grad and _is_state(value)
+        }
         self._copies = dict(zip(copied, _copies_of(copied.values()), strict=True))
         self._objects = [*self._reached, *(v for v in held if not isinstance(v, Tensor))]
         generators: list[Any] = []
@@ -135,15 +138,13 @@ class Block:
         return {id(tensor): tensor for tensor, new, old in pairs if new != old}
 
     def _refuse(self, tensor: Tensor) -> None:
-        expected = next(
-            v for t, v in zip(self._watched, self._versions, strict=True) if t is tensor
-        )
+        place = next(i for i, each in enumerate(self._watched) if each is tensor)
         function = called_by(self.function)
         block = getattr(function, "__qualname__", type(function).__name__)
-        tops = (each for each in self._reached if isinstance(each, nn.Module))
         names = (
             f"{name} of {type(top).__name__}"
-            for top in tops
+            for top in self._reached
+            if isinstance(top, nn.Module)
             for name, each in top.named_parameters()
             if each is tensor
         )
@@ -151,9 +152,9 @@ class Block:
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: [{tensor.type()} {list(tensor.shape)}], "
             f"{next(names, 'a tensor that the function captured')}, is at version "
-            f"{version_of(tensor)}; expected version {expected} instead. The checkpointed block "
-            f"{block} runs a second time in backward, and needs what its first run has read: "
-            "write after backward()"
+            f"{version_of(tensor)}; expected version {self._versions[place]} instead. The "
+            f"checkpointed block {block} runs a second time in backward, and needs what its first "
+            "run has read: write after backward()"
         )
 
 
@@ -169,7 +170,7 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 def _state_of(module: nn.Module) -> tuple[_Entries, ...]:
     """Return the dicts of a module that a run may write: parameters, buffers and attributes."""
-    # The wrappers of torch.distributed note there how far they are in gathering parameters.
+    # These wrappers note there how far they are in gathering parameters.
     if type(module).__name__ in {"FullyShardedDataParallel", "DistributedDataParallel"}:
         return ()
     return *members_of(module)[:2], vars(module)
@@ -202,10 +203,6 @@ def _is_of_parameter(value: Any) -> bool:
     )
 
 
-def _is_copied(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.requires_grad and _is_state(value)
-
-
 def _copies_of(tensors: Collection[Tensor]) -> list[Tensor]:
     # Selective checkpointing has a mode that knows no operators but the block's. What runs
     # operators of its own (a fake tensor, a DTensor) can't do without.
@@ -235,8 +232,7 @@ def _clone(tensor: Tensor, base: Tensor, copy: Tensor | None) -> Tensor:
 def _put_back(entries: _Entries, held: _Entries, copies: _Entries | None = None) -> None:
     """Let a module hold these values again; of new names those of other kinds stay.
 
-    With ``copies``, by id of what they were made of, these take the place of what they are copies
-    of, and of the others only those go back that are state.
+    With ``copies``, by id of what they were made of, of the others only state goes back.
     """
     is_same = [*entries] == [*held] and all(map(is_, entries.values(), held.values()))
     if is_same and not copies:
@@ -267,7 +263,7 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 
 
 def _of_generator(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return how to read one of a generator, and how to set it back."""
+    """Return how to read the state of a generator, and how to set it back."""
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if isinstance(generator, np.random.Generator):
@@ -336,11 +332,9 @@ def not_needed() -> str | None:
     block = nn.BatchNorm1d(1, device="cpu")
     with torch.enable_grad():
         x = torch.zeros(2, 1, device="cpu", requires_grad=True)
-        y: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        y.sum().backward()
-    if block.num_batches_tracked == 1:
-        return "a checkpointed block counts a batch once on this torch"
-    return None
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    once = "a checkpointed block counts a batch once on this torch"
+    return once if block.num_batches_tracked == 1 else None
 
 
 @public

@@ -1,13 +1,11 @@
 """resize_, resize_as_ and set_ that leave a tensor as it was when they fail.
 
-torch writes the new shape first and looks for the memory afterwards, so a call
-that raises leaves a tensor whose shape lies about its storage
-(https://github.com/pytorch/pytorch/issues/170298). Here the metadata is read
-before the call and put back if it raises.
+torch writes the new shape first and looks for the memory afterwards
+(https://github.com/pytorch/pytorch/issues/170298). Here the metadata is read before the call and
+put back if it raises.
 
-``guard_*`` make the replacements that ``install()`` puts in place, ``safe_*``
-are the helpers. The call to torch stands in the guard itself and not in a
-function below it, so that a traceback gains one line and no more.
+``guard_*`` make the replacements that ``install()`` puts in place, ``safe_*`` are the helpers. The
+call to torch stands in the guard itself, so that a traceback gains one line and no more.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import (
+    handle_torch_function,
+    has_torch_function,
+    has_torch_function_unary,
+)
 
 from torchguard._public import public
-from torchguard._torch import (
-    has_torch_function_unary,
-    overriding,
-    without_torch_function,
-)
+from torchguard._torch import overriding, without_torch_function
 from torchguard._torch.schemas import describe
 from torchguard.rollback.interrupts import finish
 from torchguard.rollback.operation import cannot_grow, lacks_allocator
@@ -39,11 +37,7 @@ _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
     original: Callable[..., Any], *, helper: bool = False
 ) -> Callable[..., Any]:
-    """Make ``original``, a ``Tensor.resize_``, exception-safe.
-
-    A helper asks the tensor's class for its own ``resize_``; a patched method is
-    reached after the class has had its say.
-    """
+    """Make ``original``, a ``Tensor.resize_``, exception-safe; a helper asks the tensor's class."""
     tensor_type = torch.Tensor
     operation = "safe_resize_" if helper else "resize_"
 
@@ -106,19 +100,21 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
     return resize_
 
 
-def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
+def _guard(
+    begin: Callable[..., Snapshot | None], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Make ``original`` exception-safe; ``begin`` reads what may have to be put back."""
+    is_shown = begin is begin_resize_as_  # torch shows set_ to no subclass and no mode
 
-    def resize_as_(*args: Any, **kwargs: Any) -> torch.Tensor:
-        self, template = _first_two(args, kwargs)
-        if self is None:
-            return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
-        saved = _begin(self, "resize_as_", (_numel(template),))
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        saved = begin(args, kwargs)
+        if saved is None:
+            return original(*args, **kwargs)  # torch complains
         try:
             try:
-                if has_torch_function(args):
-                    return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
-                return original(*args, **kwargs)  # type: ignore[no-any-return]
+                if is_shown and has_torch_function(args):
+                    return handle_torch_function(original, overriding(args), *args, **kwargs)
+                return original(*args, **kwargs)
             except BaseException:
                 finish(saved.restore)
                 raise
@@ -126,51 +122,17 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
             finish(saved.restore)
             raise
 
-    return resize_as_
+    return guarded
+
+
+def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
+    return _guard(begin_resize_as_, original)
 
 
 def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
-
-    def set_(self: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        saved = _begin_set(self, args, kwargs)
-        try:
-            try:
-                # Not shown to subclasses and modes: torch does not show them set_ either.
-                return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-            except BaseException:
-                finish(saved.restore)
-                raise
-        except BaseException:  # an interrupt in the clause above: see interrupts.py
-            finish(saved.restore)
-            raise
-
-    return set_
-
-
-def refuse_resize_(*args: Any, **options: Any) -> None:
-    """Raise where ``resize_`` with these arguments would kill the process."""
-    if args:
-        _begin(args[0], "resize_", args[1:] or (options.get("size"),))
-
-
-def refuse_resize_as_(*args: Any, **options: Any) -> None:
-    """Raise where ``resize_as_`` with these arguments would kill the process."""
-    tensor, template = _first_two(args, options)
-    if tensor is not None:
-        _begin(tensor, "resize_as_", (_numel(template),))
-
-
-def refuse_set_(*args: Any, **kwargs: Any) -> None:
-    """Raise where ``set_`` with these arguments would kill the process."""
-    if args:
-        _begin_set(args[0], args[1:], kwargs)
-
-
-def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return tensor and template of a ``resize_as_``; ``torch.resize_as_`` takes both by name."""
-    tensor = args[0] if args else kwargs.get("input")
-    return tensor, args[1] if len(args) > 1 else kwargs.get("the_template")
+    return _guard(begin_set_, original)
 
 
 class _SafeResize(Protocol):
@@ -284,7 +246,8 @@ def safe_set_(
         for name, value in given.items()
         if value is not _ABSENT and not (name == "source" and value is None)
     }
-    saved = _begin_set(tensor, (), arguments, "safe_set_")
+    saved = begin_set_((tensor,), arguments, "safe_set_")
+    assert saved is not None
     try:
         try:
             return tensor.set_(**arguments)  # type: ignore[arg-type, return-value]
@@ -296,11 +259,54 @@ def safe_set_(
         raise
 
 
-def _begin(tensor: torch.Tensor, operation: str, sizes: tuple[Any, ...]) -> Snapshot:
-    """Read what may have to be put back; refuse what would kill the process.
+# ---- what to read before a call; what would kill the process raises here ----
 
-    ``sizes`` is the size the tensor is to get, as it was given: torch complains of a wrong one.
-    """
+
+def begin_resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot | None:
+    """Begin a call of ``resize_``."""
+    return _begin(args[0], "resize_", args[1:] or (kwargs.get("size"),)) if args else None
+
+
+def begin_resize_as_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot | None:
+    """Begin a call of ``resize_as_``; ``torch.resize_as_`` takes both arguments by name."""
+    tensor = args[0] if args else kwargs.get("input")
+    template = args[1] if len(args) > 1 else kwargs.get("the_template")
+    return None if tensor is None else _begin(tensor, "resize_as_", (_numel(template),))
+
+
+def begin_set_(
+    args: tuple[Any, ...], kwargs: dict[str, Any], operation: str = "set_"
+) -> Snapshot | None:
+    """Begin a call of ``set_``; the storage is the one that the tensor gets."""
+    if not args:
+        return None
+    tensor = args[0]
+    _require_tensor(tensor, operation)
+    saved = capture(tensor)
+    # A whole storage or tensor fits itself.
+    if saved.storage is None or len(args) + len(kwargs) <= 2:  # noqa: PLR2004
+        return saved
+    names = ("source", "storage_offset", "size", "stride")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    storage, size, stride = given.get("source"), given.get("size"), given.get("stride")
+    if isinstance(storage, torch.TypedStorage):
+        storage = storage.untyped()
+    elif isinstance(storage, torch.Tensor):
+        storage = capture(storage).storage
+    sizes = _integers(size) if isinstance(size, Sequence) else None
+    if isinstance(storage, torch.UntypedStorage) and sizes is not None:
+        if stride is None:  # contiguous
+            stride = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+        strides = _integers(stride)
+        offset = _integers((given.get("storage_offset", 0),))
+        if strides is not None and offset and len(sizes) == len(strides):
+            needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))
+            _refuse_to_grow_shared(operation, saved.size, storage, needed)
+    return saved
+
+
+def _begin(tensor: torch.Tensor, operation: str, sizes: tuple[Any, ...]) -> Snapshot:
+    """Begin a call after which the tensor has these sizes, as they were given."""
     _require_tensor(tensor, operation)
     saved = capture(tensor)
     count = _elements(sizes)
@@ -315,38 +321,6 @@ def _itemsize(tensor: torch.Tensor) -> int:
         with without_torch_function():
             return tensor.itemsize
     return tensor.itemsize
-
-
-def _begin_set(
-    tensor: torch.Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operation: str = "set_",
-) -> Snapshot:
-    """Check a call of ``set_`` and take a snapshot; the storage is the one that the tensor gets."""
-    _require_tensor(tensor, operation)
-    saved = capture(tensor)
-    # A whole storage or tensor fits itself.
-    if saved.storage is None or len(args) + len(kwargs) <= 1:
-        return saved
-    given = dict(zip(("source", "storage_offset", "size", "stride"), args, strict=False)) | kwargs
-    storage, size, stride = given.get("source"), given.get("size"), given.get("stride")
-    if isinstance(storage, torch.TypedStorage):
-        storage = storage.untyped()
-    elif isinstance(storage, torch.Tensor):
-        storage = capture(storage).storage
-    if isinstance(storage, torch.UntypedStorage) and isinstance(size, Sequence):
-        sizes = _integers(size)
-        strides = None
-        if sizes is not None:
-            if stride is None:  # contiguous
-                stride = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-            strides = _integers(stride)
-        offset = _integers((given.get("storage_offset", 0),))
-        if sizes is not None and strides is not None and offset and len(sizes) == len(strides):
-            needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))
-            _refuse_to_grow_shared(operation, saved.size, storage, needed)
-    return saved
 
 
 def _require_tensor(tensor: object, operation: str) -> None:

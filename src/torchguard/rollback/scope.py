@@ -64,9 +64,8 @@ class Guarded(contextlib.ContextDecorator):
         """Run every call of ``function`` in the scope; of a generator, every step.
 
         Raises:
-            TypeError: ``function`` is a class, of which only the making of an instance would be in
-                the scope, or an asynchronous generator: what runs between its steps would be in
-                the scope as well.
+            TypeError: ``function`` is a class, or an asynchronous generator: what runs between its
+                steps would be in the scope as well.
         """
         if isinstance(function, type) or not callable(function):
             found = "a Tensor" if isinstance(function, torch.Tensor) else repr(function)
@@ -191,11 +190,10 @@ def guarded(function: Any = None, /, *, data: bool = False, overlap: bool = Fals
 
 # ---- torch.compile ----
 #
-# A scope covers eager code. It is popped while a compiled function runs and pushed back afterwards:
-# neither what the compiler does while it compiles (running on fake tensors, lowering) nor
-# what it has made is to be guarded. On torch 2.6 to 2.15 every compiled function hands its callback
-# to the interpreter through torch._dynamo.eval_frame._maybe_set_eval_frame, once on the way in and,
-# from the same Python frame, once on the way out:
+# A scope covers eager code. It is popped while a compiled function runs, or compiles, and pushed
+# back afterwards. Every compiled function hands its callback to the interpreter through
+# torch._dynamo.eval_frame._maybe_set_eval_frame, once on the way in and, from the same Python
+# frame, once on the way out:
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
 #
 # While at least one scope is open, code that is compiled has the guards "setitem" and

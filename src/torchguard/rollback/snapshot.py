@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import has_torch_function_unary
 
 from torchguard._torch import (
     call_unrecorded,
     call_with_grad,
     coo_parts,
     has_own_dispatch,
-    has_torch_function_unary,
     inner_tensors,
     is_view,
     set_version,
@@ -75,14 +75,10 @@ class Snapshot(NamedTuple):
     def restore(self, version: int | None = None) -> None:
         """Put back everything that was captured; the version counter becomes ``version``.
 
-        Other tensors over the same memory are not touched: the storage is the same object and
-        has the same number of bytes as before. Without ``version`` the counter is what it was.
-        That is right where no element was written, and where the elements were captured too. Else
-        pass a larger number, so that autograd refuses a backward over the changed elements
-        instead of computing a wrong gradient.
+        Without ``version`` the counter is what it was. Where elements were written that were not
+        captured, pass a larger number, so that autograd refuses a backward over them.
 
-        Raises nothing of its own, because it runs while another exception propagates: what torch
-        refuses becomes a ``RuntimeWarning``. May be called again, also after an interrupt.
+        What torch refuses becomes a ``RuntimeWarning``. May be called again.
         """
         tensor, elements, autograd = self.tensor, self.elements, self.autograd
         version = self.version if version is None else version
@@ -106,10 +102,7 @@ class Snapshot(NamedTuple):
                 elements.done.append(None)
 
     def version_after_write(self) -> int | None:
-        """Return the version to restore where elements may have been written since.
-
-        It is the captured one if the elements were captured too, else a later one.
-        """
+        """Return the version to restore where elements may have been written since."""
         copied = self.elements is not None or (
             self.assemble is not None and all(part.elements is not None for _, part in self.parts)
         )
@@ -151,19 +144,9 @@ class _Autograd(NamedTuple):
 def capture(tensor: torch.Tensor, data: bool = False, *, autograd: bool = False) -> Snapshot:
     """Read a tensor, unseen by subclasses and modes, so that it can be restored.
 
-    ====================  ==========================================================
-    kept always           shape, strides, storage offset, the storage itself (the same
-                          object, so every alias and view stays one) and how many bytes
-                          it holds, the version counter; of a sparse tensor its indices
-                          and values, of a wrapper subclass the tensors that it holds
-    with ``data=True``    the elements too. They are copied: as much memory again, until
-                          the snapshot is dropped
-    with ``autograd``     ``requires_grad``, dtype and device, which ``x.data = y`` can
-                          change, and with ``data=True`` the place in the autograd graph
-    ====================  ==========================================================
-
-    Without ``data`` a strided tensor costs about a microsecond and no memory. Nothing is kept of
-    ``.grad``, hooks and Python attributes, nor of an opaque layout without ``data``.
+    Without ``data`` it costs about a microsecond and no memory; with it the elements are copied.
+    ``autograd`` keeps ``requires_grad``, dtype and device too, which ``x.data = y`` can change, and
+    with ``data`` the place in the autograd graph. Nothing is kept of ``.grad`` and hooks.
 
     Raises:
         torch.OutOfMemoryError: there is no room for the copy; nothing has changed.
@@ -199,11 +182,8 @@ def _capture_parts(
 
 
 def _capture_sparse(saved: Snapshot, data: bool) -> Snapshot:
-    """Add what a sparse tensor is made of; an opaque one is made of nothing that can be read.
-
-    The parts themselves are out of reach: methods return aliases of them. These have sizes and
-    strides of their own, which a resize of the tensor does not change, so they are what it was.
-    """
+    """Add what a sparse tensor is made of; an opaque one is made of nothing that can be read."""
+    # Methods return aliases of the parts, whose sizes a resize of the tensor does not change.
     tensor = saved.tensor
     parts = [(name, part.detach()) for name, part in parts_of(tensor)]
     if not parts:
@@ -231,11 +211,7 @@ def parts_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def _copy_elements(tensor: torch.Tensor) -> _Elements:
-    """Copy the elements of a tensor.
-
-    A tensor with repeated elements refuses to be written to, so for that one the
-    stretch of memory it lies in is copied instead.
-    """
+    """Copy the elements of a tensor, or the memory it lies in where it can't be written to."""
     with without_torch_function(), without_dispatch_modes(tensor):
         if tensor.layout is torch.strided and not tensor.is_nested:
             size, stride = tuple(tensor.shape), tensor.stride()
@@ -274,13 +250,12 @@ def _capture_autograd(tensor: torch.Tensor, data: bool) -> _Autograd:
 def _restore_kind(tensor: torch.Tensor, saved: _Autograd) -> None:
     """Undo ``tensor.data = other`` with another dtype or device, which ``set_`` can't."""
     alias = saved.alias
-    if alias is not None and not (
-        tensor.dtype == alias.dtype
-        and tensor.device == alias.device
-        and tensor.is_conj() == alias.is_conj()
-        and tensor.is_neg() == alias.is_neg()
-    ):
+    if alias is not None and _kind_of(tensor) != _kind_of(alias):
         tensor.data = alias
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
 
 
 def _restore_layout(saved: Snapshot, version: int | None) -> None:
@@ -366,27 +341,25 @@ def _restore_history(tensor: torch.Tensor, saved: _Autograd) -> None:
 
 
 def read_stride_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """``tensor.stride(), tensor.storage_offset()`` of a tensor that may be inconsistent.
-
-    A resize_ that fails with "Stride calculation overflowed" leaves strides that are wrapped
-    around, and up to 2.9 a set_ that fails leaves the numbers it was given. Some negative numbers
-    are taken for the address of a symbolic one by the methods, which ends the process; the
-    operators hand them over as they are.
-    """
+    """``tensor.stride(), tensor.storage_offset()`` of a tensor that may be inconsistent."""
+    # A resize_ that fails with "Stride calculation overflowed" leaves negative strides. The methods
+    # take some for the address of a symbolic number, which ends the process; operators do not.
     if has_own_dispatch(tensor):
         return tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]  # symbolic
     with without_dispatch_modes(tensor):
         stride = tuple(torch.ops.aten.stride.default(tensor))
+        # Without autograd's keys, as in inference mode, the operator resolves a lazy conjugation
+        # or negation first, and gives the offset of that copy.
+        # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/ConjugateFallback.cpp
+        if tensor.is_conj() or tensor.is_neg():
+            return stride, tensor.storage_offset()
         return stride, torch.ops.aten.storage_offset.default(tensor)
 
 
 def bytes_needed(
     size: tuple[int, ...], stride: tuple[int, ...], storage_offset: int, itemsize: int
 ) -> int:
-    """Bytes a storage must hold for a strided tensor; 0 for a tensor without elements.
-
-    ``itemsize * (storage_offset + sum((size - 1) * stride) + 1)``
-    """
+    """Return the bytes a storage must hold for a strided tensor; 0 without elements."""
     if 0 in size:
         return 0
     last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))

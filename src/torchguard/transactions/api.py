@@ -178,12 +178,8 @@ def _innermost(optimizer: Any) -> Optimizer:
 
 
 def _refuse_model(model: nn.Module) -> None:
-    sharded = sys.modules.get("torch.distributed.fsdp")
-    kinds = tuple(
-        kind
-        for name in ("FullyShardedDataParallel", "FSDPModule")
-        if (kind := getattr(sharded, name, None)) is not None
-    )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(getattr(fsdp, each, ()) for each in ("FullyShardedDataParallel", "FSDPModule"))
     for name, module in model.named_modules():
         if isinstance(module, kinds):
             raise TypeError(

@@ -103,9 +103,8 @@ def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) 
 class Containers:
     """Shallow copies of the dicts and lists that objects hold, and copies of the tensors in them.
 
-    Goes into dicts, lists, tuples and sets, and into what holds state of its own inside a
-    scheduler (another scheduler, a schedule that ``LambdaLR`` calls), but not into modules and
-    optimizers. ``into`` says of other objects whether to go into their attributes.
+    Goes into dicts, lists, tuples and sets, not into modules and optimizers. ``into`` says of
+    other objects whether to go into their attributes: by default into schedulers and schedules.
     """
 
     def __init__(

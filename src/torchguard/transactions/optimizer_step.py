@@ -1,7 +1,4 @@
-"""One ``optimizer.step()``: prepared so that it can be undone or finished, or skipped.
-
-It is undone or finished when it raises, and skipped when what it would apply is not finite.
-"""
+"""One ``optimizer.step()``: undone or finished when it raises, skipped when it is not finite."""
 
 from __future__ import annotations
 
@@ -90,11 +87,7 @@ class OptimizerStep:
         self._fused = FusedStep(optimizer, self.prepare) if in_one_call else None
 
     def prepare(self) -> FusedLists:
-        """Make and check the state of a fused step, as the step does when it asks for its lists.
-
-        Raises:
-            OptimizerStateError: state does not fit its parameter; the optimizer is as before.
-        """
+        """Make and check the state of a fused step; if it raises, the optimizer is as before."""
         optimizer = self.optimizer
         state = self._state = state_of(optimizer)
         if state.lists is None or not call_unseen(state.lists.renew, optimizer):
@@ -129,10 +122,7 @@ class OptimizerStep:
     def fail(self, error: BaseException | None) -> bool:
         """Undo the step that has raised, or finish it; return whether it counts.
 
-        May be called again, also after an interrupt.
-
-        Raises:
-            UnrecoverableStepError: neither can be done.
+        May be called again, also after an interrupt; raises if neither can be done.
         """
         if self._counts is None:
             signals = DeferredSignals()
@@ -189,25 +179,21 @@ class OptimizerStep:
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        init_group(optimizer, group)
-        if group.get("momentum") and "dampening" in group:
-            _make_momentum(optimizer, group["params"])
-
-
-def _make_momentum(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """Make SGD's momentum buffers; its fused step makes them from memory as it finds it.
+    """Make the state of a fused step, SGD's momentum buffers too.
 
     ``_fused_sgd`` calls ``empty_like`` and lets the kernel fill it. Where found_inf is set the
     kernel does nothing, and the next step uses whatever was there. Minus zero is the start that
     changes no bit: ``momentum * -0.0 + gradient`` is the gradient, its zeros' signs included.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py#L511
     """
-    with_gradient = [each for each in parameters if each.grad is not None]
-    states = [optimizer.state[each] for each in with_gradient]
-    if all(state.get("momentum_buffer") is None for state in states):
-        for parameter, state in zip(with_gradient, states, strict=True):
-            state["momentum_buffer"] = torch.full_like(parameter, -0.0)
+    for group in optimizer.param_groups:
+        init_group(optimizer, group)
+        if group.get("momentum") and "dampening" in group:
+            with_gradient = [each for each in group["params"] if each.grad is not None]
+            states = [optimizer.state[each] for each in with_gradient]
+            if all(state.get("momentum_buffer") is None for state in states):
+                for parameter, state in zip(with_gradient, states, strict=True):
+                    state["momentum_buffer"] = torch.full_like(parameter, -0.0)
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -227,18 +213,16 @@ def _check(optimizer: Optimizer) -> None:
                     "and a fused kernel writes one after the other: clone() it"
                 )
             for key, tensor in optimizer.state.get(parameter, {}).items():
-                if key != "step" and isinstance(tensor, Tensor):
-                    _check_against(parameter, tensor, f"{name}: {key} of {where}")
-
-
-def _check_against(parameter: Tensor, tensor: Tensor, what: str) -> None:
-    for kind in ("shape", "dtype", "device"):
-        expected, found = getattr(parameter, kind), getattr(tensor, kind)
-        if expected != found:
-            raise OptimizerStateError(
-                f"{what} has {kind} {found}, its parameter has {expected}: load a state_dict of "
-                "this model, or delete the entry from optimizer.state"
-            )
+                if key == "step" or not isinstance(tensor, Tensor):
+                    continue
+                for kind in ("shape", "dtype", "device"):
+                    expected, found = getattr(parameter, kind), getattr(tensor, kind)
+                    if expected != found:
+                        raise OptimizerStateError(
+                            f"{name}: {key} of {where} has {kind} {found}, its parameter has "
+                            f"{expected}: load a state_dict of this model, or delete the entry "
+                            "from optimizer.state"
+                        )
 
 
 # --- a step that counts although its block raises -------------------------------------------
@@ -341,10 +325,9 @@ def add_note(exception: BaseException, note: str) -> None:
 
 
 def is_gated_on_device(optimizer: Optimizer) -> bool:
-    """Return whether a step of this optimizer reads ``found_inf`` within its kernel.
+    """Whether a step reads ``found_inf`` within its kernel; ``GradScaler.step`` asks so too.
 
-    ``GradScaler.step`` asks for the same attribute, which fused optimizers set
-    (torch/amp/grad_scaler.py). It says nothing of each group, and ``fused`` is an option of each.
+    The attribute says nothing of each group, and ``fused`` is an option of each.
     """
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
     return bool(supports) and all(group.get("fused") for group in optimizer.param_groups)

@@ -30,10 +30,7 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _flattened(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Pairs]:
-    """Allocate memory for the elements of all tensors: one row for each dtype and device.
-
-    Returns the rows, and each tensor with the view of a row that has its shape.
-    """
+    """Return a row of memory for each dtype and device, and each tensor with its view of one."""
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -48,15 +45,9 @@ def _flattened(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Pa
 
 
 class Ranks:
-    """The processes of a group, which take each step together.
+    """The processes of a group, True for the default one, which take each step together.
 
-    Args:
-        models: those of the transaction; each DistributedDataParallel among them is averaged.
-        group: a process group, True for the default one.
-
-    Raises:
-        ValueError: nothing to reduce; or a module communicates within forward or backward, where
-            a failed rank would leave the others waiting.
+    Each DistributedDataParallel among the models of the transaction is averaged.
     """
 
     def __init__(self, models: Sequence[nn.Module], group: Any) -> None:
@@ -119,11 +110,7 @@ class Ranks:
             yield
 
     def average(self) -> None:
-        """Agree that all are well, then average gradients and broadcast the first rank's buffers.
-
-        Raises:
-            PeerFailedError: another rank failed in its forward or backward.
-        """
+        """Agree that all are well, then average gradients, broadcast the first rank's buffers."""
         self._collect()
         self._agree()
         with without_dispatch_modes(self._flags):
@@ -169,16 +156,13 @@ class Ranks:
             buffer.copy_(view)
 
     def agree_to_commit(self) -> None:
-        """Agree at the last moment at which the step can be taken back.
-
-        Raises:
-            PeerFailedError: another rank failed.
-        """
+        """Agree at the last moment at which the step can be taken back."""
         if self.undecided:
             self._agree()
             self.undecided = False
 
     def _agree(self) -> None:
+        """Raise PeerFailedError if another rank failed."""
         if self._signals is not None:
             self._signals.deliver()
         self._all_reduce(_OK)

@@ -150,10 +150,8 @@ class _Survey:
         )
 
     def hook_copies(self) -> list[dict[int, Any]]:
-        """Return copies of the dicts of hooks, the last ones if no hook came or went.
-
-        One that comes moves torch's counter of hooks, one that goes leaves a dict shorter.
-        """
+        """Return copies of the dicts of hooks, the last ones if no hook came or went."""
+        # One that comes moves torch's counter of hooks, one that goes leaves a dict shorter.
         registered = hooks_registered()
         if registered != self._hooks_registered or any(
             len(hooks) != length for hooks, length in self._with_hooks
@@ -258,10 +256,7 @@ class TrainingSnapshot:
             undo()
 
     def changed(self) -> dict[str, int]:
-        """Count what is not as it was, by kind.
-
-        Parameters and gradients are compared by their version counters.
-        """
+        """Count what is not as it was, by kind; most of it by version counters."""
         survey = self._survey
         gradients = sum(
             parameter.grad is not before

@@ -269,20 +269,17 @@ backend = verified_backend()
 class SizesChecked:
     """The sizes with which a graph with dynamic shapes was checked.
 
-    A combination of sizes holds one number for each symbol of the graph: dims, strides, and
-    integers that Dynamo has made dynamic. Up to :attr:`EACH` combinations are checked one by one.
-    From then on a combination is trusted if the code that a compiler makes can't tell it from
-    those that were checked: if one of them had numbers of the same lengths in binary, and
-    each of its numbers leaves a remainder by :attr:`WIDEST` that one of them left too. A loop of
-    inductor runs over a multiple of the sizes, or a constant more. Its vectorized part begins
-    where that reaches the width of a vector, its tail is what a vector's width leaves over,
-    and Triton asks for divisibility by 16; how the rest is split among threads and blocks
-    depends on the magnitude.
+    A combination of sizes holds one number for each symbol of the graph. Up to :attr:`EACH` are
+    checked one by one; from then on one is trusted if compiled code can't tell it from those: if
+    one of them had numbers of the same lengths in binary, and each of its numbers leaves a
+    remainder by :attr:`WIDEST` that one of them left too. An inductor loop runs over a multiple of
+    the sizes, or a constant more. Its vectorized part begins at the width of a vector, its tail is
+    what that leaves over, Triton asks for divisibility by 16, and threads and blocks depend on the
+    magnitude.
 
-    A graph that writes its inputs may read what it has overwritten. That depends on how
-    far apart the program puts both, which may be any function of the sizes, so other sizes prove
-    nothing. Such a graph is checked with each combination up to :attr:`EACH_WRITING`; when
-    there are more, inductor keeps the writes out of the graph.
+    A graph that writes its inputs may read what it has overwritten, by any function of the sizes.
+    It is checked with each combination up to :attr:`EACH_WRITING`; when there are more, inductor
+    keeps the writes out of the graph.
     """
 
     EACH = 64
@@ -300,12 +297,8 @@ class SizesChecked:
         calls, checks = self._options.calls, self._checks
         if checks[sizes] >= calls:
             return False
-        if (
-            self._options.check_each == "shape"
-            or writes
-            or sizes in checks
-            or len(checks) < self.EACH
-        ):
+        each = self._options.check_each == "shape" or writes or sizes in checks
+        if each or len(checks) < self.EACH:
             return True
         return any(self._alike[trait] < calls for trait in self._traits(sizes))
 
@@ -344,8 +337,7 @@ _MOST_KNOWN = 10_000
 def _with_numbers(sizes: SizesOf | None, numbers: Sequence[int]) -> SizesOf:
     """Add to the sizes of a call whether its floats are those of the first call.
 
-    A float may take any value, so not each can be checked. But inductor of torch 2.13 returns
-    ``n + 1`` as the constant that it was in the first call: two values tell.
+    Inductor of torch 2.13 returns ``n + 1`` as the constant that it was then: two values tell.
     """
     first: list[list[Any]] = []
 
@@ -418,8 +410,7 @@ def checked_calls_of_new_sizes(
 ) -> Callable[..., Any]:
     """Return what Dynamo calls: the compiled graph, whose calls with new sizes are checked.
 
-    ``sizes_of_call`` is None if the shapes are static; ``numbers`` are the positions of floats, of
-    which two values are checked.
+    The sizes are None if the shapes are static; of the floats at ``numbers`` two are checked.
     """
     calls = _Calls(check, sizes_of_call, numbers)
 

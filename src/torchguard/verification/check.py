@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,9 +90,8 @@ class GraphCheck:
     def call(self, inputs: tuple[Any, ...], look: Callable[[tuple[Any, ...]], str | None]) -> Any:
         """Run a call for which ``look`` says whether it is checked; no other thread does meanwhile.
 
-        A check may take as long as compiling, and waits for Dynamo's lock to compile. So another
-        thread does not wait for this one: it runs the graph eagerly, which is right. Only where
-        the graph owns tensors every thread waits, for a check swaps their data.
+        A check may take as long as compiling, so another thread runs the graph eagerly. Only where
+        the graph owns tensors it waits, for a check swaps their data.
         """
         wait = bool(self.traced.owned) and self._thread != threading.get_ident()
         if not self._lock.acquire(blocking=wait):
@@ -117,27 +118,30 @@ class GraphCheck:
         """
         if self.settled:
             return None
-        start = time.perf_counter()
-        self.conclusive = True
-        try:
-            warning = self._check_or_leave(inputs)
+        with self._counted():
+            warning = None
+            try:
+                warning = self._check(inputs)
+            except torch.OutOfMemoryError:
+                self._leave("out of memory while re-running the graph for verification")
+            except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
+                self._leave(f"the check raised {type(error).__name__}: {error}")
             together = self.options.group is not None and self.options.on_mismatch == "fallback"
             # The other ranks are here too: only sizes that come later, each meets on its own.
             if together and self.record.checks < self.options.calls:
                 self._agree_with_ranks(inputs)
             return warning
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a check, and the time it takes."""
+        start = time.perf_counter()
+        self.conclusive = True
+        try:
+            yield
         finally:
             self.record.checks += 1
             self.record.seconds += time.perf_counter() - start
-
-    def _check_or_leave(self, inputs: Sequence[Any]) -> str | None:
-        try:
-            return self._check(inputs)
-        except torch.OutOfMemoryError:
-            self._leave("out of memory while re-running the graph for verification")
-        except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
-            self._leave(f"the check raised {type(error).__name__}: {error}")
-        return None
 
     def _check(self, inputs: Sequence[Any]) -> str | None:
         eager = self._run_eagerly(inputs)
@@ -160,7 +164,13 @@ class GraphCheck:
                 return None
             return self._replace(judged.differences, eager, inputs)
         if eager.error is not None:
-            self._leave_to_next_call(f"eager raises {type(eager.error).__name__}")
+            reason = f"eager raises {type(eager.error).__name__}"
+            # Ranks that check together count the same calls; otherwise this call proves nothing.
+            self.conclusive = self.options.group is not None
+            if self.conclusive:
+                self._leave(reason)
+            elif self.record.status == "compiled":
+                self.record.reason = f"{reason}; the next call is checked"
         elif self.record.status in {"compiled", "verified"}:
             earlier_note = self.record.reason if self.record.status == "verified" else ""
             self.record.status = "verified"
@@ -172,13 +182,9 @@ class GraphCheck:
     ) -> tuple[_Judged, Outcome, Sequence[Any]] | None:
         """Check what is added up where an id occurs twice, if no id of this call does.
 
-        What is gathered at one index twice gets both gradients, and compiled code may add or
-        overwrite (https://github.com/pytorch/pytorch/issues/147848): ids that all differ don't
-        show which. Outputs count too where the graph adds at indices and writes at none: what is
-        written at one index twice is undefined.
-
-        Returns:
-            What was found, what eager does, and the inputs; None if all of it is right.
+        Compiled code may overwrite instead (https://github.com/pytorch/pytorch/issues/147848).
+        Outputs count too where the graph adds at indices and writes at none: what is written at one
+        index twice is undefined. None if all of it is right.
         """
         repeated = with_a_repeated_id(inputs)
         if repeated is None:
@@ -191,15 +197,6 @@ class GraphCheck:
         if others and not _accumulates(self.traced.graph):
             return None
         return (judged, again, repeated) if judged.differences else None
-
-    def _leave_to_next_call(self, reason: str) -> None:
-        """Note that this call proves nothing about the graph, so the next one is checked."""
-        if self.options.group is not None:
-            self._leave(reason)  # ranks that check together count the same calls
-            return
-        self.conclusive = False
-        if self.record.status == "compiled":
-            self.record.reason = f"{reason}; the next call is checked"
 
     def _leave(self, reason: str) -> None:
         """Leave the graph unverified."""
@@ -271,10 +268,8 @@ class GraphCheck:
         graph = self.traced.graph
         compiled = run_on_copies(function, inputs, self.traced.owned)
         unknown = eager.random or self.traced.owned
-        verdict = judge(
-            eager, compiled, COMPILING, lambda: None if unknown else exact(graph, inputs)
-        )
-        found = verdict.differences
+        in_double = None if unknown else functools.partial(exact, graph, inputs)
+        found = judge(eager, compiled, COMPILING, in_double).differences
         # Without Dynamo's symbols, what is compiled in double would be another graph.
         if not found or self.traced.owned or self.traced.is_dynamic:
             return found, ""
@@ -305,7 +300,11 @@ class GraphCheck:
         if action != "raise":
             return text
         record.runs = "nothing"
-        self.runs = _refusal(text)
+
+        def refuse(*_: Any) -> Any:
+            raise MiscompilationError(text)
+
+        self.runs = refuse
         return None
 
     def _fall_back(self, eager: Outcome | None, inputs: Sequence[Any], start: int) -> None:
@@ -315,14 +314,12 @@ class GraphCheck:
         """
         last = len(self.fallbacks) - 1
         position, function = last, EAGER.compile(self.traced.graph, [])
-        try:
+        with contextlib.suppress(Exception):  # out of memory, perhaps: what is wrong can't stay
             for place in range(start, last):
                 compiled = self._compiled_right(place, eager, inputs)
                 if compiled is not None:
                     position, function = place, compiled
                     break
-        except Exception:  # noqa: BLE001, S110 - out of memory, perhaps: what runs is wrong and can't stay
-            pass
         # Not after a KeyboardInterrupt: the next call has to check again.
         self._position, self.runs = position, function
 
@@ -341,22 +338,16 @@ class GraphCheck:
 
         Otherwise the graph counts as one that leaves its inputs alone.
         """
-        start = time.perf_counter()
-        self.conclusive = True
         place, function = self._position + 1, None
-        try:
+        with self._counted(), contextlib.suppress(Exception):  # as in check()
             eager = self._run_eagerly(inputs)
             if not isinstance(eager, str):
                 function = self._compiled_right(place, eager, inputs)
-        except Exception:  # noqa: BLE001, S110 - as in check()
-            pass
         if function is not None:
             self._position, self.runs = place, function
             self.record.runs = OUTSIDE
             self.record.reason = "it writes its inputs, of more sizes than are checked one by one"
         self._stays_inside = function is None
-        self.record.checks += 1
-        self.record.seconds += time.perf_counter() - start
         return function is not None
 
     def _agree_with_ranks(self, inputs: Sequence[Any]) -> None:
@@ -370,10 +361,8 @@ class GraphCheck:
                 continue  # the others come down, and may have to go further
             eager: Outcome | str = "unverified"
             if self.record.status != "unverified":
-                try:
+                with contextlib.suppress(torch.OutOfMemoryError):
                     eager = self._run_eagerly(inputs)
-                except torch.OutOfMemoryError:
-                    eager = "out of memory"
             self._fall_back(None if isinstance(eager, str) else eager, inputs, furthest)
             self.record.runs = self.fallbacks[self._position].name
 
@@ -403,13 +392,6 @@ def checked_calls(check: GraphCheck) -> Callable[..., Any]:
         return target(*inputs)
 
     return run_target
-
-
-def _refusal(text: str) -> Callable[..., Any]:
-    def refuse(*_: Any) -> Any:
-        raise MiscompilationError(text)
-
-    return refuse
 
 
 def _accumulates(graph: torch.fx.GraphModule) -> bool:

@@ -31,10 +31,7 @@ Settings = Callable[[Any, "bool | Mapping[str, Any] | None"], dict[str, Any]]
 
 @runtime_checkable
 class CompilesInside(Protocol):
-    """What compiles functions of its own, such as what is bucketed, once for each bucket.
-
-    Dynamo does not look into it, so ``verified`` hands it what to compile them with.
-    """
+    """What compiles functions of its own, such as what is bucketed, once for each bucket."""
 
     def __torchguard_compile__(self, settings: Settings) -> Any:
         """Return the same with other settings for ``torch.compile``."""
@@ -219,11 +216,7 @@ def verified(
 
 
 class _Stats:
-    """The method ``stats`` of what is compiled.
-
-    A module holds it as an attribute, so it is copied and pickled with the module. torch leaves
-    the compiled code behind then, so the ``stats()`` of a copy has no graphs.
-    """
+    """The method ``stats`` of what is compiled; a copy of a module, not compiled, has no graphs."""
 
     def __init__(self, backend: VerifiedBackend | None = None) -> None:
         self._backend = backend

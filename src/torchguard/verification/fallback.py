@@ -88,10 +88,9 @@ def _inductor_and_fallbacks(compiler: Compiler) -> tuple[Fallback, ...]:
 
 
 def _without_input_mutations(aot_autograd: Callable[..., Any]) -> FunctionType:
-    """Make AOTAutograd write the inputs after the graph, from results of the graph.
+    """Make AOTAutograd write the inputs after the graph: inside it most are compiled wrong.
 
-    Most of inductor's errors around in-place writes need an input that the graph itself
-    writes. https://github.com/pytorch/pytorch/issues/198094
+    https://github.com/pytorch/pytorch/issues/198094
     """
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -141,8 +140,7 @@ class TracedGraph:
     def compile(self, fallback: Fallback, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         """Compile with a fallback; None if it can't, or only under guards that are never evaluated.
 
-        What Dynamo evaluates before each call was written when the graph was compiled first: a
-        guard on a size that compiling adds now would hold for this call and never be asked again.
+        What Dynamo evaluates before each call was written when the graph was compiled first.
         """
         if self._guards is None:
             self._guards = shape_guards(self.context)
@@ -164,16 +162,12 @@ class TracedGraph:
 def with_strides(
     function: Callable[..., Any], outputs: Mapping[int, tuple[int, ...]]
 ) -> Callable[..., Any]:
-    """Return ``function`` with some of its outputs copied into memory with other strides.
+    """Return ``function`` with outputs copied into memory with the order of these strides.
 
-    Inductor keeps the strides of a graph's outputs as AOTAutograd hands them over, and says why:
-    "user-land view() will not throw because inductor output different strides than eager"
-    (https://github.com/pytorch/pytorch/blob/main/torch/_inductor/graph.py). By then decompositions
-    have run, and some do not keep them: ``cat([empty, x])`` has become ``x.clone()``, which has the
-    strides of ``x``, where eager's result is contiguous. The first key-value cache of a decoder is
-    made so, and ``view()`` of it raises in compiled code only.
-
-    ``outputs`` has, by position, strides with the order of dims that an output shall have.
+    Inductor keeps the strides of a graph's outputs as AOTAutograd hands them over, lest ``view()``
+    raise (https://github.com/pytorch/pytorch/blob/main/torch/_inductor/graph.py). By then
+    ``cat([empty, x])`` has become ``x.clone()``, which has the strides of ``x``, where eager's
+    result is contiguous: the first key-value cache of a decoder.
     """
     orders = {
         position: tuple(sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim)))

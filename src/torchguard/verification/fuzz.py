@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import linecache
 import random
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,7 +62,6 @@ _WRITES = (
     "F.dropout({a}, 0.5, training=False).add_({c})",
     "({a} + 0).mul_(2)",
 )
-_COPIED = re.compile(r"(\] = \w+\[[^]]*\])\.clone\(\)")
 _SWAP = "{new} = {a}.clone(); {a}.copy_({b}); {b}.copy_({new})"
 _VALUES = (
     "{a}.clone()",
@@ -132,13 +130,6 @@ class Program:
         exec(compile(self.source, file, "exec"), scope)  # noqa: S102 - it was written here
         function: Callable[..., Any] = scope["program"]
         return function
-
-    def without_copies(self) -> Program:
-        """Return the program that writes what it reads: ``x[1:] = x[:-1].clone()`` less the copy.
-
-        It means the same, and plain eager computes something else.
-        """
-        return replace(self, source=_COPIED.sub(r"\1", self.source))
 
     def inputs(self, call: int = 0, rows: int = ROWS) -> list[torch.Tensor]:
         """Return the inputs of a call; each call has other numbers."""
@@ -220,21 +211,13 @@ class Trial:
     """What the caller saw that eager does not do; empty if it is right."""
 
 
-def attempt(
-    program: Program,
-    compile_: Callable[..., Any],
-    sizes: Sequence[int] = SIZES,
-    *,
-    compiles: Program | None = None,
-) -> Trial:
+def attempt(program: Program, compile_: Callable[..., Any], sizes: Sequence[int] = SIZES) -> Trial:
     """Compile the program with ``compile_`` and compare calls with eager.
-
-    ``compiles`` is compiled in its place where it is given: :meth:`Program.without_copies` of it.
 
     There are two calls with the first number of rows, the second with numbers that no check
     has seen, and then one with each of the others: from there on the graph is dynamic.
     """
-    eager, compiled = program.function(), compile_((compiles or program).function())
+    eager, compiled = program.function(), compile_(program.function())
     wrong: list[str] = []
     for call, rows in enumerate((sizes[0], *sizes)):
         want = _seen(eager, program, call, rows)
@@ -258,7 +241,8 @@ def _seen(function: Callable[..., Any], program: Program, call: int, rows: int) 
     for name, value in named.items():
         seen[f"{name}, requires_grad"] = value.requires_grad
         if 0 not in value.stride():  # what eager expands may be written out
-            seen[f"{name}, order of strides"] = _order_of_strides(value)
+            order = sorted(range(value.dim()), key=value.stride, reverse=True)
+            seen[f"{name}, order of strides"] = order
         seen[name] = value.detach().clone()
     ends = [value for value in named.values() if value.requires_grad]
     if ends:
@@ -277,11 +261,6 @@ def _seen(function: Callable[..., Any], program: Program, call: int, rows: int) 
         for other, tensor in before.items():
             tensors[other].copy_(tensor)
     return seen
-
-
-def _order_of_strides(tensor: torch.Tensor) -> list[int]:
-    strides = tensor.stride()
-    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def _equal(want: Any, got: Any) -> bool:

@@ -87,11 +87,8 @@ def place_of(graph: fx.GraphModule) -> tuple[str, str]:
 def sizes_of(examples: Sequence[Any], traced: Sequence[Any]) -> SizesOf | None:
     """Return what reads the sizes from the inputs of a call; None for a graph with static shapes.
 
-    Dynamo gives a graph every symbol of its inputs as an integer of its own.
-
-    Args:
-        examples: what the backend was given; symbolic integers in place of those integers.
-        traced: the fake inputs with which Dynamo traced the graph, None where it noted none.
+    Dynamo gives a graph every symbol of the fake inputs that it has ``traced`` as an integer of its
+    own: a symbolic one among the ``examples`` that the backend was given.
     """
     places = [place for place, value in enumerate(examples) if isinstance(value, torch.SymInt)]
     given = symbols_in([examples[place] for place in places])
@@ -109,10 +106,9 @@ def _shapes(inputs: Sequence[Any]) -> Hashable:
 
 
 def numbers_in(graph: fx.GraphModule, examples: Sequence[Any]) -> list[int]:
-    """Return the positions of the inputs that the graph reads as one number.
+    """Return the positions of the inputs that the graph reads as one number, on the CPU.
 
-    Dynamo gives a graph each float that has differed between calls as a tensor without dims. On an
-    accelerator a number is not looked at: that would wait for the device.
+    Dynamo gives a graph each float that has differed between calls as a tensor without dims.
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return [

@@ -1,17 +1,16 @@
 """A smaller graph with the same fault: what can be left out while a difference stays.
 
-Compiling is what takes the time, so large cuts come first. The whole graph is compiled once with
-the value of every statement as a result; then graphs of one, two, four statements and so on are
-tried that end with the first wrong one, with what they read as inputs. Where no value is wrong
-(a gradient is, or what is written into an input), the end is found by bisection. At last results
-and statements are left out in halves, quarters and so on, as delta debugging does.
+Compiling takes the time, so large cuts come first. The whole graph is compiled once with every
+value as a result; then the last one, two, four statements and so on up to the first wrong one, with
+what they read as inputs. Where no value is wrong (a gradient is, or what is written into an input),
+the end is found by bisection. At last results and statements are left out by delta debugging.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +53,9 @@ class Case:
 
 
 def minified(case: Case, compile_: _Compile) -> Case:
-    """Return a case with fewer results, statements and inputs that still shows a difference.
+    """Return a case with less that still shows a difference; Ctrl-C ends with the smallest so far.
 
-    It compiles many graphs; one that ``compile_`` refuses shows nothing. Ctrl-C ends it with the
-    smallest so far.
+    A graph that ``compile_`` refuses shows nothing.
     """
     minifier = _Minifier(case, compile_)
     with contextlib.suppress(KeyboardInterrupt):
@@ -103,8 +101,7 @@ class _Minifier:
         # wrong here, and the end is found by bisection.
         graph = copy_graph(self.case.graph)
         nodes = list(graph.graph.nodes)
-        places = _statements(graph)
-        places = [place for place in places if isinstance(_example(nodes[place]), torch.Tensor)]
+        places = [place for place in _statements(graph) if _has_tensor(nodes[place])]
         nodes[-1].args = (tuple(nodes[place] for place in places),)
         _, found = self._try(graph, self.case.inputs)
         wrong = [each.key for each in found if each.finite and each.part == "outputs"]
@@ -159,8 +156,7 @@ class _Minifier:
 def _end_at(graph: fx.GraphModule, place: int) -> None:
     """Leave out what comes after a statement, and make what it has returned the result."""
     nodes = list(graph.graph.nodes)
-    returned = (nodes[place],) if isinstance(_example(nodes[place]), torch.Tensor) else ()
-    nodes[-1].args = (returned,)
+    nodes[-1].args = ((nodes[place],) if _has_tensor(nodes[place]) else (),)
     valued = {node for node in nodes if node.users or _is_statement(node)}
     for node in reversed(nodes[place + 1 : -1]):
         # A node without users that is no statement sets a mode back.
@@ -236,13 +232,12 @@ def _results(graph: fx.GraphModule) -> tuple[Any, ...]:
 
 def _is_statement(node: fx.Node) -> bool:
     """Whether it computes or writes tensors: what sets a mode, such as autocast, has to stay."""
-    if node.op not in {"call_function", "call_method"}:
-        return False
-    return node.target is operator.setitem or isinstance(_example(node), torch.Tensor)
+    is_call = node.op in {"call_function", "call_method"}
+    return is_call and (node.target is operator.setitem or _has_tensor(node))
 
 
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
+def _has_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
 def _leave_out(graph: fx.GraphModule, parts: list[int]) -> bool:
@@ -254,8 +249,8 @@ def _leave_out(graph: fx.GraphModule, parts: list[int]) -> bool:
     changed = len(kept) < len(results)
     for place in sorted((part for part in parts if part >= 0), reverse=True):
         node = nodes[place]
-        replacement = next(_replacements(node), None)
-        if node.users and replacement is not None:
+        replacement = _replacement(node) if node.users else None
+        if replacement is not None:
             node.replace_all_uses_with(replacement)
         if not node.users:
             graph.graph.erase_node(node)
@@ -266,37 +261,33 @@ def _leave_out(graph: fx.GraphModule, parts: list[int]) -> bool:
 def _leave_out_unread(graph: fx.GraphModule) -> None:
     """Leave out what computes something that is not read any more."""
     for node in reversed(list(graph.graph.nodes)):
-        computes = _is_statement(node) or _example(node) is not None
+        computes = _is_statement(node) or node.meta.get("example_value") is not None
         if computes and node.op.startswith("call_") and not node.users and not _writes(node):
             graph.graph.erase_node(node)
 
 
-def _replacements(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what a statement reads that looks like its result."""
-    result = _example(node)
-    for read in node.all_input_nodes:
-        value = _example(read)
-        if not isinstance(value, torch.Tensor) or not isinstance(result, torch.Tensor):
-            continue
+def _replacement(node: fx.Node) -> fx.Node | None:
+    """Return the first that a statement reads and that looks like its result."""
+    result: Any = node.meta.get("example_value")
+    for read in filter(_has_tensor, node.all_input_nodes if _has_tensor(node) else ()):
+        value = read.meta["example_value"]
         if (value.shape, value.dtype) == (result.shape, result.dtype):
-            yield read
+            return read
+    return None
 
 
 def _writes(node: fx.Node) -> bool:
     """Whether a statement may do more than return something."""
-    if node.target in _WRITING_OPERATORS:
-        return True
     name = str(getattr(node.target, "__name__", node.target))
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or bool(node.kwargs.get("out") or node.kwargs.get("inplace"))
+    by_argument = node.kwargs.get("out") or node.kwargs.get("inplace")
+    return node.target in _WRITING_OPERATORS or in_place or bool(by_argument)
 
 
 def _leave_out_unused_inputs(graph: fx.GraphModule, inputs: list[Any]) -> list[Any]:
-    kept = []
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node, value in zip(placeholders, inputs, strict=True):
-        if node.users:
-            kept.append(value)
-        else:
+    used = [bool(node.users) for node in placeholders]
+    for node in placeholders:
+        if not node.users:
             graph.graph.erase_node(node)
-    return kept
+    return [value for value, kept in zip(inputs, used, strict=True) if kept]

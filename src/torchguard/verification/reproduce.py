@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torchguard._torch import tracing_again
-from torchguard.equivalence.copies import copy_inputs
+from torchguard.equivalence.copies import copy_inputs, tensors_of
 from torchguard.verification.fallback import Fallback, TracedGraph, fallbacks_of
 from torchguard.verification.graph import copy_graph, numbers_in, unlogged
 from torchguard.verification.minify import Case, minified
@@ -65,7 +65,7 @@ def run(function):
 
 
 graph = {root}()
-{grad_mode}
+with torch.{grad_mode}():
 {minify}    eager, eager_shared = run(graph)
     compiled, compiled_shared = run(torch.compile({arguments}))
 wrong = []
@@ -195,21 +195,16 @@ def _temporary_folder() -> str:
 
 
 def _script(case: Case, arguments: str, minify: str = "") -> str:
-    """Return the text of a script.
+    """Return the text of a script, which gives ``torch.compile`` these arguments.
 
-    Args:
-        case: what differs.
-        arguments: those for ``torch.compile``, as in source code.
-        minify: the lines that make it smaller, with a place for the arguments.
-
-    Raises:
-        _NoScriptError: the graph can't be written as a script.
+    ``minify`` are the lines that make it smaller, with a place for the arguments.
     """
     imports: dict[str, str] = {}
     classes: list[str] = []
     root = _class_of(case.graph, "Graph", imports, classes)
-    double = any(isinstance(v, torch.Tensor) and v.dtype == torch.float64 for v in case.inputs)
+    double = any(tensor.dtype == torch.float64 for tensor in tensors_of(case.inputs))
     differences = "\n".join(map(str, case.differences(case.inputs)))
+    arguments = f", {arguments}" if arguments else ""
     return _SCRIPT.format(
         version=torch.__version__,
         # They stand in the docstring of the script, which these would end or escape.
@@ -218,14 +213,11 @@ def _script(case: Case, arguments: str, minify: str = "") -> str:
         classes="\n\n".join(classes),
         inputs=_inputs_that_show(case),
         root=root,
-        arguments=f"graph, {arguments}" if arguments else "graph",
+        arguments=f"graph{arguments}",
         import_sys="import sys\n\n" if minify else "",
-        minify=minify.format(arguments=f", {arguments}" if arguments else ""),
-        grad_mode="with torch.enable_grad():"
-        if torch.is_grad_enabled()
-        else "with torch.no_grad():",
-        # Wider than the check's, which knows what rounding explains here: a script does not, and is
-        # run on other machines.
+        minify=minify.format(arguments=arguments),
+        grad_mode="enable_grad" if torch.is_grad_enabled() else "no_grad",
+        # Wider than the check's, which knows what rounding explains here: a script does not.
         rtol=1e-6 if double else 1e-3,
         atol=1e-6 if double else 1e-4,
     )
@@ -247,10 +239,9 @@ def _class_of(graph: fx.GraphModule, name: str, imports: dict[str, str], classes
         for line in code.src.strip("\n").splitlines()
         if not line.lstrip().startswith("#")
     )
-    lines = [f"class {name}(torch.nn.Module):"]
     if children:
-        lines += ["    def __init__(self):", "        super().__init__()", *children, ""]
-    classes.append("\n".join([*lines, body, ""]))
+        children = ["    def __init__(self):", "        super().__init__()", *children, ""]
+    classes.append("\n".join([f"class {name}(torch.nn.Module):", *children, body, ""]))
     return name
 
 
@@ -260,11 +251,8 @@ def _import_of(name: str, value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    if (
-        module
-        and "." not in qualified
-        and getattr(sys.modules.get(module), qualified, None) is value
-    ):
+    # Not a nested one, of which no module has the dotted name.
+    if module and getattr(sys.modules.get(module), qualified, None) is value:
         return f"from {module} import {qualified} as {name}"
     raise _NoScriptError(f"the graph has {value!r}, which a script can't import")
 
@@ -280,19 +268,16 @@ def _inputs_that_show(case: Case) -> str:
     with torch.random.fork_rng():
         exec(f"def inputs():\n    torch.manual_seed(0)\n{random}", scope)  # noqa: S102
         seen = bool(case.differences(scope["inputs"]()))
-    elements = sum(value.numel() for value in case.inputs if isinstance(value, torch.Tensor))
-    return (
-        random if seen or elements > _MOST_WRITTEN_OUT else _inputs(case.inputs, written_out=True)
-    )
+    elements = sum(tensor.numel() for tensor in tensors_of(case.inputs))
+    written_out = not seen and elements <= _MOST_WRITTEN_OUT
+    return _inputs(case.inputs, written_out=True) if written_out else random
 
 
 def _inputs(inputs: Sequence[Any], *, written_out: bool) -> str:
     lines: list[str] = []
     storages: dict[tuple[int, torch.dtype], str] = {}
-    names = []
     for position, value in enumerate(inputs):
         name = f"input_{position}"
-        names.append(name)
         if not isinstance(value, torch.Tensor):
             lines.append(f"{name} = {value!r}")
             continue
@@ -300,14 +285,14 @@ def _inputs(inputs: Sequence[Any], *, written_out: bool) -> str:
         if key not in storages:
             storages[key] = f"storage_{len(storages)}"
             lines.append(f"{storages[key]} = {_storage(value, written_out=written_out)}")
-        made = f"{storages[key]}.as_strided({tuple(value.shape)}, {value.stride()}, "
-        made += f"{value.storage_offset()})"
+        place = f"{tuple(value.shape)}, {value.stride()}, {value.storage_offset()}"
+        made = f"{storages[key]}.as_strided({place})"
         made = f"{made}.conj()" if value.is_conj() else made
         made = f"torch._neg_view({made})" if value.is_neg() else made
         if value.requires_grad and value.is_leaf:
             made += ".detach().requires_grad_()"
         lines.append(f"{name} = {made}")
-    lines.append(f"return [{', '.join(names)}]")
+    lines.append(f"return [{', '.join(f'input_{place}' for place in range(len(inputs)))}]")
     return "\n".join(f"    {line}" for line in lines)
 
 

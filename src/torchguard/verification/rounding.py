@@ -1,11 +1,12 @@
 """Whether rounding alone makes a compiled graph differ from eager: at a discontinuity.
 
-Two questions tell that from a wrong graph. Does eager, with ULP-scale noise on its inputs, come as
-far away from itself? And is the same graph, compiled in double precision, right?
+There eager, with ULP-scale noise on its inputs, comes as far away from itself, and the same graph,
+compiled in double precision, is right.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +15,7 @@ import torch
 from torch import fx
 
 from torchguard._torch import tracing_again
-from torchguard.equivalence.compare import (
-    COMPILING,
-    Difference,
-    Part,
-    as_double,
-    close,
-    judge,
-    value_of,
-)
+from torchguard.equivalence.compare import COMPILING, Difference, as_double, close, judge, value_of
 from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of, why_not_copied
 from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.outcome import Outcome
@@ -53,16 +46,16 @@ def not_by_rounding(
     compared = [place for _, place in places if place is not None]
     if not compared or not any(map(can_be_perturbed, chosen)):
         return list(found)
+
+    def change(seed: int, values: torch.Tensor, requires_grad: bool) -> None:
+        if requires_grad or not some_require_grad:
+            perturb_(values, seed)
+
     try:
         if not judge(eager, run_on_copies(graph, inputs), COMPILING).equal:
             return list(found)
         for seed in range(_RUNS):
-
-            def change(values: torch.Tensor, requires_grad: bool, seed: int = seed) -> None:
-                if requires_grad or not some_require_grad:
-                    perturb_(values, seed)
-
-            other = run_on_copies(graph, inputs, change=change)
+            other = run_on_copies(graph, inputs, change=functools.partial(change, seed))
             for place in compared:
                 place.reach(other)
             if not any(place.left.any() for place in compared):
@@ -109,8 +102,7 @@ def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
 class _Places:
     """The elements of a tensor at which the compiled graph and eager differ."""
 
-    part: Part
-    key: Any
+    difference: Difference
     eager: torch.Tensor
     compiled: torch.Tensor
     left: torch.Tensor
@@ -126,11 +118,11 @@ class _Places:
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             return None  # a gradient that only one of them has
         one, other = one.detach(), other.detach()
-        return cls(part, key, one, other, ~close(one, other))
+        return cls(difference, one, other, ~close(one, other))
 
     def reach(self, outcome: Outcome) -> None:
         """Clear the places that this run of eager has reached."""
-        value = value_of(outcome, self.part, self.key)
+        value = value_of(outcome, self.difference.part, self.difference.key)
         if not isinstance(value, torch.Tensor) or value.shape != self.eager.shape:
             return
         if self.eager.is_floating_point() or self.eager.is_complex():
@@ -160,12 +152,9 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
-    """Copy the graph with every dtype it names made double.
+    """Copy the graph with every dtype it names made double; None if that can't be done.
 
-    None if it reads bits, or if the inputs can't be copied in double precision.
-
-    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/utils.py has the same idea
-    for its accuracy minifier.
+    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/utils.py has the same idea.
     """
     if why_not_copied(inputs, _wider) is not None:
         return None

@@ -98,19 +98,17 @@ def checked_options(options: Mapping[str, Any]) -> MaskingOptions:
             "bucketed() missing 1 required keyword-only argument: 'dims', which dimension of which "
             "argument varies. Write bucketed(function, dims={'x': {1: 't'}}, buckets=[64, 128])"
         )
-    if not isinstance(options["dims"], (Mapping, Sequence)) or isinstance(options["dims"], str):
+    dims = options["dims"]
+    of_a_tensor = isinstance(dims, Mapping) and dims and all(type(key) is int for key in dims)
+    if not isinstance(dims, (Mapping, Sequence)) or isinstance(dims, str) or of_a_tensor:
         raise TypeError(
-            f"bucketed: dims is {options['dims']!r}, expected {{argument: {{dim: name}}}}, such as "
+            f"bucketed: dims is {dims!r}, expected {{argument: {{dim: name}}}}, such as "
             "{'x': {1: 't'}}"
         )
     checked: Any = {**DEFAULTS, **options}
-    for name, allowed in (
-        ("side", get_args(Side)),
-        ("overflow", get_args(Overflow)),
-        ("check_padding", get_args(CheckPadding)),
-    ):
-        if checked[name] not in allowed:
-            listed = ", ".join(map(repr, allowed))
+    for name, words in (("side", Side), ("overflow", Overflow), ("check_padding", CheckPadding)):
+        if checked[name] not in get_args(words):
+            listed = ", ".join(map(repr, get_args(words)))
             raise ValueError(f"bucketed: {name} is {checked[name]!r}, expected one of {listed}")
     if checked["fill"] is not None and not isinstance(checked["fill"], Mapping):
         raise TypeError(

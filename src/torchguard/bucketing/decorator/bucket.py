@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,12 +55,10 @@ class TensorKey(NamedTuple):
 def leaf_key(leaf: Any) -> Any:
     """Return what a graph depends on of a leaf: something to hash and compare."""
     # By type, not isinstance(): a subclass of int may compare as it likes.
-    if type(leaf) in PLAIN:
+    if type(leaf) in PLAIN or isinstance(leaf, enum.Enum):
         return leaf
     if isinstance(leaf, torch.Tensor):
         return TensorKey(leaf.shape, leaf.dtype, leaf.device)
-    if isinstance(leaf, enum.Enum):
-        return leaf
     # Of a module nothing else: its attributes Dynamo guards by itself, and compiles anew.
     return leaf.training if isinstance(leaf, torch.nn.Module) else type(leaf)
 
@@ -68,10 +66,8 @@ def leaf_key(leaf: Any) -> Any:
 class Signature(NamedTuple):
     """How a call gives its arguments: equal for calls that share a plan."""
 
-    names: tuple[str, ...]
-    """The names of the arguments; ``"*2"`` for one behind ``*args``."""
-    positional: int
-    """How many of them are given by position."""
+    names: tuple[str, ...]  # "*2" for one behind *args
+    positional: int  # how many of them are given by position
     treedefs: tuple[TreeDef, ...]
     starts: tuple[int, ...]
     """The index of each argument's first leaf, and how many leaves there are."""
@@ -81,8 +77,7 @@ class Call(NamedTuple):
     """The arguments of one call, flattened; padding has not happened yet."""
 
     signature: Signature
-    owner: tuple[Any, ...]
-    """What the function is given before the caller's arguments: ``self``."""
+    owner: tuple[Any, ...]  # what comes before the caller's arguments: self
     arguments: list[Any]
     leaves: list[Any]
 
@@ -114,13 +109,12 @@ class Call(NamedTuple):
     def perturbed(self, seed: int) -> tuple[Self, bool]:
         """Return it with perturbed values in what requires a gradient, and if any changed."""
         new: dict[int, Any] = {}
-        changed = False
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                copy = leaf.detach().clone()
-                perturb_(copy, seed)
-                changed |= not torch.equal(copy, leaf)
-                new[index] = copy.requires_grad_()
+                new[index] = leaf.detach().clone()
+                perturb_(new[index], seed)
+                new[index].requires_grad_()
+        changed = any(not torch.equal(copy, self.leaves[index]) for index, copy in new.items())
         return self.with_leaves(new), changed
 
     def labels(self) -> list[str]:
@@ -173,11 +167,9 @@ class Input:
     index: int  # of the leaf
     label: str
     shape: tuple[int, ...]
-    axes: tuple[tuple[int, str], ...]
-    """(dim, name of its axis)."""
+    axes: tuple[tuple[int, str], ...]  # (dim, name of its axis)
     fill: Fill
-    declared: bool
-    """Whether the fill was declared, or is that of a mask."""
+    declared: bool  # whether the fill was, or is that of a mask
     device: torch.device
     dtype: torch.dtype
 
@@ -195,10 +187,12 @@ class Specialization(NamedTuple):
     global_state: tuple[Any, ...]
     """Grad mode, inference mode, autocast, a transform of torch.func, ``training`` of modules."""
     structure: tuple[TreeDef, ...]
-    unpadded: tuple[tuple[str, Any], ...]
-    """Label and key of the leaves that have no dim to pad."""
-    transformed: bool
-    """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
+    unpadded: tuple[tuple[str, Any], ...]  # label and key of the leaves that have no dim to pad
+
+    @property
+    def transformed(self) -> bool:
+        """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
+        return bool(self.global_state[3])
 
 
 def differing(specializations: Iterable[Specialization]) -> list[str]:
@@ -215,16 +209,14 @@ class Graph:
     """What runs a bucket's inputs of certain padded shapes, in one global state."""
 
     run: Callable[..., Any]
-    code: CodeType | None = None
-    """A code object of its own, where it is compiled for static sizes."""
+    code: CodeType | None = None  # of its own, where it is compiled for static sizes
     compiles: bool = False
     cuda_graphs: bool = False
     compiled_for: set[Specialization] = field(default_factory=set)
     """What it has run for: for anything else it is compiled anew."""
     warmed_for: set[Specialization] = field(default_factory=set)
     """What its backward has run for too."""
-    seconds: float = 0.0
-    """What the first call in each took, and warming up."""
+    seconds: float = 0.0  # what the first call in each took, and warming up
     first_graphs: int = 0
     first_entries: int = 0
 
@@ -235,21 +227,15 @@ _GROWS = 2.0
 
 @dataclass
 class Bucket:
-    """One size, or one for each axis, and all that belongs to it.
+    """One size, or one for each axis, and what the first call or ``warmup()`` has made of it."""
 
-    It is made whole by the first call or by ``warmup()``: its padding is proven, its graph is
-    compiled, and how much of an output is real is derived.
-    """
-
-    sizes: tuple[int, ...]
-    """The size of each axis; empty for what no bucket holds."""
+    sizes: tuple[int, ...]  # empty for what no bucket holds
     calls: int = 0
     real: int = 0
     padded: int = 0
     graphs: dict[Any, Graph] = field(default_factory=dict)
     """Graphs by padded shapes and global state: Dynamo compiles anew for each of these anyway, and
-    with a function of its own a call finds one entry in Dynamo's cache. In a list of several,
-    threads walk past theirs."""
+    in a list of several entries of its cache threads walk past theirs."""
     proven: dict[Any, tuple[float, ...]] = field(default_factory=dict)
     """How much padding it was proven with for what was real: by kind of call, then by axis."""
     formulas: dict[Any, ShapeFormula | None] = field(default_factory=dict)
@@ -283,19 +269,11 @@ class Known:
 
     neutral: frozenset[str] = frozenset()
     """The inputs that 0 in the padding is neutral for, though another value is not."""
-    tried: bool = False
-    """Whether the check has run on other data than the caller's."""
+    tried: bool = False  # whether the check has run on other data than the caller's
 
 
-class Pad(NamedTuple):
-    """How to pad one leaf: a function of the tensor, and of what to put into the padding."""
-
-    leaf: int  # its index
-    pad: Callable[..., torch.Tensor]
-
-
-def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
-    """Return how to pad these dims of an input: (dim, size) each."""
+def _pad(each: Input, dims: Sequence[tuple[int, int]], side: Side) -> Callable[..., torch.Tensor]:
+    """Return what pads these dims, (dim, size) each, of an input; it takes another fill too."""
     shape, fill = each.shape, each.fill
     if fill == "repeat-last" and 0 in shape:
         fill = 0  # nothing is there to repeat, and nothing of it will be seen
@@ -306,7 +284,7 @@ def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
         return x
 
     if not isinstance(fill, (bool, int, float, complex)) or math.prod(shape) >= _SMALL:
-        return Pad(each.index, pad)
+        return pad
     if fill:  # each dtype has a 0
         check_number(fill, each.dtype)
     pads = [0] * (2 * len(shape))
@@ -321,7 +299,7 @@ def _pad(each: Input, dims: tuple[tuple[int, int], ...], side: Side) -> Pad:
             return constant_pad_nd(x, pads, value)
         return pad(x, value)
 
-    return Pad(each.index, pad_with_number)
+    return pad_with_number
 
 
 @dataclass
@@ -337,40 +315,35 @@ class Plan:
     bucket: Bucket
     graph: Graph
     specialization: Specialization
+    kind: Any
+    """What a proof is of, besides the bucket: what leads the function another way."""
     seen: list[int]
     """How many calls had these sizes, in a list that plans for the same sizes share."""
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
     """Masks and lengths that the caller does not give, by argument."""
-    pads: tuple[Pad, ...] = ()
+    pads: tuple[tuple[int, Callable[..., torch.Tensor]], ...] = ()
+    """The index of each leaf to pad, and what pads it."""
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Label and padded shape of each input; empty where nothing is padded."""
     slices: dict[Any, Any] = field(default_factory=dict)
     """What to take of an output, by its structure and shapes."""
     ready: bool = False
-    shortest: AxisSizes = field(default_factory=dict)
-    """The smallest sizes that any rank of a group has."""
+    shortest: AxisSizes = field(default_factory=dict)  # of all ranks of a group
     real: int = 1
     padded: int = 1
-    kind: Any = None
-    """What a proof is of, besides the bucket: what leads the function another way."""
 
     def __post_init__(self) -> None:
-        padded = self.inputs if self.buckets else ()
-        self.shapes = tuple((each.label, each.padded(self.buckets)) for each in padded)
-        pads = []
-        for each in padded:
-            dims = tuple(
-                (dim, self.buckets[axis])
-                for dim, axis in each.axes
-                if each.shape[dim] != self.buckets[axis]
-            )
+        pads, shapes = [], []
+        for each in self.inputs if self.buckets else ():
+            shape = each.padded(self.buckets)
+            shapes.append((each.label, shape))
+            dims = [(dim, shape[dim]) for dim, _ in each.axes if shape[dim] != each.shape[dim]]
             if dims:
-                pads.append(_pad(each, dims, self.side))
-        self.pads = tuple(pads)
-        for axis, size in self.sizes.items():
-            # The product stands for the work of a call: with a batch and a length it counts tokens.
-            self.real *= size
-            self.padded *= self.buckets.get(axis, size)
+                pads.append((each.index, _pad(each, dims, self.side)))
+        self.pads, self.shapes = tuple(pads), tuple(shapes)
+        # The product stands for the work of a call: with a batch and a length it counts tokens.
+        self.real = math.prod(self.sizes.values())
+        self.padded = math.prod(self.buckets.get(axis, size) for axis, size in self.sizes.items())
 
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
@@ -401,17 +374,14 @@ def kind_of_call(
 
 
 def given_by(
-    plan: Plan,
-    call: Call,
-    extras: Mapping[str, Any] | None,
-    fills: Mapping[int, Any] | None,
-    leaves: list[Any],
+    plan: Plan, call: Call, extras: Mapping[str, Any], fills: Mapping[int, Any] | None
 ) -> Given:
-    """Return what a function is called with for these leaves, padded unless ``fills`` is None.
+    """Return what a function is called with in a check, padded unless ``fills`` is None.
 
     Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
     Where one requires a gradient, a new leaf of autograd's graph takes its place.
     """
+    leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
     sources = {
         place: leaf.detach().requires_grad_()
         for place, leaf in enumerate(leaves)
@@ -419,11 +389,13 @@ def given_by(
     }
     leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
     count = len(call.leaves)
-    given = leaves[:count] if fills is None else plan.pad(leaves[:count], fills)
+    given, owned = leaves[:count], leaves[count:]
+    if fills is not None:
+        given = plan.pad(given, fills)
     args, kwargs = call.bind(extras, given)
-    if len(leaves) > count:
-        args[: len(call.owner)] = unflatten(leaves[count:], call.owner)
-    return Given([*given, *leaves[count:]], args, kwargs, sources)
+    if owned:
+        args[: len(call.owner)] = unflatten(owned, call.owner)
+    return Given([*given, *owned], args, kwargs, sources)
 
 
 def sizes_of(plan: Plan) -> str:

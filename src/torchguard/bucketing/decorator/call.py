@@ -216,23 +216,21 @@ class Caller:
             inputs, sizes = find_inputs(self.spec, call)
             together = sizes
         buckets = find_buckets(self.spec, together, inputs)
-        extras = {}
-        if self.spec.lengths or self.spec.masks:
-            extras = make_extras(self.spec, call, inputs, sizes, buckets)
+        extras = make_extras(self.spec, call, inputs, sizes, buckets)
         padded = {each.index for each in inputs}
         unpadded = tuple(
             (label, leaf_key(leaf))
             for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
             if index not in padded
         )
-        specialization = Specialization(state, call.signature.treedefs, unpadded, bool(state[3]))
-        own = tuple((buckets or {}).values())
+        specialization = Specialization(state, call.signature.treedefs, unpadded)
+        own = tuple(buckets.values())
         with self.lock:
             plan = Plan(
                 signature=call.signature,
                 inputs=inputs,
                 sizes=sizes,
-                buckets=buckets or {},
+                buckets=buckets,
                 side=self.spec.options["side"],
                 bucket=self.buckets.setdefault(own, Bucket(own)),
                 graph=self._uncompiled,
@@ -255,10 +253,9 @@ class Caller:
         self, call: Call
     ) -> tuple[tuple[Input, ...], AxisSizes, AxisSizes, AxisSizes]:
         """Return this rank's inputs and sizes, and the longest and the shortest of all ranks."""
-        axes = self.spec.ladders
-        problem: Exception | None = None
         inputs: tuple[Input, ...] = ()
-        sizes = dict.fromkeys(axes, 0)
+        sizes = dict.fromkeys(self.spec.ladders, 0)
+        problem: Exception | None = None
         try:
             inputs, sizes = find_inputs(self.spec, call)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting
@@ -273,8 +270,8 @@ class Caller:
                 f"bucketed: another rank could not bind the arguments of {self.name}; its own "
                 "error says why"
             )
-        longest = dict(zip(axes, agreed, strict=False))
-        shortest = {axis: -size for axis, size in zip(axes, agreed[len(axes) :], strict=True)}
+        longest = dict(zip(sizes, agreed, strict=False))
+        shortest = {axis: -size for axis, size in zip(sizes, agreed[len(sizes) :], strict=True)}
         return inputs, sizes, longest, shortest
 
     # ---- the first call of a shape ----
@@ -322,12 +319,10 @@ class Caller:
         when = self.spec.options["check_padding"]
         if when == "never" or not plan.buckets or plan.specialization.transformed:
             return False
-        if plan.shortest:
-            # The same question on every rank, whatever its own sizes.
+        # An empty input has no real part that a run without padding could compute.
+        padded = bool(plan.pads) and all(plan.sizes.values())
+        if plan.shortest:  # the same question on every rank, whatever its own sizes
             padded = plan.shortest != plan.buckets
-        else:
-            # An empty input has no real part that a run without padding could compute.
-            padded = bool(plan.pads) and all(plan.sizes.values())
         return padded and (when == "always" or not plan.bucket.covers(plan))
 
     def first_run(self, plan: Plan) -> Callable[..., Any]:
@@ -357,14 +352,12 @@ class Caller:
     def _warn_of_recompiles(self, plan: Plan) -> None:
         """Warn once that something else than the size differs from call to call."""
         self._warned = True
-        times = len(plan.graph.compiled_for)
-        labels = (
-            ", ".join(differing(plan.graph.compiled_for)) or "grad mode, autocast or the structure"
-        )
+        compiled_for = plan.graph.compiled_for
+        labels = ", ".join(differing(compiled_for)) or "grad mode, autocast or the structure"
         warn_user(
-            f"bucketed: {self.name} was compiled {times} times for {sizes_of(plan)}, because "
-            f"{labels} differs from call to call: numbers, texts and sizes that dims does not name "
-            "are compiled in. Pass a number as a tensor, name a size in dims"
+            f"bucketed: {self.name} was compiled {len(compiled_for)} times for {sizes_of(plan)}, "
+            f"because {labels} differs from call to call: numbers, texts and sizes that dims does "
+            "not name are compiled in. Pass a number as a tensor, name a size in dims"
         )
 
     def called_from_compiled_code(

@@ -29,8 +29,6 @@ from torchguard.bucketing.decorator.bucket import (
 )
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
-Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
-"""Label and padded shape of each input."""
 
 
 class Compilers(NamedTuple):
@@ -70,29 +68,22 @@ class Compiled:
 
     def graph_for(self, plan: Plan) -> Graph:
         """Return what runs a call; it is made where its bucket has none like it yet."""
+        graphs = plan.bucket.graphs
         if plan.specialization.transformed:
             # torch.compile runs what is inside a transform of torch.func uncompiled.
-            return plan.bucket.graphs.setdefault("transformed", Graph(self.function))
+            return graphs.setdefault("transformed", Graph(self.function))
         if not plan.buckets:
-            return plan.bucket.graphs.setdefault(None, self._above)
+            return graphs.setdefault(None, self._above)
         key = (plan.shapes, plan.specialization.global_state)
-        found = plan.bucket.graphs.get(key)
-        if found is None:
-            found = plan.bucket.graphs[key] = self._new(plan.shapes)
-        return found
-
-    def _new(self, shapes: Shapes) -> Graph:
-        assert self.static is not None
-        # Dynamo keeps the sizes it has seen under this name, in a file too.
-        sizes = "_".join("x".join(map(str, shape)) for _, shape in shapes)
-        copied = _separated(self.function, f"bucket_{sizes}")
-        compiled = _torch.compiles_inside(self.static(copied), alone)
-        return Graph(
-            compiled,
-            copied.__code__,
-            compiles=True,
-            cuda_graphs=_torch.records_cuda_graphs(compiled),
-        )
+        if key not in graphs:
+            assert self.static is not None
+            # Dynamo keeps the sizes it has seen under this name, in a file too.
+            sizes = "_".join("x".join(map(str, shape)) for _, shape in plan.shapes)
+            copied = _separated(self.function, f"bucket_{sizes}")
+            run = _torch.compiles_inside(self.static(copied), alone)
+            cuda_graphs = _torch.records_cuda_graphs(run)
+            graphs[key] = Graph(run, copied.__code__, compiles=True, cuda_graphs=cuda_graphs)
+        return graphs[key]
 
 
 def graphs_of(graph: Graph) -> int:
@@ -141,12 +132,11 @@ def recompile_reason(plan: Plan, buckets: Iterable[Bucket]) -> str:
     ]
     if not same_bucket:
         return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
-    then = next((then for known, then in same_bucket if known == inputs), None)
-    if then is not None:
+    known, then = next((each for each in same_bucket if each[0] == inputs), same_bucket[0])
+    if known == inputs:
         index = next(i for i, (a, b) in enumerate(zip(state, then, strict=True)) if a != b)
         what = _MODES[index] if index < len(_MODES) else "the training mode of a module"
         return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"
-    known, _ = same_bucket[0]
     changed = [
         f"{label} is {shape} after padding, compiled was {known[label]}"
         for label, shape in inputs.items()
@@ -159,9 +149,7 @@ def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[
     """Split what the user wraps into the function itself and what compiles it."""
     found = _torch.compiler_of(given)
     if found is None:
-        if not options:
-            return given, Compilers()
-        return given, _compilers(options)
+        return given, _compilers(options) if options else Compilers()
     original, settings = found
     if options:
         raise ValueError(

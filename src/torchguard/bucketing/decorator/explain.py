@@ -1,7 +1,4 @@
-"""Say why a call failed once it was padded, and what a user can do about it.
-
-Padding has changed the answer, or an argument is as long as a padded axis but not in ``dims``.
-"""
+"""Say why a call failed once it was padded, and what a user can do about it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, un
 from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan, sizes_of
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.bucketing.decorator.slices import Narrow
-from torchguard.bucketing.padding import Side, pad_to_bucket
+from torchguard.bucketing.padding import pad_to_bucket
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import run_undoing_mutations
 from torchguard.equivalence.outcome import Given, Outcome
@@ -33,12 +30,9 @@ class Case:
 
     plan: Plan
     call: Call
-    description: str = ""
-    """How its data differs from the caller's."""
-    changed: tuple[str, ...] = ()
-    """The inputs that have other data than the caller's."""
-    short: bool = False
-    """Whether the caller's inputs are cut short."""
+    description: str = ""  # of how its data differs from the caller's
+    changed: tuple[str, ...] = ()  # the inputs that have other data
+    short: bool = False  # whether the caller's inputs are cut short
 
 
 class Leak(NamedTuple):
@@ -46,8 +40,7 @@ class Leak(NamedTuple):
 
     text: str
     advice: str = ""
-    fills: Any = None
-    """What the padding holds in place of what is declared, by index of the leaf."""
+    fills: Any = None  # what the padding held in place of what is declared, by index of the leaf
 
     def error(self, where: str = "") -> PaddingLeakError:
         """Return the error; ``where`` names the operator, or what else is known."""
@@ -61,12 +54,11 @@ def leak_of(  # noqa: PLR0917 - as many as a difference has
 
     The structure of both outcomes is a ``FlatOutput``.
     """
-    plan, function = case.plan, shapes.name
-    what = sizes_of(plan)
-    filled = ", ".join(each.label for each in plan.inputs if each.index in fills)
+    name, what, found = shapes.name, sizes_of(case.plan), verdict.differences[0]
+    filled = ", ".join(each.label for each in case.plan.inputs if each.index in fills)
     if got.error is not None:
         return Leak(
-            f"bucketed: {function} fails with another value than 0 in the padding of {filled} "
+            f"bucketed: {name} fails with another value than 0 in the padding of {filled} "
             f"({what}): {type(got.error).__name__}: {got.error}"
         )
     if fills:
@@ -75,62 +67,57 @@ def leak_of(  # noqa: PLR0917 - as many as a difference has
         what += "; inputs cut short, to see what a small difference becomes with more padding"
     elif case.changed:
         what += f"; with other data, where {' and '.join(case.changed)} {case.description}"
-    found = verdict.differences[0]
-    labels = {*plan.extras, *(each.label for each in plan.inputs)}
-    masks = [name for name in shapes.spec.masks if name in labels]
-    if found.kind == "shape" and found.part == "structure":
-        text = f"bucketed: {function} returns another structure when its input is padded ({what})"
-        return Leak(text, fills=fills)
-    advice = _not_neutral(case.changed) if case.changed else _advice(function, masks)
+    if found.part == "structure":
+        said = f"{name} returns another structure when its input is padded"
+        return Leak(f"bucketed: {said} ({what})", fills=fills)
     if found.part == "outputs":
-        where = f"{expected.structure.label(found.key)} of {function}"
+        where = f"{expected.structure.label(found.key)} of {name}"
         wanted, value = (run.outputs[found.key] for run in (expected, got))
-        if found.kind == "value":
-            text = f"bucketed: {where} is {value!r} with padding and {wanted!r} without ({what})"
-            return Leak(text, advice, fills)
         if found.kind == "shape":
-            text = (
+            return Leak(
                 f"bucketed: {where} has shape {tuple(value.shape)} sliced from a padded run, and "
-                f"{tuple(wanted.shape)} without padding ({what}): say in outputs= how long it is"
+                f"{tuple(wanted.shape)} without padding ({what}): say in outputs= how long it is",
+                fills=fills,
             )
-            return Leak(text, fills=fills)
     elif found.part == "gradients":
         gradients = {**got.gradients, **expected.gradients}
-        where = f"the gradient of {gradients[found.key].name} in {function}"
+        where = f"the gradient of {gradients[found.key].name} in {name}"
     else:
-        where = f"the buffer {found.key} that {function} writes"
-    text = (
-        f"bucketed: padding changes {where}: largest difference {found.largest:.3g}, where the "
-        f"largest value is {found.scale:.3g} ({what})"
-    )
-    return Leak(text, advice, fills)
+        where = f"the buffer {found.key} that {name} writes"
+    if found.part == "outputs" and found.kind == "value":
+        said = f"{where} is {value!r} with padding and {wanted!r} without"
+    else:
+        said = (
+            f"padding changes {where}: largest difference {found.largest:.3g}, where the largest "
+            f"value is {found.scale:.3g}"
+        )
+    return Leak(f"bucketed: {said} ({what})", _advice(shapes, case), fills)
 
 
-def _not_neutral(labels: Sequence[str]) -> str:
-    fills = ", ".join(f"{label!r}: 0" for label in labels)
-    return (
-        ". So 0 in the padding is not neutral: pass a mask (mask=) or the true sizes (lengths=); "
-        "or write in fill= a value that changes nothing, such as -inf for a maximum and inf "
-        f"for a minimum; fill={{{fills}}} says that such data never comes"
-    )
-
-
-def _advice(function: str, masks: Sequence[str]) -> str:
+def _advice(shapes: OutputShapes, case: Case) -> str:
+    if case.changed:
+        fills = ", ".join(f"{label!r}: 0" for label in case.changed)
+        return (
+            ". So 0 in the padding is not neutral: pass a mask (mask=) or the true sizes "
+            "(lengths=); or write in fill= a value that changes nothing, such as -inf for a maximum"
+            f" and inf for a minimum; fill={{{fills}}} says that such data never comes"
+        )
+    given = {*case.plan.extras, *(each.label for each in case.plan.inputs)}
+    masks = " and ".join(name for name in shapes.spec.masks if name in given)
+    advice = "Pass the function a mask (mask=) or the true sizes (lengths=)"
     if masks:
         advice = (
-            f"{' and '.join(masks)} was given: something in {function} does not use it, "
-            "or a loss reads positions that it masks (labels there: fill={'labels': -100}). Pass "
-            "the true sizes (lengths=)"
+            f"{masks} was given: something in {shapes.name} does not use it, or a loss reads "
+            "positions that it masks (labels there: fill={'labels': -100}). Pass the true sizes "
+            "(lengths=)"
         )
-    else:
-        advice = "Pass the function a mask (mask=) or the true sizes (lengths=)"
     return f". {advice}; if what the padding holds means something to it, say so in fill="
 
 
 # ---- the first operator after which the real part differs ----
 
 _MOST_BYTES = 1 << 30
-"""So much of what the operators return is kept of the first run; behind that nothing is named."""
+"""So much of what operators return is kept of the first run; behind that nothing is named."""
 
 
 class FirstDifference(TorchDispatchMode):
@@ -149,11 +136,11 @@ class FirstDifference(TorchDispatchMode):
         """The operator, by whether its numbers are floating-point ones."""
         self._parted = ""
         self._sizes = {(plan.sizes[axis], bucket) for axis, bucket in plan.buckets.items()}
-        self._side: Side = plan.side
+        self._side = plan.side
         self._first: list[tuple[str, list[torch.Tensor]]] = []
+        self._expected: Iterator[tuple[str, list[torch.Tensor]]] | None = None
+        """What is left to compare with; None in the first run."""
         self._bytes = 0
-        self._turn = 0
-        self._at = 0
 
     @property
     def found(self) -> str:
@@ -171,62 +158,54 @@ class FirstDifference(TorchDispatchMode):
         """Return the function, watched; its second call is compared with the first."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._turn, self._at = self._turn + 1, 0
-            with self:
-                return function(*args, **kwargs)
+            try:
+                with self:
+                    return function(*args, **kwargs)
+            finally:
+                self._expected = iter(self._first)
 
         return watched
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (
-            isinstance(func, OPERATOR_CLASSES)
-            and self._bytes < _MOST_BYTES
-            and True not in self._found
-        ):
+        done = True in self._found or self._bytes >= _MOST_BYTES
+        if isinstance(func, OPERATOR_CLASSES) and not done:
             name = schema_of(func).name.rpartition("::")[2]
-            made = [each for each in flatten(result)[0] if type(each) is torch.Tensor]
             if "empty" not in name:  # whose values are not set yet
-                self._note(name, made)
+                leaves, _ = flatten(result)
+                self._note(name, [each for each in leaves if type(each) is torch.Tensor])
         return result
 
     def _note(self, name: str, made: list[torch.Tensor]) -> None:
-        if self._turn == 1:
+        if self._expected is None:
             self._bytes += sum(each.nbytes for each in made)
             self._first.append((name, [each.detach().clone() for each in made]))
             return
-        same = self._at < len(self._first) and self._first[self._at][0] == name
-        if not same:
+        same, before = next(self._expected, ("", []))
+        if same != name:
             self._parted = self._parted or _place(name)
-            self._at = len(self._first)
+            self._expected = iter(())
             return
-        pairs = zip(self._first[self._at][1], made, strict=False)
-        self._at += 1
-        for expected, got in pairs:
-            real = self._real(expected, got)
-            if real is None:
-                continue
-            one, other = (Outcome(outputs=[each]) for each in real)
-            if not judge(one, other, PADDING).equal:
+        for expected, got in zip(before, made, strict=False):
+            real = [Outcome(outputs=[each]) for each in self._real(expected, got)]
+            if real and not judge(real[0], real[1], PADDING).equal:
                 self._found.setdefault(expected.is_floating_point(), _place(name))
 
-    def _real(
-        self, expected: torch.Tensor, got: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cut both to what is real; None where it can't be told what that is."""
+    def _real(self, expected: torch.Tensor, got: torch.Tensor) -> list[torch.Tensor]:
+        """Cut both to what is real; return nothing where it can't be told what that is."""
         if expected.dim() != got.dim():
-            return None
-        for dim, pair in enumerate(zip(expected.shape, got.shape, strict=True)):
-            size, padded = pair
+            return []
+        for dim, (size, padded) in enumerate(zip(expected.shape, got.shape, strict=True)):
+            real = size
             if size == padded:
-                size = next((real for real, bucket in self._sizes if bucket == size), size)
-            elif pair not in self._sizes:
-                return None
-            start = 0 if self._side == "right" else padded - size
-            got = got.narrow(dim, start, size)
-            if expected.shape[dim] == padded:
-                expected = expected.narrow(dim, start, size)
-        return expected.detach(), got.detach()
+                real = next((real for real, bucket in self._sizes if bucket == size), size)
+            elif (size, padded) not in self._sizes:
+                return []
+            narrow = Narrow.of(dim, real, padded, self._side)
+            got = got.narrow(*narrow)
+            if size == padded:
+                expected = expected.narrow(*narrow)
+        return [expected.detach(), got.detach()]
 
 
 def flattened_rows(plan: Plan) -> str:
@@ -275,7 +254,15 @@ def explain_failure(
     memory = isinstance(error, torch.OutOfMemoryError)
     if memory or not plan.pads or shapes.spec.options["group"] is not None:
         return None
-    suspects = list(itertools.islice(_suspects(plan, call), _MOST_TRIED))
+    padded = {(each.index, dim) for each in plan.inputs for dim, _ in each.axes}
+    axes = [axis for axis, size in plan.sizes.items() if plan.buckets[axis] != size]
+    suspects = [
+        _Suspect(index, dim, axis, label, tuple(leaf.shape))
+        for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
+        if isinstance(leaf, torch.Tensor)
+        for (dim, size), axis in itertools.product(enumerate(leaf.shape), axes)
+        if size == plan.sizes[axis] and (index, dim) not in padded
+    ][:_MOST_TRIED]
     works = functools.partial(_works, shapes.function, plan, call)
     with COMPILE_LOCK, uncompiled():
         # Where it runs as it was padded, the padding was not the reason.
@@ -286,18 +273,22 @@ def explain_failure(
         in_place = [each for each in suspects if (each.axis, each.dim) in usual]
         groups = (*([each] for each in (*in_place, *suspects)), in_place, suspects)
         found = next((group for group in groups if group and works(group)), None)
-    return ValueError(_missing(shapes.name, plan, found)) if found else None
-
-
-def _suspects(plan: Plan, call: Call) -> Iterator[_Suspect]:
-    padded = {(each.index, dim) for each in plan.inputs for dim, _ in each.axes}
-    axes = [axis for axis, size in plan.sizes.items() if plan.buckets[axis] != size]
-    for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True)):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        for (dim, size), axis in itertools.product(enumerate(leaf.shape), axes):
-            if size == plan.sizes[axis] and (index, dim) not in padded:
-                yield _Suspect(index, dim, axis, label, tuple(leaf.shape))
+    if found is None:
+        return None
+    longer = ", ".join(
+        f"{axis!r} from {plan.sizes[axis]} to {plan.buckets[axis]}"
+        for axis in dict.fromkeys(each.axis for each in found)
+    )
+    shown = ", ".join(f"{each.label} of shape {each.shape}" for each in found)
+    entries = ", ".join(f"{each.label!r}: {{{each.dim}: {each.axis!r}}}" for each in found)
+    text = (
+        f"bucketed: {shapes.name} was padded along {longer}, but not {shown}, which is as long: it "
+        f"runs once that is padded too. Name it in dims: {{..., {entries}}}"
+    )
+    labels = [each.label for each in found if "label" in each.label or "target" in each.label]
+    if labels:
+        text += f", and say in fill what a loss ignores: {{{labels[0]!r}: -100}}"
+    return ValueError(text)
 
 
 def _works(
@@ -310,25 +301,9 @@ def _works(
             # A value that is there: it is a valid one, of labels too.
             leaf, size = leaves[each.leaf], plan.buckets[each.axis]
             leaves[each.leaf] = pad_to_bucket(leaf, each.dim, size, value="repeat-last").tensor
-        args, kwargs = call.bind(plan.extras, leaves)
-        given = Given(leaves, args, kwargs, {})
+        given = Given(leaves, *call.bind(plan.extras, leaves), {})
         modules = call.modules(function)
         run_undoing_mutations(function, given, read=lambda _: (None, []), names={}, modules=modules)
     except Exception:  # noqa: BLE001 - whatever it is, it did not work
         return False
     return True
-
-
-def _missing(name: str, plan: Plan, found: Sequence[_Suspect]) -> str:
-    axes = dict.fromkeys(each.axis for each in found)
-    padded = ", ".join(f"{axis!r} from {plan.sizes[axis]} to {plan.buckets[axis]}" for axis in axes)
-    shown = ", ".join(f"{each.label} of shape {each.shape}" for each in found)
-    entries = ", ".join(f"{each.label!r}: {{{each.dim}: {each.axis!r}}}" for each in found)
-    text = (
-        f"bucketed: {name} was padded along {padded}, but not {shown}, which is as long: it runs "
-        f"once that is padded too. Name it in dims: {{..., {entries}}}"
-    )
-    labels = [each.label for each in found if "label" in each.label or "target" in each.label]
-    if labels:
-        text += f", and say in fill what a loss ignores: {{{labels[0]!r}: -100}}"
-    return text

@@ -44,7 +44,8 @@ class Ladder:
         """Return the cheapest bucket for the sizes of its axes, None if none may be added."""
         own = tuple(sizes[axis] for axis in self.axes)
         with self._lock:
-            found = next((each for each in self.shapes() if _holds(each, own)), None)
+            fits = (s for s in self.shapes() if all(n <= b for n, b in zip(own, s, strict=True)))
+            found = next(fits, None)
             if (found is None and self._growing) or self.fitting:
                 found = self._grown(own)
         return None if found is None else dict(zip(self.axes, found, strict=True))
@@ -118,10 +119,6 @@ class Ladder:
         return found
 
 
-def _holds(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    return all(size <= bucket for size, bucket in zip(sizes, shape, strict=True))
-
-
 def _fitted(seen: Mapping[int, int], compiled: Sequence[int]) -> Buckets:
     """Return the best buckets for the sizes seen, and those for any that are longer."""
     observed = observe(seen, "bucketed")
@@ -151,9 +148,8 @@ def _fitted_pairs(seen: Mapping[tuple[int, int], int], before: Iterable[Any]) ->
     return in_order([*fitted, *(each for each in before if holding(fitted, *each) is None)])
 
 
-def ladders_of(axes: Iterable[str], given: Any, saved: Any, *, growing: bool) -> dict[str, Ladder]:
+def ladders_of(axes: Sequence[str], given: Any, saved: Any, *, growing: bool) -> dict[str, Ladder]:
     """Give each axis its ladder; two axes that have their buckets together share one."""
-    axes = tuple(dict.fromkeys(axes))
     if not axes:
         raise ValueError("bucketed: dims names no axis to pad")
     if saved is not None:
@@ -182,9 +178,7 @@ def write_buckets(
     document = {
         "format": _FORMAT,
         "version": _VERSION,
-        "buckets": {
-            each.axes[0]: each.buckets.sizes for each in known if isinstance(each.buckets, Buckets)
-        },
+        "buckets": {e.axes[0]: e.buckets.sizes for e in known if isinstance(e.buckets, Buckets)},
         "pairs": [
             {"axes": each.axes, "shapes": each.buckets.shapes}
             for each in known
@@ -192,9 +186,7 @@ def write_buckets(
         ],
         "seen": sorted(seen.items()),
     }
-    # Before the file is opened: what JSON can't hold leaves the old file as it is.
-    text = json.dumps(document, indent=1) + "\n"
-    write_text(path, text)
+    write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def read_buckets(

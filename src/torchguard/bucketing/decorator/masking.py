@@ -5,6 +5,7 @@ Shapes: B batch, T the size of an axis, S the same after padding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
@@ -94,7 +95,7 @@ def _axis(axis: Any, axes: Sequence[str], what: str, argument: str) -> str:
 
 
 def make_extras(
-    spec: Spec, call: Call, inputs: Sequence[Input], sizes: AxisSizes, buckets: AxisSizes | None
+    spec: Spec, call: Call, inputs: Sequence[Input], sizes: AxisSizes, buckets: AxisSizes
 ) -> dict[str, torch.Tensor]:
     """Make the lengths, and the masks that the caller has not given, by argument."""
     made: dict[str, torch.Tensor] = {}
@@ -106,8 +107,7 @@ def make_extras(
     given = dict(zip(call.signature.names, call.arguments, strict=True))
     for argument, mask in spec.masks.items():
         # Above the largest bucket nothing is padded, but the function may insist on a mask.
-        wanted = buckets is not None or argument in spec.required
-        if given.get(argument) is None and wanted:
+        if given.get(argument) is None and (buckets or argument in spec.required):
             made[argument] = _made_mask(spec, mask, inputs, sizes, buckets or sizes)
     return made
 
@@ -123,9 +123,7 @@ def _made_mask(
         [real] = length_mask([sizes[mask.axis]], buckets[mask.axis], side=side, device=device)
         if dim:
             rows = holder.shape[0]
-            batch = dict(holder.axes).get(0)
-            all_rows = rows if batch is None else buckets[batch]
-            [is_row] = length_mask([rows], all_rows, side=side, device=device)
+            [is_row] = length_mask([rows], holder.padded(buckets)[0], side=side, device=device)
             real = is_row[:, None] & real
         if mask.kind == "additive":
             return torch.zeros(real.shape, device=device).masked_fill(~real, float("-inf"))
@@ -136,10 +134,8 @@ def _made_mask(
 def mask_axes(inputs: Iterable[Input], mask: Mask) -> tuple[tuple[int, str], ...]:
     """Return the dims of a mask, (S,) or (B, S), whose sizes vary: (dim, name of its axis)."""
     holder, dim = _holder(inputs, mask.axis)
-    batch = dict(holder.axes).get(0)
-    if not dim:
-        return ((0, mask.axis),)
-    return ((1, mask.axis),) if batch is None else ((0, batch), (1, mask.axis))
+    rows = tuple((0, axis) for of_holder, axis in holder.axes if dim and of_holder == 0)
+    return (*rows, (1 if dim else 0, mask.axis))
 
 
 def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:
@@ -147,7 +143,7 @@ def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:
     for value in plan.extras.values():
         if _torch.version_of(value) != 0:
             # The next call must not see what the function has written.
-            plan.extras = make_extras(spec, call, plan.inputs, plan.sizes, plan.buckets or None)
+            plan.extras = make_extras(spec, call, plan.inputs, plan.sizes, plan.buckets)
             break
     return plan.extras
 
@@ -210,16 +206,12 @@ def counting(
     """
     counts: torch.Tensor | None = None
     for dim, _, length in narrows:
+        found = (_spread(m.positions, tensor, dim) for m in masks if sizes[m.axis] == length)
         # Of two axes of the same size either may be meant: what one of them calls real counts.
-        here: torch.Tensor | None = None
-        for real in masks:
-            if sizes[real.axis] != length:
-                continue
-            spread = _spread(real.positions, tensor, dim)
-            if spread is not None:
-                here = spread if here is None else here | spread
-        if here is not None:
-            counts = here if counts is None else counts & here
+        here = [each for each in found if each is not None]
+        if here:
+            real = functools.reduce(torch.logical_or, here)
+            counts = real if counts is None else counts & real
     return counts
 
 
@@ -227,15 +219,14 @@ def _spread(positions: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Te
     """Bring a mask (T,) or (B, T) into a form that broadcasts to an output."""
     shape = [1] * tensor.dim()
     shape[dim] = positions.shape[-1]
-    if positions.dim() == 1:
-        return positions.to(tensor.device).view(shape)
-    size = positions.shape[0]
-    batches = {d for d in range(tensor.dim()) if d != dim and tensor.shape[d] == size}
-    batch = next((d for d in (0, dim - 1, dim + 1) if d in batches), None)
-    if batch is None:
-        return None
-    shape[batch] = size
-    positions = positions if batch < dim else positions.T
+    if positions.dim() > 1:
+        size = positions.shape[0]
+        batches = {d for d in range(tensor.dim()) if d != dim and tensor.shape[d] == size}
+        batch = next((d for d in (0, dim - 1, dim + 1) if d in batches), None)
+        if batch is None:
+            return None
+        shape[batch] = size
+        positions = positions if batch < dim else positions.T
     return positions.to(tensor.device).reshape(shape)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -17,11 +18,7 @@ import torch
 from torchguard._pytree import KeyPath, children, key_paths, keystr
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input
-from torchguard.bucketing.decorator.ladders import (
-    Ladder,
-    ladders_of,
-    read_buckets,
-)
+from torchguard.bucketing.decorator.ladders import Ladder, ladders_of, read_buckets
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
 
 if TYPE_CHECKING:
@@ -41,20 +38,15 @@ class Spec:
     """The declared arguments of one function, and the buckets of each axis."""
 
     options: MaskingOptions
-    dims: Mapping[str, Any]
-    """The declaration by argument; behind ``*args`` by position, ``"*2"``."""
+    dims: Mapping[str, Any]  # by argument; behind *args by position, "*2"
     fill: Mapping[str, Any]
     masks: Mapping[str, Mask]
-    lengths: Mapping[str, str]
-    """The argument that takes the size of an axis, by axis."""
-    ladders: dict[str, Ladder]
-    """The buckets of each axis, which may change; two axes may share them."""
-    parameters: tuple[str, ...]
-    """Names of what can be given by position."""
+    lengths: Mapping[str, str]  # the argument that takes the size of an axis, by axis
+    ladders: dict[str, Ladder]  # by axis; two may share one
+    parameters: tuple[str, ...]  # what can be given by position
     required: frozenset[str]
     explicit: frozenset[str]
-    var_keyword: str | None
-    """The name of ``**kwargs``, if the function has it."""
+    var_keyword: str | None  # the name of **kwargs, if the function has it
 
     @classmethod
     def of(cls, function: Callable[..., Any], options: MaskingOptions, *, bound: bool) -> Spec:
@@ -63,10 +55,21 @@ class Spec:
         saved = None if options["plan"] is None else read_buckets(options["plan"])
         growing = options["overflow"] == "grow"
         ladders = ladders_of(axes, options["buckets"], saved, growing=growing)
-        positional, keywords, args, kwargs, required = _parameters(function)
-        if bound and positional:
-            positional = positional[1:]
-        dims = _by_name(options["dims"], positional, args, _name_of(function))
+        function_name = getattr(function, "__qualname__", type(function).__name__) + "()"
+        by_kind, required = _parameters(function)
+        positional = [*by_kind["POSITIONAL_ONLY"], *by_kind["POSITIONAL_OR_KEYWORD"]][bound:]
+        args, kwargs = (next(iter(by_kind[f"VAR_{k}"]), None) for k in ("POSITIONAL", "KEYWORD"))
+        dims: Any = options["dims"]
+        if isinstance(dims, Mapping):
+            dims = dict(dims)
+        elif len(dims) > len(positional) and args is None:
+            raise TypeError(
+                f"bucketed: dims has {len(dims)} entries, but {function_name} takes "
+                f"{len(positional)} arguments"
+            )
+        else:
+            names = [*positional, *(f"*{i}" for i in range(len(positional), len(dims)))]
+            dims = dict(zip(names, dims, strict=False))
         # dims={"args": [...]} names what is behind *args by position.
         if args in dims:
             for index, inner in enumerate(dims.pop(args) or ()):
@@ -74,20 +77,19 @@ class Spec:
         # dims={"kwargs": {...}} names what is behind **kwargs.
         if kwargs in dims:
             dims |= dims.pop(kwargs) or {}
-        masks = masks_of(options["mask"], axes)
         spec = cls(
             options=options,
             dims={name: each for name, each in dims.items() if each is not None},
             fill=dict(options["fill"] or {}),
-            masks={mask.argument: mask for mask in masks},
+            masks={mask.argument: mask for mask in masks_of(options["mask"], axes)},
             lengths=lengths_of(options["lengths"], axes),
             ladders=ladders,
             parameters=tuple(positional),
             required=required,
-            explicit=frozenset((*positional, *keywords)),
+            explicit=frozenset((*positional, *by_kind["KEYWORD_ONLY"])),
             var_keyword=kwargs,
         )
-        spec._check_names(dims, _name_of(function))
+        spec._check_names(dims, function_name)
         return spec
 
     def _check_names(self, dims: Mapping[str, Any], function: str) -> None:
@@ -124,26 +126,50 @@ class Spec:
             f"only: if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
         )
 
-    def find(self, name: str, value: Any) -> Iterator[tuple[KeyPath, Input]]:
-        """Yield the tensors of one argument that have dims to pad, and where in it they are."""
-        mask = self.masks.get(name)
-        if name in self.dims:
-            label = f"argument {name[1:]}" if name.startswith("*") else name
-            spec, fill = self.dims[name], self.fill.get(name)
-            for path, each in _find(label, value, spec, fill, path=(), whole=value):
-                if mask is not None and not each.declared:
-                    yield path, replace(each, fill=mask.fill, declared=True)
-                else:
-                    yield path, each
-        elif mask is not None and value is not None:
-            if not isinstance(value, torch.Tensor) or not value.dim():
-                raise TypeError(f"bucketed: {name} is {value!r}, expected a mask, a tensor")
-            axes = [(value.dim() - 1, mask.axis)]
-            batch = _batch_axis(self.dims.values(), mask.axis)
-            # One row, as of a mask (1, 1, T, T), is that of every row of the batch.
-            if batch is not None and value.dim() > 1 and (value.dim() == 2 or value.shape[0] != 1):  # noqa: PLR2004
-                axes.insert(0, (0, batch))
-            yield (), _input(name, value, tuple(axes), mask.fill)
+    def find(self, name: str, argument: Any, places: Mapping[KeyPath, int]) -> Iterator[Input]:
+        """Yield the tensors of an argument that have dims to pad; ``places`` are its leaves."""
+        mask, fill = self.masks.get(name), self.fill.get(name)
+        if mask is not None and fill is None:
+            fill = mask.fill
+        if name not in self.dims:
+            axes_of_mask = self._axes_of_mask(self.masks[name], argument)
+            yield _input(places[()], name, argument, axes_of_mask, fill)
+            return
+        label = f"argument {name[1:]}" if name.startswith("*") else name
+
+        def inside(value: Any, spec: Any, fill: Any, path: KeyPath) -> Iterator[Input]:
+            if spec is None or value is None:
+                return
+            where = keystr(label, path, argument)
+            if isinstance(value, torch.Tensor):
+                axes = _axes_of(value, spec, where)
+                if axes:
+                    yield _input(places[path], where, value, axes, fill)
+                return
+            parts = children(value)
+            if parts is None:
+                raise TypeError(
+                    f"bucketed: {where} is of type {type(value).__name__}, expected a tensor, as "
+                    "dims says"
+                )
+            found = dict(parts)
+            for key, inner in _items(spec):
+                if key not in found:
+                    raise KeyError(f"bucketed: {where} has no part {key!r}, but dims names it")
+                yield from inside(found[key], inner, _fill_of(fill, key), (*path, key))
+
+        yield from inside(argument, self.dims[name], fill, ())
+
+    def _axes_of_mask(self, mask: Mask, value: Any) -> tuple[tuple[int, str], ...]:
+        """Return the dims to pad of a mask that ``dims`` does not name: the last, and the batch."""
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            raise TypeError(f"bucketed: {mask.argument} is {value!r}, expected a mask, a tensor")
+        last = (value.dim() - 1, mask.axis)
+        of_tensors = (names for spec in self.dims.values() for names in _dims_of_tensors(spec))
+        batch = next((names.get(0) for names in of_tensors if mask.axis in names.values()), None)
+        # One row, as of a mask (1, 1, T, T), is that of every row of the batch.
+        rows = value.dim() == 2 or (value.dim() > 2 and value.shape[0] != 1)  # noqa: PLR2004
+        return (last,) if batch is None or batch == mask.axis or not rows else ((0, batch), last)
 
 
 # ---- the tensors of a call that have dims to pad ----
@@ -157,10 +183,10 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
     for name, argument, treedef, start in zip(
         names, call.arguments, treedefs, starts, strict=False
     ):
-        if name not in spec.dims and name not in spec.masks:
+        if argument is None or (name not in spec.dims and name not in spec.masks):
             continue
-        paths = [()] if treedef is None else key_paths(treedef)
-        for path, found in spec.find(name, argument):
+        places = {path: place for place, path in enumerate(key_paths(treedef), start)}
+        for found in spec.find(name, argument, places):
             for dim, axis in found.axes:
                 size = found.shape[dim]
                 before, label = sizes.setdefault(axis, (size, found.label))
@@ -169,7 +195,7 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
                         f"bucketed: axis {axis!r} is {before} in {label} and {size} in "
                         f"{found.label}"
                     )
-            inputs.append(replace(found, index=start + paths.index(path)))
+            inputs.append(found)
     for axis in spec.ladders:
         if axis not in sizes:
             missing = [name for name in spec.dims if name in spec.required and name not in names]
@@ -184,8 +210,8 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
     return tuple(inputs), {axis: sizes[axis][0] for axis in spec.ladders}
 
 
-def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisSizes | None:
-    """Return each axis' bucket; None if a size is above the largest and may run without."""
+def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisSizes:
+    """Return each axis' bucket; none if a size is above the largest and may run without."""
     found: AxisSizes = {}
     # Two axes may share a ladder, which is asked once for both sizes.
     for ladder in dict.fromkeys(spec.ladders.values()):
@@ -199,17 +225,10 @@ def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisS
                 "'dynamic'"
             )
         if bucket is None:
-            return None
+            return {}
         found |= bucket
     # In the order of the axes, by which buckets are compared and counted.
     return {axis: found[axis] for axis in sizes}
-
-
-def _batch_axis(dims: Iterable[Any], axis: str) -> str | None:
-    """Return the axis of dim 0 of the first tensor that has ``axis`` behind it, if it has one."""
-    of_tensors = (names for spec in dims for names in _dims_of_tensors(spec))
-    first = next((names.get(0) for names in of_tensors if axis in names.values()), None)
-    return None if first == axis else first
 
 
 def _dims_of_tensors(spec: Any) -> Iterator[dict[int, str | None]]:
@@ -257,58 +276,12 @@ def _alike(name: str, other: str) -> bool:
     return inside or difflib.SequenceMatcher(None, name, other).ratio() > _ALIKE
 
 
-def _by_name(
-    dims: Any, positional: Sequence[str], args: str | None, function: str
-) -> dict[str, Any]:
-    """Return a declaration by name; those behind ``*args`` are called ``"*2"``."""
-    of_a_tensor = isinstance(dims, Mapping) and dims and all(type(key) is int for key in dims)
-    if isinstance(dims, Mapping) and not of_a_tensor:
-        return dict(dims)
-    if not isinstance(dims, Sequence) or isinstance(dims, str):
-        raise TypeError(
-            f"bucketed: dims is {dims!r}, expected {{argument: {{dim: name}}}}, such as "
-            "{'ids': {1: 't'}}"
-        )
-    if len(dims) > len(positional) and args is None:
-        raise TypeError(
-            f"bucketed: dims has {len(dims)} entries, but {function} takes "
-            f"{len(positional)} arguments"
-        )
-    names = [*positional, *(f"*{i}" for i in range(len(positional), len(dims)))]
-    return dict(zip(names, dims, strict=False))
-
-
-def _input(label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...], fill: Any) -> Input:
-    """Describe a tensor; which leaf of the call it is is not known yet."""
+def _input(
+    index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...], fill: Any
+) -> Input:
     declared = fill is not None
     shape, device, dtype = tuple(tensor.shape), tensor.device, tensor.dtype
-    return Input(-1, label, shape, axes, fill if declared else 0, declared, device, dtype)
-
-
-def _find(
-    label: str, value: Any, spec: Any, fill: Any, *, path: KeyPath, whole: Any
-) -> Iterator[tuple[KeyPath, Input]]:
-    if spec is None or value is None:
-        return
-    where = keystr(label, path, whole) if path else label
-    if isinstance(value, torch.Tensor):
-        axes = _axes_of(value, spec, where)
-        if axes:
-            yield path, _input(where, value, axes, fill)
-        return
-    inside = children(value)
-    if inside is None:
-        raise TypeError(
-            f"bucketed: {where} is of type {type(value).__name__}, expected a tensor, as dims says"
-        )
-    parts = dict(inside)
-    for key, inner in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
-        if inner is None:
-            continue
-        if key not in parts:
-            raise KeyError(f"bucketed: {where} has no part {key!r}, but dims names it")
-        part = _fill_of(fill, key)
-        yield from _find(label, parts[key], inner, part, path=(*path, key), whole=whole)
+    return Input(index, label, shape, axes, fill if declared else 0, declared, device, dtype)
 
 
 def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, str], ...]:
@@ -317,17 +290,21 @@ def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, st
             f"bucketed: {where} is a tensor, but dims has {spec!r} for it, expected {{dim: name}}"
         )
     axes = []
-    for dim, axis in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
+    for dim, axis in _items(spec):
         name = _name(axis, f"dims of {where}")
-        if name is None:
-            continue
         if not -tensor.dim() <= dim < tensor.dim():
             raise IndexError(
                 f"bucketed: {where} has shape {tuple(tensor.shape)}, but dims names its "
                 f"dimension {dim}"
             )
-        axes.append((dim % tensor.dim(), name))
+        axes.append((dim % tensor.dim(), str(name)))
     return tuple(axes)
+
+
+def _items(spec: Any) -> list[tuple[Any, Any]]:
+    """Return what a declaration says, by key or by place."""
+    items = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
+    return [(key, inner) for key, inner in items if inner is not None]
 
 
 def _fill_of(fill: Any, key: Any) -> Any:
@@ -340,19 +317,14 @@ def _fill_of(fill: Any, key: Any) -> Any:
 
 def _parameters(
     function: Callable[..., Any],
-) -> tuple[list[str], list[str], str | None, str | None, frozenset[str]]:
-    """Return names by position, by keyword only, of ``*args``, of ``**kwargs``, and required."""
+) -> tuple[dict[str, list[str]], frozenset[str]]:
+    """Return the names of parameters by their kind, and of those without a default."""
+    by_kind: dict[str, list[str]] = defaultdict(list)
     try:
-        listed = inspect.signature(function).parameters.values()
+        listed = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # a builtin without a signature: anything goes
-        return [], [], "args", "kwargs", frozenset()
-    positional = [p.name for p in listed if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
-    keywords = [p.name for p in listed if p.kind is p.KEYWORD_ONLY]
-    args = next((p.name for p in listed if p.kind is p.VAR_POSITIONAL), None)
-    kwargs = next((p.name for p in listed if p.kind is p.VAR_KEYWORD), None)
-    required = frozenset(p.name for p in listed if p.default is p.empty)
-    return positional, keywords, args, kwargs, required
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__name__) + "()"
+        by_kind |= {"VAR_POSITIONAL": ["args"], "VAR_KEYWORD": ["kwargs"]}
+        listed = []
+    for each in listed:
+        by_kind[each.kind.name].append(each.name)
+    return by_kind, frozenset(each.name for each in listed if each.default is each.empty)

@@ -10,7 +10,7 @@ is not found.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,8 +33,7 @@ def may_be_probabilities(tensor: torch.Tensor) -> bool:
 class OtherData(NamedTuple):
     """A way to make other data of the same kind."""
 
-    description: str
-    """How an error describes the data: "where {label} ..."."""
+    description: str  # in an error: "where {label} ..."
     of_floats: Callable[[torch.Tensor], torch.Tensor]
     of_ids: Callable[[torch.Tensor], torch.Tensor]
     keeps_sign: bool = False
@@ -100,12 +99,15 @@ def _exchanged(ids: torch.Tensor) -> torch.Tensor:
     return exchanged
 
 
+# An id that is not valid raises on a CPU, and shows nothing; on an accelerator it ends the process.
+
+
 def _spread(ids: torch.Tensor) -> torch.Tensor:
     """Put the ids that are there, each as often as the others; on a CPU those between, too."""
     present = torch.unique(ids[ids > 0])
     if not present.numel():
         return ids.clone()
-    if ids.is_cpu:  # one that is not valid raises, on an accelerator it ends the process
+    if ids.is_cpu:
         present = torch.arange(1, int(present[-1].clamp(max=_WHOLE)) + 1, dtype=ids.dtype)
     spread: torch.Tensor = present[_whole(ids).long() % len(present)]
     if spread.dim() > 1 and len(spread) > 1:
@@ -114,8 +116,8 @@ def _spread(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _chosen(ids: torch.Tensor, among: Iterable[int]) -> torch.Tensor:
-    """Put other ids, each about as often as the others."""
-    if not ids.is_cpu:  # where one that is not valid ends the process
+    """Put other ids, each about as often as the others, on a CPU only."""
+    if not ids.is_cpu:
         return ids.clone()
     least = min(int(ids.min()), 1)
     valid = [*dict.fromkeys(each for each in among if each >= least)] or [least]
@@ -140,45 +142,55 @@ STEPS = {
 }
 """Operators that give one answer to much data, and another one beyond."""
 
-SIGNS = (
+
+def battery(
+    *, depends: bool, steps: bool, masked: bool, compared: set[int] | None
+) -> Iterator[OtherData]:
+    """Yield the data to try.
+
+    Args:
+        depends: whether the answer depends on what the padding holds.
+        steps: whether one of :data:`STEPS` has run.
+        masked: whether the function is given a mask. Many add -10,000 to the scores that it leaves
+            out: numbers whose scores are as large would be no leak of theirs.
+        compared: the integers that the function compares its own with, if it compares any.
+    """
     # They find what other padding can't: one negative number, and ``(x > 0).all()`` is False
     # whatever the padding holds.
-    OtherData("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True),
-    OtherData("is negative", lambda x: -x.abs(), lambda ids: -_positive(-ids)),
-)
-
-
-def whole_numbers(*, masked: bool) -> tuple[OtherData, ...]:
-    """Return whole numbers, large ones besides unless the function is given a mask.
-
-    Many add -10,000 to the scores that a mask leaves out: numbers whose scores are as large would
-    be no leak of theirs.
-    """
+    yield OtherData("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True)
+    yield OtherData("is negative", lambda x: -x.abs(), lambda ids: -_positive(-ids))
     far = 1.0 if masked else _LARGER
-    return (
-        OtherData("is a positive whole number", lambda x: _whole(x) * far, _spread),
-        OtherData("is a negative whole number", lambda x: -_whole(x) * far, torch.clone),
-        OtherData(
+    if depends or steps:
+        yield OtherData("is a positive whole number", lambda x: _whole(x) * far, _spread)
+        yield OtherData("is a negative whole number", lambda x: -_whole(x) * far, torch.clone)
+        yield OtherData(
             "is a whole number of either sign",
             lambda x: _near_and_far(x, far),
-            # Some may not be there; one that is not valid raises, and shows nothing.
             lambda ids: _chosen(ids, range(int(_LARGER), 0, -3)),
-        ),
-    )
-
-
-MAGNITUDES = (
-    OtherData(
-        "is 64 times smaller and in reverse order",
-        lambda x: (x * _SMALLER).flip(tuple(range(x.dim()))),
-        lambda x: x[..., :1].expand_as(x).clone(),
-        keeps_sign=True,
-    ),
-    OtherData("is 64 times larger and has the other sign", lambda x: x * -_LARGER, _exchanged),
-)
-
-
-# ---- ids that the function asks for, such as that of a special token ----
+        )
+    if compared is not None:
+        near = [n + step for n in sorted(compared)[:_MOST_COMPARED] for step in (0, 1, -1)]
+        above = [max(compared, default=0) + step for step in (1, 2, 3)]
+        yield OtherData(
+            "is near what the function compares it with",
+            torch.clone,
+            lambda ids: _chosen(ids, [*near, *torch.unique(ids).tolist()]),
+        )
+        yield OtherData(
+            "is above all that the function compares it with",
+            torch.clone,
+            lambda ids: _chosen(ids, above),
+        )
+    if depends:
+        yield OtherData(
+            "is 64 times smaller and in reverse order",
+            lambda x: (x * _SMALLER).flip(tuple(range(x.dim()))),
+            lambda x: x[..., :1].expand_as(x).clone(),
+            keeps_sign=True,
+        )
+        yield OtherData(
+            "is 64 times larger and has the other sign", lambda x: x * -_LARGER, _exchanged
+        )
 
 
 COMPARING = ("eq", "ne", "gt", "ge", "lt", "le", "isin", "clamp", "clamp_min", "clamp_max")
@@ -200,24 +212,6 @@ def note_compared(
         if each.dtype != torch.bool and each.numel() < min(largest, _MOST_COMPARED + 1):
             found += each.flatten().tolist()
     numbers.update(sorted(found, key=abs)[:_MOST_COMPARED])
-
-
-def near_compared(numbers: set[int]) -> tuple[OtherData, ...]:
-    """Return ids near these numbers, and ids above all of them."""
-    near = [n + step for n in sorted(numbers)[:_MOST_COMPARED] for step in (0, 1, -1)]
-    above = [max(numbers, default=0) + step for step in (1, 2, 3)]
-    return (
-        OtherData(
-            "is near what the function compares it with",
-            torch.clone,
-            lambda ids: _chosen(ids, [*near, *torch.unique(ids).tolist()]),
-        ),
-        OtherData(
-            "is above all that the function compares it with",
-            torch.clone,
-            lambda ids: _chosen(ids, above),
-        ),
-    )
 
 
 # ---- the same call with shorter inputs: more padding makes a leak larger ----

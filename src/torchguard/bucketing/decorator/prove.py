@@ -18,7 +18,6 @@ from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
 from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, given_by
 from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
 from torchguard.bucketing.decorator.masking import (
-    Real,
     given_masks,
     inverted_masks,
     make_extras,
@@ -26,14 +25,11 @@ from torchguard.bucketing.decorator.masking import (
 )
 from torchguard.bucketing.decorator.other_data import (
     COMPARING,
-    MAGNITUDES,
-    SIGNS,
     STEPS,
+    battery,
     may_be_probabilities,
-    near_compared,
     note_compared,
     shortened,
-    whole_numbers,
 )
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.equivalence.collective import largest_of_all_ranks
@@ -56,10 +52,10 @@ _ROUNDING = 1 / 16
 class _First(NamedTuple):
     """What the runs of the call itself have found, before anything is confirmed."""
 
-    leak: Leak | None
-    dependence: Leak | None
+    leak: Leak | None = None
+    dependence: Leak | None = None
     """How the answer depends on what the padding holds."""
-    suspicious: bool
+    suspicious: bool = False
     """Whether there is a difference that more padding might make larger."""
     operators: frozenset[str] = frozenset()
 
@@ -74,17 +70,13 @@ def check_padding(
     """
     checker = _Checker(shapes, plan, call, () if anew else known.neutral)
     case = Case(plan, call)
-    first, failure = _First(None, None, suspicious=False), None
+    first, failure = _First(), None
     try:
         first = checker.first(case)
     except Exception as error:  # noqa: BLE001 - it has to wait for the other ranks
         failure = error
-    leaks, depends, suspicious, failed = checker.agreed(
-        first.leak is not None,
-        first.dependence is not None,
-        first.suspicious,
-        failure is not None,
-    )
+    found = (first.leak is not None, first.dependence is not None, first.suspicious)
+    leaks, depends, suspicious, failed = checker.agreed(*found, failure is not None)
     if failure is not None:
         raise failure
     if failed:
@@ -131,7 +123,7 @@ class _Checker:
     def __init__(
         self, shapes: OutputShapes, plan: Plan, call: Call, neutral: Container[str]
     ) -> None:
-        padded = {pad.leaf for pad in plan.pads}
+        padded = dict(plan.pads)
         self._inputs = [
             each
             for each in plan.inputs
@@ -157,8 +149,7 @@ class _Checker:
         """Return what any rank has found."""
         if self._group is None:
             return list(found)
-        numbers = [int(each) for each in found]
-        return [bool(each) for each in largest_of_all_ranks(self._group, numbers)]
+        return [bool(each) for each in largest_of_all_ranks(self._group, [*map(int, found)])]
 
     def elsewhere(self) -> RuntimeError:
         """Return the error for what another rank has found."""
@@ -191,19 +182,14 @@ class _Checker:
         tried = False
         names = {name.rpartition("::")[2].rstrip("_") for name in first.operators}
         steps, compares = self.agreed(bool(STEPS & names), bool(self._compared))
-        battery = [*SIGNS]
-        if depends or steps:
-            battery += whole_numbers(masked=bool(self._spec.masks))
-        if compares:
-            battery += near_compared(self._compared)
-        if depends:
-            battery += MAGNITUDES
-        for data in battery:
+        # A copy: the runs go on noting what they compare.
+        compared = set(self._compared) if compares else None
+        masked = bool(self._spec.masks)
+        labels = tuple(each.label for each in self._inputs)
+        for data in battery(depends=depends, steps=steps, masked=masked, compared=compared):
             other = data.made(self._inputs, case.call)
-            if other is None and self._group is None:
-                continue
-            labels = tuple(each.label for each in self._inputs)
-            tried |= self._try(Case(case.plan, other or case.call, data.description, labels))
+            if other is not None or self._group is not None:  # all ranks make as many runs
+                tried |= self._try(Case(case.plan, other or case.call, data.description, labels))
         (tried,) = self.agreed(tried)
         if depends and not tried:
             if first.dependence is None:
@@ -267,16 +253,16 @@ class _Checker:
 
     def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
         """Run without padding and padded; from the second turn on with perturbed weights."""
-        same, is_new = case, turn == 0
+        is_new = turn == 0
         with contextlib.ExitStack() as scope:
             if turn > 0:
                 # A discontinuous function, such as argmax, does not differ again: see perturb.py.
                 call, is_new = case.call.perturbed(turn)
-                same = replace(case, call=call)
+                case = replace(case, call=call)
                 held = (p for module in self._modules for p in module.parameters(recurse=False))
-                (without,) = self._runs(same, [None])
+                (without,) = self._runs(case, [None])
                 is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
-            without, padded = self._both(self._runs(same, self._pair_of_runs))
+            without, padded = self._both(self._runs(case, self._pair_of_runs))
         _, leak = self._compare(case, without, padded, {})
         return leak, is_new
 
@@ -319,25 +305,20 @@ class _Checker:
         without padding. Where it holds something else, what the function raises is in the outcome.
         """
         plan, call, shapes = case.plan, case.call, self._shapes
-        leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
-        masks: list[Real] = []
-        if self._spec.masks:
-            masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
+        masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
         read = functools.partial(shapes.real_output, plan, call, masks, {})
         # Of other data only the padding is in question. Some functions do something else with a
         # mask, even one in which all is real, than without: for transformers position_ids
         # without a mask that do not count up are several packed sequences.
-        real: dict[str, torch.Tensor] = {}
-        if plan.extras:
-            # Nor could two runs be compared operator by operator.
-            with_masks = bool(case.changed) or watch is not None
-            real = real_extras(self._spec, plan, with_masks=with_masks)
+        # Nor could two runs be compared operator by operator.
+        with_masks = bool(case.changed) or watch is not None
+        real = real_extras(self._spec, plan, with_masks=with_masks)
         function = shapes.function if watch is None else watch.around(shapes.function)
         # Before any run: to the function its arguments are memory from outside, so that its writes
         # to them are seen. A fill may be a function of the user's, and draw random numbers.
         with isolated():
             bound = [
-                (fills, given_by(plan, call, real if fills is None else plan.extras, fills, leaves))
+                (fills, given_by(plan, call, real if fills is None else plan.extras, fills))
                 for fills in variants
             ]
         observers = dict.fromkeys(COMPARING, functools.partial(note_compared, self._compared))

@@ -100,9 +100,9 @@ def warm_up(
             "will run out of memory, too: leave them out of buckets=, or make the batch smaller"
         )
     graphs = [each for b in caller.buckets.values() for each in b.graphs.values()]
-    warmed = [each for each in graphs if each.warmed_for]
-    each_took = sum(each.seconds for each in warmed) / max(len(warmed), 1)
-    return WarmupReport(tuple(spec.ladders), seconds, each_took, left_out)
+    warmed = [each.seconds for each in graphs if each.warmed_for]
+    mean = sum(warmed) / max(len(warmed), 1)
+    return WarmupReport(tuple(spec.ladders), seconds, mean, left_out)
 
 
 def _warm_up_one(
@@ -111,14 +111,14 @@ def _warm_up_one(
     """Make a bucket whole; return the seconds of a call, None where nothing is compiled."""
     # A full one first: what does not fit into memory shows at once, and needs no padding.
     plan, sized = _resized(caller, call, inputs, buckets)
-    took = None
+    took = []
     if plan.graph.compiles:
         if plan.specialization not in plan.graph.warmed_for:
             _run_backward_too(caller, plan, sized)
-        # The better of two: what else the machine does makes a call slower, never faster.
-        took = min(_timed(caller, plan, sized) for _ in range(_TIMED))
+        took = [_timed(caller, plan, sized) for _ in range(_TIMED)]
     _prove(caller, call, inputs, own, buckets)
-    return took
+    # The better of two: what else the machine does makes a call slower, never faster.
+    return min(took, default=None)
 
 
 def _prove(
@@ -130,10 +130,9 @@ def _prove(
     left to a call that has it. Where a function does not take inputs so short, longer ones show
     less. A leak is a warning: calls that need no padding, or not so much of it, go on.
     """
-    ladders = caller.spec.ladders
     shortest: AxisSizes = {}
     for axis in buckets:
-        shortest[axis] = ladders[axis].least(axis, {**buckets, **shortest})
+        shortest[axis] = caller.spec.ladders[axis].least(axis, {**buckets, **shortest})
     least = {axis: min(max(shortest[axis], 2), size) for axis, size in buckets.items()}
     middle = {axis: (shortest[axis] + size) // 2 for axis, size in buckets.items()}
     candidates = [least, middle, own]

@@ -296,7 +296,8 @@ def module_around(given: torch.nn.Module, options: MaskingOptions) -> BucketedMo
     parts = _parts(given, options)
     module = parts[0]
     # Not by its constructor, which would make parameters of its own.
-    made: BucketedModule = object.__new__(_class_around(type(module)))
+    own: Any = type(module)
+    made: BucketedModule = object.__new__(_class_around(own))
     object.__setattr__(made, "__dict__", module.__dict__)
     object.__setattr__(made, "_bucketed", parts)
     object.__setattr__(made, "_compiled_call_impl", None)
@@ -332,26 +333,21 @@ def _parts(
     return module, options, given, Caller(own.forward, compilers, spec, name)
 
 
-_classes: dict[type, type[Any]] = {}
-
-
-def _class_around(own: type[Any]) -> type[Any]:
-    found = _classes.get(own)
-    if found is None:
-        names = {
-            # Slots win over the __dict__ that is shared: what module.compile() has put there
-            # would be called instead of us.
-            "__slots__": ("_bucketed", "_compiled_call_impl"),
-            "__module__": own.__module__,
-            "__qualname__": own.__qualname__,
-            "__doc__": own.__doc__,
-            "forward": _forward_like(own.forward),
-            # Over what verified() has put into the __dict__, too.
-            "stats": property(lambda self: functools.partial(BucketedModule.stats, self)),
-        }
-        metaclass: Any = type(own)
-        found = _classes[own] = metaclass(own.__name__, (BucketedModule, own), names)
-    return found
+@functools.cache
+def _class_around(own: type[Any]) -> Any:
+    names = {
+        # Slots win over the __dict__ that is shared: what module.compile() has put there would be
+        # called instead of us.
+        "__slots__": ("_bucketed", "_compiled_call_impl"),
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+        "forward": _forward_like(own.forward),
+        # Over what verified() has put into the __dict__, too.
+        "stats": property(lambda self: functools.partial(BucketedModule.stats, self)),
+    }
+    metaclass: Any = type(own)
+    return metaclass(own.__name__, (BucketedModule, own), names)
 
 
 def _forward_like(forward: Any) -> Any:

@@ -16,6 +16,8 @@ from torchguard import Buckets, bucketed
 from torchguard.defects.catalog import NotRunHere
 from torchguard.defects.probes import compile_defect, issues
 
+_bucketed_defect = partial(compile_defect, guards=("bucketed",))
+
 _STEP, _BUCKETS, _PADDING = 8, 20, 3
 
 _Backend = Callable[..., Any]
@@ -64,20 +66,15 @@ def _graphs_of_20_buckets(wrap: _Wrap) -> str | None:
     return f"{_BUCKETS} buckets gave {len(symbolic)} graphs, {sum(symbolic)} with a symbolic dim"
 
 
-@compile_defect(
+@_bucketed_defect(
     "padding to buckets does not keep a plain torch.compile from a symbolic dim",
     upstream=issues(190631),
-    guards=("bucketed",),
     guarded_probe=lambda: _graphs_of_20_buckets(
         partial(_double_in_buckets, Buckets.multiples_of(_STEP, _STEP * _BUCKETS))
     ),
 )
 def auto_dynamic() -> str | None:
-    """Pad by hand in front of a plain ``torch.compile``.
-
-    Dynamo marks every dim that changed as dynamic (``automatic_dynamic_shapes``): the second bucket
-    makes the dim symbolic, and that graph then serves all the other buckets.
-    """
+    """Pad by hand: Dynamo marks a dim that changed as dynamic (``automatic_dynamic_shapes``)."""
 
     def wrap(backend: _Backend) -> Callable[[Tensor], object]:
         double = torch.compile(_double, backend=backend)
@@ -119,20 +116,15 @@ def _eager_calls_of_16_lengths(wrap: _Wrap) -> str | None:
     return f"{eager_calls} of {len(_MANY_LENGTHS)} lengths ran eager, with no exception"
 
 
-@compile_defect(
+@_bucketed_defect(
     "past 8 variants of a compiled function every new one runs eager, with one log line",
     upstream=issues(128071),
-    guards=("bucketed",),
     guarded_probe=lambda: _eager_calls_of_16_lengths(
         partial(_double_in_buckets, Buckets(_MANY_LENGTHS))
     ),
 )
 def recompile_limit() -> str | None:
-    """Compile one variant per length.
-
-    Dynamo keeps at most ``recompile_limit`` of them for a code object. When the list is full, it
-    logs one warning and runs the original bytecode, unless ``fullgraph=True`` asked for an error.
-    """
+    """Compile one variant per length: of a code object Dynamo keeps ``recompile_limit``."""
     return _eager_calls_of_16_lengths(partial(_compiled, dynamic=False))
 
 
@@ -170,24 +162,20 @@ def _recordings(run: Callable[[Tensor], object]) -> str | None:
 
 
 def _recordings_of_2_buckets() -> str | None:
-    buckets = Buckets([_NINE_LENGTHS[0], _NINE_LENGTHS[-1]])
     mode = {"mode": "reduce-overhead"}
-    return _recordings(bucketed(_model, dims={"x": {0: "t"}}, buckets=buckets, compile=mode))
+    return _recordings(bucketed(_model, dims={"x": {0: "t"}}, buckets=[16, 24], compile=mode))
 
 
-@compile_defect(
+@_bucketed_defect(
     'mode="reduce-overhead", GPU: one CUDA graph recorded for every input size',
     upstream=issues(188150),
-    guards=("bucketed",),
     guarded_probe=_recordings_of_2_buckets,
 )
 def cudagraph_shapes() -> str | None:
     """Count the CUDA graphs recorded for one model and nine lengths.
 
     ``deferred_cudagraphify`` (``torch/_inductor/cudagraph_trees.py``) keeps one per combination of
-    symbolic sizes, without a limit. With batches padded to their longest sequence nearly every step
-    is a warm-up or a recording, slower than no CUDA graph at all, and each keeps its memory. Torch
-    warns at the ninth size (up to 2.9 at the fifty-first) and goes on.
+    symbolic sizes, without a limit; torch warns at the ninth size (up to 2.9 at the fifty-first).
     """
     compiled = torch.compile(_model, mode="reduce-overhead")
 
@@ -230,23 +218,21 @@ def _compare_padding(run: Callable[[Tensor, Tensor], Any]) -> str | None:
 def _padding_in_buckets() -> str | None:
     # The program pads with zeros too, so what is behind x has to be zeros.
     zeros = {"x": 0}
-    pad = bucketed(_pad, dims={"x": {0: "t"}}, buckets=Buckets([4, 8]), fill=zeros, compile=True)
+    pad = bucketed(_pad, dims={"x": {0: "t"}}, buckets=[4, 8], fill=zeros, compile=True)
     return _compare_padding(pad)
 
 
-@compile_defect(
+@_bucketed_defect(
     "compiled: padding a dynamic dim by -n % 16 reads or writes out of bounds",
     upstream=issues(169760),
-    guards=("bucketed",),
     guarded_probe=_padding_in_buckets,
 )
 def pad_dynamic() -> str | None:
     """Compile with a dim that is marked dynamic.
 
-    Up to 2.9 torch bounded Python's ``%`` with C's rule (``torch/utils/_sympy/interp.py``:
-    ``PythonMod: "mod",  # TODO: this is wrong``), so it took ``-n % 16`` to lie in [-15, 0] and the
-    padded size to be no more than ``n``. Inductor then leaves out the test for the end of the input
-    (2.6), or carries out the padding in place, in a buffer that is too small (2.8 and 2.9).
+    Up to 2.9 torch bounded Python's ``%`` with C's rule (``torch/utils/_sympy/interp.py``), so
+    ``-n % 16`` lay in [-15, 0]. Inductor then leaves out the test for the end of the input (2.6),
+    or pads in place, in a buffer that is too small (2.8 and 2.9).
     """
 
     def run(x: Tensor, weight: Tensor) -> Any:
@@ -302,11 +288,9 @@ def _overlapping_calls() -> None:
 def static_threads() -> str | None:
     """Compile something else after two threads have called what ``dynamic=False`` compiled.
 
-    Its second size should make the dim symbolic, so that one more graph serves all sizes.
-
-    ``torch.compile(dynamic=False)`` sets ``automatic_dynamic_shapes`` to False around each call,
-    and back afterwards (``make_set_enable_dynamic`` in ``torch/_dynamo/eval_frame.py``). Up to 2.11
-    the setting is that of the process. Since 2.12 each thread has its own: https://github.com/pytorch/pytorch/issues/186537
+    That sets ``automatic_dynamic_shapes`` to False around each call (``make_set_enable_dynamic`` in
+    ``torch/_dynamo/eval_frame.py``), up to 2.11 for the process, since 2.12 for the thread:
+    https://github.com/pytorch/pytorch/issues/186537
     """
     _overlapping_calls()
     graphs = len(_has_symbol_by_graph(partial(_compiled, dynamic=None), _SIZES))

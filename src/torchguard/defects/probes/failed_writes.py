@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from torchguard.defects.probes import issues, memory_defect, share
 
 _MORE_THAN_ANY_MACHINE_HAS = 2**50  # elements: 4 PiB of float32, yet no overflow
 _HALF_OF_TOO_MANY = 2**40  # squared, it does not fit 64 bits
+
+_Call = Callable[[Tensor], object]
 
 
 def _growable() -> Tensor:
@@ -29,7 +32,7 @@ def _locked_and_empty() -> Tensor:
 
 
 # Name, the tensor before, the call that can't succeed.
-_CASES: tuple[tuple[str, Callable[[], Tensor], Callable[[Tensor], object]], ...] = (
+_CASES: tuple[tuple[str, Callable[[], Tensor], _Call], ...] = (
     ("resize_", _locked, lambda t: t.resize_(5, 5)),
     ("resize_as_", _locked, lambda t: t.resize_as_(torch.ones(5, 5))),
     ("set_", _growable, lambda t: t.set_(_locked().untyped_storage(), 0, (5, 5), (5, 1))),
@@ -46,7 +49,7 @@ def _metadata(t: Tensor) -> tuple[object, ...]:
     return (t.shape, t.stride(), t.storage_offset(), storage.data_ptr(), storage.nbytes())
 
 
-def _is_spoiled(make: Callable[[], Tensor], call: Callable[[Tensor], object]) -> bool:
+def _is_spoiled(make: Callable[[], Tensor], call: _Call) -> bool:
     t = make()
     values, before = t.tolist(), _metadata(t)
     try:
@@ -63,11 +66,7 @@ def _is_spoiled(make: Callable[[], Tensor], call: Callable[[Tensor], object]) ->
     guards=("resize", "out"),
 )
 def resize_locked() -> str | None:
-    """Let each call fail once and compare the tensor with what it was.
-
-    Each writes the new shape and strides first and grows the storage after. Where growing fails
-    the new shape stays: the next access reads or writes past the end of the storage.
-    """
+    """Let each call fail once and compare the tensor with what it was."""
     spoiled = [name for name, make, call in _CASES if _is_spoiled(make, call)]
     return f"failed and spoiled: {', '.join(spoiled)}" if spoiled else None
 
@@ -79,9 +78,7 @@ def resize_locked() -> str | None:
 def resize_shared() -> str | None:
     """Grow a shared tensor; a process that survives must have an intact tensor.
 
-    ``share_memory_`` moves the data to a storage that has no allocator but keeps the mark
-    "resizable" of the storage it replaces. Another defect with the same null allocator:
-    https://github.com/pytorch/pytorch/issues/184748
+    Another defect with the same null allocator: https://github.com/pytorch/pytorch/issues/184748
     """
     t = torch.ones(4)
     share(t)
@@ -101,12 +98,7 @@ def resize_shared() -> str | None:
     guards=("resize",),
 )
 def stride_overflow() -> str | None:
-    """Let a resize fail and read the stride of what is left.
-
-    ``resize_`` of a size without elements but with more than 64 bits of strides writes the size,
-    multiplies, notices and raises. The strides stay wrapped around, and a number below ``-2**62``
-    is how torch stores the address of a symbolic size.
-    """
+    """Let a resize fail and read the stride: what is below ``-2**62`` is taken for an address."""
     t = torch.arange(4.0)
     try:
         t.resize_(0, 5, 10, 10, 2**58)
@@ -143,10 +135,7 @@ def _ask_first() -> str | None:
     limits="the access itself still reads that memory: check before it, where a storage may shrink",
 )
 def storage_shrunk() -> str | None:
-    """Read a tensor whose storage was shrunk to nothing: a null pointer.
-
-    ``UntypedStorage.resize_`` knows nothing of the tensors that use the storage.
-    """
+    """Read a tensor whose storage was shrunk to nothing: a null pointer."""
     t = _shrunk()
     try:
         total = t.sum().item()
@@ -174,7 +163,7 @@ def _floor_divide_by_zero(out: Tensor) -> None:
 
 
 # Name, dtype of out, the call that can't succeed; each result would be (3, 3).
-_OUT_CASES: tuple[tuple[str, torch.dtype, Callable[[Tensor], object]], ...] = (
+_OUT_CASES: tuple[tuple[str, torch.dtype, _Call], ...] = (
     ("index_select", torch.float32, lambda out: torch.index_select(_ROWS, 0, _BAD_ROW, out=out)),
     ("gather", torch.float32, lambda out: torch.gather(_ROWS, 0, _BAD_ROWS, out=out)),
     ("take", torch.float32, lambda out: torch.take(_ROWS, _BAD_ROWS, out=out)),
@@ -190,7 +179,7 @@ _OUT_CASES: tuple[tuple[str, torch.dtype, Callable[[Tensor], object]], ...] = (
 )
 
 
-def _damage_of(out: Tensor, call: Callable[[Tensor], object]) -> str | None:
+def _damage_of(out: Tensor, call: _Call) -> str | None:
     shape, values = out.shape, out.tolist()
     try:
         call(out)
@@ -216,11 +205,7 @@ def _out_garbage_guarded() -> str | None:
     "storage, and leave what was written, with the version counter moved on",
 )
 def out_garbage() -> str | None:
-    """Let each call fail once into an empty ``out`` and once into one that holds data.
-
-    The operators resize ``out`` and write into it while they check their input. The tensor needs
-    no special storage for that.
-    """
+    """Let each call fail once into an empty ``out`` and once into one that holds data."""
     damaged: dict[str, str] = {}
     for name, dtype, call in _OUT_CASES:
         # 77 is no result of any of these calls.
@@ -243,10 +228,8 @@ def _set_item(t: Tensor) -> None:
     t[_BAD] = _NEW
 
 
-_Write = Callable[[Tensor], object]
-
 # Name, the call that can't succeed.
-_WRITES: tuple[tuple[str, _Write], ...] = (
+_WRITES: tuple[tuple[str, _Call], ...] = (
     ("index_copy_", lambda t: t.index_copy_(0, _BAD, _NEW)),
     ("index_add_", lambda t: t.index_add_(0, _BAD, _NEW)),
     ("index_fill_", lambda t: t.index_fill_(0, _BAD, 50.0)),
@@ -262,23 +245,19 @@ _WRITES: tuple[tuple[str, _Write], ...] = (
 )
 
 
-def _gradient_error(call: _Write) -> float:
+def _gradient_error(call: _Call) -> float:
     """Return how wrong the gradient of w * t is when ``call`` fails before the backward."""
     t = torch.arange(1.0, 5.0)
     w = torch.ones(4, requires_grad=True)
     right = t.clone()  # d(w * t).sum() / dw is t as it was in the forward
     loss = (w * t).sum()
-    try:
+    with suppress(RuntimeError, IndexError):
         call(t)
-    except (RuntimeError, IndexError):
-        pass
-    else:
         return 0.0
-    try:
+    with suppress(RuntimeError):  # autograd noticed that t was modified
         (gradient,) = torch.autograd.grad(loss, w)
-    except RuntimeError:  # autograd noticed that t was modified
-        return 0.0
-    return (gradient - right).abs().max().item()
+        return (gradient - right).abs().max().item()
+    return 0.0
 
 
 def _index_partial_guarded() -> str | None:
@@ -297,19 +276,12 @@ def _index_partial_guarded() -> str | None:
     guarded_probe=_index_partial_guarded,
 )
 def index_partial() -> str | None:
-    """Let each write fail between a forward and its backward and look at the gradient.
-
-    The operators check each index when they come to it, and move the version counter after a call
-    that succeeded: a backward that saved the tensor before does not refuse.
-    """
+    """Let each write fail between a forward and its backward and look at the gradient."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that index_reduce_ is in beta state
         errors = {name: _gradient_error(call) for name, call in _WRITES}
     wrong = [name for name, error in errors.items() if error > 0]
     if not wrong:
         return None
-    first = wrong[0]
-    return (
-        f"{len(wrong)} of {len(_WRITES)} failed writes: wrong gradient; "
-        f"{first} by {errors[first]:g}, no message"
-    )
+    off = f"{wrong[0]} by {errors[wrong[0]]:g}"
+    return f"{len(wrong)} of {len(_WRITES)} failed writes: wrong gradient; {off}, no message"

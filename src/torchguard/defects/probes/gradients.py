@@ -44,17 +44,12 @@ def buffer_update() -> str | None:
     eager = _RunningNorm()
     compiled = copy.deepcopy(eager)
     batch = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    eager(batch).backward()
-    torch.compile(compiled)(batch).backward()
-    want, got = eager.weight.grad, compiled.weight.grad
-    if want is None or got is None:
-        raise RuntimeError("backward left no gradient")
+    (want,) = torch.autograd.grad(eager(batch), eager.weight)
+    (got,) = torch.autograd.grad(torch.compile(compiled)(batch), compiled.weight)
     if torch.allclose(want, got):
         return None
-    compiled_gradient, eager_gradient = (
-        [round(value, 3) for value in gradient.tolist()] for gradient in (got, want)
-    )
-    return f"compiled gradient {compiled_gradient} where eager gives {eager_gradient}"
+    found, right = ([round(value, 3) for value in each.tolist()] for each in (got, want))
+    return f"compiled gradient {found} where eager gives {right}"
 
 
 _OPERATORS = "slice_scatter", "select_scatter", "diagonal_scatter"
@@ -78,21 +73,15 @@ def _loss(for_slice: Tensor, for_select: Tensor, for_diagonal: Tensor) -> Tensor
 def scatter_gradient() -> str | None:
     """Compare the gradients of the three operators, compiled in one graph, with eager.
 
-    The gradient for the input is the output's gradient, expanded after ``.sum()``, with zeros
-    scattered into it. Up to 2.11 the shape rules of ``slice_scatter`` and ``select_scatter``
+    Zeros are scattered into the output's gradient, which is expanded. Up to 2.11 the shape rules
     (``torch/_meta_registrations.py``) and the reference of ``diagonal_scatter`` (``torch/_refs``)
-    keep the strides of what they scatter into, so inductor lets all positions share one element.
+    keep those strides, so inductor lets all positions share one element.
     """
-    wrong = []
-    eager = [torch.ones(3, 3, requires_grad=True) for _ in _OPERATORS]
-    compiled = [torch.ones(3, 3, requires_grad=True) for _ in _OPERATORS]
-    _loss(*eager).backward()
-    torch.compile(_loss)(*compiled).backward()
-    for name, expected, actual in zip(_OPERATORS, eager, compiled, strict=True):
-        if expected.grad is None or actual.grad is None:
-            raise AssertionError(name)
-        if not torch.equal(actual.grad, expected.grad):
-            wrong.append(name)
+    inputs = [torch.ones(3, 3, requires_grad=True) for _ in _OPERATORS]
+    eager = torch.autograd.grad(_loss(*inputs), inputs)
+    compiled = torch.autograd.grad(torch.compile(_loss)(*inputs), inputs)
+    pairs = zip(_OPERATORS, eager, compiled, strict=True)
+    wrong = [name for name, expected, actual in pairs if not torch.equal(actual, expected)]
     return f"wrong input gradient: {', '.join(wrong)}" if wrong else None
 
 
@@ -110,9 +99,8 @@ def _other_gradient(
         (gradient,) = torch.autograd.grad(function(value, *others), value)
         gradients.append(gradient.flatten()[-1].item())
     expected, actual = gradients
-    if expected == actual:
-        return None
-    return f"the gradient {where} is {actual:g} compiled, {expected:g} in eager"
+    seen = f"the gradient {where} is {actual:g} compiled, {expected:g} in eager"
+    return None if expected == actual else seen
 
 
 _WIDTH = 64  # a multiple of the elements in any vector register
@@ -134,9 +122,8 @@ def _embedded(weight: Tensor, ids: Tensor) -> Tensor:
 def repeated_id() -> str | None:
     """Compare the gradient of an embedding for an id that occurs twice, compiled and eager.
 
-    With one thread nothing has to be atomic, so ``CppVecKernel.store``
-    (``torch/_inductor/codegen/cpp.py``) asks ``_get_store_line`` to accumulate, and up to 2.6 the
-    vectorized store overwrites. One thread is what torchrun gives each process.
+    With one thread, as torchrun has it, nothing has to be atomic, and up to 2.6 the vectorized
+    store overwrites (``CppVecKernel.store`` in ``torch/_inductor/codegen/cpp.py``).
     """
     threads, ids = torch.get_num_threads(), torch.tensor([1, 1])
     torch.set_num_threads(1)
@@ -165,9 +152,8 @@ def _ask_requires_grad(v: Tensor) -> tuple[Tensor, Tensor, bool, bool]:
 def requires_grad_lies() -> str | None:
     """Compare both answers with eager; no kernel is compiled, the tracing alone is wrong.
 
-    Dynamo notes a tensor's ``requires_grad`` when the tensor is made and answers from the note. Up
-    to 2.8 ``TensorVariable.method___setitem__`` (``torch/_dynamo/variables/tensor.py``) does not
-    refresh it after ``m[:, r, c] = v``, and up to 2.11 nothing refreshes it after ``y.detach_()``.
+    Dynamo answers from a note that ``TensorVariable.method___setitem__`` does not refresh up to 2.8
+    (``torch/_dynamo/variables/tensor.py``), and nothing after ``detach_()`` up to 2.11.
     """
     v = torch.ones(1, 1, requires_grad=True)
     *_, assigned, detached = torch.compile(_ask_requires_grad, backend="eager")(v)
@@ -208,9 +194,8 @@ def _into_view(value: Tensor) -> Tensor:
 def view_requires_grad() -> str | None:
     """Compare the gradient with eager; no kernel is compiled, the tracing alone is wrong.
 
-    Dynamo answers ``m.requires_grad`` from a note of its own, which it makes anew, from 2.9 on, for
-    the tensor that was written to, but not for the others that share its memory. An autograd
-    function of ``m`` then is traced without its backward.
+    From 2.9 on Dynamo notes ``requires_grad`` anew for the tensor that was written to, not for
+    others that share its memory: an autograd function of these is traced without its backward.
     """
     compiled = torch.compile(_into_view, backend="eager")
     return _other_gradient("after m[0][0] = v", _into_view, compiled, ())

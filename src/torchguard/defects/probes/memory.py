@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -30,11 +29,7 @@ from torchguard.defects.probes import compile_defect, issues, memory_defect, sha
     advice="Copy what is read-only: torch.from_numpy(a if a.flags.writeable else a.copy()).",
 )
 def numpy_readonly() -> str | None:
-    """Write through a tensor into a bytes object, then into a read-only mapping.
-
-    torch has no read-only tensors: ``from_numpy``, ``as_tensor`` and ``frombuffer`` warn once and
-    drop the flag. The process dies where the memory is mapped without the right to write.
-    """
+    """Write through a tensor into a bytes object, then into a read-only mapping."""
     immutable = bytes(bytearray(b"immutable"))  # an object of its own, no interned constant
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's warning is about exactly this
@@ -58,11 +53,7 @@ def numpy_readonly() -> str | None:
     advice="Call t.share_memory_() before t.numpy(), or keep t.numpy().copy().",
 )
 def numpy_view_share() -> str | None:
-    """Share a tensor and see whether the memory under its array still has an owner.
-
-    The array keeps the tensor alive, not the storage. ``share_memory_``, which a queue or a
-    spawned DataLoader worker calls, swaps the storage of the tensor and frees the old one.
-    """
+    """Share a tensor and see whether the memory under its array still has an owner."""
     share(torch.ones(1))
     # Memory of numpy's, because its end of life can be watched.
     owner = np.ones(1000, dtype=np.float32)
@@ -91,9 +82,8 @@ _MAPPING_SIZE = 16 * mmap.PAGESIZE
 def frombuffer_lifetime() -> str | None:
     """Close a mapping under a tensor, map other memory, and read the tensor.
 
-    ``torch.frombuffer`` takes the address of the buffer, releases the buffer at once and keeps only
-    a reference to the object, so ``close()`` believes that nothing uses the memory. The same
-    hazard elsewhere: https://github.com/numpy/numpy/issues/9537
+    ``torch.frombuffer`` keeps the object and releases its buffer, so ``close()`` finds no user. The
+    same hazard elsewhere: https://github.com/numpy/numpy/issues/9537
     https://github.com/python/cpython/issues/102349
     """
     mapping = mmap.mmap(-1, _MAPPING_SIZE)
@@ -111,14 +101,6 @@ def frombuffer_lifetime() -> str | None:
     return None if seen == 1 else "after mmap.close() the tensor reads another mapping's memory"
 
 
-def _load_and_save(path: Path) -> NoReturn:
-    """Run in the child: end it without running anything of the parent's clean-up."""
-    try:
-        torch.save(torch.load(path, mmap=True, weights_only=True), path)
-    finally:
-        os._exit(0)
-
-
 def _is_intact(path: Path, saved: Tensor) -> bool:
     try:
         return torch.equal(torch.load(path, weights_only=True), saved)
@@ -133,11 +115,7 @@ def _is_intact(path: Path, saved: Tensor) -> bool:
     advice="Save to a temporary file in the same folder, then os.replace() it over the old one.",
 )
 def mmap_load_save() -> str | None:
-    """Load and save one checkpoint in a child process and see what is left of both.
-
-    ``torch.load(path, mmap=True)`` leaves the tensors in the file, and ``torch.save`` truncates
-    the file before it reads them: past the end of the file, which is a bus error.
-    """
+    """Load and save one checkpoint in a child process and see what is left of both."""
     if not hasattr(os, "fork"):
         raise NotRunHere("no fork on this system")
     saved = torch.ones(2**18)  # 1 MiB: many pages
@@ -147,7 +125,10 @@ def mmap_load_save() -> str | None:
         torch.save(saved, path)
         child = os.fork()
         if child == 0:
-            _load_and_save(path)
+            try:
+                torch.save(torch.load(path, mmap=True, weights_only=True), path)
+            finally:
+                os._exit(0)  # without the parent's clean-up
         _, status = os.waitpid(child, 0)
         if _is_intact(path, saved):
             return None
@@ -156,13 +137,14 @@ def mmap_load_save() -> str | None:
     return f"torch.save ended in {end}; {left} bytes are left of the checkpoint"
 
 
-def _by_memory_behind(compute: Callable[[float], float]) -> tuple[float, float] | None:
+def _by_memory_behind(compute: Callable[[float], float], sentence: str) -> str | None:
     """Compute twice: only memory that must not be read is different; None if it is not read."""
     try:
-        first, second = compute(1.0), compute(2.0)
+        found = compute(1.0), compute(2.0)
     except (RuntimeError, IndexError, ValueError):
         return None
-    return None if first == second else (first, second)
+    read = found[0] != found[1]
+    return f"{sentence.format(*found)}, by the memory behind" if read else None
 
 
 _CLASSES = 3
@@ -186,15 +168,8 @@ def _loss(beyond: float) -> float:
     advice="Check targets first: assert 0 <= targets.min() and targets.max() < log_probs.size(-1).",
 )
 def ctc_target() -> str | None:
-    """Compute one loss with a target slightly out of range; one far out kills the process.
-
-    The CPU kernel uses the target as an index into ``log_probs`` without comparing it with the
-    number of classes.
-    """
-    found = _by_memory_behind(_loss)
-    if found is None:
-        return None
-    return "target 3 of classes 0 to 2: loss {:.3g} or {:.3g}, by the memory behind".format(*found)
+    """Compute one loss with a target slightly out of range; one far out kills the process."""
+    return _by_memory_behind(_loss, "target 3 of classes 0 to 2: loss {:.3g} or {:.3g}")
 
 
 _COLUMNS = 3
@@ -219,17 +194,10 @@ def _product(beyond: float) -> float:
     advice="Build sparse tensors under `with torch.sparse.check_sparse_tensor_invariants():`.",
 )
 def csr_unchecked() -> str | None:
-    """Compute one product with a column index past the last column.
-
-    ``torch.sparse_csr_tensor`` does not check its indices by default, because that takes time, and
-    the products trust them.
-    """
+    """Compute one product with a column index past the last column."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that CSR support is in beta state
-        found = _by_memory_behind(_product)
-    if found is None:
-        return None
-    return "column 3 of columns 0 to 2: product {:g} or {:g}, by the memory behind".format(*found)
+        return _by_memory_behind(_product, "column 3 of columns 0 to 2: product {:g} or {:g}")
 
 
 def _call_checked_operators(
@@ -253,9 +221,8 @@ def _call_checked_operators(
 def checks_lost() -> str | None:
     """Call each operator with the one input that eager rejects.
 
-    The decompositions that inductor compiles leave out what the eager kernels check. Indices
-    become plain indexing, where a padding id of -1 is the last row. The test of the range of
-    ``binary_cross_entropy`` is a comment in its decomposition.
+    Inductor's decompositions leave out what the eager kernels check: an index of -1 is the last
+    row, and the test of the range of ``binary_cross_entropy`` is a comment.
     """
     first, last = torch.tensor([0]), torch.tensor([-1])
     valid = [first, first.clone(), first.clone(), torch.tensor([0.5])]
@@ -291,10 +258,9 @@ def _divide(dividend: Tensor, divisor: Tensor) -> tuple[Tensor, ...]:
     advice="Replace zeros first: divisor = torch.where(divisor == 0, 1, divisor).",
 )
 def int_div_zero() -> str | None:
-    """Divide by zero: eager raises, compiled dies where the defect is live.
+    """Divide by zero: eager raises, and inductor's bare C++ operators trap on x86 (SIGFPE).
 
-    Inductor writes the bare C++ operators, which trap on x86 (SIGFPE). Since 2.13 ``//`` and ``%``
-    go through helpers that look at the divisor first; ``rounding_mode="trunc"`` does not.
+    Since 2.13 ``//`` and ``%`` look at the divisor first; ``rounding_mode="trunc"`` does not.
     """
     try:
         results = torch.compile(_divide)(torch.tensor([7]), torch.tensor([0]))

@@ -1,8 +1,4 @@
-"""Programs that torch.compile gets wrong: what they return or write differs from eager.
-
-Each runs eager and compiled on inputs of its own; the docstring says which step of the compiler
-goes wrong.
-"""
+"""Programs that torch.compile gets wrong; their docstrings say in which step of the compiler."""
 
 from __future__ import annotations
 
@@ -73,12 +69,11 @@ def _argument_after_an_update_of_the_result(program: _Program) -> Tensor:
     "and copy the result into x outside the compiled function.",
 )
 def permuted_read(values: Tensor) -> None:
-    """Write at indices, then add the flipped tensor.
+    """Write at indices, then add the flipped tensor, which becomes one loop with the copy into x.
 
-    The update and its copy into x may run in one loop only if every element is read where it is
-    written. Inductor's scheduler looks for the reads under the name of the input, but after the
-    index write the same memory has the name of that write (``Scheduler.fusable_weak_dep``).
-    In-place foreach operators do the same by another way.
+    Inductor's scheduler looks for the reads under the name of the input, but after the index write
+    the same memory has the name of that write (``Scheduler.fusable_weak_dep``). In-place foreach
+    operators do the same by another way.
     """
     values[torch.arange(4)] = values * 2
     values.add_(values.flip(0))
@@ -92,11 +87,9 @@ def permuted_read(values: Tensor) -> None:
     "outside.",
 )
 def shift_overlap(values: Tensor) -> None:
-    """Shift by one: the assignment becomes a copy over overlapping memory.
+    """Shift by one: inductor removes the clone as a no-op while the graph is still functional.
 
-    Inductor removes the clone as a no-op while the graph is still functional. The reinplacing
-    pass then turns the assignment into ``x[1:].copy_(x[:-1])`` without a look at whether the
-    source is a view of the memory it writes.
+    The reinplacing pass then makes ``x[1:].copy_(x[:-1])`` of it, and does not look at overlap.
     """
     values[1:] = values[:-1].clone()
 
@@ -109,11 +102,7 @@ def shift_overlap(values: Tensor) -> None:
     advice="Update the input itself, not what F.dropout returned.",
 )
 def mutation_dropped(values: Tensor) -> None:
-    """Add 1 through the dropout.
-
-    Eager dropout outside training returns its input itself. The decomposition that
-    AOTAutograd traces returns a clone instead, so the update goes to the clone.
-    """
+    """Add 1 through the dropout, which is the input itself; AOTAutograd traces a clone."""
     functional.dropout(values, 0.5, training=False).add_(1)
 
 
@@ -125,11 +114,10 @@ def mutation_dropped(values: Tensor) -> None:
     "and copy the result into x outside the compiled function.",
 )
 def overwritten(values: Tensor) -> Tensor:
-    """Return a clone taken between two writes: compiled it holds both.
+    """Return a clone taken between two writes, which inductor removes as a no-op.
 
-    The clone is removed as a no-op, and the reinplacing pass computes the first write in the
-    input's own memory because a later ``copy_`` writes that input anyway. A functional
-    ``slice_scatter`` of an input that is written later ends the same way.
+    The reinplacing pass computes the first write in the input's own memory, because a later
+    ``copy_`` writes that anyway. A functional ``slice_scatter`` ends the same way.
     """
     values[0] = 1
     between = values.clone()
@@ -171,11 +159,7 @@ def _swapped(program: _Program) -> Tensor:
     "outside.",
 )
 def snapshot_dropped(first: Tensor, second: Tensor) -> None:
-    """Swap two tensors by way of a clone: both end up the same.
-
-    Inductor's ``remove_noop_ops`` replaces ``saved = a.clone()`` by ``a``, which is right only as
-    long as nothing writes ``a``.
-    """
+    """Swap two tensors by way of a clone, for which ``remove_noop_ops`` takes ``a`` itself."""
     saved = first.clone()
     first.copy_(second)
     second.copy_(saved)
@@ -184,13 +168,9 @@ def snapshot_dropped(first: Tensor, second: Tensor) -> None:
 def _write(row: Tensor, counts: Tensor) -> Tensor:
     """Return 3 rows of which the first is overwritten; add 1 to the first two ``counts``.
 
-    ``index_put`` makes a copy, then writes. Inductor drops the copy in two cases too many:
-
-    - Up to 2.13 ``can_inplace`` (``torch/_inductor/fx_passes/reinplace.py``) allows an expanded
-      view. ``index_select`` under ``vmap(grad(...))`` has such a write in its gradient.
-    - In ``x[index] += 1`` an index that occurs twice has to read the old value twice. Where the
-      graph computes the indices itself (in 2.6 everywhere: issue 138908), the scheduler makes one
-      loop of reads and writes, and the second read sees the first write. That is so up to 2.15.
+    Inductor drops the copy of ``index_put`` in two cases too many: for an expanded view, up to 2.13
+    (``can_inplace`` in ``torch/_inductor/fx_passes/reinplace.py``), and up to 2.15 for an index
+    that occurs twice, where reads and writes become one loop (in 2.6 everywhere: issue 138908).
     """
     first = torch.tensor([0])
     rows = (row * 2).expand(3, 2).index_put((first,), row)
@@ -233,9 +213,8 @@ def expand_duplicate() -> str | None:
 def noop_aliases(logits: Tensor) -> Tensor:
     """Return ``logits / 1.0``, which compiled is ``logits`` itself and no new tensor.
 
-    Inductor's ``remove_no_ops`` (``torch/_inductor/fx_passes/joint_graph.py``) replaces such an
-    operation by its operand. Up to 2.13 it knew only neutral elements that are tensors; since 2.14
-    it takes Python numbers too, and does not ask whether that makes an output an alias of an input.
+    Since 2.14 ``remove_no_ops`` (``torch/_inductor/fx_passes/joint_graph.py``) takes Python numbers
+    as neutral elements too, and does not ask whether that makes an output an alias of an input.
     """
     return logits / 1.0
 
@@ -275,10 +254,8 @@ _KEEP = 20  # two channels, and 2 pixels of the third
 def bn_crop() -> str | None:
     """Compare a compiled crop (N, C, P) -> (N, KEEP) with the eager one.
 
-    Inductor's C++ backend splits the flattened loop into ``size // pixels`` blocks of ``pixels``
-    elements (``CppScheduling.try_loop_split``) and drops the remainder, which a crop within a
-    channel leaves. Slicing does it as well as the negative pad, and any other per-channel value as
-    well as BatchNorm's.
+    ``CppScheduling.try_loop_split`` splits the flattened loop into ``size // pixels`` blocks and
+    drops the remainder. Slicing does it as well, and any other per-channel value.
     """
     norm = torch.nn.BatchNorm1d(_C).eval().requires_grad_(requires_grad=False)
 
@@ -312,11 +289,9 @@ def _on_gpu(program: _Program) -> Tensor:
 def pad_reduction(mask: Tensor) -> Tensor:
     """Return where each sequence of a batch begins and ends (B + 1) from its mask (B, T).
 
-    A sum over a long dim is split in two kernels. Where the padded result has as many elements as
-    there are partial sums, inductor computes the padding in the second kernel. There it reads the
-    sum from a register, but ``TritonOverrides.masked`` (``torch/_inductor/codegen/triton.py``)
-    still leaves the fill value to a masked load. One sequence of 8193 to 16384 tokens is enough.
-    The kernel is wrong from 2.8 to 2.13 and right in 2.15.
+    A long sum is split in two kernels. Where the second one pads too, it reads the sum from a
+    register, but ``TritonOverrides.masked`` (``torch/_inductor/codegen/triton.py``) leaves the fill
+    value to a masked load: wrong from 2.8 to 2.13, for one sequence of 8193 to 16384 tokens.
     """
     ends = mask.sum(dim=-1, dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
     return functional.pad(ends, (1, 0))

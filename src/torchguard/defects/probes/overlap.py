@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchguard.defects.probes import issues, memory_defect
 
-_COPY_FIRST = "Write .clone() behind the operand that shares memory with what is written."
+_overlap_defect = partial(
+    memory_defect,
+    guards=("overlap",),
+    advice="Write .clone() behind the operand that shares memory with what is written.",
+)
 
 
 def _is_wrong(
@@ -41,18 +46,15 @@ def _add_element(x: Tensor, y: Tensor) -> None:
     x[:, 0] += y[0, 0]
 
 
-@memory_defect(
+@_overlap_defect(
     "x -= x[:, :1] and x[:, 1:] = x[:, :-1] read elements that they have written already",
     upstream=issues(135487, 144861, 76891, 85852, 906),
-    guards=("overlap",),
-    advice=_COPY_FIRST,
     limits="A shift under torch.vmap stays as torch computes it.",
 )
 def overlap_inplace() -> str | None:
-    """Run three lines on a tensor, and on one whose operand is a copy.
+    """Run three lines on a tensor, and on one whose operand is a copy, as numpy computes them.
 
-    torch looks for overlap only where both tensors are dense without gaps. numpy computes such
-    lines as if the operand were copied first: https://numpy.org/doc/stable/release/1.13.0-notes.html
+    https://numpy.org/doc/stable/release/1.13.0-notes.html
     """
     lines = {
         "x -= x[:, :1]": _subtract,
@@ -63,11 +65,9 @@ def overlap_inplace() -> str | None:
     return f"wrong without an error: {wrong}" if wrong else None
 
 
-@memory_defect(
+@_overlap_defect(
     "mm, cat and cumsum with an out= that they read give wrong numbers",
     upstream=issues(87551, 48900, 114350),
-    guards=("overlap",),
-    advice=_COPY_FIRST,
 )
 def overlap_out() -> str | None:
     """Compute into one of the operands, and into a tensor of its own."""
@@ -80,11 +80,9 @@ def overlap_out() -> str | None:
     return f"wrong without an error: out= of {wrong}" if wrong else None
 
 
-@memory_defect(
+@_overlap_defect(
     "a _foreach_ operation reads tensors of its list that it has written already",
     upstream=issues(135487),
-    guards=("overlap",),
-    advice=_COPY_FIRST,
 )
 def overlap_foreach() -> str | None:
     """Subtract two tensors from each other, ``a, b = a - b, b - a``, in one call."""
@@ -94,17 +92,12 @@ def overlap_foreach() -> str | None:
     return None if b.equal(expected) else f"b - a is {b.tolist()}, not {expected.tolist()}"
 
 
-@memory_defect(
+@_overlap_defect(
     "torch.nonzero(x, out=w) with w a window over x writes past w, and may kill the process",
     upstream=issues(135487),
-    guards=("overlap",),
-    advice=_COPY_FIRST,
 )
 def overlap_nonzero() -> str | None:
-    """Write the places of the ones over the ones, with elements of the caller's behind them.
-
-    nonzero counts first, and then goes over ``x`` once more while it writes ``out``.
-    """
+    """Write the places of the ones over the ones, with elements of the caller's behind them."""
     memory = torch.zeros(4096, dtype=torch.int64, device="cpu")
     x = memory[:64]
     x[:8] = 1

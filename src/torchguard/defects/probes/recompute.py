@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from torchguard.defects.probes import gradient_defect, issues
+
+_recompute_defect = partial(gradient_defect, guards=("recompute",))
 
 _ADVICE = "Keep {} out of checkpointed blocks, or train without activation checkpointing."
 
@@ -29,23 +32,17 @@ def _difference(block: Callable[[Tensor], Tensor], begin: Callable[[], object]) 
     plain, checkpointed = found
     if torch.allclose(plain, checkpointed):
         return None
-    return (
-        f"the gradient is {checkpointed[0].item():.3g} where it is {plain[0].item():.3g} without "
-        "checkpointing"
-    )
+    numbers = f"{checkpointed[0].item():.3g} where it is {plain[0].item():.3g}"
+    return f"the gradient is {numbers} without checkpointing"
 
 
-@gradient_defect(
+@_recompute_defect(
     "BatchNorm and running statistics inside torch.utils.checkpoint are updated twice",
     upstream=issues(96136),
-    guards=("recompute",),
     advice=_ADVICE.format("BatchNorm"),
 )
 def recompute_buffers() -> str | None:
-    """Count the batches of a BatchNorm.
-
-    The second run of the block, in backward, writes the buffers again.
-    """
+    """Count the batches of a BatchNorm: the second run of the block writes the buffers again."""
     norm = nn.BatchNorm1d(1)
     x = torch.ones(4, 1, requires_grad=True)
     _checkpointed(norm, x).sum().backward()
@@ -53,16 +50,14 @@ def recompute_buffers() -> str | None:
     return f"one batch is counted {counted} times" if counted != 1 else None
 
 
-@gradient_defect(
+@_recompute_defect(
     "a checkpointed block reads what it or other code has written: wrong gradients",
-    guards=("recompute",),
     advice=_ADVICE.format("running statistics that forward reads"),
 )
 def recompute_reads() -> str | None:
     """Scale by a running statistic; then write to a parameter before backward.
 
-    The second run reads the buffer that the first one wrote. Nor does it compare versions: a
-    parameter that was written since is read with its new value, where autograd raises.
+    The second run reads what the first one wrote, and compares no versions, as autograd does.
     """
 
     class Scaled(nn.Module):
@@ -91,16 +86,12 @@ def recompute_reads() -> str | None:
     return "a parameter that was written before backward is read with its new value"
 
 
-@gradient_defect(
+@_recompute_defect(
     "a checkpointed block draws from Python, numpy or its own generator: wrong gradients",
-    guards=("recompute",),
     advice=_ADVICE.format("random numbers that are not of torch's default generator"),
 )
 def recompute_random() -> str | None:
-    """Draw from a torch.Generator, then from Python's random.
-
-    The second run draws other numbers: torch restores the state of its default generator alone.
-    """
+    """Draw from a torch.Generator, then from Python's: torch restores its default one alone."""
     generator = torch.Generator()
 
     def with_generator(x: Tensor) -> Tensor:
@@ -117,20 +108,15 @@ def recompute_random() -> str | None:
         random.setstate(state)
 
 
-@gradient_defect(
+@_recompute_defect(
     "rrelu in training inside activation checkpointing has a wrong gradient",
     upstream=issues(193671),
-    guards=("recompute",),
     advice="Pass early_stop=False to checkpoint, or use_reentrant=True.",
 )
 def rrelu_checkpoint() -> str | None:
     """Take the gradient of rrelu, whose noise is what backward multiplies with.
 
-    The operator saves its noise before it has drawn it, and as soon as the last tensor is saved
-    torch stops the second run.
+    It is saved before it is drawn, and with the last saved tensor torch stops the second run.
     """
-
-    def block(x: Tensor) -> Tensor:
-        return torch.nn.functional.rrelu(x, training=True)
-
+    block = partial(nn.functional.rrelu, training=True)
     return _difference(block, lambda: torch.manual_seed(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from torch.optim import SGD, Adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchguard.defects.probes import issues, memory_defect
+
+_optimizer_defect = partial(memory_defect, guards=("optimizer",))
 
 
 class _Adam(Adam):
@@ -27,8 +30,6 @@ class _Adam(Adam):
 
 
 class _SGD(SGD):
-    """SGD without them."""
-
     add_param_group = inspect.unwrap(SGD.add_param_group)
     step = torch.no_grad()(inspect.unwrap(SGD.step))
 
@@ -59,76 +60,54 @@ class _FailAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@memory_defect(
+@_optimizer_defect(
     "an optimizer step that raises midway has updated part of the parameters and moments",
-    guards=("optimizer",),
     advice="After a caught exception in step(), reload the model and the optimizer from a "
     "checkpoint instead of stepping again.",
 )
 def optimizer_partial() -> str | None:
-    """Step over a sound parameter, then one whose rows share memory, which can't be written.
-
-    ``step()`` and the ``torch._foreach_*`` calls under it change one parameter after the other in
-    place. Out of memory does the same: a caught exception and a retry apply part of the update
-    twice.
-    """
+    """Step over a sound parameter, then one whose rows share memory, which can't be written."""
     sound, unwritable = torch.zeros(3), torch.zeros(1).expand(3)
     parameters = [_parameter(each, torch.ones(3)) for each in (sound, unwritable)]
     optimizer = _Adam(parameters, lr=1.0)
-    try:
+    with contextlib.suppress(RuntimeError):
         optimizer.step()
-    except RuntimeError:
-        pass
-    else:
         return None
     moved = sum(bool(parameter.detach().any()) for parameter in parameters)
     counted = sum(float(state.get("step", 0)) > 0 for state in optimizer.state.values())
-    if moved == 0 and counted == 0:
-        return None
-    return f"step() raised: {moved} of 2 parameters moved, {counted} of 2 step counters advanced"
+    seen = f"step() raised: {moved} of 2 parameters moved, {counted} of 2 step counters advanced"
+    return seen if moved or counted else None
 
 
 _OLD, _NEW = 4, 64  # elements of the layer in the checkpoint and now
 
 
-@memory_defect(
+@_optimizer_defect(
     "fused Adam on CPU writes past the end of moments loaded from a smaller layer",
-    guards=("optimizer",),
     advice="After load_state_dict, check that each state tensor but `step` has the shape of its "
     "parameter, or leave fused off on CPU.",
 )
 def optimizer_state_shape() -> str | None:
-    """Resume with moments of the old size, each followed by memory that can be watched.
-
-    ``Optimizer.load_state_dict`` does not compare the shape of a moment with that of its parameter,
-    and the fused CPU kernel runs over as many elements as the parameter has.
-    """
-    # The moments are the first elements of longer tensors: what the kernel writes beyond
-    # them lands in memory of ours, and nothing crashes.
+    """Resume with moments of the old size, each followed by memory that can be watched."""
     memory = {name: torch.zeros(_NEW) for name in ("exp_avg", "exp_avg_sq")}
     moments = {name: whole[:_OLD] for name, whole in memory.items()}
-    try:
+    with contextlib.suppress(RuntimeError, ValueError):
         optimizer = _Adam([_parameter(torch.zeros(_NEW), torch.ones(_NEW))], fused=True)
-        state = optimizer.state_dict()
-        state["state"] = {0: {"step": torch.tensor(1.0), **moments}}
-        optimizer.load_state_dict(state)
+        state = {0: {"step": torch.tensor(1.0), **moments}}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         optimizer.step()
-    except (RuntimeError, ValueError):
-        pass
     spoiled = sum(int(torch.count_nonzero(whole[_OLD:])) for whole in memory.values())
     return f"step() wrote {spoiled} floats past the end of its moments" if spoiled else None
 
 
-@memory_defect(
+@_optimizer_defect(
     "a first step() that raises while it makes the state leaves half of it for ever",
-    guards=("optimizer",),
     advice="After a first step() that raised, call optimizer.state.clear() before the next.",
 )
 def optimizer_init_partial() -> str | None:
     """Let the first step run out of memory while it makes the state, then step again.
 
-    Adam takes an empty state for one that has yet to be made. After ``step`` and ``exp_avg`` it is
-    not empty any more, so ``exp_avg_sq`` is never made. A checkpoint taken meanwhile has it torn.
+    Adam makes an empty state alone: with ``step`` and ``exp_avg`` in it, never ``exp_avg_sq``.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L160
     """
     parameter = _parameter(torch.zeros(3), torch.ones(3))
@@ -143,9 +122,8 @@ def optimizer_init_partial() -> str | None:
     return None
 
 
-@memory_defect(
+@_optimizer_defect(
     "a first GradScaler.scale() that raises leaves a scaler that refuses every step",
-    guards=("optimizer",),
     advice="After a first scale() that raised, make a new GradScaler.",
 )
 def scaler_init_partial() -> str | None:
@@ -168,17 +146,15 @@ def scaler_init_partial() -> str | None:
     return None
 
 
-@memory_defect(
+@_optimizer_defect(
     "SGD(fused=True, momentum=...) uses uninitialised memory after a skipped first step",
-    guards=("optimizer",),
     advice="With a GradScaler leave fused off for SGD with momentum.",
     limits="With dampening the buffers are as torch makes them.",
 )
 def sgd_fused_skip() -> str | None:
     """Skip the first step of a fused SGD with momentum, as GradScaler does after an overflow.
 
-    ``_fused_sgd`` makes the momentum buffers with ``empty_like`` for the kernel to fill. Where
-    ``found_inf`` is set the kernel does nothing, and the next step uses what was in that memory.
+    The momentum is ``empty_like``, which the kernel does not fill where ``found_inf`` is set.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py#L511
     """
     parameter = _parameter(torch.zeros(64), torch.zeros(64))
@@ -196,20 +172,15 @@ def sgd_fused_skip() -> str | None:
     return f"{moved} of 64 weights with zero gradient moved after a skipped step" if moved else None
 
 
-@memory_defect(
+@_optimizer_defect(
     "fused optimizers on CPU misread gradients that are expanded or transposed",
-    guards=("optimizer",),
     advice="Set p.grad to a contiguous tensor (g.contiguous()), or leave fused off on CPU.",
     limits="A step that torch.compile has compiled is as torch makes it.",
 )
 def fused_layout() -> str | None:
-    """Step over an expanded gradient and over a transposed one, and look at what was used.
+    """Step over an expanded gradient and over a transposed one: the kernels look at no strides.
 
-    The kernels of SGD, Adam, AdamW and Adagrad walk over as many elements as the parameter has, and
-    look at no strides. ``torch.autograd.grad`` returns an expanded gradient of a sum.
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cpu/FusedSGDKernel.cpp
-
-    On a GPU such tensors are refused: https://github.com/pytorch/pytorch/issues/106951
     """
     numbers = torch.arange(1.0, 7.0)  # what lies behind the expanded gradient is memory of ours
     gradients = {"expanded": numbers[:1].expand(2, 3), "transposed": numbers.view(3, 2).t()}
@@ -223,19 +194,14 @@ def fused_layout() -> str | None:
     return f"weights updated wrongly: {', '.join(wrong)}" if wrong else None
 
 
-@memory_defect(
+@_optimizer_defect(
     "SGD(fused=True) on CPU does not update bfloat16 and float16 parameters",
     upstream=issues(191763),
-    guards=("optimizer",),
     advice="Leave fused off for SGD on CPU with parameters in bfloat16 or float16.",
     limits="A step that torch.compile has compiled is as torch makes it.",
 )
 def sgd_fused_half() -> str | None:
-    """Step over bfloat16 weights, more of them than the widest vector holds.
-
-    The kernel of fused SGD computes a whole vector of bfloat16 or float16 elements, and does not
-    store it. Elements after the last whole vector are updated.
-    """
+    """Step over bfloat16 weights: the kernel does not store whole vectors that it has computed."""
     gradient = torch.ones(64, dtype=torch.bfloat16)
     parameter = _parameter(torch.zeros_like(gradient), gradient)
     _SGD([parameter], lr=1.0, fused=True).step()
@@ -284,7 +250,8 @@ def _scaler_refuses_the_retry(protect: _Protect) -> bool:
     optimizer = _held_by_an_optimizer(weight)
     scaler = torch.amp.GradScaler("cpu")
     step = protect([], [weight], scaler)
-    for attempt in range(2):
+    refused = False
+    for _ in range(2):
         weight.grad = None
         try:
             with step:
@@ -292,9 +259,8 @@ def _scaler_refuses_the_retry(protect: _Protect) -> bool:
                 scaler.unscale_(optimizer)
                 _run_out_of_memory(weight)  # in step(), so update() is not reached
         except RuntimeError as error:
-            if "unscale_" in str(error):
-                return attempt == 1
-    return False
+            refused = "unscale_" in str(error)
+    return refused
 
 
 def _retry(protect: _Protect) -> str | None:
@@ -317,11 +283,7 @@ def _retry(protect: _Protect) -> str | None:
     "and make a new GradScaler from its state_dict().",
 )
 def oom_retry() -> str | None:
-    """Let a backward run out of memory once, repeat the step and look at what is different.
-
-    Nothing of a step is undone when it fails. GradScaler refuses a second ``unscale_`` because the
-    first never reached ``update``.
-    """
+    """Let a backward run out of memory once, repeat the step and look at what is different."""
     return _retry(lambda *_: contextlib.nullcontext())
 
 
@@ -332,12 +294,7 @@ def oom_retry() -> str | None:
     "of the model.",
 )
 def load_partial() -> str | None:
-    """Load a checkpoint whose last tensor has the wrong shape.
-
-    ``Module.load_state_dict`` copies tensor by tensor, collects what does not match and raises at
-    the end. With ``assign=True`` an optimizer made before has parameters the model no longer has.
-    """
-    # None of these values is one that the layers start with.
+    """Load a checkpoint whose last tensor has the wrong shape: torch raises after it has copied."""
     state = {"0.weight": torch.full((2, 2), 77.0), "1.weight": torch.full((9, 9), 77.0)}
     seen: list[str] = []
     for assign in (False, True):

@@ -146,7 +146,8 @@ def _of_kind(
             yield Comparison(
                 f"{label}-{step}-{way}{over}",
                 f"{way} for {baseline}: {words}, {'and ' * backward}{step}",
-                *(Side(call.format(each), names, elsewhere) for each in (baseline, way)),
+                Side(call.format(baseline), names, elsewhere),
+                Side(call.format(way), names, elsewhere),
                 target=_target(baseline, way, size, compiled=backend is not None),
                 why=WHY_EAGER if backend is None else WHY_COMPILED,
             )

@@ -101,9 +101,10 @@ class Workload:
 
 
 # Of the decoder: size, batch, tokens. Of the convolutions: depths, channels, batch, side.
-FULL = (DecoderSize(), 8, 1024), ((3, 4, 6, 3), 64, 64, 224)
-SCALED_DOWN = (DecoderSize(4096, 64, 192, 4, 4), 2, 64), ((1, 1, 1, 1), 16, 2, 64)
-QUICK = (DecoderSize(64, 8, 16, 1, 2), 2, 8), ((1,), 4, 2, 16)
+Shapes = tuple[tuple[DecoderSize, int, int], tuple[tuple[int, ...], int, int, int]]
+FULL: Shapes = (DecoderSize(), 8, 1024), ((3, 4, 6, 3), 64, 64, 224)
+SCALED_DOWN: Shapes = (DecoderSize(4096, 64, 192, 4, 4), 2, 64), ((1, 1, 1, 1), 16, 2, 64)
+QUICK: Shapes = (DecoderSize(64, 8, 16, 1, 2), 2, 8), ((1,), 4, 2, 16)
 
 
 def workloads(device: str, *, quick: bool) -> Iterator[Workload]:

@@ -185,7 +185,7 @@ def run(setting: Setting) -> Results:
 def _counts(record: Row, device: str) -> list[Row]:
     """Count how the calls ended, for each way to make them."""
     rows = [row for row in record["rows"] if row["device"] == device]
-    counts = []
+    counts = list[Row]()
     for name, what in {
         "torch": "plain torch", "guarded": "`guarded()`", "installed": "`install()`",
     }.items():  # fmt: skip

@@ -40,7 +40,7 @@ class Case:
     claimed: bool = True
 
 
-def installed(name: str) -> Scope:
+def installed(name: Any) -> Scope:
     """Return the scope of one guard."""
     return partial(torchguard.install, name, only_if_needed=False)
 

@@ -155,7 +155,8 @@ def steady(device: str, workloads: Sequence[str], *, quick: bool) -> Iterator[Co
             names["batches"] = itertools.cycle(batches)
             given = "x" if len(batches) == 1 else "next(batches)"
             sides.append(Side(f"with no_grad: {side}({given})", names))
-        yield Comparison(f"steady-{name}", what, *sides, target=target)
+        bare, checked = sides
+        yield Comparison(f"steady-{name}", what, bare, checked, target=target)
 
 
 def _another(function: Any) -> Any:

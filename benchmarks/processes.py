@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def in_a_process(
         call = [str(answer), file, function, json.dumps(arguments)]
         own = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"), **(environment or {})}
         if quick and sys.platform == "linux" and not torch.cuda.is_available():
-            fork = multiprocessing.get_context("fork").Process(target=_answer, args=(*call, own))
+            fork = multiprocessing.get_context("fork").Process(target=_answer, args=(call, own))
             fork.start()
             fork.join()
             status, output = fork.exitcode, "see above"
@@ -55,13 +55,12 @@ def in_a_process(
         return json.loads(answer.read_text(encoding="utf-8"))
 
 
-def _answer(
-    path: str, file: str, function: str, arguments: str, own: Mapping[str, str] | None = None
-) -> None:
-    os.environ.update(own or {})
+def _answer(call: Sequence[str], environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    path, file, function, arguments = call
     called = getattr(importlib.import_module(f"benchmarks.{file}"), function)
     Path(path).write_text(json.dumps(called(*json.loads(arguments))), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    _answer(*sys.argv[1:])
+    _answer(sys.argv[1:], {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import inspect
@@ -112,7 +113,15 @@ class TestWhatCannotBeWrapped:
             wrapped(torch.ones(5))
 
 
+class _Axis(str, enum.Enum):
+    T = "t"
+
+
 class TestDeclarations:
+    def test_a_name_may_be_a_member_of_an_enum(self) -> None:
+        wrapped = bucketed(double, dims=[{1: _Axis.T}], buckets=LADDER, compile=False)
+        assert torch.equal(wrapped(torch.ones(2, 5)), torch.full((2, 5), 2.0))
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

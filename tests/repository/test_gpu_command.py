@@ -92,15 +92,14 @@ def test_a_second_run_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_elsewhere_is_measured_again(tmp_path: Path) -> None:
-    for number, change in enumerate(
-        (
-            {"revision": "another"},
-            {"hardware": {"gpu": "another", "driver": "1"}},
-            {"hardware": {"gpu": "a GPU", "driver": "2"}},
-            {"versions": {"torch": "2.12.0"}},
-            {"quick": True},
-        )
-    ):
+    changes: list[dict[str, Any]] = [
+        {"revision": "another"},
+        {"hardware": {"gpu": "another", "driver": "1"}},
+        {"hardware": {"gpu": "a GPU", "driver": "2"}},
+        {"versions": {"torch": "2.12.0"}},
+        {"quick": True},
+    ]
+    for number, change in enumerate(changes):
         path = tmp_path / str(number)
         Stream(path, HEAD).keep("rows", {"id": "a", "device": "cuda"})
         assert Stream(path, {**HEAD, **change}).known("rows") == []

@@ -221,6 +221,18 @@ def test_what_raises_late_is_undone(name: str, assign: bool) -> None:
         assert set(vars(model[1])) == attributes
 
 
+def test_a_parameter_in_the_place_of_a_buffer_that_is_not_saved_is_loaded() -> None:
+    module: Any = nn.Module()
+    module.register_parameter("a", nn.Parameter(torch.zeros(2)))
+    module.register_buffer("scale", torch.ones(2), persistent=False)
+    # What reparametrizes may use the dicts, so torch does not forget that the buffer was not saved.
+    module.register_parameter("scale", nn.Parameter(module._buffers.pop("scale")))
+    state = {"a": torch.ones(2), "scale": torch.zeros(2).to_sparse()}
+    with torchguard.install("load"), pytest.raises(RuntimeError, match="scale"):
+        module.load_state_dict(state)
+    assert torch.equal(module.a.data, torch.zeros(2))
+
+
 def test_memory_stays_where_it_is() -> None:
     """What shares memory with a parameter sees what is loaded; strides stay."""
     model: Any = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2))

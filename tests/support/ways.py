@@ -29,7 +29,7 @@ class Way(NamedTuple):
 
 def _method(name: str) -> Callable[..., torch.Tensor]:
     """Return what calls the method of this name, looked up when it is called."""
-    return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)  # type: ignore[no-any-return]
+    return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
 
 
 def _on_torch_resize_as(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -29,10 +29,10 @@ IMPORTED_BY = {_COMPOSABLE: GENERATOR.replace(_MODULE, _COMPOSABLE)}
 
 def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], bool]:
     """Return what the generator's block is called with, and whether random states are kept."""
-    if _has_impl:  # called with (fn, args, kwargs, *, preserve_rng_state, ...)
+    if _has_impl:  # since torch 2.15 (fn, args, kwargs, *, preserve_rng_state, ...)
         args, kwargs = given
         return [*args, *kwargs.values()], options.get("preserve_rng_state", True)
-    # Called with (fn, preserve_rng_state, ..., *args, **kwargs).
+    # Before it (fn, preserve_rng_state, ..., *args, **kwargs).
     return [*given, *options.values()], bool(given[0] if given else True)
 
 

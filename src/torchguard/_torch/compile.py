@@ -149,6 +149,7 @@ def traced(function: Callable[..., Any]) -> bool:
 
 def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
     """Equals ``module.compile(**settings)``, for torch's own modules on every release too."""
+    # Dynamo does not look into a frame of torch.nn, so that leaves an nn.Sequential eager on some.
     utilities = importlib.import_module("torch._dynamo.external_utils")
     if hasattr(utilities, "wrap_inline"):
         call = utilities.wrap_inline(module._call_impl)
@@ -198,7 +199,10 @@ def without_recompile_limit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def before_backward(call: Callable[[str], None]) -> Iterator[None]:
-    """Call this, with the id of a graph, before its backward is compiled, which is done late."""
+    """Call this, with the id of a graph, before its backward is compiled, which is done late.
+
+    What it raises comes out of ``backward()``.
+    """
     callbacks: Any = importlib.import_module("torch._dynamo.callback")
     if not hasattr(callbacks, "on_compile_start"):  # torch 2.6: it isn't called
         yield

@@ -44,7 +44,10 @@ _registered: set[tuple[str, Callable[[ModuleType], None]]] = set()
 
 
 def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action(module)`` once: now if the module is imported (or begins to be), else then."""
+    """Call ``action(module)`` once: now if the module is imported, else when it is.
+
+    While another thread imports it, it counts as imported: ``action`` looks for what it needs.
+    """
     if (name, action) not in _registered:
         _registered.add((name, action))
         wrapt.register_post_import_hook(action, name)
@@ -188,6 +191,7 @@ def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
 
 def mark_untraced(function: Callable[..., Any]) -> None:
     """Let Dynamo break its graph at a call of this function, by the mark of ``disable``."""
+    # The wrapper of torch.compiler.disable would cost each call some microseconds.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "torchguard.bucketed pads outside of what is compiled, and compiles each bucket itself: "

@@ -121,6 +121,7 @@ class FusedLists:
         The caller knows that the state is made of the same tensors.
         """
         groups = optimizer.param_groups
+        # Asked for here and not when step() is called: a hook may have replaced them since.
         gradients = [parameter.grad for parameter in self._parameters]
         if not (
             len(groups) == len(self._groups)

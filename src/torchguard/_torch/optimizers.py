@@ -213,7 +213,10 @@ def close_checkpoints(exception: BaseException | None) -> None:
 
 
 def call_while_tracing(function: Callable[[], int]) -> None:
-    """Do what ``torch.compiler.assume_constant_result`` does, which imports Dynamo first."""
+    """Let Dynamo call a function while it traces a call of it; its result is a constant then.
+
+    As ``torch.compiler.assume_constant_result`` does, which imports Dynamo first.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -185,9 +185,7 @@ def _clones(
     elementwise, in_lists = is_elementwise(function), function.__name__.startswith("_foreach_")
     made: list[torch.Tensor] = []
 
-    def clone(operand: Any, place: int | None = None) -> Any:
-        if not isinstance(operand, torch.Tensor):
-            return operand
+    def clone(operand: torch.Tensor, place: int | None = None) -> torch.Tensor:
         if spans is not None and not spans.meet(operand):
             return operand
         for number, target in enumerate(targets):
@@ -201,9 +199,14 @@ def _clones(
         return operand
 
     def argument(value: Any) -> Any:
-        if type(value) not in (tuple, list):
+        if isinstance(value, torch.Tensor):
             return clone(value)
-        items = [clone(each, place) for place, each in enumerate(value)]
+        if type(value) not in (tuple, list):
+            return value
+        items = [
+            clone(each, place) if isinstance(each, torch.Tensor) else each
+            for place, each in enumerate(value)
+        ]
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else type(value)(items)
 

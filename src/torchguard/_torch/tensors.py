@@ -77,7 +77,7 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_b
 
 
 def refuses_writes(tensor: torch.Tensor) -> bool:
-    """Whether autograd refuses to write to it in place: a leaf that requires grad, or a view."""
+    """Whether autograd refuses to write to it: a leaf that requires grad, or a view of one."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return False
     return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
@@ -157,13 +157,10 @@ def tensors_loaded_by_copies(module: torch.nn.Module) -> list[tuple[str, torch.T
             or each._load_state_dict_post_hooks
         ):
             return None
-        held = {**each._parameters, **each._buffers}
-        unsaved = each._non_persistent_buffers_set
-        found += [
-            (prefix + name, tensor)
-            for name, tensor in held.items()
-            if tensor is not None and name not in unsaved
-        ]
+        unsaved = each._non_persistent_buffers_set  # may have the name of a parameter, which loads
+        buffers = [item for item in each._buffers.items() if item[0] not in unsaved]
+        held = [*each._parameters.items(), *buffers]
+        found += [(prefix + name, tensor) for name, tensor in held if tensor is not None]
         children = each._modules.items()
         waiting += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
     return None if torch.__future__.get_swap_module_params_on_conversion() else found

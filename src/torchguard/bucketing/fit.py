@@ -11,7 +11,8 @@ convex hull of the points (W[i], D[k-1, i]): O(D) for each k, not O(D^2).
 
 Where the cost falls somewhere, padding further can be cheaper. What a size costs is
 then the cheapest size that holds it, and that never falls: every cost becomes one
-for which the hull is right, and no second, slower method is needed.
+for which the hull is right. Where each bucket has a price instead of K, or where a
+bound limits the padding, all i are tried: O(D^2) at worst, a second for 50,000 sizes.
 
 Shapes: D distinct sizes, K buckets.
 """
@@ -236,7 +237,7 @@ def ladder_of_runs(
     max_padding: float = math.inf,
     bound: _Integers,
 ) -> tuple[int, ...]:
-    """Return the cheapest ladder of ``count`` buckets, or, with None, with a price for each.
+    """Return the cheapest ladder of at most ``count`` buckets, or, with None, a price for each.
 
     The largest is ``top``, or a compiled one from ``reach`` on. With ``max_padding``, which is
     about the sizes in ``bound``, a bucket is the largest of its sizes, also where a cost falls.
@@ -279,9 +280,12 @@ def ladder_of_runs(
             f"Buckets.fit: max_padding={max_padding} takes {len(layers)} buckets, but "
             f"count is {count}: pass count={len(layers)} or more, or a larger max_padding"
         )
+    position, found = len(sizes), set[int]()
     if count is None:
         layers *= len(sizes)
-    position, found = len(sizes), set()
+        if math.isinf(max_padding):  # sizes above reach are a prior's: no call needs a bucket
+            first = int(np.searchsorted(sizes, reach)) + 1
+            position = first + int(reached[first:].argmin())
     for cuts in reversed(layers):
         if position in cuts:
             position, bucket = cuts[position]

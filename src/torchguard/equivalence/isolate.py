@@ -215,9 +215,9 @@ def module_state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
             if type(module) is kind or not are_hooks:
                 removed = entries.keys() - held.keys()
                 _restore(held, entries)
-                if removed:  # hooks run in the order in which they were registered
-                    held.clear()
-                    held.update(entries)
+                if removed and are_hooks:  # they run in the order in which they were registered
+                    for key in entries:  # one at a time, for an interrupt or another thread
+                        held[key] = held.pop(key)
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -317,7 +317,7 @@ class UndoMutations(TorchDispatchMode):
     def _copy_what_is_written(self, schema: Any, args: Any, kwargs: Any) -> None:
         for place, argument in enumerate(schema.arguments):
             info = argument.alias_info
-            # native_batch_norm writes the last two, and its schema does not mark them.
+            # native_batch_norm writes these two, and its schema does not mark them.
             if (info is None or not info.is_write) and argument.name not in _RUNNING:
                 continue
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -451,7 +451,8 @@ def run_undoing_mutations(
 def _detached(output: Output) -> Any:
     if not isinstance(output.value, torch.Tensor):
         return output.value
-    return counted(output.value.detach(), output.counts).clone()
+    value = output.value.detach()
+    return (value if output.counts is None else counted(value, output.counts)).clone()
 
 
 _Held = tuple[str, torch.nn.Module, str, torch.Tensor]

@@ -1,8 +1,8 @@
 """ULP-scale noise: tensors that are off by about as much as rounding makes them.
 
 Two computations of the same thing agree but for rounding, unless an input lies within it of a
-discontinuity, such as those of ReLU and argmax: then both are right and far apart. So is eager from
-itself with noise in the last digits, but not what is really wrong.
+discontinuity, such as those of ReLU and argmax: then both are right and far apart. With noise in
+the last digits they no longer are; what is really wrong still is.
 """
 
 from __future__ import annotations

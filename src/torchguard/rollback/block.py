@@ -92,9 +92,8 @@ class Rollback:
     def _undo(self, versions: dict[int, int | None]) -> None:
         """Restore each tensor; ``versions`` keeps what was read if this is called again."""
         for saved in self.saved[-1]:
-            if (
-                not self._data and id(saved.tensor) not in versions
-            ):  # what the block has moved it to
+            # Without a copy of the elements the counter stays where the block's writes moved it.
+            if not self._data and id(saved.tensor) not in versions:
                 with without_torch_function():
                     versions[id(saved.tensor)] = version_of(saved.tensor)
             saved.restore(versions.get(id(saved.tensor)))

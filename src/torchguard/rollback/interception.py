@@ -1,5 +1,8 @@
 """The guarded() scopes that are open, and what they put in front of functions that write tensors.
 
+Nothing here is a mode of torch: code that asks ``has_torch_function`` for its way (the fast path of
+``nn.TransformerEncoder``, for one) goes the way it goes outside.
+
 The everyday operations that write elements never change a shape, failing or not (addbmm_ does), so
 nothing is read before them: if one fails, it is enough to move the version counter on.
 """

@@ -39,7 +39,11 @@ _LISTS = ("_foreach_", "_fused_", "_amp_")
 def cloned(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which the call computes what the code says; warn of others."""
+    """Return the arguments with which the call computes what the code says.
+
+    Raises:
+        OverlapWarning: where filters make it an error; nothing is written then.
+    """
     return separated(function, args, kwargs, functools.partial(warn_of, function))
 
 

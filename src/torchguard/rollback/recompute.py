@@ -170,7 +170,7 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 def _state_of(module: nn.Module) -> tuple[_Entries, ...]:
     """Return the dicts of a module that a run may write: parameters, buffers and attributes."""
-    # These wrappers note there how far they are in gathering parameters.
+    # The wrappers of torch.distributed note there how far they are in gathering parameters.
     if type(module).__name__ in {"FullyShardedDataParallel", "DistributedDataParallel"}:
         return ()
     return *members_of(module)[:2], vars(module)

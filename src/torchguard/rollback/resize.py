@@ -100,21 +100,18 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
     return resize_
 
 
-def _guard(
-    begin: Callable[..., Snapshot | None], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Make ``original`` exception-safe; ``begin`` reads what may have to be put back."""
-    is_shown = begin is begin_resize_as_  # torch shows set_ to no subclass and no mode
+def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        saved = begin(args, kwargs)
+    def resize_as_(*args: Any, **kwargs: Any) -> torch.Tensor:
+        saved = begin_resize_as_(args, kwargs)
         if saved is None:
-            return original(*args, **kwargs)  # torch complains
+            return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
         try:
             try:
-                if is_shown and has_torch_function(args):
-                    return handle_torch_function(original, overriding(args), *args, **kwargs)
-                return original(*args, **kwargs)
+                if has_torch_function(args):
+                    return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
+                return original(*args, **kwargs)  # type: ignore[no-any-return]
             except BaseException:
                 finish(saved.restore)
                 raise
@@ -122,17 +119,28 @@ def _guard(
             finish(saved.restore)
             raise
 
-    return guarded
-
-
-def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
-    return _guard(begin_resize_as_, original)
+    return resize_as_
 
 
 def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
-    return _guard(begin_set_, original)
+
+    def set_(*args: Any, **kwargs: Any) -> torch.Tensor:
+        saved = begin_set_(args, kwargs)
+        if saved is None:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
+        try:
+            try:
+                # Not shown to subclasses and modes: torch does not show them set_ either.
+                return original(*args, **kwargs)  # type: ignore[no-any-return]
+            except BaseException:
+                finish(saved.restore)
+                raise
+        except BaseException:  # an interrupt in the clause above: see interrupts.py
+            finish(saved.restore)
+            raise
+
+    return set_
 
 
 class _SafeResize(Protocol):
@@ -293,8 +301,10 @@ def begin_set_(
         storage = storage.untyped()
     elif isinstance(storage, torch.Tensor):
         storage = capture(storage).storage
-    sizes = _integers(size) if isinstance(size, Sequence) else None
-    if isinstance(storage, torch.UntypedStorage) and sizes is not None:
+    if not isinstance(storage, torch.UntypedStorage) or not isinstance(size, Sequence):
+        return saved
+    sizes = _integers(size)
+    if sizes is not None:
         if stride is None:  # contiguous
             stride = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
         strides = _integers(stride)

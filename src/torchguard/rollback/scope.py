@@ -64,8 +64,9 @@ class Guarded(contextlib.ContextDecorator):
         """Run every call of ``function`` in the scope; of a generator, every step.
 
         Raises:
-            TypeError: ``function`` is a class, or an asynchronous generator: what runs between its
-                steps would be in the scope as well.
+            TypeError: ``function`` is a class, of which only the making of an instance would be in
+                the scope, or an asynchronous generator: what runs between its steps would be in
+                the scope as well.
         """
         if isinstance(function, type) or not callable(function):
             found = "a Tensor" if isinstance(function, torch.Tensor) else repr(function)

@@ -78,7 +78,8 @@ class Snapshot(NamedTuple):
         Without ``version`` the counter is what it was. Where elements were written that were not
         captured, pass a larger number, so that autograd refuses a backward over them.
 
-        What torch refuses becomes a ``RuntimeWarning``. May be called again.
+        Raises nothing of its own, because it runs while another exception propagates: what torch
+        refuses becomes a ``RuntimeWarning``. May be called again, also after an interrupt.
         """
         tensor, elements, autograd = self.tensor, self.elements, self.autograd
         version = self.version if version is None else version
@@ -351,9 +352,9 @@ def read_stride_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
         # Without autograd's keys, as in inference mode, the operator resolves a lazy conjugation
         # or negation first, and gives the offset of that copy.
         # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/ConjugateFallback.cpp
-        if tensor.is_conj() or tensor.is_neg():
-            return stride, tensor.storage_offset()
-        return stride, torch.ops.aten.storage_offset.default(tensor)
+        lazy = tensor.is_conj() or tensor.is_neg()
+        read: Any = torch.Tensor.storage_offset if lazy else torch.ops.aten.storage_offset.default
+        return stride, read(tensor)
 
 
 def bytes_needed(

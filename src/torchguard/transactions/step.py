@@ -182,17 +182,11 @@ class Transaction:
                     finish(snapshot.restore)
                 with guarded(overlap=True):  # else the order of threads would show
                     yield number
-                for name, tensor in _results(self.training):
-                    bits = call_unseen(_bits, tensor)
-                    if not number:
-                        first[name] = bits
-                    elif not call_unseen(_same, first.get(name), bits):
-                        raise ReplayMismatchError(
-                            f"{name} has other bits in run {number + 1} than in run 1 on the same "
-                            "batch, with the same random numbers: an operator is not deterministic "
-                            "(see torch.use_deterministic_algorithms), or the hardware made an "
-                            "error"
-                        )
+                if number:
+                    call_unseen(_compare, first, self.training, number)
+                else:
+                    results = _results(self.training)
+                    first = {name: call_unseen(_bits, each) for name, each in results}
             finished = True
         finally:
             if not finished:
@@ -472,7 +466,16 @@ def _bits(tensor: Tensor | None) -> _Bits | None:
     return tensor.shape, copied.view(-1).view(torch.uint8)
 
 
-def _same(before: _Bits | None, now: _Bits | None) -> bool:
-    if before is None or now is None:
-        return before is now
-    return before[0] == now[0] and torch.equal(before[1], now[1])
+def _compare(first: dict[str, _Bits | None], training: TrainingState, number: int) -> None:
+    for name, tensor in _results(training):
+        before, now = first.get(name), _bits(tensor)
+        if before is None or now is None:
+            same = before is now
+        else:
+            same = before[0] == now[0] and torch.equal(before[1], now[1])
+        if not same:
+            raise ReplayMismatchError(
+                f"{name} has other bits in run {number + 1} than in run 1 on the same batch, with "
+                "the same random numbers: an operator is not deterministic (see "
+                "torch.use_deterministic_algorithms), or the hardware made an error"
+            )

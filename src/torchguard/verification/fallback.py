@@ -88,8 +88,9 @@ def _inductor_and_fallbacks(compiler: Compiler) -> tuple[Fallback, ...]:
 
 
 def _without_input_mutations(aot_autograd: Callable[..., Any]) -> FunctionType:
-    """Make AOTAutograd write the inputs after the graph: inside it most are compiled wrong.
+    """Make AOTAutograd write the inputs after the graph, from results of the graph.
 
+    Most of inductor's errors around in-place writes need an input that the graph itself writes.
     https://github.com/pytorch/pytorch/issues/198094
     """
 

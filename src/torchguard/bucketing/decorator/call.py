@@ -216,7 +216,9 @@ class Caller:
             inputs, sizes = find_inputs(self.spec, call)
             together = sizes
         buckets = find_buckets(self.spec, together, inputs)
-        extras = make_extras(self.spec, call, inputs, sizes, buckets)
+        extras = {}
+        if self.spec.lengths or self.spec.masks:
+            extras = make_extras(self.spec, call, inputs, sizes, buckets)
         padded = {each.index for each in inputs}
         unpadded = tuple(
             (label, leaf_key(leaf))

@@ -128,22 +128,21 @@ class Spec:
 
     def find(self, name: str, argument: Any, places: Mapping[KeyPath, int]) -> Iterator[Input]:
         """Yield the tensors of an argument that have dims to pad; ``places`` are its leaves."""
-        mask, fill = self.masks.get(name), self.fill.get(name)
-        if mask is not None and fill is None:
-            fill = mask.fill
+        mask = self.masks.get(name)
         if name not in self.dims:
             axes_of_mask = self._axes_of_mask(self.masks[name], argument)
-            yield _input(places[()], name, argument, axes_of_mask, fill)
+            yield _input(places[()], name, argument, axes_of_mask, self.masks[name].fill)
             return
         label = f"argument {name[1:]}" if name.startswith("*") else name
 
         def inside(value: Any, spec: Any, fill: Any, path: KeyPath) -> Iterator[Input]:
             if spec is None or value is None:
                 return
-            where = keystr(label, path, argument)
+            where = keystr(label, path, argument) if path else label
             if isinstance(value, torch.Tensor):
                 axes = _axes_of(value, spec, where)
                 if axes:
+                    fill = mask.fill if fill is None and mask is not None else fill
                     yield _input(places[path], where, value, axes, fill)
                 return
             parts = children(value)
@@ -158,7 +157,7 @@ class Spec:
                     raise KeyError(f"bucketed: {where} has no part {key!r}, but dims names it")
                 yield from inside(found[key], inner, _fill_of(fill, key), (*path, key))
 
-        yield from inside(argument, self.dims[name], fill, ())
+        yield from inside(argument, self.dims[name], self.fill.get(name), ())
 
     def _axes_of_mask(self, mask: Mask, value: Any) -> tuple[tuple[int, str], ...]:
         """Return the dims to pad of a mask that ``dims`` does not name: the last, and the batch."""
@@ -185,7 +184,8 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
     ):
         if argument is None or (name not in spec.dims and name not in spec.masks):
             continue
-        places = {path: place for place, path in enumerate(key_paths(treedef), start)}
+        paths = [()] if treedef is None else key_paths(treedef)
+        places = {path: place for place, path in enumerate(paths, start)}
         for found in spec.find(name, argument, places):
             for dim, axis in found.axes:
                 size = found.shape[dim]
@@ -297,7 +297,8 @@ def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, st
                 f"bucketed: {where} has shape {tuple(tensor.shape)}, but dims names its "
                 f"dimension {dim}"
             )
-        axes.append((dim % tensor.dim(), str(name)))
+        assert name is not None
+        axes.append((dim % tensor.dim(), name))
     return tuple(axes)
 
 

@@ -52,16 +52,18 @@ class FlatOutput:
         leaves, treedef = flatten(whole)
         output = cls(leaves, key_paths(treedef), whole)
         for index, leaf in enumerate(leaves):
-            why = ""
             if isinstance(leaf, (Iterator, Awaitable)):
-                why = ": what comes out of it later can't be sliced. Return tensors, tuples, lists,"
-                why += " dicts or dataclasses"
-            elif not isinstance(leaf, _WITHOUT_PARTS) and _holds_tensors(leaf):
-                why = ", which holds tensors that can't be sliced: return tensors, tuples, lists, "
-                why += "dicts or dataclasses (with Hugging Face models: use_cache=False)"
-            if why:
-                kind = type(leaf).__name__
-                raise TypeError(f"bucketed: {output.label(index)} is of type {kind}{why}")
+                raise TypeError(
+                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}: what comes "
+                    "out of it later can't be sliced. Return tensors, tuples, lists, dicts or "
+                    "dataclasses"
+                )
+            if not isinstance(leaf, _WITHOUT_PARTS) and _holds_tensors(leaf):
+                raise TypeError(
+                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}, which "
+                    "holds tensors that can't be sliced: return tensors, tuples, lists, dicts "
+                    "or dataclasses (with Hugging Face models: use_cache=False)"
+                )
         return output
 
 
@@ -252,8 +254,11 @@ class OutputShapes:
         }
         modules = call.modules(self.function)
         # Buffers are real, and written.
-        restored = module_state_restored(modules), buffers_restored(modules)
-        with restored[0], restored[1], SymbolicSizes(hints) as world:
+        with (
+            module_state_restored(modules),
+            buffers_restored(modules),
+            SymbolicSizes(hints) as world,
+        ):
             inputs = {
                 each.index: world.empty(each.shape, call.leaves[each.index], each.axes)
                 for each in plan.inputs
@@ -307,7 +312,7 @@ def _slices_to(leaves: Sequence[Any], real: Sequence[Any], side: Side) -> Slices
     for index, (leaf, sizes) in enumerate(zip(leaves, real, strict=True)):
         if isinstance(leaf, torch.Tensor):
             changed = tuple(
-                Narrow.of(dim, size, leaf.shape[dim], side)
+                Narrow(dim, 0 if side == "right" else leaf.shape[dim] - size, size)
                 for dim, size in enumerate(sizes)
                 if size != leaf.shape[dim]
             )

@@ -18,6 +18,7 @@ from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
 from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, given_by
 from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
 from torchguard.bucketing.decorator.masking import (
+    Real,
     given_masks,
     inverted_masks,
     make_extras,
@@ -305,14 +306,18 @@ class _Checker:
         without padding. Where it holds something else, what the function raises is in the outcome.
         """
         plan, call, shapes = case.plan, case.call, self._shapes
-        masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
+        masks: list[Real] = []
+        if self._spec.masks:
+            masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
         read = functools.partial(shapes.real_output, plan, call, masks, {})
         # Of other data only the padding is in question. Some functions do something else with a
         # mask, even one in which all is real, than without: for transformers position_ids
         # without a mask that do not count up are several packed sequences.
-        # Nor could two runs be compared operator by operator.
-        with_masks = bool(case.changed) or watch is not None
-        real = real_extras(self._spec, plan, with_masks=with_masks)
+        real: dict[str, torch.Tensor] = {}
+        if plan.extras:
+            # Nor could two runs be compared operator by operator.
+            with_masks = bool(case.changed) or watch is not None
+            real = real_extras(self._spec, plan, with_masks=with_masks)
         function = shapes.function if watch is None else watch.around(shapes.function)
         # Before any run: to the function its arguments are memory from outside, so that its writes
         # to them are seen. A fill may be a function of the user's, and draw random numbers.

@@ -107,7 +107,7 @@ def optimizer_state_shape() -> str | None:
 def optimizer_init_partial() -> str | None:
     """Let the first step run out of memory while it makes the state, then step again.
 
-    Adam makes an empty state alone: with ``step`` and ``exp_avg`` in it, never ``exp_avg_sq``.
+    Adam makes only a state that is empty: with ``step`` and ``exp_avg`` in it, no ``exp_avg_sq``.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L160
     """
     parameter = _parameter(torch.zeros(3), torch.ones(3))
@@ -181,6 +181,7 @@ def fused_layout() -> str | None:
     """Step over an expanded gradient and over a transposed one: the kernels look at no strides.
 
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cpu/FusedSGDKernel.cpp
+    On a GPU such tensors are refused: https://github.com/pytorch/pytorch/issues/106951
     """
     numbers = torch.arange(1.0, 7.0)  # what lies behind the expanded gradient is memory of ours
     gradients = {"expanded": numbers[:1].expand(2, 3), "transposed": numbers.view(3, 2).t()}

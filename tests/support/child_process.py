@@ -58,7 +58,13 @@ _server: subprocess.Popen[str] | None = None
 def _read_at_start() -> dict[str, str]:
     """Return what torch or Python read of the environment when they start."""
     names = ("PYTHON", "TORCH", "OMP_", "MKL_", "LD_", "PYTORCH")
-    return {name: value for name, value in os.environ.items() if name.startswith(names)}
+    # Read when a program imports the compiler, and set by inductor in a process that has compiled.
+    later = ("TORCHINDUCTOR_", "TORCHDYNAMO_")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(names) and not name.startswith(later)
+    }
 
 
 _STARTED_WITH = _read_at_start()

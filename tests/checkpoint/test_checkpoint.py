@@ -178,12 +178,13 @@ class TestSave:
             torchguard.save(NEW, real)
             assert stat.S_IMODE(real.stat().st_mode) == mode
 
-    def test_a_link_to_another_file_system(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("relative", [False, True])
+    def test_a_link_to_another_file_system(self, tmp_path: Path, relative: bool) -> None:
         """Where there is one. The path itself may not lie in /dev; where it leads may."""
         shared = Path("/dev/shm")  # noqa: S108
         real = (shared if shared.is_dir() else tmp_path) / temporary_name("test")
         link = tmp_path / "model.pt"
-        link.symlink_to(real)
+        link.symlink_to(os.path.relpath(real, tmp_path) if relative else real)
         try:
             torchguard.save(OLD, link)
             with size_limited(100), pytest.raises((RuntimeError, OSError)):

@@ -221,6 +221,24 @@ def test_what_raises_late_is_undone(name: str, assign: bool) -> None:
         assert set(vars(model[1])) == attributes
 
 
+def test_a_warning_that_is_an_error_is_undone() -> None:
+    """A copy from complex to real warns after it has written."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = {k: torch.full_like(v, 3.0) for k, v in model.state_dict().items()}
+    state["1.weight"] = state["1.weight"].to(torch.complex64)
+    before = Contents(model)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            error = outcome_of(lambda: torchguard.load_state_dict(model, state)).error
+    finally:
+        torch.set_warn_always(always)
+    assert error is not None
+    assert before.changes(model) == []
+
+
 def test_a_parameter_in_the_place_of_a_buffer_that_is_not_saved_is_loaded() -> None:
     module: Any = nn.Module()
     module.register_parameter("a", nn.Parameter(torch.zeros(2)))

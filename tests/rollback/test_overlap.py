@@ -134,6 +134,8 @@ CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "addmm_ of its transpose": lambda b, r: b.addmm_(r.t(), r),
     "cat, rotated": lambda b, r: torch.cat([r[:, 4:], r[:, :4]], 1, out=b),
     "cumsum, shifted": lambda b, r: torch.cumsum(r[:, :-1], 1, out=b[:, 1:]),
+    "copy_ of its transpose": lambda b, r: b.copy_(r.t()),
+    "scatter_": lambda b, r: b.scatter_(1, torch.arange(8).flip(0).expand(8, 8), r),
     "index_copy_": lambda b, r: b.index_copy_(0, torch.tensor([0, 1]), r[1:3]),
     "index_add_": lambda b, r: b.index_add_(1, torch.tensor([0, 1]), r[:, 1:3]),
     "addcmul_": lambda b, r: b.addcmul_(r[:, :1], r[:1]),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import torchguard
-from benchmarks.harness import Comparison, Side, Target, measure
+from benchmarks.harness import Comparison, Target, measure
 from benchmarks.models import resnet_sized
 from benchmarks.program import Benchmark, Results, Setting
 
@@ -42,10 +42,11 @@ def states() -> Iterator[Comparison]:
         size = sum(value.nbytes for value in state.values())
         names = {"module": module, "state": state, "torchguard": torchguard}
         yield Comparison(
-            id=f"load_state_dict-{name}",
-            what=f"{len(state)} tensors, {size / MEGABYTE:.1f} MB",
-            baseline=Side("module.load_state_dict(state)", names),
-            guarded=Side("torchguard.load_state_dict(module, state)", names),
+            f"load_state_dict-{name}",
+            f"{len(state)} tensors, {size / MEGABYTE:.1f} MB",
+            names,
+            "module.load_state_dict(state)",
+            "torchguard.load_state_dict(module, state)",
             target=FIVE_PER_CENT,
         )
 
@@ -58,17 +59,15 @@ def files(device: str, *, quick: bool, folder: str) -> Iterator[Comparison]:
         names = {"torch": torch, "torchguard": torchguard, "tensors": tensors, "path": path}
         for fsync in (False, True):
             yield Comparison(
-                id=f"save-{megabytes}MB{'-fsync' if fsync else ''}",
-                what=f"{size} in 4 tensors" + (", waiting for the disk" if fsync else ""),
-                baseline=Side("torch.save(tensors, path)", names),
-                guarded=Side(f"torchguard.save(tensors, path, fsync={fsync})", names),
+                f"save-{megabytes}MB{'-fsync' if fsync else ''}",
+                f"{size} in 4 tensors" + (", waiting for the disk" if fsync else ""),
+                names,
+                "torch.save(tensors, path)",
+                f"torchguard.save(tensors, path, fsync={fsync})",
             )
-        yield Comparison(
-            id=f"load-{megabytes}MB",
-            what=f"{size} in 4 tensors, checksums compared",
-            baseline=Side("torch.load(path)", names),
-            guarded=Side("torchguard.load(path)", names),
-        )
+        what = f"{size} in 4 tensors, checksums compared"
+        pair = "torch.load(path)", "torchguard.load(path)"
+        yield Comparison(f"load-{megabytes}MB", what, names, *pair)
 
 
 def containers(*, quick: bool, folder: str) -> Iterator[Comparison]:
@@ -77,10 +76,11 @@ def containers(*, quick: bool, folder: str) -> Iterator[Comparison]:
     obj = [{"list": [number], "tuple": (number,)} for number in range(count // 3)]
     names = {"torch": torch, "torchguard": torchguard, "obj": obj, "path": f"{folder}/many.pt"}
     yield Comparison(
-        id="save-containers",
-        what=f"{count:,} dicts, lists and tuples",
-        baseline=Side("torch.save(obj, path)", names),
-        guarded=Side("torchguard.save(obj, path, fsync=False)", names),
+        "save-containers",
+        f"{count:,} dicts, lists and tuples",
+        names,
+        "torch.save(obj, path)",
+        "torchguard.save(obj, path, fsync=False)",
         target=Target(1.5),
     )
 

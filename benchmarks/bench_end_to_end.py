@@ -74,20 +74,17 @@ class Workload:
     def step(self, computes: Call) -> Callable[[], None]:
         """Return one step with what computes, compiled or not."""
         optimizer, inputs = self.optimizer, self.inputs
-        if optimizer is None:
 
-            def infer() -> None:
-                with torch.no_grad():
-                    computes(*inputs)
+        def infer() -> None:
+            with torch.no_grad():
+                computes(*inputs)
 
-            return infer
-
-        def train() -> None:
+        def train(optimizer: torch.optim.Optimizer) -> None:
             optimizer.zero_grad()
             computes(*inputs).backward()
             optimizer.step()
 
-        return train
+        return infer if optimizer is None else partial(train, optimizer)
 
     def prepared(self, backend: str | None) -> Callable[[], None]:
         """Return a step that has run, compiled if there is a backend."""
@@ -195,12 +192,14 @@ class Contest:
         self.variants: list[Variant] = []
         self.graphs: dict[str, int] = {}
         self.peaks: dict[str, int] = {}
-        for name in _scopes(setting):
+        here = [name for name in SCOPES if device == "cpu" or name != NOT_ON_A_GPU]
+        for name in QUICK_SCOPES if setting.quick else here:
             with SCOPES[name]():
                 before = graphs_compiled()
                 step = workload.prepared(backend if compiled else None)
                 self.graphs[name] = graphs_compiled() - before
-                self.peaks[name] = _peak(step, device)
+                on_gpu = device == "cuda"
+                self.peaks[name] = peak_bytes(step) if on_gpu else counted(step, device).peak_bytes
             self.variants.append(Variant(name, step, SCOPES[name]))
         self.calls = calls_for(self.variants[0].step, setting.block_seconds(0.03), device)
         self.seconds: dict[str, list[float]] = {name: [] for name in self.graphs}
@@ -216,9 +215,8 @@ class Contest:
 
     def is_narrow(self) -> bool:
         """Whether every interval is as narrow as the target."""
-        return all(
-            each.high - each.low <= NARROW for each in ratios(self.seconds, NOTHING).values()
-        )
+        intervals = ratios(self.seconds, NOTHING).values()
+        return all(each.high - each.low <= NARROW for each in intervals)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for each scope, with all rounds so far."""
@@ -244,16 +242,6 @@ class Contest:
             if self.setting.device == "cuda" and name in TARGETS:
                 row.update(judged(TARGETS[name], interval, more))
             yield row
-
-
-def _scopes(setting: Setting) -> list[str]:
-    if setting.quick:
-        return list(QUICK_SCOPES)
-    return [name for name in SCOPES if setting.device == "cpu" or name != NOT_ON_A_GPU]
-
-
-def _peak(step: Callable[[], Any], device: str) -> int:
-    return peak_bytes(step) if device == "cuda" else counted(step, device).peak_bytes
 
 
 def judged(allowed: float, ratio: Interval, more_bytes: int) -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch
 
 import torchguard
 from benchmarks.bench_host import workloads
-from benchmarks.harness import AddedTarget, Comparison, Side, measure
+from benchmarks.harness import AddedTarget, Comparison, measure
 from benchmarks.paired import guarded_step, steps_table
 from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
@@ -42,13 +42,14 @@ def calls() -> Iterator[Comparison]:
     names: dict[str, Any] = {name: torch.ones(10) for name in ("x", "y", "w")}
     names |= {"z": torch.ones(3), "torch": torch, "iadd": operator.iadd, "h": torch.ones(16, 64)}
     for what, statement, target in CALLS:
-        sides = Side(statement, names), Side(statement, names, INSTALLED)
-        yield Comparison(statement, what, *sides, target=target)
+        yield Comparison(statement, what, names, statement, statement, INSTALLED, target=target)
     yield Comparison(
         "shift",
         "h[:, 1:] = h[:, :-1], beside the same with .clone() on plain torch",
-        Side("h[:, 1:] = h[:, :-1].clone()", names),
-        Side("h[:, 1:] = h[:, :-1]", names, INSTALLED),
+        names,
+        "h[:, 1:] = h[:, :-1].clone()",
+        "h[:, 1:] = h[:, :-1]",
+        INSTALLED,
     )
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torchguard
-from benchmarks.harness import Comparison, Side, Target, compared, measure
+from benchmarks.harness import Comparison, Target, compared, measure
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
 
@@ -44,23 +44,18 @@ def files(folder: str, *, quick: bool) -> Iterator[Comparison]:
     names |= {"bare": f"{folder}/bare", "link": f"{folder}/link"}
     what = f"{megabytes} MB in 16 tensors, one rank"
     yield Comparison(
-        id="save",
-        what=f"{what}: flushed by both, hashed, shown in one step",
-        baseline=Side("dcp.save(state, checkpoint_id=bare)", names),
-        guarded=Side("save(state, link)  # dcp.save inside of checkpoint_folder", names),
+        "save",
+        f"{what}: flushed by both, hashed, shown in one step",
+        names,
+        "dcp.save(state, checkpoint_id=bare)",
+        "save(state, link)  # dcp.save inside of checkpoint_folder",
     )
-    yield Comparison(
-        id="load",
-        what=f"{what}: hashed, then read",
-        baseline=Side("dcp.load(state, checkpoint_id=link)", names),
-        guarded=Side("torchguard.load_sharded(state, link)", names),
-    )
-    yield Comparison(
-        id="load-crc",
-        what=f"{what}: without a manifest, by the CRCs in the shards",
-        baseline=Side("dcp.load(state, checkpoint_id=bare)", names),
-        guarded=Side("torchguard.load_sharded(state, bare)", names),
-    )
+    for name, how, path in (
+        ("load", "hashed, then read", "link"),
+        ("load-crc", "without a manifest, by the CRCs in the shards", "bare"),
+    ):
+        pair = f"dcp.load(state, checkpoint_id={path})", f"torchguard.load_sharded(state, {path})"
+        yield Comparison(name, f"{what}: {how}", names, *pair)
 
 
 def ranked(rank: int, store: str, rounds: int, elements: int) -> list[tuple[float, float]]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import torchguard
-from benchmarks.harness import AddedTarget, Comparison, Side, measure
+from benchmarks.harness import AddedTarget, Comparison, measure
 from benchmarks.models import resnet_sized
 from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
@@ -75,18 +75,22 @@ def steps(device: str) -> Iterator[Comparison]:
         }
         what = f"161 parameters, 159 buffers, AdamW({name}=True)"
         yield Comparison(
-            id=f"transaction-{name}",
-            what=what,
-            baseline=Side(PLAIN_LOOP, names, plain_torch),
-            guarded=Side(f"with step: {PLAIN_LOOP}", names),
+            f"transaction-{name}",
+            what,
+            names,
+            PLAIN_LOOP,
+            f"with step: {PLAIN_LOOP}",
+            baseline_scope=plain_torch,
             target=AT_MOST if name == "fused" else None,
             why="each of 320 tensors is asked for memory, version, gradient and flags, 50 ns each",
         )
         yield Comparison(
-            id=f"deepcopy-{name}",
-            what=f"{what}, state dicts copied before each step",
-            baseline=Side(PLAIN_LOOP, names, plain_torch),
-            guarded=Side(f"deep_copies(net, optimizer); {PLAIN_LOOP}", names),
+            f"deepcopy-{name}",
+            f"{what}, state dicts copied before each step",
+            names,
+            PLAIN_LOOP,
+            f"deep_copies(net, optimizer); {PLAIN_LOOP}",
+            baseline_scope=plain_torch,
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import AddedTarget, Comparison, Side, measure
+from benchmarks.harness import AddedTarget, Comparison, measure
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.spread import Spread
@@ -145,18 +145,16 @@ def steady(device: str, workloads: Sequence[str], *, quick: bool) -> Iterator[Co
     for name, (function, batches, dynamic, what, target) in cases.items():
         if name not in workloads:
             continue
-        sides = []
+        names: dict[str, Any] = {"no_grad": torch.no_grad(), "x": batches[0]}
+        names["batches"] = itertools.cycle(batches)
         for side, backend in (("bare", "aot_eager"), ("checked", verified_backend("aot_eager"))):
-            call: Any = torch.compile(_another(function), backend=backend, dynamic=dynamic)
+            names[side] = torch.compile(_another(function), backend=backend, dynamic=dynamic)
             with torch.no_grad():
                 for each in batches:
-                    call(each)
-            names = {side: call, "no_grad": torch.no_grad(), "x": batches[0]}
-            names["batches"] = itertools.cycle(batches)
-            given = "x" if len(batches) == 1 else "next(batches)"
-            sides.append(Side(f"with no_grad: {side}({given})", names))
-        bare, checked = sides
-        yield Comparison(f"steady-{name}", what, bare, checked, target=target)
+                    names[side](each)
+        call = "with no_grad: {}(" + ("x)" if len(batches) == 1 else "next(batches))")
+        pair = call.format("bare"), call.format("checked")
+        yield Comparison(f"steady-{name}", what, names, *pair, target=target)
 
 
 def _another(function: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,16 +29,6 @@ Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
 Pairs = Sequence[tuple[float, float]]
 """Nanoseconds of the baseline and of the guarded side, round by round."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """A statement, the names it uses, and the scope in which all of it runs."""
-
-    statement: str
-    names: Mapping[str, Any] = field(default_factory=dict)
-    scope: Scope = contextlib.nullcontext
-    """Entered once around a block of calls, so that entering is not timed."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +75,19 @@ class Comparison:
 
     id: str
     what: str
-    baseline: Side
-    guarded: Side
+    names: Mapping[str, Any]
+    """Of both statements."""
+
+    baseline: str
+    guarded: str
+    scope: Scope = contextlib.nullcontext
+    """Entered once around a block of guarded calls, so that entering is not timed."""
+
+    baseline_scope: Scope = contextlib.nullcontext
     calls: int = 1
     """How many calls of the operation one statement makes; times are per call."""
 
-    making: Side | None = None
+    making: str = ""
     """What both statements also do (make the tensor); timed in each round and taken off."""
 
     target: Target | None = None
@@ -129,13 +126,12 @@ def measure(
 
 
 class _Timed:
-    """One side, ready to be timed: a block runs inside its scope, warmed up there."""
+    """A statement, ready to be timed: a block runs inside its scope, warmed up there."""
 
-    def __init__(self, side: Side, device: str) -> None:
-        self._timer = Timer(side.statement, globals=dict(side.names))
-        self._call = timeit.Timer(side.statement, globals=dict(side.names))
-        self._scope = side.scope
-        self._device = device
+    def __init__(self, statement: str, scope: Scope, names: Mapping[str, Any], device: str) -> None:
+        self._timer = Timer(statement, globals=dict(names))
+        self._call = timeit.Timer(statement, globals=dict(names))
+        self._scope, self._device = scope, device
 
     def seconds(self, block: int) -> tuple[float, float]:
         """Return the time of one statement, and on a GPU the host's."""
@@ -157,8 +153,13 @@ class _Timed:
 def _measure(
     comparison: Comparison, device: str, rounds: int, block_seconds: float
 ) -> dict[str, Any]:
-    sides = (comparison.baseline, comparison.guarded, comparison.making)
-    timed = [_Timed(side, device) for side in sides if side is not None]
+    sides = [
+        (comparison.baseline, comparison.baseline_scope),
+        (comparison.guarded, comparison.scope),
+    ]
+    if comparison.making:
+        sides.append((comparison.making, contextlib.nullcontext))
+    timed = [_Timed(*side, comparison.names, device) for side in sides]
     block = _block(timed[0], block_seconds)
     found: list[list[tuple[float, float]]] = [[] for _ in timed]
     for number in range(rounds):
@@ -171,12 +172,12 @@ def _measure(
     pairs = [(a - part, b - part) for a, b, part in zip(before, after, making, strict=True)]
     row = {
         "what": comparison.what,
-        "baseline": comparison.baseline.statement,
-        "guarded": comparison.guarded.statement,
+        "baseline": comparison.baseline,
+        "guarded": comparison.guarded,
         "block": block,
         **compared(pairs, comparison.target, comparison.why),
     }
-    if comparison.making is not None:
+    if comparison.making:
         row["making_ns"] = Spread.of(making)
     if device == "cuda":
         host = compared(list(zip(hosts[0], hosts[1], strict=True)))

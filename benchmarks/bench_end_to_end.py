@@ -98,7 +98,9 @@ class Workload:
 
 
 # Of the decoder: size, batch, tokens. Of the convolutions: depths, channels, batch, side.
-Shapes = tuple[tuple[DecoderSize, int, int], tuple[tuple[int, ...], int, int, int]]
+DecoderShape = tuple[DecoderSize, int, int]
+ConvolutionsShape = tuple[tuple[int, ...], int, int, int]
+Shapes = tuple[DecoderShape, ConvolutionsShape]
 FULL: Shapes = (DecoderSize(), 8, 1024), ((3, 4, 6, 3), 64, 64, 224)
 SCALED_DOWN: Shapes = (DecoderSize(4096, 64, 192, 4, 4), 2, 64), ((1, 1, 1, 1), 16, 2, 64)
 QUICK: Shapes = (DecoderSize(64, 8, 16, 1, 2), 2, 8), ((1,), 4, 2, 16)
@@ -108,20 +110,24 @@ def workloads(device: str, *, quick: bool) -> Iterator[Workload]:
     """Yield the models, in training and in inference."""
     torch.manual_seed(0)
     full = device == "cuda" and not quick
-    decoder, convolutions = FULL if full else QUICK if quick else SCALED_DOWN
+    shapes = FULL if full else QUICK if quick else SCALED_DOWN
     what = "{} of the shape of {}" if full else "{}, scaled down from {}"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    yield from decoder_steps(what.format("decoder", "GPT-2 small"), *decoder, device, dtype)
-    yield from convolution_steps(
-        what.format("convolutions", "ResNet-50"), *convolutions, device, dtype
-    )
-    yield from perceptron_steps(device)
+    yield from workloads_of(what, shapes, device, dtype)
 
 
-def decoder_steps(  # noqa: PLR0917 - the shape of a model and of its input
-    what: str, size: DecoderSize, batch: int, length: int, device: str, dtype: torch.dtype
-) -> Iterator[Workload]:
+def workloads_of(what: str, shapes: Shapes, device: str, dtype: torch.dtype) -> Iterator[Workload]:
+    """Yield the models in these shapes; ``what`` is filled with a model and what it is made of."""
+    yield from _decoder(what.format("decoder", "GPT-2 small"), shapes[0], device, dtype)
+    yield from _convolutions(what.format("convolutions", "ResNet-50"), shapes[1], device, dtype)
+    network, x = Perceptron().to(device), torch.randn(32, 64, device=device)
+    perceptron = "tiny perceptron: 3 layers of 64, batch 32, float32"
+    yield from _both(perceptron, network, x, lambda scores: scores.square().mean())
+
+
+def _decoder(what: str, shape: DecoderShape, device: str, dtype: torch.dtype) -> Iterator[Workload]:
     """Yield a decoder in training, and in inference of one token more."""
+    size, batch, length = shape
     what += (
         f": {size.layers} layers of {size.width}, {size.vocabulary:,} words, batch {batch}, "
         f"{length} tokens, {str(dtype).removeprefix('torch.')}"
@@ -144,16 +150,10 @@ def decoder_steps(  # noqa: PLR0917 - the shape of a model and of its input
     yield Workload(what, "inference of a token", token, (ids[:, :1], position), None)
 
 
-def convolution_steps(  # noqa: PLR0917 - the shape of a network and of its input
-    what: str,
-    depths: tuple[int, ...],
-    channels: int,
-    batch: int,
-    side: int,
-    device: str,
-    dtype: torch.dtype,
+def _convolutions(
+    what: str, shape: ConvolutionsShape, device: str, dtype: torch.dtype
 ) -> Iterator[Workload]:
-    """Yield a residual network in training and in inference."""
+    depths, channels, batch, side = shape
     what += (
         f": stages of {', '.join(map(str, depths))} blocks, {channels} channels, batch {batch}, "
         f"{side} x {side} pixels, {str(dtype).removeprefix('torch.')}"
@@ -164,13 +164,6 @@ def convolution_steps(  # noqa: PLR0917 - the shape of a network and of its inpu
     yield from _both(
         what, network, images, lambda scores: functional.cross_entropy(scores.float(), classes)
     )
-
-
-def perceptron_steps(device: str) -> Iterator[Workload]:
-    """Yield the perceptron in training and in inference."""
-    network, x = Perceptron().to(device), torch.randn(32, 64, device=device)
-    what = "tiny perceptron: 3 layers of 64, batch 32, float32"
-    yield from _both(what, network, x, lambda scores: scores.square().mean())
 
 
 def _both(what: str, network: nn.Module, x: torch.Tensor, loss: Call) -> Iterator[Workload]:

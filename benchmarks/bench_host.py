@@ -7,9 +7,8 @@ Python code, times what such a call costs. The bound needs no GPU.
   outside of torchguard's folder into it.
 - A call's cost is the upper quartile of what ``bench_resize`` and ``bench_verified`` measure for
   its kind; where a kind has several, the dearest.
-- The host's time is what the processor needs for a step whose tensors are so small that computing
-  them takes next to nothing, with optimizers fused or foreach as on a GPU. The least of all rounds
-  counts: a busy machine makes a step longer and the share smaller.
+- The host's time is the least that the processor needed for a step: a busy machine makes it longer
+  and the share smaller.
 
 Compiled models have fewer layers: compiling takes minutes, and the share is that of a layer.
 """
@@ -31,13 +30,7 @@ import torch
 
 import torchguard
 from benchmarks import bench_resize, bench_verified
-from benchmarks.bench_end_to_end import (
-    SCOPES,
-    Workload,
-    convolution_steps,
-    decoder_steps,
-    perceptron_steps,
-)
+from benchmarks.bench_end_to_end import SCOPES, Workload, workloads_of
 from benchmarks.harness import measure
 from benchmarks.models import DecoderSize
 from benchmarks.paired import calls_for
@@ -67,17 +60,11 @@ def workloads(*, quick: bool, compiled: bool) -> Iterator[Workload]:
     few = quick or compiled
     size = DecoderSize(vocabulary=32, context=8, width=12, layers=2 if few else 12, heads=2)
     depths = (1, 1) if few else (3, 4, 6, 3)
-    cpu, dtype = "cpu", torch.float32
-    decoder = decoder_steps("decoder of the shape of GPT-2 small", size, 1, 8, cpu, dtype)
-    convolutions = convolution_steps(
-        "convolutions of the shape of ResNet-50", depths, 2, 2, 32, cpu, dtype
-    )
-    for workload in (*decoder, *convolutions, *perceptron_steps(cpu)):
+    shapes = (size, 1, 8), (depths, 2, 2, 32)
+    for workload in workloads_of("{} of the shape of {}", shapes, "cpu", torch.float32):
+        kind = "fused" if isinstance(workload.optimizer, torch.optim.AdamW) else "foreach"
         for group in workload.optimizer.param_groups if workload.optimizer else ():
-            # What they are on a GPU; on a CPU both would go from one parameter to the next.
-            group["fused" if isinstance(workload.optimizer, torch.optim.AdamW) else "foreach"] = (
-                True
-            )
+            group[kind] = True  # as on a GPU; on a CPU both would go through the parameters
         yield workload
 
 

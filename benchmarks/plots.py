@@ -5,8 +5,7 @@ The PNG carries which record it shows, and ``shows`` reads that back without mat
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,6 @@ BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = (
 PLAIN, GUARDED = BLUE, RED
 COLOURS = (BLUE, RED, GREEN, PURPLE, YELLOW, CYAN, "#222222", GREY)
 _DOTS = 130  # per inch
-_SOURCE = b"Source"
-_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _source(record: Record) -> str:
@@ -32,20 +29,8 @@ def _source(record: Record) -> str:
 
 
 def shows(path: Path, record: Record) -> bool:
-    """Whether this PNG was drawn from this very record."""
-    return path.exists() and _source(record) in _texts(path.read_bytes())
-
-
-def _texts(png: bytes) -> Iterator[str]:
-    """Yield what a PNG says of its source: each chunk is a length, a kind, content and a sum."""
-    position = len(_PNG)
-    while position < len(png):
-        (length,) = struct.unpack_from(">I", png, position)
-        kind = png[position + 4 : position + 8]
-        content = png[position + 8 : position + 8 + length]
-        if kind == b"tEXt" and content.startswith(_SOURCE + b"\0"):
-            yield content.partition(b"\0")[2].decode("latin-1")
-        position += 12 + length
+    """Whether this PNG was drawn from this very record, as a chunk of plain text says."""
+    return path.exists() and f"tEXtSource\0{_source(record)}".encode() in path.read_bytes()
 
 
 def _machine(record: Record, device: str) -> str:

@@ -71,9 +71,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, FEATURES)
-        layer = nn.TransformerEncoderLayer(
-            FEATURES, HEADS, 4 * FEATURES, dropout=0.0, batch_first=True
-        )
+        sizes = FEATURES, HEADS, 4 * FEATURES
+        layer = nn.TransformerEncoderLayer(*sizes, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.head = nn.Linear(FEATURES, WORDS)
 
@@ -112,16 +111,14 @@ def wrapped(
         config: Any = importlib.import_module("torch._dynamo.config")
         name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
         setattr(config, name, 256)
-        compiled = torch.compile(model, dynamic=False, **options)
+        compiled: Any = torch.compile(model, dynamic=False, **options)
 
-        def padded(ids: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        def padded(ids: torch.Tensor, padding: torch.Tensor) -> Any:
             length = ids.shape[1]
-            missing = ladder.bucket_for(length) - length
-            if missing:
+            if missing := ladder.bucket_for(length) - length:
                 ids = functional.pad(ids, (0, missing))
                 padding = functional.pad(padding, (0, missing), value=True)
-            scores: torch.Tensor = compiled(ids, padding)
-            return scores[:, :length]
+            return compiled(ids, padding)[:, :length]
 
         return padded, None
     count = OURS_OF[row]
@@ -197,7 +194,7 @@ def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JS
 
 
 def prepare(device: str) -> None:
-    """Compile something; torch then keeps precompiled headers, and what the processor can do."""
+    """Compile something; torch then keeps what it prepares once per machine."""
     torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
 
 
@@ -286,8 +283,8 @@ def verdicts(rows: list[dict[str, Any]], overheads: list[dict[str, Any]]) -> Ite
         target = f"adds at most {OVERHEAD_TARGET_US:g} us"
         yield _verdict(target, worst <= OVERHEAD_TARGET_US, f"{worst:.1f} us")
         ratio = overheads[-1]["padded_us"] / overheads[0]["padded_us"]
-        target = "flat within 10 % to 64 buckets"
-        yield _verdict(target, ratio <= FLATNESS_TARGET, f"{ratio:.3f} times")
+        flat = "flat within 10 % to 64 buckets"
+        yield _verdict(flat, ratio <= FLATNESS_TARGET, f"{ratio:.3f} times")
     by_row = {(each["row"], each["phase"], each["device"]): each for each in rows}
     for (row, phase, device), each in by_row.items():
         # Where the compiler makes CUDA graphs the mode stands behind the name.

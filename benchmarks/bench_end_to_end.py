@@ -1,11 +1,9 @@
 """Whole steps of training and of inference, with the guards on and off, by turns.
 
 A decoder of the shape of GPT-2 small (inference: one token more, with keys and values cached by
-indexed assignment), convolutions of the shape of ResNet-50, and a tiny perceptron; weights are
-random, and each row says to what a CPU's are scaled down. Each model runs eager and compiled by
-inductor; each scope compiles for itself. The ratio of a round is the scope's time over that of
-nothing in the same round, with the 95 % interval of a bootstrap of the median. "nothing, once more"
-is the control: it should not differ. Then the peak of the memory, to the byte.
+indexed assignment), convolutions of the shape of ResNet-50, and a tiny perceptron, with random
+weights. Each model runs eager and compiled by inductor; each scope compiles for itself. "nothing,
+once more" is the control: it should not differ. Then the peak of the memory, to the byte.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from torch.nn import functional
 import torchguard
 from benchmarks.clocks import peak_bytes
 from benchmarks.counting import counted
-from benchmarks.harness import Scope
+from benchmarks.harness import Scope, installed
 from benchmarks.models import Convolutions, Decoder, DecoderSize, Perceptron
 from benchmarks.paired import Variant, calls_for, of_its_own, ratios, take_turns
 from benchmarks.program import Benchmark, Results, Setting
@@ -35,16 +33,12 @@ NOTHING, CONTROL = "nothing", "nothing, once more"
 EVERY_GUARD = ("resize", "out", "setitem", "slice_scatter", "verified")
 
 
-def _installed(*names: Any) -> Scope:
-    return partial(torchguard.install, *names, only_if_needed=False)
-
-
 SCOPES: dict[str, Scope] = {
     NOTHING: contextlib.nullcontext,
     CONTROL: contextlib.nullcontext,
-    "install()": _installed("resize"),
-    'install("resize", "out", "setitem")': _installed("resize", "out", "setitem"),
-    "install(), every guard": _installed(*EVERY_GUARD),
+    "install()": installed("resize"),
+    'install("resize", "out", "setitem")': installed("resize", "out", "setitem"),
+    "install(), every guard": installed(*EVERY_GUARD),
     "guarded()": torchguard.guarded,
 }
 QUICK_SCOPES = (NOTHING, "install(), every guard", "guarded()")
@@ -215,7 +209,9 @@ class Contest:
         """Yield a row for each scope, with all rounds so far."""
         for name, interval in ratios(self.seconds, NOTHING).items():
             more = self.peaks[name] - self.peaks[NOTHING]
-            row = {
+            aimed = self.setting.device == "cuda" and name in TARGETS
+            none = {"target": None, "verdict": None}
+            yield {
                 **self.names,
                 "scope": name,
                 "device": self.setting.device,
@@ -229,12 +225,8 @@ class Contest:
                 "compiled_again": self.again,
                 "peak_bytes": self.peaks[name],
                 "more_bytes": more,
-                "target": None,
-                "verdict": None,
+                **(judged(TARGETS[name], interval, more) if aimed else none),
             }
-            if self.setting.device == "cuda" and name in TARGETS:
-                row.update(judged(TARGETS[name], interval, more))
-            yield row
 
 
 def judged(allowed: float, ratio: Interval, more_bytes: int) -> dict[str, str]:
@@ -254,11 +246,9 @@ def judged(allowed: float, ratio: Interval, more_bytes: int) -> dict[str, str]:
 
 
 def run(setting: Setting) -> Results:
-    """Measure every workload, eager and compiled.
+    """Measure every workload; with ``--seconds`` until its intervals are narrow.
 
-    With ``--seconds`` each has its share of the time, until every interval is narrower than
-    ``NARROW``. Eager ones come first, and then what compiles quickest; what an earlier run has
-    measured is left out.
+    Eager ones come first, and then what compiles quickest; what is known already is left out.
     """
     stream, rows = setting.stream, list[dict[str, Any]]()
     timed = stream.seconds is not None

@@ -24,7 +24,7 @@ import torch
 from torch.utils import dlpack
 
 import torchguard
-from benchmarks.harness import Scope
+from benchmarks.harness import Scope, installed
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.records import of_device
 from benchmarks.tables import Row, Table
@@ -100,7 +100,7 @@ def cases(device: str) -> Iterator[Case]:
     with expecttest_stands_in():
         from support.sweep import generate_out_cases, places  # noqa: PLC0415
     reachable = places()  # before anything is installed
-    with torchguard.install("out", only_if_needed=False):
+    with installed("out")():
         patched = {
             key for key, (owner, name) in reachable.items() if id(getattr(owner, name)) != key
         }
@@ -145,16 +145,15 @@ def tried(case: Case, scope: Scope, device: str) -> str:
 
 def outcome(case: Case, device: str) -> dict[str, Any]:
     """Try a case in plain torch and under both guards."""
-    install: Scope = partial(torchguard.install, *case.guards, only_if_needed=False)
     plain = tried(case, contextlib.nullcontext, device)
     guarded = tried(case, torchguard.guarded, device)
-    installed = tried(case, install, device) if case.patched else "not patched"
+    under = tried(case, installed(*case.guards), device) if case.patched else "not patched"
     failed = plain != "did not fail"
-    held = not any(each.startswith("corrupt") for each in (guarded, installed))
+    held = not any(each.startswith("corrupt") for each in (guarded, under))
     return {
         "torch": plain,
         "guarded": guarded,
-        "installed": installed,
+        "installed": under,
         "target": "outputs as they were" if failed else None,
         "verdict": ("holds" if held else "does not hold") if failed else None,
     }
@@ -187,10 +186,6 @@ def _counts(record: Row, device: str) -> list[Row]:
     return counts
 
 
-def _unfinished(record: Row, _: str) -> list[Row]:
-    return [{"operator": name} for name in record.get("unfinished", [])]
-
-
 BENCHMARK = Benchmark(
     "failures",
     "Does a failed call of any operator with `out=` leave its output as it was?",
@@ -209,6 +204,6 @@ BENCHMARK = Benchmark(
             "can't grow. Compared are shape, stride, offset, storage and every byte.",
             rows=_counts,
         ),
-        Table({"begun and not ended": "`{operator}`"}, rows=_unfinished),
+        Table({"begun and not ended": "`{operator}`"}, rows="unfinished"),
     ),
 )

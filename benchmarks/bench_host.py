@@ -1,14 +1,9 @@
 """How often a step calls a function of a guard, and what that is of the host's time at most.
 
 On every device the guards work on the host: what they add to a step is the calls that enter their
-Python code, times what such a call costs. The bound needs no GPU.
-
-- Calls are counted, not sampled: every call that ``sys.setprofile`` reports, and that comes from
-  outside of torchguard's folder into it.
-- A call's cost is the upper quartile of what ``bench_resize`` and ``bench_verified`` measure for
-  its kind; where a kind has several, the dearest.
-- The host's time is the least that the processor needed for a step: a busy machine makes it longer
-  and the share smaller.
+Python code, times what such a call costs: the upper quartile of what ``bench_resize`` and
+``bench_verified`` measure for its kind, or for the dearest where it has several. The host's time is
+the least of all rounds, because a busy machine makes a step longer and the share smaller.
 
 Compiled models have fewer layers: compiling takes minutes, and the share is that of a layer.
 """
@@ -124,8 +119,8 @@ def costs(setting: Setting) -> tuple[list[Any], dict[str, float]]:
     """Measure what a call of each kind adds: rows as of the other benchmarks, and nanoseconds."""
     wanted = {row for rows in COSTS.values() for row in rows}
     tiny = bench_verified.steady("cpu", ("tiny",), quick=setting.quick)
-    makers = (*bench_resize.comparisons("cpu"), *tiny)
-    rows = measure([each for each in makers if each.id in wanted], setting, block_seconds=4e-3)
+    made = [each for each in (*bench_resize.comparisons("cpu"), *tiny) if each.id in wanted]
+    rows = measure(made, setting, block_seconds=4e-3)
     upper = {row["id"]: row["added_ns"].q3 for row in rows}
     return rows, {kind: max(upper[name] for name in names) for kind, names in COSTS.items()}
 

@@ -1,8 +1,7 @@
 """What a guarded call makes torch do: operators called, kernels launched, bytes at the peak.
 
-Counted with the profiler, not timed. The claim is "no extra kernel": where nothing fails, a guard
-reads metadata and launches nothing. On a CPU the calls of ATen operators stand for it. What copies
-data on purpose (``guarded(data=True)``) has no claim and shows its price.
+The claim is "no extra kernel": where nothing fails, a guard reads metadata and launches nothing. On
+a CPU the calls of ATen operators stand for it. What copies data on purpose has no claim.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.nn import functional
 
 import torchguard
 from benchmarks.counting import counted
-from benchmarks.harness import Scope
+from benchmarks.harness import Scope, installed
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Table
 
@@ -41,11 +40,6 @@ class Case:
     guarded: Call
     scope: Scope = contextlib.nullcontext
     claimed: bool = True
-
-
-def installed(name: Any) -> Scope:
-    """Return the scope of one guard."""
-    return partial(torchguard.install, name, only_if_needed=False)
 
 
 def _resize(device: str) -> Iterator[Case]:

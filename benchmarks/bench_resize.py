@@ -1,7 +1,6 @@
 """What the guards of exception-safe mutation cost when nothing fails.
 
-Baseline: the same statement in plain torch, in the same rounds (see ``harness.py``). A tensor grows
-once only, so each call gets a fresh one of 16 elements; making it is timed in every round as a
+A tensor grows once only, so each call gets a fresh one of 16 elements; making it is timed as a
 statement of its own and taken off both sides.
 """
 
@@ -14,9 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Comparison, Target, measure
+from benchmarks.harness import Comparison, Target, installed, measure
 from benchmarks.program import Benchmark, Results, Setting
-from torchguard import guarded, install, rollback_on_error, safe_resize_, safe_set_, uninstall
+from torchguard import guarded, rollback_on_error, safe_resize_, safe_set_, uninstall
 
 NAMESPACES = ("Tensor", "linalg", "special", "fft", "nn.functional")
 KIB, MIB = 2**10, 2**20
@@ -42,9 +41,9 @@ WHY_WITHOUT_OUT = (
 )
 
 
-RESIZE = partial(install, "resize", only_if_needed=False)
-OUT = partial(install, "out", only_if_needed=False)
-BOTH = partial(install, "resize", "out", only_if_needed=False)
+RESIZE = installed("resize")
+OUT = installed("out")
+BOTH = installed("resize", "out")
 SAVING = partial(guarded, data=True)
 
 
@@ -152,7 +151,7 @@ def untouched() -> dict[str, Any]:
     """
     uninstall()  # also what guarded() keeps between the scopes of the rows
     before = attributes_of_torch()
-    with install("resize", "out", only_if_needed=False):
+    with BOTH():
         under = attributes_of_torch()
     after = attributes_of_torch()
     names = before.keys() | under.keys()

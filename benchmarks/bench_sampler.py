@@ -15,10 +15,6 @@ The rules, as their documentation states them:
 - lhotse: its ``DynamicBucketingSampler``: 10 buckets of equal total length, 20,000 items
   buffered, of which a batch takes as many from one bucket as a sum of lengths allows.
   https://lhotse.readthedocs.io/en/latest/datasets.html
-
-They pad to the longest of a batch, so nearly every batch has a shape of its own. Where shapes have
-to be static, lengths are rounded up: to multiples of 64, or to the best ladder of as many sizes as
-ours has, which ``Buckets.fit`` finds for what each of the rules made.
 """
 
 from __future__ import annotations

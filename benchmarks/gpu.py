@@ -98,11 +98,8 @@ def pieces_of(only: str | None, skip: str | None) -> list[Piece]:
     for unknown in sorted((wanted | unwanted) - known):
         names = ", ".join(piece.name for piece in PIECES)
         raise ValueError(f"{unknown!r} is neither a part ({', '.join(PARTS)}) nor one of {names}")
-    return [
-        piece
-        for piece in PIECES
-        if {piece.part, piece.name} & (wanted or known) and not {piece.part, piece.name} & unwanted
-    ]
+    left = [piece for piece in PIECES if not {piece.part, piece.name} & unwanted]
+    return [piece for piece in left if {piece.part, piece.name} & (wanted or known)]
 
 
 def limit_of(piece: Piece, left: Iterable[Piece], seconds: float) -> float:
@@ -172,9 +169,9 @@ class Session:
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(running.pid, signal.SIGKILL)  # with all that it has started
+        took = time.monotonic() - begun
         line = {"part": piece.part, "name": piece.name, "ended": ended, "limit": round(seconds, 1)}
-        took = round(time.monotonic() - begun, 1)
-        append(self.results, {"piece": {**line, "seconds": took}})
+        append(self.results, {"piece": {**line, "seconds": round(took, 1)}})
         self.say(f"{piece.part} {piece.name}: {ended} after {took:.0f} s")
         return ended
 

@@ -1,10 +1,9 @@
 """Measures two ways of doing the same thing against each other.
 
-A round times a block of calls of the baseline and a block of the guarded statement right after it,
-and the next round the other way round. A busy moment of the machine hits both, so the ratio and the
-difference of a round are steadier than the two times; their median over all rounds is what counts.
-A block is timed in pieces and the fastest counts, because other programs can only add time. The
-timer is ``torch.utils.benchmark.Timer``, which warms up and synchronises a GPU.
+A round times a block of calls of the baseline and a block of the guarded statement, and the next
+round the other way round. A busy moment of the machine hits both, so the ratio and the difference
+of a round are steadier than the two times; their median over all rounds is what counts. A block is
+timed in pieces and the fastest counts, because other programs can only add time.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 
 from torch.utils.benchmark import Timer
 
+import torchguard
 from benchmarks.clocks import on_both_clocks
 from benchmarks.program import Setting
 from benchmarks.spread import Interval, Spread
@@ -26,6 +26,12 @@ _ADAPTED_AFTER = 100
 _PIECES = 5
 
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def installed(*guards: Any) -> Scope:
+    """Return the scope of guards, which are installed also where torch has no need of them."""
+    return partial(torchguard.install, *guards, only_if_needed=False)
+
 
 Pairs = Sequence[tuple[float, float]]
 """Nanoseconds of the baseline and of the guarded side, round by round."""

@@ -13,7 +13,6 @@ from benchmarks.machine import ROOT
 RECORDS = ROOT / "benchmarks" / "records"
 
 Record = dict[str, Any]
-Row = Mapping[str, Any]
 
 
 def read_record(path: Path) -> Record:
@@ -33,7 +32,7 @@ def committed(folder: Path = RECORDS) -> list[Record]:
     return [read_record(path) for path in sorted(folder.glob("*.json"))]
 
 
-def of_device(record: Row, part: str, device: str) -> list[Row]:
+def of_device(record: Mapping[str, Any], part: str, device: str) -> list[Mapping[str, Any]]:
     """Return a part's results for one device; those that name none are the CPU's."""
     return [row for row in record.get(part, []) if row.get("device", "cpu") == device]
 

@@ -204,16 +204,16 @@ def _address() -> str:
     return str(found)
 
 
-def _shown(name: str) -> Callable[[Record], str]:
-    """Return what shows a benchmark as its own section does."""
-    return lambda record: f"{_source(record)}\n\n{_tables(BENCHMARKS[name].tables, record, 'cpu')}"
+def _as_a_section(record: Record) -> str:
+    tables = BENCHMARKS[record["benchmark"].removeprefix("bench_")].tables
+    return f"{_source(record)}\n\n{_tables(tables, record, 'cpu')}"
 
 
 FIGURES: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
     ("README.md", "whole steps", "host", _step_calls),
     ("docs/guards.md", "costs", "resize", _costs),
-    ("docs/verified.md", "costs", "verified", _shown("verified")),
-    ("docs/bucketed.md", "stream", "buckets", _shown("buckets")),
+    ("docs/verified.md", "costs", "verified", _as_a_section),
+    ("docs/bucketed.md", "stream", "buckets", _as_a_section),
 )
 """A page, the mark in it, the benchmark whose newest record of a CPU is told of, and how."""
 
@@ -254,7 +254,7 @@ def take_in(results: Path, folder: Path) -> list[Path]:
         if not record.get("rows"):
             continue
         done = {row.get("operator") for row in record["rows"]}
-        begun = [row["operator"] for row in record.pop("begun", []) if row["operator"] not in done]
+        begun = [row for row in record.pop("begun", []) if row["operator"] not in done]
         if begun:
             record["unfinished"] = begun
         BENCHMARKS[name].afterwards(record)

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.records import Row, of_device
+from benchmarks.records import of_device
+
+Row = Mapping[str, Any]
 
 AIM = "{target}: {verdict}"
 _TEMPLATE = string.Formatter()

@@ -21,6 +21,7 @@ from benchmarks.harness import AddedTarget, Comparison, Target, measure
 from benchmarks.machine import keep_freed_memory
 from benchmarks.paired import of_its_own
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.records import of_device
 from benchmarks.tables import Row, Table
 from torchguard import sliced_assign
 
@@ -163,11 +164,10 @@ def run(setting: Setting) -> Results:
     backend = "eager" if setting.quick else "inductor"
     kept, rows = keep_freed_memory(), list[dict[str, Any]]()
     for size in (size for size in SIZES if size <= largest):
-        rounds = setting.rounds // 5 if size >= LARGE else setting.rounds
         if setting.stream.time_is_up():
             break
-        made = comparisons(setting.device, size, backend)
-        rows += measure(made, replace(setting, rounds=rounds), block_seconds=2e-2)
+        fewer = replace(setting, rounds=setting.rounds // 5) if size >= LARGE else setting
+        rows += measure(comparisons(setting.device, size, backend), fewer, block_seconds=2e-2)
     return {"freed_memory_is_kept": kept, "rows": rows}
 
 
@@ -175,9 +175,8 @@ def _across_sizes(record: Row, device: str) -> list[Row]:
     """Return a row for each way, with a column for each size."""
     parts = r"(.+)-1e(\d+)-((?:compiled-)?(?:forward|backward))-(\w+)(?:-over-(\w+))?$"
     found: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in record["rows"]:
-        match = re.match(parts, row["id"])
-        if match is not None and row["device"] == device:
+    for row in of_device(record, "rows", device):
+        if match := re.match(parts, row["id"]):
             kind, power, step, way, over = match.groups("")
             cells = found.setdefault((kind, step.replace("-", ", "), way, over), {})
             missed = (row["verdict"] or "").startswith("missed")

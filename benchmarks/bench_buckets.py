@@ -247,11 +247,9 @@ def overhead(count: int, rounds: int) -> dict[str, Any]:
         check_padding="never",
     )
     for size in sizes:
-        for length in (size, size - 1):
-            call(torch.ones(2, length), torch.ones(2, length))
-    exact, short = (
-        (torch.ones(2, length), torch.ones(2, length)) for length in (sizes[-1], sizes[-1] - 1)
-    )
+        exact, short = ((torch.ones(2, n), torch.ones(2, n)) for n in (size, size - 1))
+        call(*exact)
+        call(*short)
     plain = torch.compile(add, backend="eager", dynamic=False)
     plain(*exact)
     pad = torch.constant_pad_nd

@@ -47,10 +47,11 @@ def states() -> Iterator[Comparison]:
         )
 
 
-def files(device: str, *, quick: bool, folder: str) -> Iterator[Comparison]:
+def files(setting: Setting, folder: str) -> Iterator[Comparison]:
     """Compare saving and loading, with and without waiting for the disk."""
-    for megabytes, size in SIZES[:1] if quick else SIZES:
-        tensors = {str(i): torch.rand(megabytes * MEGABYTE // 16, device=device) for i in range(4)}
+    for megabytes, size in SIZES[:1] if setting.quick else SIZES:
+        count = megabytes * MEGABYTE // 16
+        tensors = {str(i): torch.rand(count, device=setting.device) for i in range(4)}
         path = f"{folder}/{megabytes}.pt"
         names = {"torch": torch, "torchguard": torchguard, "tensors": tensors, "path": path}
         for fsync in (False, True):
@@ -66,9 +67,9 @@ def files(device: str, *, quick: bool, folder: str) -> Iterator[Comparison]:
         yield Comparison(f"load-{megabytes}MB", what, names, *pair)
 
 
-def containers(*, quick: bool, folder: str) -> Iterator[Comparison]:
+def containers(setting: Setting, folder: str) -> Iterator[Comparison]:
     """Compare saving many containers, none of which holds a tensor."""
-    count = CONTAINERS // (100 if quick else 1)
+    count = CONTAINERS // (100 if setting.quick else 1)
     obj = [{"list": [number], "tuple": (number,)} for number in range(count // 3)]
     names = {"torch": torch, "torchguard": torchguard, "obj": obj, "path": f"{folder}/many.pt"}
     yield Comparison(
@@ -83,13 +84,12 @@ def containers(*, quick: bool, folder: str) -> Iterator[Comparison]:
 
 def run(setting: Setting) -> Results:
     """Measure every row."""
-    device, quick = setting.device, setting.quick
     # Quick to measure, and with a target: more rounds than for the gigabytes.
-    more = setting if quick else replace(setting, rounds=4 * setting.rounds)
+    more = setting if setting.quick else replace(setting, rounds=4 * setting.rounds)
     rows = measure(states(), more, block_seconds=0.1)
     with tempfile.TemporaryDirectory() as folder:
-        rows += measure(containers(quick=quick, folder=folder), setting, block_seconds=0.1)
-        rows += measure(files(device, quick=quick, folder=folder), setting, block_seconds=0.05)
+        rows += measure(containers(setting, folder), setting, block_seconds=0.1)
+        rows += measure(files(setting, folder), setting, block_seconds=0.05)
     return {"rows": rows}
 
 

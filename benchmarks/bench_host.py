@@ -94,17 +94,15 @@ def entered(call: Callable[[], Any]) -> dict[str, dict[str, int]]:
 
 def _kind(frame: FrameType) -> tuple[str, str]:
     """Say which kind of guard a call enters, and which function of torch stands behind it."""
-    code, names = frame.f_code, frame.f_locals
-    file = Path(code.co_filename).stem
-    if (file, code.co_name) == ("operation", "guarded"):
+    path, name, names = Path(frame.f_code.co_filename), frame.f_code.co_name, frame.f_locals
+    if (path.stem, name) == ("operation", "guarded"):
         kind = "without out=" if names["out"] is None else "with out="
         return kind, str(names["original"].__name__)
-    if file == "resize" and code.co_name in {"resize_", "resize_as_", "set_"}:
-        return code.co_name, code.co_name
-    called = code.co_name in {"run", "run_target"}
-    if called and Path(code.co_filename).parent.name == "verification":
+    if path.stem == "resize" and name in {"resize_", "resize_as_", "set_"}:
+        return name, name
+    if path.parent.name == "verification" and name in {"run", "run_target"}:
         return "checked graph", "a compiled graph"
-    return f"{file}.{code.co_name}", code.co_name
+    return f"{path.stem}.{name}", name
 
 
 def processor_seconds(step: Callable[[], None], calls: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -135,12 +136,9 @@ def attributes_of_torch() -> dict[str, Any]:
     # Strong references: an attribute may be made anew by each look at it.
     found = {f"torch.{name}": value for name, value in vars(torch).items()}
     for namespace in NAMESPACES:
-        owner: Any = torch
-        for part in namespace.split("."):
-            owner = getattr(owner, part)
-        inherited = [vars(base) for base in getattr(owner, "__mro__", ())[1:]]
-        for attributes in (*reversed(inherited), vars(owner)):
-            found.update({f"torch.{namespace}.{name}": attributes[name] for name in attributes})
+        owner = attrgetter(namespace)(torch)
+        for each in reversed(getattr(owner, "__mro__", (owner,))):
+            found.update({f"torch.{namespace}.{name}": value for name, value in vars(each).items()})
     return found
 
 
@@ -156,13 +154,12 @@ def untouched() -> dict[str, Any]:
     after = attributes_of_torch()
     names = before.keys() | under.keys()
     patched = sorted(name for name in names if before.get(name) is not under.get(name))
+    back = sum(before.get(name) is after.get(name) for name in names)
     return {
         "attributes": len(names),
         "patched": len(patched),
         "the_same_object": len(names) - len(patched),
-        "the_same_object_after_uninstall": sum(
-            before.get(name) is after.get(name) for name in names
-        ),
+        "the_same_object_after_uninstall": back,
         "target": "nothing at all on operations that are not patched",
         "verdict": "reached: the operations measured are the same objects"
         if not {"torch.Tensor.view", "torch.Tensor.sum"} & set(patched)

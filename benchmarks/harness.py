@@ -125,10 +125,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure every comparison, one after the other: a row for each."""
     seconds = setting.block_seconds(block_seconds)
-    return setting.collect(
-        ({"id": each.id}, partial(_measure, each, setting.device, setting.rounds, seconds))
-        for each in comparisons
-    )
+    cases = (({"id": each.id}, partial(_measure, each, setting, seconds)) for each in comparisons)
+    return setting.collect(cases)
 
 
 class _Timed:
@@ -156,9 +154,8 @@ class _Timed:
             return min(self._timer.timeit(calls).median for _ in range(pieces)), 0.0
 
 
-def _measure(
-    comparison: Comparison, device: str, rounds: int, block_seconds: float
-) -> dict[str, Any]:
+def _measure(comparison: Comparison, setting: Setting, block_seconds: float) -> dict[str, Any]:
+    device, rounds = setting.device, setting.rounds
     sides = [
         (comparison.baseline, comparison.baseline_scope),
         (comparison.guarded, comparison.scope),

@@ -1,14 +1,13 @@
 """What an indexed assignment costs, spelled in seven ways.
 
-Baseline: ``out = t.clone(); out[index] = value``, in the same rounds (see ``harness.py``). Eager
-and compiled by inductor, forward and backward, from 1e3 to 1e8 elements. ``t`` is (rows, 64), which
-makes a hundredth of the rows, or of the elements, the selection. Against writing ``index_put`` by
-hand there are rows of their own.
+Baseline: ``out = t.clone(); out[index] = value``, or ``index_put`` by hand. Eager and compiled by
+inductor, forward and backward. ``t`` is (rows, 64), and a hundredth of its rows is selected.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -18,17 +17,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import AddedTarget, Comparison, Side, Target, measure
+from benchmarks.harness import AddedTarget, Comparison, Target, measure
 from benchmarks.machine import keep_freed_memory
 from benchmarks.paired import of_its_own
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.records import of_device
 from benchmarks.tables import Row, Table
 from torchguard import sliced_assign
 
 COLUMNS = 64
 SIZES = (10**3, 10**4, 10**5, 10**6, 10**7, 10**8)
 EAGER_FROM = 10**5  # elements from which on the target is a ratio
-
 LARGE = 10**7  # elements from which on a call takes so long that a fifth of the rounds has to do
 
 EAGER = Target(1.05)
@@ -67,35 +66,20 @@ def plain(t: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def index_put(t: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
-    """Write it as a user who knows the operator does."""
-    return t.index_put((index,), value)
-
-
-def slice_scatter(t: torch.Tensor, index: slice, value: torch.Tensor) -> torch.Tensor:
-    """Scatter into a slice of the first dimension."""
-    return torch.slice_scatter(t, value.expand(t[index].shape), 0, index.start, index.stop)
-
-
-def where(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Choose by a mask; ``value`` is one number for all."""
-    return torch.where(index[:, None], value, t)
-
-
-def masked_scatter(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Scatter by a mask; the value has to be spread first."""
-    return t.masked_scatter(index[:, None], value.expand(t.shape))
-
-
-KINDS: dict[str, dict[str, Assign]] = {
-    "slice": {"sliced_assign": sliced_assign, "slice_scatter": slice_scatter},
-    "mask": {
-        "sliced_assign": sliced_assign,
-        "index_put": index_put,
-        "where": where,
-        "masked_scatter": masked_scatter,
-    },
-    "integers": {"sliced_assign": sliced_assign, "index_put": index_put},
+WAYS: dict[str, Assign] = {
+    "plain": plain,
+    "sliced_assign": sliced_assign,
+    "index_put": lambda t, index, value: t.index_put((index,), value),
+    "slice_scatter": lambda t, index, value: torch.slice_scatter(
+        t, value.expand(t[index].shape), 0, index.start, index.stop
+    ),
+    "where": lambda t, mask, value: torch.where(mask[:, None], value, t),
+    "masked_scatter": lambda t, mask, value: t.masked_scatter(mask[:, None], value.expand(t.shape)),
+}
+KINDS = {
+    "slice": ("sliced_assign", "slice_scatter"),
+    "mask": ("sliced_assign", "index_put", "where", "masked_scatter"),
+    "integers": ("sliced_assign", "index_put"),
 }
 
 
@@ -114,17 +98,14 @@ def index_of(kind: str, rows: int, device: str) -> Any:
 
 def comparisons(device: str, size: int, backend: str) -> Iterator[Comparison]:
     """Yield every row of one size, in the order of the record."""
-    for kind, ways in KINDS.items():
-        for each in (None, backend):
-            yield from _of_kind(device, size, kind, ways, backend=each)
+    for kind, each in itertools.product(KINDS, (None, backend)):
+        yield from _of_kind(device, size, kind, backend=each)
 
 
-def _of_kind(
-    device: str, size: int, kind: str, ways: dict[str, Assign], *, backend: str | None
-) -> Iterator[Comparison]:
-    rows = max(1, size // COLUMNS)
+def _of_kind(device: str, size: int, kind: str, *, backend: str | None) -> Iterator[Comparison]:
+    rows, ways = max(1, size // COLUMNS), KINDS[kind]
     index = index_of(kind, rows, device)
-    functions: dict[str, Assign] = {"plain": plain, **ways}
+    functions = {name: WAYS[name] for name in ("plain", *ways)}
     if backend is not None:
         functions = {name: _compiled(way, index, backend) for name, way in functions.items()}
     label = f"{kind}-{size:.0e}".replace("+0", "") + ("-compiled" if backend else "")
@@ -146,8 +127,11 @@ def _of_kind(
             yield Comparison(
                 f"{label}-{step}-{way}{over}",
                 f"{way} for {baseline}: {words}, {'and ' * backward}{step}",
-                Side(call.format(baseline), names, elsewhere),
-                Side(call.format(way), names, elsewhere),
+                names,
+                call.format(baseline),
+                call.format(way),
+                elsewhere,
+                elsewhere,
                 target=_target(baseline, way, size, compiled=backend is not None),
                 why=WHY_EAGER if backend is None else WHY_COMPILED,
             )
@@ -155,12 +139,12 @@ def _of_kind(
 
 def _target(baseline: str, way: str, size: int, *, compiled: bool) -> Target | None:
     """Return what was aimed at for ``sliced_assign``; the other ways are there to compare."""
-    if way != "sliced_assign":
+    if way != "sliced_assign" or (compiled and baseline == "index_put"):
         return None
-    if baseline == "index_put":
-        return None if compiled else OVER_INDEX_PUT
     if compiled:
         return COMPILED
+    if baseline == "index_put":
+        return OVER_INDEX_PUT
     return EAGER if size >= EAGER_FROM else EAGER_SMALL
 
 
@@ -180,11 +164,10 @@ def run(setting: Setting) -> Results:
     backend = "eager" if setting.quick else "inductor"
     kept, rows = keep_freed_memory(), list[dict[str, Any]]()
     for size in (size for size in SIZES if size <= largest):
-        rounds = setting.rounds // 5 if size >= LARGE else setting.rounds
         if setting.stream.time_is_up():
             break
-        made = comparisons(setting.device, size, backend)
-        rows += measure(made, replace(setting, rounds=rounds), block_seconds=2e-2)
+        fewer = replace(setting, rounds=setting.rounds // 5) if size >= LARGE else setting
+        rows += measure(comparisons(setting.device, size, backend), fewer, block_seconds=2e-2)
     return {"freed_memory_is_kept": kept, "rows": rows}
 
 
@@ -192,9 +175,8 @@ def _across_sizes(record: Row, device: str) -> list[Row]:
     """Return a row for each way, with a column for each size."""
     parts = r"(.+)-1e(\d+)-((?:compiled-)?(?:forward|backward))-(\w+)(?:-over-(\w+))?$"
     found: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in record["rows"]:
-        match = re.match(parts, row["id"])
-        if match is not None and row["device"] == device:
+    for row in of_device(record, "rows", device):
+        if match := re.match(parts, row["id"]):
             kind, power, step, way, over = match.groups("")
             cells = found.setdefault((kind, step.replace("-", ", "), way, over), {})
             missed = (row["verdict"] or "").startswith("missed")

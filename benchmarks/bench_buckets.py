@@ -2,25 +2,25 @@
 
 Each row is a process of its own, whose compiler cache has only what torch prepares once per machine
 (precompiled headers, what the CPU can do). It runs the stream twice: from a cold start, with the
-checks of ``bucketed``, and in the steady state. Padding by hand is ``F.pad`` in front of
-``torch.compile(dynamic=False)`` with the recompile limit lifted; the row "dynamic=False" keeps the
-limit of 8, and so runs eager for the lengths after. Compiling takes most of the time: 65 graphs
-per phase, a quarter of an hour on two quiet cores; ``--batches`` makes the stream longer.
+checks of ``bucketed``, and in the steady state. Padding by hand lifts the recompile limit; the row
+"dynamic=False" keeps it at 8, and so runs eager for the lengths after. Compiling takes most of the
+time: 65 graphs per phase, a quarter of an hour on two quiet cores.
 
-Then the host's time that ``bucketed`` adds to a call, for 1 to 64 buckets, over the compiled
-function on inputs padded before; the kernels that pad are measured on their own and not counted.
+Then the host's time that ``bucketed`` adds to a call of the compiled function, for 1 to 64 buckets;
+the kernels that pad are measured on their own and not counted.
 
 Shapes: B batch, T time, D features.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.counting import recordings
+from benchmarks.paired import Variant, take_turns
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
@@ -49,20 +50,18 @@ FLATNESS_TARGET = 1.10
 STEADY_TARGET = 1.03
 
 PHASES = ("forward", "training")
-ROWS = (
-    "eager",
-    "compile",
-    "compile dynamic=True",
-    "compile dynamic=False",
-    "by hand: maximum",
-    "by hand: powers of two",
-    "by hand: multiples of 64",
-    "by hand: the buckets of fit 8",
-    "bucketed fit 4",
-    "bucketed fit 8",
-    "bucketed fit 16",
-    "bucketed auto",
-)
+DYNAMIC = {"compile": None, "compile dynamic=True": True, "compile dynamic=False": False}
+LADDERS: dict[str, Callable[[], Buckets]] = {
+    "by hand: maximum": lambda: Buckets([LONGEST]),
+    "by hand: powers of two": lambda: Buckets.powers_of_two(16, LONGEST),
+    "by hand: multiples of 64": lambda: Buckets.multiples_of(64, LONGEST),
+    "by hand: the buckets of fit 8": lambda: fitted(8),
+}
+OURS_OF: dict[str, int | None] = {  # by the number of buckets
+    **{f"bucketed fit {count}": count for count in (4, 8, 16)},
+    "bucketed auto": None,
+}
+ROWS = ("eager", *DYNAMIC, *LADDERS, *OURS_OF)
 HAND, OURS = "by hand: the buckets of fit 8", "bucketed fit 8"
 
 
@@ -72,9 +71,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, FEATURES)
-        layer = nn.TransformerEncoderLayer(
-            FEATURES, HEADS, 4 * FEATURES, dropout=0.0, batch_first=True
-        )
+        sizes = FEATURES, HEADS, 4 * FEATURES
+        layer = nn.TransformerEncoderLayer(*sizes, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.head = nn.Linear(FEATURES, WORDS)
 
@@ -99,18 +97,6 @@ def fitted(count: int) -> Buckets:
     return Buckets.fit(sizes, count, multiple_of=8, maximum=LONGEST)
 
 
-def ladder_of(row: str) -> Buckets | None:
-    """Return the buckets that a row pads to by hand."""
-    if not row.startswith("by hand: "):
-        return None
-    return {
-        "maximum": Buckets([LONGEST]),
-        "powers of two": Buckets.powers_of_two(16, LONGEST),
-        "multiples of 64": Buckets.multiples_of(64, LONGEST),
-        "the buckets of fit 8": fitted(8),
-    }[row.removeprefix("by hand: ")]
-
-
 def wrapped(
     row: str, model: Model, mode: str | None, backend: str = "inductor"
 ) -> tuple[Callable[..., Any], Any]:
@@ -118,31 +104,28 @@ def wrapped(
     options: dict[str, Any] = {"backend": backend} if mode is None else {"mode": mode}
     if row == "eager":
         return model, None
-    if row.startswith("compile"):
-        dynamic = {"compile": None, "compile dynamic=True": True, "compile dynamic=False": False}
-        return torch.compile(model, dynamic=dynamic[row], **options), None
-    ladder = ladder_of(row)
-    if ladder is not None:
+    if row in DYNAMIC:
+        return torch.compile(model, dynamic=DYNAMIC[row], **options), None
+    if row in LADDERS:
+        ladder = LADDERS[row]()
         config: Any = importlib.import_module("torch._dynamo.config")
         name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
         setattr(config, name, 256)
-        compiled = torch.compile(model, dynamic=False, **options)
+        compiled: Any = torch.compile(model, dynamic=False, **options)
 
-        def padded(ids: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        def padded(ids: torch.Tensor, padding: torch.Tensor) -> Any:
             length = ids.shape[1]
-            missing = ladder.bucket_for(length) - length
-            if missing:
+            if missing := ladder.bucket_for(length) - length:
                 ids = functional.pad(ids, (0, missing))
                 padding = functional.pad(padding, (0, missing), value=True)
-            scores: torch.Tensor = compiled(ids, padding)
-            return scores[:, :length]
+            return compiled(ids, padding)[:, :length]
 
         return padded, None
-    kind = row.removeprefix("bucketed ")
+    count = OURS_OF[row]
     module = bucketed(
         model,
         dims={"ids": {1: "t"}, "padding": {1: "t"}},
-        buckets="auto" if kind == "auto" else fitted(int(kind.removeprefix("fit "))),
+        buckets="auto" if count is None else fitted(count),
         mask={"padding": "padding"},
         compile=options,
     )
@@ -191,11 +174,11 @@ def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JS
                 seconds.append(time.perf_counter() - begun)
                 begun = time.perf_counter()
             passes.append(seconds)
-    graphs = graphs_compiled()
-    ladder, waste, longest = ladder_of(row), 0.0, lengths.max(1)
+    graphs, waste, longest = graphs_compiled(), 0.0, lengths.max(1)
     if module is not None:
         waste, graphs = module.stats().waste, module.stats().graphs
-    elif ladder is not None:
+    elif row in LADDERS:
+        ladder = LADDERS[row]()
         waste = sum(ladder.bucket_for(int(n)) for n in longest) / int(longest.sum()) - 1
     return {
         "seconds": [round(value, 6) for value in passes[0]],
@@ -211,14 +194,14 @@ def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JS
 
 
 def prepare(device: str) -> None:
-    """Compile something; torch then keeps precompiled headers, and what the processor can do."""
+    """Compile something; torch then keeps what it prepares once per machine."""
     torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
 
 
 def streams(setting: Setting, folder: Path) -> Iterator[Case]:
     """Yield every row of every phase: a process of its own, whose cache is only prepared."""
     quick, options, device = setting.quick, setting.options, setting.device
-    rows: Sequence[str] = ["bucketed fit 4"] if quick else ROWS
+    rows = ["bucketed fit 4"] if quick else list(ROWS)
     if options.rows is not None:  # in the order in which they were named
         parts = options.rows.split(",")
         rows = list(dict.fromkeys(row for part in parts for row in ROWS if part in row))
@@ -264,10 +247,9 @@ def overhead(count: int, rounds: int) -> dict[str, Any]:
         check_padding="never",
     )
     for size in sizes:
-        for length in (size, size - 1):
-            call(torch.ones(2, length), torch.ones(2, length))
-    exact = (torch.ones(2, sizes[-1]), torch.ones(2, sizes[-1]))
-    short = (torch.ones(2, sizes[-1] - 1), torch.ones(2, sizes[-1] - 1))
+        exact, short = ((torch.ones(2, n), torch.ones(2, n)) for n in (size, size - 1))
+        call(*exact)
+        call(*short)
     plain = torch.compile(add, backend="eager", dynamic=False)
     plain(*exact)
     pad = torch.constant_pad_nd
@@ -277,16 +259,11 @@ def overhead(count: int, rounds: int) -> dict[str, Any]:
         "padded": lambda: call(*short),
         "kernels": lambda: (pad(short[0], (0, 1), 0), pad(short[1], (0, 1), 0)),
     }
-    calls = 50
-    took: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            begun = time.perf_counter()
-            for _ in range(calls):
-                way()
-            took[name].append((time.perf_counter() - begun) / calls * 1e6)
-    best = {name: min(each) for name, each in took.items()}
-    bare, padding = np.array(took["compiled"]), np.array(took["kernels"])
+    variants = [Variant(name, way, contextlib.nullcontext) for name, way in ways.items()]
+    turns = take_turns(variants, rounds, 50, "cpu")
+    took = {name: 1e6 * np.array(seconds) for name, seconds in turns.items()}
+    best = {name: float(each.min()) for name, each in took.items()}
+    bare, padding = took["compiled"], took["kernels"]
     return {
         "compiled_us": best["compiled"],
         "padded_us": best["padded"],
@@ -301,11 +278,11 @@ def verdicts(rows: list[dict[str, Any]], overheads: list[dict[str, Any]]) -> Ite
     """Say which targets are reached."""
     if overheads:
         worst = max(each["added_padded_us"] for each in overheads)
-        ratio = overheads[-1]["padded_us"] / overheads[0]["padded_us"]
         target = f"adds at most {OVERHEAD_TARGET_US:g} us"
         yield _verdict(target, worst <= OVERHEAD_TARGET_US, f"{worst:.1f} us")
-        target = "flat within 10 % to 64 buckets"
-        yield _verdict(target, ratio <= FLATNESS_TARGET, f"{ratio:.3f} times")
+        ratio = overheads[-1]["padded_us"] / overheads[0]["padded_us"]
+        flat = "flat within 10 % to 64 buckets"
+        yield _verdict(flat, ratio <= FLATNESS_TARGET, f"{ratio:.3f} times")
     by_row = {(each["row"], each["phase"], each["device"]): each for each in rows}
     for (row, phase, device), each in by_row.items():
         # Where the compiler makes CUDA graphs the mode stands behind the name.

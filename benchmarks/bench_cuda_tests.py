@@ -45,12 +45,9 @@ def pytest_collectreport(report: Any) -> None:
 def files() -> list[str]:
     """Return the files that have such tests; the others need not be imported."""
     marked = re.compile(r"\bmark\.cuda\b")
-    found = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [
-        str(path.relative_to(ROOT))
-        for path in found
-        if marked.search(path.read_text(encoding="utf-8"))
-    ]
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    found = [path for path in tests if marked.search(path.read_text(encoding="utf-8"))]
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 def results(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
@@ -59,8 +56,7 @@ def results(setting: Setting, done: set[str]) -> Iterator[dict[str, Any]]:
     reading, writing = os.pipe()
     line = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "--tb=short", *files()]
     line += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "benchmarks.bench_cuda_tests"]
-    line += ["--continue-on-collection-errors"]
-    line += [f"--deselect={test}" for test in sorted(done)]
+    line += ["--continue-on-collection-errors", *(f"--deselect={test}" for test in sorted(done))]
     with subprocess.Popen(  # noqa: S603 - our own tests
         line, cwd=ROOT, env={**os.environ, _TOLD: str(writing)}, pass_fds=(writing,)
     ) as running:

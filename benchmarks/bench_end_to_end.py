@@ -1,11 +1,9 @@
 """Whole steps of training and of inference, with the guards on and off, by turns.
 
 A decoder of the shape of GPT-2 small (inference: one token more, with keys and values cached by
-indexed assignment), convolutions of the shape of ResNet-50, and a tiny perceptron; weights are
-random, and each row says to what a CPU's are scaled down. Each model runs eager and compiled by
-inductor; each scope compiles for itself. The ratio of a round is the scope's time over that of
-nothing in the same round, with the 95 % interval of a bootstrap of the median. "nothing, once more"
-is the control: it should not differ. Then the peak of the memory, to the byte.
+indexed assignment), convolutions of the shape of ResNet-50, and a tiny perceptron, with random
+weights. Each model runs eager and compiled by inductor; each scope compiles for itself. "nothing,
+once more" is the control: it should not differ. Then the peak of the memory, to the byte.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from torch.nn import functional
 import torchguard
 from benchmarks.clocks import peak_bytes
 from benchmarks.counting import counted
-from benchmarks.harness import Scope
+from benchmarks.harness import Scope, installed
 from benchmarks.models import Convolutions, Decoder, DecoderSize, Perceptron
 from benchmarks.paired import Variant, calls_for, of_its_own, ratios, take_turns
 from benchmarks.program import Benchmark, Results, Setting
@@ -35,16 +33,12 @@ NOTHING, CONTROL = "nothing", "nothing, once more"
 EVERY_GUARD = ("resize", "out", "setitem", "slice_scatter", "verified")
 
 
-def _installed(*names: Any) -> Scope:
-    return partial(torchguard.install, *names, only_if_needed=False)
-
-
 SCOPES: dict[str, Scope] = {
     NOTHING: contextlib.nullcontext,
     CONTROL: contextlib.nullcontext,
-    "install()": _installed("resize"),
-    'install("resize", "out", "setitem")': _installed("resize", "out", "setitem"),
-    "install(), every guard": _installed(*EVERY_GUARD),
+    "install()": installed("resize"),
+    'install("resize", "out", "setitem")': installed("resize", "out", "setitem"),
+    "install(), every guard": installed(*EVERY_GUARD),
     "guarded()": torchguard.guarded,
 }
 QUICK_SCOPES = (NOTHING, "install(), every guard", "guarded()")
@@ -74,20 +68,17 @@ class Workload:
     def step(self, computes: Call) -> Callable[[], None]:
         """Return one step with what computes, compiled or not."""
         optimizer, inputs = self.optimizer, self.inputs
-        if optimizer is None:
 
-            def infer() -> None:
-                with torch.no_grad():
-                    computes(*inputs)
+        def infer() -> None:
+            with torch.no_grad():
+                computes(*inputs)
 
-            return infer
-
-        def train() -> None:
+        def train(optimizer: torch.optim.Optimizer) -> None:
             optimizer.zero_grad()
             computes(*inputs).backward()
             optimizer.step()
 
-        return train
+        return infer if optimizer is None else partial(train, optimizer)
 
     def prepared(self, backend: str | None) -> Callable[[], None]:
         """Return a step that has run, compiled if there is a backend."""
@@ -101,7 +92,9 @@ class Workload:
 
 
 # Of the decoder: size, batch, tokens. Of the convolutions: depths, channels, batch, side.
-Shapes = tuple[tuple[DecoderSize, int, int], tuple[tuple[int, ...], int, int, int]]
+DecoderShape = tuple[DecoderSize, int, int]
+ConvolutionsShape = tuple[tuple[int, ...], int, int, int]
+Shapes = tuple[DecoderShape, ConvolutionsShape]
 FULL: Shapes = (DecoderSize(), 8, 1024), ((3, 4, 6, 3), 64, 64, 224)
 SCALED_DOWN: Shapes = (DecoderSize(4096, 64, 192, 4, 4), 2, 64), ((1, 1, 1, 1), 16, 2, 64)
 QUICK: Shapes = (DecoderSize(64, 8, 16, 1, 2), 2, 8), ((1,), 4, 2, 16)
@@ -111,20 +104,24 @@ def workloads(device: str, *, quick: bool) -> Iterator[Workload]:
     """Yield the models, in training and in inference."""
     torch.manual_seed(0)
     full = device == "cuda" and not quick
-    decoder, convolutions = FULL if full else QUICK if quick else SCALED_DOWN
+    shapes = FULL if full else QUICK if quick else SCALED_DOWN
     what = "{} of the shape of {}" if full else "{}, scaled down from {}"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    yield from decoder_steps(what.format("decoder", "GPT-2 small"), *decoder, device, dtype)
-    yield from convolution_steps(
-        what.format("convolutions", "ResNet-50"), *convolutions, device, dtype
-    )
-    yield from perceptron_steps(device)
+    yield from workloads_of(what, shapes, device, dtype)
 
 
-def decoder_steps(  # noqa: PLR0917 - the shape of a model and of its input
-    what: str, size: DecoderSize, batch: int, length: int, device: str, dtype: torch.dtype
-) -> Iterator[Workload]:
+def workloads_of(what: str, shapes: Shapes, device: str, dtype: torch.dtype) -> Iterator[Workload]:
+    """Yield the models in these shapes; ``what`` is filled with a model and what it is made of."""
+    yield from _decoder(what.format("decoder", "GPT-2 small"), shapes[0], device, dtype)
+    yield from _convolutions(what.format("convolutions", "ResNet-50"), shapes[1], device, dtype)
+    network, x = Perceptron().to(device), torch.randn(32, 64, device=device)
+    perceptron = "tiny perceptron: 3 layers of 64, batch 32, float32"
+    yield from _both(perceptron, network, x, lambda scores: scores.square().mean())
+
+
+def _decoder(what: str, shape: DecoderShape, device: str, dtype: torch.dtype) -> Iterator[Workload]:
     """Yield a decoder in training, and in inference of one token more."""
+    size, batch, length = shape
     what += (
         f": {size.layers} layers of {size.width}, {size.vocabulary:,} words, batch {batch}, "
         f"{length} tokens, {str(dtype).removeprefix('torch.')}"
@@ -147,16 +144,10 @@ def decoder_steps(  # noqa: PLR0917 - the shape of a model and of its input
     yield Workload(what, "inference of a token", token, (ids[:, :1], position), None)
 
 
-def convolution_steps(  # noqa: PLR0917 - the shape of a network and of its input
-    what: str,
-    depths: tuple[int, ...],
-    channels: int,
-    batch: int,
-    side: int,
-    device: str,
-    dtype: torch.dtype,
+def _convolutions(
+    what: str, shape: ConvolutionsShape, device: str, dtype: torch.dtype
 ) -> Iterator[Workload]:
-    """Yield a residual network in training and in inference."""
+    depths, channels, batch, side = shape
     what += (
         f": stages of {', '.join(map(str, depths))} blocks, {channels} channels, batch {batch}, "
         f"{side} x {side} pixels, {str(dtype).removeprefix('torch.')}"
@@ -167,13 +158,6 @@ def convolution_steps(  # noqa: PLR0917 - the shape of a network and of its inpu
     yield from _both(
         what, network, images, lambda scores: functional.cross_entropy(scores.float(), classes)
     )
-
-
-def perceptron_steps(device: str) -> Iterator[Workload]:
-    """Yield the perceptron in training and in inference."""
-    network, x = Perceptron().to(device), torch.randn(32, 64, device=device)
-    what = "tiny perceptron: 3 layers of 64, batch 32, float32"
-    yield from _both(what, network, x, lambda scores: scores.square().mean())
 
 
 def _both(what: str, network: nn.Module, x: torch.Tensor, loss: Call) -> Iterator[Workload]:
@@ -195,12 +179,14 @@ class Contest:
         self.variants: list[Variant] = []
         self.graphs: dict[str, int] = {}
         self.peaks: dict[str, int] = {}
-        for name in _scopes(setting):
+        here = [name for name in SCOPES if device == "cpu" or name != NOT_ON_A_GPU]
+        for name in QUICK_SCOPES if setting.quick else here:
             with SCOPES[name]():
                 before = graphs_compiled()
                 step = workload.prepared(backend if compiled else None)
                 self.graphs[name] = graphs_compiled() - before
-                self.peaks[name] = _peak(step, device)
+                on_gpu = device == "cuda"
+                self.peaks[name] = peak_bytes(step) if on_gpu else counted(step, device).peak_bytes
             self.variants.append(Variant(name, step, SCOPES[name]))
         self.calls = calls_for(self.variants[0].step, setting.block_seconds(0.03), device)
         self.seconds: dict[str, list[float]] = {name: [] for name in self.graphs}
@@ -216,15 +202,16 @@ class Contest:
 
     def is_narrow(self) -> bool:
         """Whether every interval is as narrow as the target."""
-        return all(
-            each.high - each.low <= NARROW for each in ratios(self.seconds, NOTHING).values()
-        )
+        intervals = ratios(self.seconds, NOTHING).values()
+        return all(each.high - each.low <= NARROW for each in intervals)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for each scope, with all rounds so far."""
         for name, interval in ratios(self.seconds, NOTHING).items():
             more = self.peaks[name] - self.peaks[NOTHING]
-            row = {
+            aimed = self.setting.device == "cuda" and name in TARGETS
+            none = {"target": None, "verdict": None}
+            yield {
                 **self.names,
                 "scope": name,
                 "device": self.setting.device,
@@ -238,22 +225,8 @@ class Contest:
                 "compiled_again": self.again,
                 "peak_bytes": self.peaks[name],
                 "more_bytes": more,
-                "target": None,
-                "verdict": None,
+                **(judged(TARGETS[name], interval, more) if aimed else none),
             }
-            if self.setting.device == "cuda" and name in TARGETS:
-                row.update(judged(TARGETS[name], interval, more))
-            yield row
-
-
-def _scopes(setting: Setting) -> list[str]:
-    if setting.quick:
-        return list(QUICK_SCOPES)
-    return [name for name in SCOPES if setting.device == "cpu" or name != NOT_ON_A_GPU]
-
-
-def _peak(step: Callable[[], Any], device: str) -> int:
-    return peak_bytes(step) if device == "cuda" else counted(step, device).peak_bytes
 
 
 def judged(allowed: float, ratio: Interval, more_bytes: int) -> dict[str, str]:
@@ -273,11 +246,9 @@ def judged(allowed: float, ratio: Interval, more_bytes: int) -> dict[str, str]:
 
 
 def run(setting: Setting) -> Results:
-    """Measure every workload, eager and compiled.
+    """Measure every workload; with ``--seconds`` until its intervals are narrow.
 
-    With ``--seconds`` each has its share of the time, until every interval is narrower than
-    ``NARROW``. Eager ones come first, and then what compiles quickest; what an earlier run has
-    measured is left out.
+    Eager ones come first, and then what compiles quickest; what is known already is left out.
     """
     stream, rows = setting.stream, list[dict[str, Any]]()
     timed = stream.seconds is not None

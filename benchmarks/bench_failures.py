@@ -24,8 +24,9 @@ import torch
 from torch.utils import dlpack
 
 import torchguard
-from benchmarks.harness import Scope
+from benchmarks.harness import Scope, installed
 from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.records import of_device
 from benchmarks.tables import Row, Table
 from torchguard.rollback.consistency import is_consistent
 
@@ -60,8 +61,7 @@ def expecttest_stands_in() -> Iterator[None]:
     """Let ``torch.testing._internal`` be imported where expecttest is not installed.
 
     It only derives its own TestCase from expecttest's and asks whether expectations are to be
-    written anew. Nothing here compares with an expectation, so an empty TestCase is all it needs;
-    the stand-in is in ``sys.modules`` while the database is imported, and gone afterwards.
+    written anew: an empty TestCase is all it needs, while it is imported.
     """
     if importlib.util.find_spec("expecttest") is not None:
         yield
@@ -100,7 +100,7 @@ def cases(device: str) -> Iterator[Case]:
     with expecttest_stands_in():
         from support.sweep import generate_out_cases, places  # noqa: PLC0415
     reachable = places()  # before anything is installed
-    with torchguard.install("out", only_if_needed=False):
+    with installed("out")():
         patched = {
             key for key, (owner, name) in reachable.items() if id(getattr(owner, name)) != key
         }
@@ -116,18 +116,13 @@ def _with_out(case: OutCase, *outs: torch.Tensor) -> Any:
 def _resizing(device: str) -> Iterator[Case]:
     template = torch.zeros(8, 8, device=device)
     storage = locked(torch.float32, device).untyped_storage()
-    calls: dict[str, tuple[Any, ...]] = {
-        "resize_": (8, 8),
-        "resize_as_": (template,),
-        "set_": (storage, 0, (8, 8)),
+    calls: dict[str, Call] = {
+        "Tensor.resize_": lambda out: out.resize_(8, 8),
+        "Tensor.resize_as_": lambda out: out.resize_as_(template),
+        "Tensor.set_": lambda out: out.set_(storage, 0, (8, 8)),
     }
-    for name, given in calls.items():
-        call = partial(_method, name, given)
-        yield Case(f"Tensor.{name}", (torch.float32,), call, True, ("resize",))
-
-
-def _method(name: str, given: tuple[Any, ...], out: torch.Tensor) -> Any:
-    return getattr(out, name)(*given)
+    for name, call in calls.items():
+        yield Case(name, (torch.float32,), call, True, ("resize",))
 
 
 def tried(case: Case, scope: Scope, device: str) -> str:
@@ -150,16 +145,15 @@ def tried(case: Case, scope: Scope, device: str) -> str:
 
 def outcome(case: Case, device: str) -> dict[str, Any]:
     """Try a case in plain torch and under both guards."""
-    install: Scope = partial(torchguard.install, *case.guards, only_if_needed=False)
     plain = tried(case, contextlib.nullcontext, device)
     guarded = tried(case, torchguard.guarded, device)
-    installed = tried(case, install, device) if case.patched else "not patched"
+    under = tried(case, installed(*case.guards), device) if case.patched else "not patched"
     failed = plain != "did not fail"
-    held = not any(each.startswith("corrupt") for each in (guarded, installed))
+    held = not any(each.startswith("corrupt") for each in (guarded, under))
     return {
         "torch": plain,
         "guarded": guarded,
-        "installed": installed,
+        "installed": under,
         "target": "outputs as they were" if failed else None,
         "verdict": ("holds" if held else "does not hold") if failed else None,
     }
@@ -175,31 +169,21 @@ def run(setting: Setting) -> Results:
         setting.stream.keep("begun", {"operator": case.operator, "device": setting.device})
         return outcome(case, setting.device)
 
-    made: Iterator[Case] = (case for case in cases(setting.device) if case.operator not in begun)
-    if setting.quick:
-        made = itertools.islice(made, QUICK)
-    found_of = (({"operator": case.operator}, partial(found, case)) for case in made)
-    return {"rows": setting.collect(found_of)}
+    new = (case for case in cases(setting.device) if case.operator not in begun)
+    few = itertools.islice(new, QUICK if setting.quick else None)
+    made = (({"operator": case.operator}, partial(found, case)) for case in few)
+    return {"rows": setting.collect(made)}
 
 
 def _counts(record: Row, device: str) -> list[Row]:
     """Count how the calls ended, for each way to make them."""
-    rows = [row for row in record["rows"] if row["device"] == device]
     counts = list[Row]()
-    for name, what in {
-        "torch": "plain torch", "guarded": "`guarded()`", "installed": "`install()`",
-    }.items():  # fmt: skip
-        found = [row[name] for row in rows if row[name] != "not patched"]
-        corrupt = sum(each.startswith("corrupt") for each in found)
-        kept, no = found.count("as it was"), found.count("did not fail")
-        counts.append(
-            {"what": what, "calls": len(found), "corrupt": corrupt, "kept": kept, "no": no}
-        )
+    ways = {"torch": "plain torch", "guarded": "`guarded()`", "installed": "`install()`"}
+    for name, what in ways.items():
+        found = [row[name].partition(" after ")[0] for row in of_device(record, "rows", device)]
+        ended = {how: found.count(how) for how in ("corrupt", "as it was", "did not fail")}
+        counts.append({"what": what, "calls": sum(ended.values()), **ended})
     return counts
-
-
-def _unfinished(record: Row, _: str) -> list[Row]:
-    return [{"operator": name} for name in record.get("unfinished", [])]
 
 
 BENCHMARK = Benchmark(
@@ -213,13 +197,13 @@ BENCHMARK = Benchmark(
                 "with": "{what}",
                 "calls": "{calls}",
                 "corrupt": "{corrupt}",
-                "as they were": "{kept}",
-                "did not fail": "{no}",
+                "as they were": "{as it was}",
+                "did not fail": "{did not fail}",
             },
             lead="Each output is an empty tensor in memory that belongs to another library, so it "
             "can't grow. Compared are shape, stride, offset, storage and every byte.",
             rows=_counts,
         ),
-        Table({"begun and not ended": "`{operator}`"}, rows=_unfinished),
+        Table({"begun and not ended": "`{operator}`"}, rows="unfinished"),
     ),
 )

@@ -1,9 +1,8 @@
 """Waste of ``Buckets.fit`` against the rules in use elsewhere, and how long planning takes.
 
-Every rule gets the maxima of batches of 16 from one half of the lengths and is judged on
-those of the other half; the longest length is known to all. The numbers are waste in percent
-of the useful cost, the mean of several random halves. Batches are not drawn: their
-distribution is computed, so the spread is that of the halves alone.
+Every rule gets the maxima of batches of 16 from one half of the lengths and is judged on those of
+the other half; the longest length is known to all. Batches are not drawn: their distribution is
+computed, so the spread is that of the random halves alone.
 
 The rules: powers of two below the maximum; multiples of the smallest multiple of 64 that makes
 do with the number; equal width; quantiles (fairseq); equal duration, the sum of lengths (lhotse);
@@ -18,8 +17,9 @@ import itertools
 import statistics
 import sysconfig
 import time
+import timeit
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,9 @@ COSTS: tuple[Cost, ...] = ("linear", "quadratic")
 Lengths = NDArray[np.int64]
 
 
-def generated(random: np.random.Generator, number: int) -> dict[str, Lengths]:
-    """Draw lengths of six kinds."""
+def lengths_of_kinds(*, quick: bool) -> dict[str, Lengths]:
+    """Draw lengths of six kinds, and count those of two."""
+    random, number = np.random.default_rng(11), 4000 if quick else 40_000
     short = random.integers(0, 2, number) == 0
     kinds = {
         "lognormal text": random.lognormal(5.5, 0.8, number).clip(1, 4096),
@@ -51,7 +52,8 @@ def generated(random: np.random.Generator, number: int) -> dict[str, Lengths]:
         "sentences": random.gamma(2.2, 11, number).clip(1, 250),
         "Pareto": (64 * (1 + random.pareto(1.2, number))).clip(1, 16384),
     }
-    return {name: lengths.astype(np.int64) for name, lengths in kinds.items()}
+    drawn = {name: lengths.astype(np.int64) for name, lengths in kinds.items()}
+    return drawn if quick else drawn | real()
 
 
 def real() -> dict[str, Lengths]:
@@ -112,37 +114,32 @@ def ladders(seen: Observed, top: int, count: int, cost: Cost) -> dict[str, Bucke
     return dict(zip(RULES, found, strict=True))
 
 
-def compare(kinds: dict[str, Lengths], splits: int) -> list[dict[str, Any]]:
-    """Return one row per kind of lengths, cost and count: every rule's held-out waste."""
-    rows = []
-    for kind, lengths in kinds.items():
-        top = int(lengths.max())
-        halves = []
-        for split in range(splits):
-            shuffled = np.random.default_rng(split).permutation(lengths)
-            parts = np.split(shuffled, [len(shuffled) // 2])
-            halves.append([batch_maxima(part, BATCH, "bench_fit") for part in parts])
-        for cost, count in itertools.product(COSTS, COUNTS):
-            waste: dict[str, list[float]] = {rule: [] for rule in RULES}
-            for first, second in halves:
-                for rule, ladder in ladders(observe(first, kind), top, count, cost).items():
-                    waste[rule].append(100 * ladder.waste(second, cost))
-            means = {rule: statistics.fmean(values) for rule, values in waste.items()}
-            best = min((rule for rule in RULES if rule != "optimal"), key=means.__getitem__)
-            over = [a - b for a, b in zip(waste["optimal"], waste[best], strict=True)]
-            rows.append(
-                {
-                    "kind": kind,
-                    "n": len(lengths),
-                    "cost": cost,
-                    "count": count,
-                    "waste_percent": {rule: round(mean, 2) for rule, mean in means.items()},
-                    "best_other": best,
-                    "over_best_other": round(statistics.fmean(over), 3),
-                    "spread_of_that": round(statistics.stdev(over), 3) if splits > 1 else None,
-                }
-            )
-    return rows
+def compare(kind: str, lengths: Lengths, splits: int) -> Iterator[dict[str, Any]]:
+    """Yield one row per cost and count: every rule's held-out waste."""
+    top = int(lengths.max())
+    halves = []
+    for split in range(splits):
+        shuffled = np.random.default_rng(split).permutation(lengths)
+        parts = np.split(shuffled, [len(shuffled) // 2])
+        halves.append([batch_maxima(part, BATCH, "bench_fit") for part in parts])
+    for cost, count in itertools.product(COSTS, COUNTS):
+        waste: dict[str, list[float]] = {rule: [] for rule in RULES}
+        for first, second in halves:
+            for rule, ladder in ladders(observe(first, kind), top, count, cost).items():
+                waste[rule].append(100 * ladder.waste(second, cost))
+        means = {rule: statistics.fmean(values) for rule, values in waste.items()}
+        best = min((rule for rule in RULES if rule != "optimal"), key=means.__getitem__)
+        over = [a - b for a, b in zip(waste["optimal"], waste[best], strict=True)]
+        yield {
+            "kind": kind,
+            "n": len(lengths),
+            "cost": cost,
+            "count": count,
+            "waste_percent": {rule: round(mean, 2) for rule, mean in means.items()},
+            "best_other": best,
+            "over_best_other": round(statistics.fmean(over), 3),
+            "spread_of_that": round(statistics.stdev(over), 3) if splits > 1 else None,
+        }
 
 
 def planning_times(repeats: int) -> list[dict[str, Any]]:
@@ -163,23 +160,17 @@ def planning_times(repeats: int) -> list[dict[str, Any]]:
     }
     rows = []
     for what, plan in cases.items():
-        seconds = []
-        for _ in range(repeats):
-            begun = time.process_time()
-            plan()
-            seconds.append(time.process_time() - begun)
-        rows.append({"what": what, "n": repeats, "processor_seconds": round(min(seconds), 4)})
+        least = min(timeit.repeat(plan, timer=time.process_time, repeat=repeats, number=1))
+        rows.append({"what": what, "n": repeats, "processor_seconds": round(least, 4)})
     return rows
 
 
 def run(setting: Setting) -> Results:
     """Compare the rules, and time the planner."""
     splits, repeats = (1, 1) if setting.quick else (4, 5)
-    kinds = generated(np.random.default_rng(11), 4000 if setting.quick else 40_000)
-    if not setting.quick:
-        kinds |= real()
-    times = planning_times(repeats)
-    return {"splits": splits, "rows": compare(kinds, splits), "planning_times": times}
+    kinds = lengths_of_kinds(quick=setting.quick)
+    rows = [row for kind, lengths in kinds.items() for row in compare(kind, lengths, splits)]
+    return {"splits": splits, "rows": rows, "planning_times": planning_times(repeats)}
 
 
 def _shown(record: Row, _: str) -> list[Row]:

@@ -1,15 +1,9 @@
 """How often a step calls a function of a guard, and what that is of the host's time at most.
 
 On every device the guards work on the host: what they add to a step is the calls that enter their
-Python code, times what such a call costs. The bound needs no GPU.
-
-- Calls are counted, not sampled: every call that ``sys.setprofile`` reports, and that comes from
-  outside of torchguard's folder into it.
-- A call's cost is the upper quartile of what ``bench_resize`` and ``bench_verified`` measure for
-  its kind; where a kind has several, the dearest.
-- The host's time is what the processor needs for a step whose tensors are so small that computing
-  them takes next to nothing, with optimizers fused or foreach as on a GPU. The least of all rounds
-  counts: a busy machine makes a step longer and the share smaller.
+Python code, times what such a call costs: the upper quartile of what ``bench_resize`` and
+``bench_verified`` measure for its kind, or for the dearest where it has several. The host's time is
+the least of all rounds, because a busy machine makes a step longer and the share smaller.
 
 Compiled models have fewer layers: compiling takes minutes, and the share is that of a layer.
 """
@@ -31,13 +25,7 @@ import torch
 
 import torchguard
 from benchmarks import bench_resize, bench_verified
-from benchmarks.bench_end_to_end import (
-    SCOPES,
-    Workload,
-    convolution_steps,
-    decoder_steps,
-    perceptron_steps,
-)
+from benchmarks.bench_end_to_end import SCOPES, Workload, workloads_of
 from benchmarks.harness import measure
 from benchmarks.models import DecoderSize
 from benchmarks.paired import calls_for
@@ -67,17 +55,11 @@ def workloads(*, quick: bool, compiled: bool) -> Iterator[Workload]:
     few = quick or compiled
     size = DecoderSize(vocabulary=32, context=8, width=12, layers=2 if few else 12, heads=2)
     depths = (1, 1) if few else (3, 4, 6, 3)
-    cpu, dtype = "cpu", torch.float32
-    decoder = decoder_steps("decoder of the shape of GPT-2 small", size, 1, 8, cpu, dtype)
-    convolutions = convolution_steps(
-        "convolutions of the shape of ResNet-50", depths, 2, 2, 32, cpu, dtype
-    )
-    for workload in (*decoder, *convolutions, *perceptron_steps(cpu)):
+    shapes = (size, 1, 8), (depths, 2, 2, 32)
+    for workload in workloads_of("{} of the shape of {}", shapes, "cpu", torch.float32):
+        kind = "fused" if isinstance(workload.optimizer, torch.optim.AdamW) else "foreach"
         for group in workload.optimizer.param_groups if workload.optimizer else ():
-            # What they are on a GPU; on a CPU both would go from one parameter to the next.
-            group["fused" if isinstance(workload.optimizer, torch.optim.AdamW) else "foreach"] = (
-                True
-            )
+            group[kind] = True  # as on a GPU; on a CPU both would go through the parameters
         yield workload
 
 
@@ -112,17 +94,15 @@ def entered(call: Callable[[], Any]) -> dict[str, dict[str, int]]:
 
 def _kind(frame: FrameType) -> tuple[str, str]:
     """Say which kind of guard a call enters, and which function of torch stands behind it."""
-    code, names = frame.f_code, frame.f_locals
-    file = Path(code.co_filename).stem
-    if (file, code.co_name) == ("operation", "guarded"):
+    path, name, names = Path(frame.f_code.co_filename), frame.f_code.co_name, frame.f_locals
+    if (path.stem, name) == ("operation", "guarded"):
         kind = "without out=" if names["out"] is None else "with out="
         return kind, str(names["original"].__name__)
-    if file == "resize" and code.co_name in {"resize_", "resize_as_", "set_"}:
-        return code.co_name, code.co_name
-    called = code.co_name in {"run", "run_target"}
-    if called and Path(code.co_filename).parent.name == "verification":
+    if path.stem == "resize" and name in {"resize_", "resize_as_", "set_"}:
+        return name, name
+    if path.parent.name == "verification" and name in {"run", "run_target"}:
         return "checked graph", "a compiled graph"
-    return f"{file}.{code.co_name}", code.co_name
+    return f"{path.stem}.{name}", name
 
 
 def processor_seconds(step: Callable[[], None], calls: int) -> float:
@@ -137,8 +117,8 @@ def costs(setting: Setting) -> tuple[list[Any], dict[str, float]]:
     """Measure what a call of each kind adds: rows as of the other benchmarks, and nanoseconds."""
     wanted = {row for rows in COSTS.values() for row in rows}
     tiny = bench_verified.steady("cpu", ("tiny",), quick=setting.quick)
-    makers = (*bench_resize.comparisons("cpu"), *tiny)
-    rows = measure([each for each in makers if each.id in wanted], setting, block_seconds=4e-3)
+    made = [each for each in (*bench_resize.comparisons("cpu"), *tiny) if each.id in wanted]
+    rows = measure(made, setting, block_seconds=4e-3)
     upper = {row["id"]: row["added_ns"].q3 for row in rows}
     return rows, {kind: max(upper[name] for name in names) for kind, names in COSTS.items()}
 

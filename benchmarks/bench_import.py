@@ -19,7 +19,6 @@ from benchmarks.tables import AIM, Table
 
 TARGET_MS = 30.0
 
-
 # Prints, as JSON, what each import took and how many modules it brought.
 PROGRAM = """
 import json, sys, time
@@ -34,13 +33,12 @@ print(json.dumps(found))
 """
 
 
-def importing() -> dict[str, Any]:
+def importing() -> Any:
     """Import torch and then torchguard in a process of its own."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # the first compiles for all
     line = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)  # noqa: S603
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def run(setting: Setting) -> Results:
@@ -71,8 +69,8 @@ BENCHMARK = Benchmark(
         Table(
             {
                 "": "`{what}`",
-                "on the clock [quartiles]": "{clock_ms.median:.1f} ms [{clock_ms.q1:.1f}, "
-                "{clock_ms.q3:.1f}]",
+                "on the clock [quartiles]": "{clock_ms.median:.1f} ms "
+                "[{clock_ms.q1:.1f}, {clock_ms.q3:.1f}]",
                 "of the processor": "{processor_ms.median:.1f} ms",
                 "modules": "{modules}",
                 "target": AIM,

@@ -1,11 +1,9 @@
 """Memory really runs out while a tensor grows in the middle of a training run.
 
-Each row is a process of its own whose memory is limited: on a GPU by
-``torch.cuda.set_per_process_memory_fraction``, on a CPU by ``RLIMIT_AS``. Between its steps a cache
-is resized to twice its size, or is the ``out=`` of an operator, until torch raises. Then: do the
-cache and a view of it still say what they hold, in the same place, with the same elements? And do
-the remaining steps give the parameters, bit for bit, of a run in which nothing grew? The claims are
-checked; the times are not.
+Each row is a process of its own whose memory is limited. Between its steps a cache is resized to
+twice its size, or is the ``out=`` of an operator, until torch raises. Then: do the cache and a view
+of it still say what they hold, in the same place, with the same elements? And do the remaining
+steps give the parameters, bit for bit, of a run in which nothing grew?
 """
 
 from __future__ import annotations
@@ -21,11 +19,13 @@ import torch
 from torch import nn
 
 import torchguard
-from benchmarks.harness import Scope
+from benchmarks.harness import Scope, installed
 from benchmarks.processes import in_a_process
-from benchmarks.program import Benchmark, Case, Results, Setting
+from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Table
 from torchguard.rollback.consistency import is_consistent
+
+Resize = Callable[[torch.Tensor, int], Any]
 
 MIB = 2**20
 # What has to hold of the cache afterwards: its description, its memory, its view, its next resize.
@@ -38,16 +38,16 @@ STEPS_AFTER = 20
 OUT = 'install("out"), out='
 WAYS = ("plain torch", "safe_resize_()", "install()", "guarded()", OUT)
 SCOPES: dict[str, Scope] = {
-    "install()": partial(torchguard.install, "resize", only_if_needed=False),
+    "install()": installed("resize"),
     "guarded()": torchguard.guarded,
-    OUT: partial(torchguard.install, "out", only_if_needed=False),
+    OUT: installed("out"),
 }
 # Beyond what the process has when it begins. On a GPU the share is of the whole card.
 ALLOWED = {"cpu": 1024 * MIB, "cuda": 4096 * MIB}
+ALLOWED_QUICK = {"cpu": 192 * MIB, "cuda": 256 * MIB}
 # Two runs of the same steps give the same bits on a GPU too: cuBLAS's own condition.
 # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-ALLOWED_QUICK = {"cpu": 192 * MIB, "cuda": 256 * MIB}
 
 
 class Training:
@@ -92,11 +92,8 @@ def ended(way: str, device: str, allowed: int) -> dict[str, Any]:
     cache = torch.arange(BEGIN, dtype=torch.float32, device=device)
     view = cache[: BEGIN // 2]
     with SCOPES.get(way, contextlib.nullcontext)():
-        resize: Callable[[torch.Tensor, int], Any] = torch.Tensor.resize_  # as it is now
-        if way == "safe_resize_()":
-            resize = torchguard.safe_resize_
-        elif way == OUT:
-            resize = _computes_into
+        others: dict[str, Resize] = {"safe_resize_()": torchguard.safe_resize_, OUT: _computes_into}
+        resize = others.get(way, torch.Tensor.resize_)  # as it is in the scope
         limit(device, allowed)
         found = _until_it_fails(training, cache, view, resize)
         # Less than there was: a tensor that describes its memory can be given any size again.
@@ -124,7 +121,7 @@ def _computes_into(cache: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def _until_it_fails(
-    training: Training, cache: torch.Tensor, view: torch.Tensor, resize: Callable[..., Any]
+    training: Training, cache: torch.Tensor, view: torch.Tensor, resize: Resize
 ) -> dict[str, Any]:
     elements = cache.numel()
     while True:
@@ -158,12 +155,12 @@ def run(setting: Setting) -> Results:
     """Run every way in a process of its own."""
     allowed = (ALLOWED_QUICK if setting.quick else ALLOWED)[setting.device]
 
-    def case(way: str) -> Case:
-        process = partial(in_a_process, environment=DETERMINISTIC)
-        find = partial(process, "bench_out_of_memory", "ended", way, setting.device, allowed)
-        return {"way": way, "allowed_bytes": allowed}, find
-
-    return {"rows": setting.collect(map(case, WAYS[:2] if setting.quick else WAYS))}
+    process = partial(in_a_process, "bench_out_of_memory", "ended", environment=DETERMINISTIC)
+    cases = (
+        ({"way": way, "allowed_bytes": allowed}, partial(process, way, setting.device, allowed))
+        for way in (WAYS[:2] if setting.quick else WAYS)
+    )
+    return {"rows": setting.collect(cases)}
 
 
 BENCHMARK = Benchmark(

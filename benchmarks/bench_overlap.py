@@ -1,7 +1,6 @@
 """What the guard "overlap" costs: a call, a whole step, an optimizer.
 
-Plain torch and the guard take turns. Calls are of 10 elements, so that the time is that of the
-call. Steps are those of ``bench_host``, whose tensors are so small that the host is all there is.
+Calls are of 10 elements, and steps are those of ``bench_host``, so that the host is all there is.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import torch
 
 import torchguard
 from benchmarks.bench_host import workloads
-from benchmarks.harness import AddedTarget, Comparison, Side, measure
+from benchmarks.harness import AddedTarget, Comparison, installed, measure
 from benchmarks.paired import guarded_step, steps_table
 from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
 
-INSTALLED = partial(torchguard.install, "overlap", only_if_needed=False)
+INSTALLED = installed("overlap")
 CALL = AddedTarget(0.8)
 
 # What, the statement, and what was aimed at.
@@ -42,13 +41,14 @@ def calls() -> Iterator[Comparison]:
     names: dict[str, Any] = {name: torch.ones(10) for name in ("x", "y", "w")}
     names |= {"z": torch.ones(3), "torch": torch, "iadd": operator.iadd, "h": torch.ones(16, 64)}
     for what, statement, target in CALLS:
-        sides = Side(statement, names), Side(statement, names, INSTALLED)
-        yield Comparison(statement, what, *sides, target=target)
+        yield Comparison(statement, what, names, statement, statement, INSTALLED, target=target)
     yield Comparison(
         "shift",
         "h[:, 1:] = h[:, :-1], beside the same with .clone() on plain torch",
-        Side("h[:, 1:] = h[:, :-1].clone()", names),
-        Side("h[:, 1:] = h[:, :-1]", names, INSTALLED),
+        names,
+        "h[:, 1:] = h[:, :-1].clone()",
+        "h[:, 1:] = h[:, :-1]",
+        INSTALLED,
     )
 
 
@@ -57,11 +57,11 @@ def steps(setting: Setting) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     for workload in workloads(quick=setting.quick, compiled=False):
         yield workload.what, workload.phase, workload.step(workload.computes)
     for kind in ("foreach", "fused"):
-        options: dict[str, Any] = {kind: True}
         parameters = [torch.nn.Parameter(torch.ones(16, 16)) for _ in range(100)]
         for parameter in parameters:
             parameter.grad = torch.ones(16, 16)
-        optimizer = torch.optim.AdamW(parameters, **options)
+        fused = kind == "fused"
+        optimizer = torch.optim.AdamW(parameters, fused=fused, foreach=not fused)
         yield f"AdamW({kind}=True), 100 tensors", "step", optimizer.step
 
 

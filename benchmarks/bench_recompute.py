@@ -1,8 +1,7 @@
 """What the guard of activation checkpointing costs.
 
-Baseline: the same step in plain torch, in the same rounds (see ``harness.py``): forward, second run
-and backward, each block of the net checkpointed by itself. ``off-against-off`` shows what the
-machine alone makes different. A GPU takes larger batches: its host has to keep up with it.
+Each block of the net is checkpointed by itself. ``off-against-off`` shows what the machine alone
+makes different. A GPU takes larger batches: its host has to keep up with it.
 
 B batch, T time, D width, C channels, H height, W width of an image.
 """
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.bench_transaction import held_bytes
-from benchmarks.harness import Comparison, Scope, Side, Target, measure
+from benchmarks.harness import Comparison, Target, installed, measure
 from benchmarks.models import Bottleneck
 from benchmarks.program import Benchmark, Case, Results, Setting
-from torchguard import install, uninstall
+from torchguard import uninstall
 
 STEP = "net(batch).sum().backward(); net.zero_grad()"
 NOT_TO_BE_SEEN = Target(1.01)
@@ -29,7 +28,7 @@ WHY = (
     "of each block the guard reads the states of Python's and numpy's generators twice, looks "
     "through the modules and copies the buffers: the row of a single block has its time"
 )
-guarded: Scope = partial(install, "recompute", only_if_needed=False)
+guarded = installed("recompute")
 
 
 class Checkpointed(nn.ModuleList):
@@ -58,51 +57,45 @@ def resnet(count: int) -> list[nn.Module]:
     return blocks
 
 
-def smallest(_: int) -> list[nn.Module]:
+def smallest() -> list[nn.Module]:
     """Return one block that computes next to nothing, with the modules of one of BERT's."""
     return [nn.TransformerEncoderLayer(8, 1, 8, batch_first=True)]
 
 
-Net = tuple[str, str, Callable[[], Checkpointed], tuple[int, ...]]
+Net = tuple[str, str, Callable[[], list[nn.Module]], tuple[int, ...]]
 
 
 def nets(device: str, *, quick: bool) -> Iterator[Net]:
-    """Yield the nets, each with the shape of its batch: (B, T, D) and (B, C, H, W)."""
+    """Yield what makes the blocks of each net, and its batch's shape: (B, T, D) or (B, C, H, W)."""
     large, tokens, size = (32, 256, 56) if device == "cuda" else (2, 64, 56)
     if quick:
         large, tokens, size = 2, 4, 8
     texts, images = (large, tokens, 768), (2 * large, 64, size, size)
-    for name, what, make, shape, count in (
-        ("transformer", "transformer of 12 blocks, no buffers", transformer, texts, 12),
-        ("resnet", "ResNet-50, 156 buffers", resnet, images, 16),
-        ("block", "a single block of width 8", smallest, (1, 1, 8), 1),
-    ):
-        blocks = partial(make, 1 if quick else count)
-        yield name, what, lambda blocks=blocks: Checkpointed(blocks()), shape  # type: ignore[misc]
+    few = partial(transformer, 1 if quick else 12)
+    yield "transformer", "transformer of 12 blocks, no buffers", few, texts
+    yield "resnet", "ResNet-50, 156 buffers", partial(resnet, 1 if quick else 16), images
+    yield "block", "a single block of width 8", smallest, (1, 1, 8)
 
 
 def comparisons(device: str, *, quick: bool) -> Iterator[Comparison]:
     """Yield every row, in the order of the record."""
     for name, what, make, shape in nets(device, quick=quick):
         batch = torch.randn(shape, device=device, requires_grad=True)
-        names: dict[str, Any] = {"net": make().to(device), "batch": batch}
-        for kind, scope in (("off-against-off", None), ("guard", guarded)):
-            yield Comparison(
-                id=f"{name}-{kind}",
-                what=f"{what}, {'guard on' if scope else 'guard off both times'}",
-                baseline=Side(STEP, names),
-                guarded=Side(STEP, names, scope) if scope else Side(STEP, names),
-                target=NOT_TO_BE_SEEN if scope and name != "block" else None,
-                why=WHY,
-            )
+        names: dict[str, Any] = {"net": Checkpointed(make()).to(device), "batch": batch}
+        off = f"{what}, guard off both times"
+        yield Comparison(f"{name}-off-against-off", off, names, STEP, STEP, why=WHY)
+        target = None if name == "block" else NOT_TO_BE_SEEN
+        on = f"{what}, guard on"
+        yield Comparison(f"{name}-guard", on, names, STEP, STEP, guarded, target=target, why=WHY)
 
 
 def memory(setting: Setting) -> Iterator[Case]:
     """Count what the guard holds between forward and backward, beside the bytes of buffers."""
     device = setting.device
 
-    def held(make: Callable[[], Checkpointed], shape: tuple[int, ...]) -> dict[str, int]:
-        net, batch = make().to(device), torch.randn(shape, device=device, requires_grad=True)
+    def held(make: Callable[[], list[nn.Module]], shape: tuple[int, ...]) -> dict[str, int]:
+        net = Checkpointed(make()).to(device)
+        batch = torch.randn(shape, device=device, requires_grad=True)
         net(batch).sum().backward()
         without = held_bytes(lambda: net(batch), device)
         with guarded():

@@ -1,23 +1,22 @@
 """What the guards of exception-safe mutation cost when nothing fails.
 
-Baseline: the same statement in plain torch, in the same rounds (see ``harness.py``). A tensor grows
-once only, so each call gets a fresh one of 16 elements; making it is timed in every round as a
+A tensor grows once only, so each call gets a fresh one of 16 elements; making it is timed as a
 statement of its own and taken off both sides.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from benchmarks.harness import Comparison, Scope, Side, Target, measure
+from benchmarks.harness import Comparison, Target, installed, measure
 from benchmarks.program import Benchmark, Results, Setting
-from torchguard import guarded, install, rollback_on_error, safe_resize_, safe_set_, uninstall
+from torchguard import guarded, rollback_on_error, safe_resize_, safe_set_, uninstall
 
 NAMESPACES = ("Tensor", "linalg", "special", "fft", "nn.functional")
 KIB, MIB = 2**10, 2**20
@@ -43,9 +42,9 @@ WHY_WITHOUT_OUT = (
 )
 
 
-RESIZE = partial(install, "resize", only_if_needed=False)
-OUT = partial(install, "out", only_if_needed=False)
-BOTH = partial(install, "resize", "out", only_if_needed=False)
+RESIZE = installed("resize")
+OUT = installed("out")
+BOTH = installed("resize", "out")
 SAVING = partial(guarded, data=True)
 
 
@@ -67,63 +66,49 @@ def comparisons(device: str) -> Iterator[Comparison]:
     yield from _growing(device)
     out, set_ = "torch.add(a, b, out=out)", "empty.set_(storage, 0, (32, 32), (32, 1))"
     safe_set = set_.replace("empty.set_(", "safe_set_(empty, ")
-    yield _row("set-helper", "set_, by safe_set_()", set_, safe_set, names)
-    yield _row("set-install", "set_, by install()", set_, None, names, RESIZE)
+    yield Comparison("set-helper", "set_, by safe_set_()", names, set_, safe_set)
+    yield Comparison("set-install", "set_, by install()", names, set_, set_, RESIZE)
     what = 'torch.add of 10 elements {} out=, install("out")'
-    without = _row("add-without-out", what.format("without"), "torch.add(a, b)", None, names, OUT)
-    yield replace(without, target=WITHOUT_OUT, why=WHY_WITHOUT_OUT)
-    yield _row("add-with-out", what.format("with"), out, None, names, OUT)
+    yield Comparison(
+        "add-without-out", what.format("without"), names, "torch.add(a, b)", "torch.add(a, b)", OUT,
+        target=WITHOUT_OUT, why=WHY_WITHOUT_OUT,
+    )  # fmt: skip
+    yield Comparison("add-with-out", what.format("with"), names, out, out, OUT)
     for name, call in (("plain", "a * b"), ("in-place", "a.copy_(b)"), ("out", out)):
         what = f"{call} of 10 elements inside guarded()"
-        yield _row(f"guarded-{name}", what, call, None, names, guarded)
+        yield Comparison(f"guarded-{name}", what, names, call, call, guarded)
+    copy = "a.copy_(b)"
     for name, size, given in (("small", "10 elements", names), ("1mb", "1 MB", large)):
-        what = f"a.copy_(b) of {size} inside guarded(data=True)"
-        yield _row(f"guarded-data-{name}", what, "a.copy_(b)", None, given, SAVING)
+        what = f"{copy} of {size} inside guarded(data=True)"
+        yield Comparison(f"guarded-data-{name}", what, given, copy, copy, SAVING)
     what = "entering and leaving guarded(), with a * b inside"
-    yield _row("guarded-enter", what, "a * b", "with guarded(): a * b", names)
+    yield Comparison("guarded-enter", what, names, "a * b", "with guarded(): a * b")
     for name, size, given, data in (
         ("rollback-small", "10 elements", names, ""),
         ("rollback-data-small", "10 elements", names, ", data=True"),
         ("rollback-data-1mb", "1 MB", large, ", data=True"),
     ):
-        what = f"a.copy_(b) of {size} inside rollback_on_error(a{data})"
-        enters = f"with rollback_on_error(a{data}): a.copy_(b)"
-        yield _row(name, what, "a.copy_(b)", enters, given)
+        scope = f"rollback_on_error(a{data})"
+        what = f"{copy} of {size} inside {scope}"
+        yield Comparison(name, what, given, copy, f"with {scope}: {copy}")
     for name, call in (("view", "a.view(2, 5)"), ("sum", "a.sum()")):
         what = f'{call}, which nothing patches, install("resize", "out")'
-        yield _row(f"not-patched-{name}", what, call, None, names, BOTH)
-
-
-def _row(  # noqa: PLR0917 - the columns of a table
-    name: str,
-    what: str,
-    plain: str,
-    guarded: str | None,
-    names: Mapping[str, Any],
-    scope: Scope = contextlib.nullcontext,
-) -> Comparison:
-    """Return a comparison; without a guarded statement it is the plain one in the scope."""
-    return Comparison(name, what, Side(plain, names), Side(guarded or plain, names, scope))
+        yield Comparison(f"not-patched-{name}", what, names, call, call, BOTH)
 
 
 def _not_growing(names: Mapping[str, Any]) -> Iterator[Comparison]:
-    plain, helper = "t.resize_(32, 32)", "safe_resize_(t, 32, 32)"
     within = "resize_, to a quarter and back, within the storage"
-    for name, what, statement, safe, calls in (
-        ("same-size", "resize_, same size", plain, helper, 1),
-        (
-            "within-storage",
-            within,
-            f"t.resize_(16, 16); {plain}",
-            f"safe_resize_(t, 16, 16); {helper}",
-            2,
-        ),
+    for name, what, sizes in (
+        ("same-size", "resize_, same size", ("32, 32",)),
+        ("within-storage", within, ("16, 16", "32, 32")),
     ):
+        plain = "; ".join(f"t.resize_({size})" for size in sizes)
+        safe = "; ".join(f"safe_resize_(t, {size})" for size in sizes)
         for row in (
-            _row(f"{name}-helper", f"{what}, by safe_resize_()", statement, safe, names),
-            _row(f"{name}-install", f"{what}, by install()", statement, None, names, RESIZE),
+            Comparison(f"{name}-helper", f"{what}, by safe_resize_()", names, plain, safe),
+            Comparison(f"{name}-install", f"{what}, by install()", names, plain, plain, RESIZE),
         ):
-            yield replace(row, calls=calls, target=NOT_GROWING, why=WHY_NOT_GROWING)
+            yield replace(row, calls=len(sizes), target=NOT_GROWING, why=WHY_NOT_GROWING)
 
 
 def _growing(device: str) -> Iterator[Comparison]:
@@ -137,9 +122,10 @@ def _growing(device: str) -> Iterator[Comparison]:
             yield Comparison(
                 name + suffix,
                 f"resize_, growing by {label}{also}",
-                Side(f"{make}.resize_(n){call}", names),
-                Side(f"safe_resize_({make}, n){call}", names),
-                making=Side(make, names),
+                names,
+                f"{make}.resize_(n){call}",
+                f"safe_resize_({make}, n){call}",
+                making=make,
                 target=GROWING if size >= MIB else None,
                 why=WHY_GROWING,
             )
@@ -150,12 +136,9 @@ def attributes_of_torch() -> dict[str, Any]:
     # Strong references: an attribute may be made anew by each look at it.
     found = {f"torch.{name}": value for name, value in vars(torch).items()}
     for namespace in NAMESPACES:
-        owner: Any = torch
-        for part in namespace.split("."):
-            owner = getattr(owner, part)
-        inherited = [vars(base) for base in getattr(owner, "__mro__", ())[1:]]
-        for attributes in (*reversed(inherited), vars(owner)):
-            found.update({f"torch.{namespace}.{name}": attributes[name] for name in attributes})
+        owner = attrgetter(namespace)(torch)
+        for each in reversed(getattr(owner, "__mro__", (owner,))):
+            found.update({f"torch.{namespace}.{name}": value for name, value in vars(each).items()})
     return found
 
 
@@ -166,18 +149,17 @@ def untouched() -> dict[str, Any]:
     """
     uninstall()  # also what guarded() keeps between the scopes of the rows
     before = attributes_of_torch()
-    with install("resize", "out", only_if_needed=False):
+    with BOTH():
         under = attributes_of_torch()
     after = attributes_of_torch()
     names = before.keys() | under.keys()
     patched = sorted(name for name in names if before.get(name) is not under.get(name))
+    back = sum(before.get(name) is after.get(name) for name in names)
     return {
         "attributes": len(names),
         "patched": len(patched),
         "the_same_object": len(names) - len(patched),
-        "the_same_object_after_uninstall": sum(
-            before.get(name) is after.get(name) for name in names
-        ),
+        "the_same_object_after_uninstall": back,
         "target": "nothing at all on operations that are not patched",
         "verdict": "reached: the operations measured are the same objects"
         if not {"torch.Tensor.view", "torch.Tensor.sum"} & set(patched)

@@ -1,9 +1,8 @@
 """Waste of whole epochs with ``BucketBatchSampler`` against other ways to draw batches.
 
 Waste is what a model computes on beyond the real tokens: padding inside of batches, and rows of
-padding. Every rule gets the same lengths and the same padded tokens per step in the mean: those
-that take a number of items per batch, or a sum of lengths, get the one that makes it so. Counted,
-not timed; the mean of several epochs.
+padding. Every rule gets the same lengths, and a number of items per batch or a sum of lengths that
+makes the same padded tokens per step in the mean. Counted, not timed.
 
 The rules, as their documentation states them:
 
@@ -16,10 +15,6 @@ The rules, as their documentation states them:
 - lhotse: its ``DynamicBucketingSampler``: 10 buckets of equal total length, 20,000 items
   buffered, of which a batch takes as many from one bucket as a sum of lengths allows.
   https://lhotse.readthedocs.io/en/latest/datasets.html
-
-They pad to the longest of a batch, so nearly every batch has a shape of its own. Where shapes have
-to be static, lengths are rounded up: to multiples of 64, or to the best ladder of as many sizes as
-ours has, which ``Buckets.fit`` finds for what each of the rules made.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.bench_fit import generated, real
+from benchmarks.bench_fit import lengths_of_kinds
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Row, Table
 from torchguard.bucketing.buckets import Buckets
@@ -171,9 +166,7 @@ def compare(kind: str, lengths: Lengths, epochs: int) -> Iterator[dict[str, Any]
 def run(setting: Setting) -> Results:
     """Draw the epochs of every rule."""
     epochs = 1 if setting.quick else setting.rounds
-    kinds = generated(np.random.default_rng(11), 2000 if setting.quick else 40_000)
-    if not setting.quick:
-        kinds |= real()
+    kinds = lengths_of_kinds(quick=setting.quick)
     rows = [row for kind, lengths in kinds.items() for row in compare(kind, lengths, epochs)]
     return {"tokens": TOKENS, "epochs": epochs, "rows": rows}
 

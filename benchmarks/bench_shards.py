@@ -1,8 +1,8 @@
 """``checkpoint_folder(group=)`` and ``load_sharded`` against bare DCP, and ``replicas_agree``.
 
 Saved and loaded is 1 GB in one process that is a group. The copies are compared on two ranks of
-gloo: 161 tensors of 25.6 million elements, ResNet-50's, beside the all-reduce of the same
-gradients that each step of DistributedDataParallel pays. Target there: the time of the all-reduce.
+gloo: ResNet-50's 161 tensors, 25.6 million elements in all, beside the all-reduce of the same
+gradients that each step of DistributedDataParallel pays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torchguard
-from benchmarks.harness import Comparison, Side, Target, compared, measure
+from benchmarks.harness import Comparison, Target, compared, measure
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Results, Setting
 
@@ -44,23 +44,18 @@ def files(folder: str, *, quick: bool) -> Iterator[Comparison]:
     names |= {"bare": f"{folder}/bare", "link": f"{folder}/link"}
     what = f"{megabytes} MB in 16 tensors, one rank"
     yield Comparison(
-        id="save",
-        what=f"{what}: flushed by both, hashed, shown in one step",
-        baseline=Side("dcp.save(state, checkpoint_id=bare)", names),
-        guarded=Side("save(state, link)  # dcp.save inside of checkpoint_folder", names),
+        "save",
+        f"{what}: flushed by both, hashed, shown in one step",
+        names,
+        "dcp.save(state, checkpoint_id=bare)",
+        "save(state, link)  # dcp.save inside of checkpoint_folder",
     )
-    yield Comparison(
-        id="load",
-        what=f"{what}: hashed, then read",
-        baseline=Side("dcp.load(state, checkpoint_id=link)", names),
-        guarded=Side("torchguard.load_sharded(state, link)", names),
-    )
-    yield Comparison(
-        id="load-crc",
-        what=f"{what}: without a manifest, by the CRCs in the shards",
-        baseline=Side("dcp.load(state, checkpoint_id=bare)", names),
-        guarded=Side("torchguard.load_sharded(state, bare)", names),
-    )
+    for name, how, path in (
+        ("load", "hashed, then read", "link"),
+        ("load-crc", "without a manifest, by the CRCs in the shards", "bare"),
+    ):
+        pair = f"dcp.load(state, checkpoint_id={path})", f"torchguard.load_sharded(state, {path})"
+        yield Comparison(name, f"{what}: {how}", names, *pair)
 
 
 def ranked(rank: int, store: str, rounds: int, elements: int) -> list[tuple[float, float]]:
@@ -89,9 +84,9 @@ def ranked(rank: int, store: str, rounds: int, elements: int) -> list[tuple[floa
 
     pairs = []
     for number in range(rounds + 2):
-        order = (reduce, agree.gradients)
-        found = [timed(call) for call in (order if number % 2 else order[::-1])]
-        pairs.append((found[0], found[1]) if number % 2 else (found[1], found[0]))
+        turns = (reduce, agree.gradients) if number % 2 else (agree.gradients, reduce)
+        first, second = map(timed, turns)
+        pairs.append((first, second) if number % 2 else (second, first))
     dist.destroy_process_group()
     return pairs[2:]
 
@@ -101,13 +96,12 @@ def replicas(setting: Setting) -> dict[str, Any]:
     rounds = setting.rounds if setting.quick else 4 * setting.rounds
     elements = ELEMENTS // (100 if setting.quick else 1)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(RANKS) as threads:
-        ranks = [
-            threads.submit(
-                in_a_process, "bench_shards", "ranked", rank, f"{folder}/store", rounds, elements
-            )
-            for rank in range(RANKS)
-        ]
-        pairs = [each.result() for each in ranks][0]  # noqa: RUF015 - all have to end well
+
+        def rank_of(rank: int) -> Any:
+            store = f"{folder}/store"
+            return in_a_process("bench_shards", "ranked", rank, store, rounds, elements)
+
+        pairs, _ = threads.map(rank_of, range(RANKS))
     return {
         "what": f"{TENSORS} tensors of {elements:,} elements, two ranks of gloo",
         "baseline": "dist.all_reduce(each)  # of all 161 gradients, in buckets of 25 MB",

@@ -11,27 +11,10 @@ import importlib
 from benchmarks.program import Benchmark
 
 _NAMES = (
-    "end_to_end",
-    "host",
-    "kernels",
-    "resize",
-    "out_of_memory",
-    "buckets",
-    "padding",
-    "fit",
-    "sampler",
-    "assign",
-    "verified",
-    "transaction",
-    "recompute",
-    "overlap",
-    "checks",
-    "checkpoint",
-    "shards",
-    "import",
-    "failures",
-    "cuda_tests",
-)
+    "end_to_end", "host", "kernels", "resize", "out_of_memory", "buckets", "padding", "fit",
+    "sampler", "assign", "verified", "transaction", "recompute", "overlap", "checks", "checkpoint",
+    "shards", "import", "failures", "cuda_tests",
+)  # fmt: skip
 
 BENCHMARKS: dict[str, Benchmark] = {
     name: importlib.import_module(f"benchmarks.bench_{name}").BENCHMARK for name in _NAMES

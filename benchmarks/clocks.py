@@ -1,8 +1,4 @@
-"""What only a GPU has: the time between two CUDA events, its clocks, its driver, its memory.
-
-All of ``torch.cuda`` that times a benchmark is called here, so that little is left which a machine
-without a GPU can't run.
-"""
+"""What only a GPU has: the time between two CUDA events, its clocks, its driver, its memory."""
 
 from __future__ import annotations
 

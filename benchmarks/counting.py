@@ -20,6 +20,8 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.clocks import peak_bytes
+
 _LAUNCHES = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "copies"}
 
 
@@ -44,31 +46,20 @@ class Counts:
         """How many operators were called."""
         return sum(self.operators.values())
 
-    def more_than(self, other: Counts) -> dict[str, int]:
-        """Return the operators that were called more often here than there, and how much more."""
-        return dict(Counter(self.operators) - Counter(other.operators))
-
 
 def counted(call: Callable[[], Any], device: str) -> Counts:
     """Count what a call does; call it once before, so that it is warm."""
-    activities = [ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    with profile(activities=activities, profile_memory=device == "cpu") as profiled:
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+    on_gpu = device == "cuda"
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    with profile(activities=activities, profile_memory=not on_gpu) as profiled:
+        peak = peak_bytes(call) if on_gpu else call()
     events = _trace(profiled)
     launches = Counter(_LAUNCHES.get(event.get("cat", "")) for event in events)
-    peak = _peak(events) if device == "cpu" else torch.cuda.max_memory_allocated() - before
     return Counts(
         operators=dict(Counter(event["name"] for event in events if _is_operator(event))),
         kernels=launches["kernels"],
         copies=launches["copies"],
-        peak_bytes=peak,
+        peak_bytes=peak if on_gpu else _peak(events),
     )
 
 

@@ -4,10 +4,8 @@ Works through a list in the order of worth. Each piece is a benchmark in a proce
 a limit, and appends what it finds to ``DIR/results.jsonl`` at once, so that whatever ends it, what
 was done counts. ``DIR/log.txt`` has what they printed. Nothing else is written there.
 
-Needs the checkout and torch's own packages: torchguard is imported from ``src``, installed or not.
-What an installation would register is not needed: no piece asks ``torch.compile`` for a backend
-by name, and none loads pytest's plug-in of torchguard. This file imports no torch: it starts at
-once.
+Needs the checkout and torch's own packages: torchguard is imported from ``src``, installed or not,
+and no piece needs what an installation registers. This file imports no torch: it starts at once.
 """
 
 from __future__ import annotations
@@ -98,15 +96,10 @@ def pieces_of(only: str | None, skip: str | None) -> list[Piece]:
         {name.strip() for name in (given or "").split(",")} - {""} for given in (only, skip)
     )
     for unknown in sorted((wanted | unwanted) - known):
-        raise ValueError(
-            f"{unknown!r} is neither a part ({', '.join(PARTS)}) nor one of "
-            f"{', '.join(piece.name for piece in PIECES)}"
-        )
-    return [
-        piece
-        for piece in PIECES
-        if {piece.part, piece.name} & (wanted or known) and not {piece.part, piece.name} & unwanted
-    ]
+        names = ", ".join(piece.name for piece in PIECES)
+        raise ValueError(f"{unknown!r} is neither a part ({', '.join(PARTS)}) nor one of {names}")
+    left = [piece for piece in PIECES if not {piece.part, piece.name} & unwanted]
+    return [piece for piece in left if {piece.part, piece.name} & (wanted or known)]
 
 
 def limit_of(piece: Piece, left: Iterable[Piece], seconds: float) -> float:
@@ -125,10 +118,8 @@ class Session:
     revision: str | None = None
     begun: float = field(default_factory=time.monotonic)
     stopped_by: str | None = None
-    """The signal that stopped the command; read often, never raised.
-
-    An exception could come while a process is being started, and nothing would end that one.
-    """
+    """The signal that stopped the command; read often. An exception in its place could come while a
+    process is being started, and nothing would end that one."""
 
     def __post_init__(self) -> None:
         self.results = self.out / RESULTS
@@ -178,9 +169,9 @@ class Session:
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(running.pid, signal.SIGKILL)  # with all that it has started
+        took = time.monotonic() - begun
         line = {"part": piece.part, "name": piece.name, "ended": ended, "limit": round(seconds, 1)}
-        took = round(time.monotonic() - begun, 1)
-        append(self.results, {"piece": {**line, "seconds": took}})
+        append(self.results, {"piece": {**line, "seconds": round(took, 1)}})
         self.say(f"{piece.part} {piece.name}: {ended} after {took:.0f} s")
         return ended
 
@@ -213,33 +204,34 @@ def work_through(session: Session, pieces: Sequence[Piece], *, go_on: bool) -> l
     """Run the pieces one after the other; return the lines of a summary."""
     summary = []
     for number, piece in enumerate(pieces):
-        named, why_not = f"{piece.part} {piece.name}", None
         if go_on and finished(session.results, piece):
-            why_not = "finished before"
+            ended = "finished before"
         elif session.stopped_by is not None:
-            why_not = f"stopped by {session.stopped_by}"
+            ended = f"stopped by {session.stopped_by}"
         elif session.left() < GRACE + 1:
-            why_not = "no time was left"
-        if why_not is not None:
-            summary.append(f"{named}: {why_not}")
-            continue
-        limit = session.left()
-        if not session.quick:
-            limit = limit_of(piece, pieces[number:], limit)
-        command = shlex.join(["python", *piece.command("cuda", quick=False)])
-        would = "would run on a GPU" if session.quick else "runs"
-        session.say(f"== {piece.part}: {PARTS[piece.part]}")
-        session.say(f"   {would}: {command}; {limit:.0f} s of {session.left():.0f} s left")
-        until = time.monotonic() + limit
-        for _ in range(CRASHES):
-            ended = session.run(piece, until - time.monotonic())
-            if not ended.startswith("failed with -") or until - time.monotonic() < 2 * GRACE:
-                break  # what died of a signal goes on behind what killed it
-        summary.append(f"{named}: {ended}")
+            ended = "no time was left"
+        else:
+            ended = _begun(session, piece, pieces[number:])
+        summary.append(f"{piece.part} {piece.name}: {ended}")
         if ended == f"failed with {NO_GPU}":
             summary.append("no part can run without a CUDA GPU; --rehearse is for a CPU")
             break
     return summary
+
+
+def _begun(session: Session, piece: Piece, left: Sequence[Piece]) -> str:
+    """Run a piece with its share of the time; what died of a signal goes on behind its cause."""
+    limit = session.left() if session.quick else limit_of(piece, left, session.left())
+    command = shlex.join(["python", *piece.command("cuda", quick=False)])
+    would = "would run on a GPU" if session.quick else "runs"
+    session.say(f"== {piece.part}: {PARTS[piece.part]}")
+    session.say(f"   {would}: {command}; {limit:.0f} s of {session.left():.0f} s left")
+    until = time.monotonic() + limit
+    for _ in range(CRASHES):
+        ended = session.run(piece, until - time.monotonic())
+        if not ended.startswith("failed with -") or until - time.monotonic() < 2 * GRACE:
+            break
+    return ended
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -268,11 +260,12 @@ def main(arguments: Sequence[str] | None = None, *, began: float | None = None) 
     parser = _parser()
     options = parser.parse_args(arguments)
     out: Path = options.out or options.go_on
+    there, go_on = (out / RESULTS).exists(), options.go_on is not None
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes:g}: expected more than 0")
-    if options.out is not None and (out / RESULTS).exists():
+    if there and not go_on:
         parser.error(f"--out {out}: {RESULTS} is there already; --continue {out} goes on with it")
-    if options.go_on is not None and not (out / RESULTS).exists():
+    if go_on and not there:
         parser.error(f"--continue {out}: there is no {RESULTS} to go on with")
     try:
         pieces = pieces_of(options.only, options.skip)
@@ -282,7 +275,7 @@ def main(arguments: Sequence[str] | None = None, *, began: float | None = None) 
     session = Session(out, 60 * options.minutes, device, options.rehearse, options.revision)
     session.begun = session.begun if began is None else began
     with _told_to_stop(session):
-        summary = work_through(session, pieces, go_on=options.go_on is not None)
+        summary = work_through(session, pieces, go_on=go_on)
     for line in summary:
         session.say(line)
     session.say(f"python -m benchmarks report {out} makes records and pages of what is there")

@@ -1,10 +1,9 @@
 """Measures two ways of doing the same thing against each other.
 
-A round times a block of calls of the baseline and a block of the guarded statement right after it,
-and the next round the other way round. A busy moment of the machine hits both, so the ratio and the
-difference of a round are steadier than the two times; their median over all rounds is what counts.
-A block is timed in pieces and the fastest counts, because other programs can only add time. The
-timer is ``torch.utils.benchmark.Timer``, which warms up and synchronises a GPU.
+A round times a block of calls of the baseline and a block of the guarded statement, and the next
+round the other way round. A busy moment of the machine hits both, so the ratio and the difference
+of a round are steadier than the two times; their median over all rounds is what counts. A block is
+timed in pieces and the fastest counts, because other programs can only add time.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch.utils.benchmark import Timer
 
+import torchguard
 from benchmarks.clocks import on_both_clocks
 from benchmarks.program import Setting
 from benchmarks.spread import Interval, Spread
@@ -27,18 +27,14 @@ _PIECES = 5
 
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
+
+def installed(*guards: Any) -> Scope:
+    """Return the scope of guards, which are installed also where torch has no need of them."""
+    return partial(torchguard.install, *guards, only_if_needed=False)
+
+
 Pairs = Sequence[tuple[float, float]]
 """Nanoseconds of the baseline and of the guarded side, round by round."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """A statement, the names it uses, and the scope in which all of it runs."""
-
-    statement: str
-    names: Mapping[str, Any] = field(default_factory=dict)
-    scope: Scope = contextlib.nullcontext
-    """Entered once around a block of calls, so that entering is not timed."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +81,19 @@ class Comparison:
 
     id: str
     what: str
-    baseline: Side
-    guarded: Side
+    names: Mapping[str, Any]
+    """Of both statements."""
+
+    baseline: str
+    guarded: str
+    scope: Scope = contextlib.nullcontext
+    """Entered once around a block of guarded calls, so that entering is not timed."""
+
+    baseline_scope: Scope = contextlib.nullcontext
     calls: int = 1
     """How many calls of the operation one statement makes; times are per call."""
 
-    making: Side | None = None
+    making: str = ""
     """What both statements also do (make the tensor); timed in each round and taken off."""
 
     target: Target | None = None
@@ -122,20 +125,17 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure every comparison, one after the other: a row for each."""
     seconds = setting.block_seconds(block_seconds)
-    return setting.collect(
-        ({"id": each.id}, partial(_measure, each, setting.device, setting.rounds, seconds))
-        for each in comparisons
-    )
+    cases = (({"id": each.id}, partial(_measure, each, setting, seconds)) for each in comparisons)
+    return setting.collect(cases)
 
 
 class _Timed:
-    """One side, ready to be timed: a block runs inside its scope, warmed up there."""
+    """A statement, ready to be timed: a block runs inside its scope, warmed up there."""
 
-    def __init__(self, side: Side, device: str) -> None:
-        self._timer = Timer(side.statement, globals=dict(side.names))
-        self._call = timeit.Timer(side.statement, globals=dict(side.names))
-        self._scope = side.scope
-        self._device = device
+    def __init__(self, statement: str, scope: Scope, names: Mapping[str, Any], device: str) -> None:
+        self._timer = Timer(statement, globals=dict(names))
+        self._call = timeit.Timer(statement, globals=dict(names))
+        self._scope, self._device = scope, device
 
     def seconds(self, block: int) -> tuple[float, float]:
         """Return the time of one statement, and on a GPU the host's."""
@@ -154,11 +154,15 @@ class _Timed:
             return min(self._timer.timeit(calls).median for _ in range(pieces)), 0.0
 
 
-def _measure(
-    comparison: Comparison, device: str, rounds: int, block_seconds: float
-) -> dict[str, Any]:
-    sides = (comparison.baseline, comparison.guarded, comparison.making)
-    timed = [_Timed(side, device) for side in sides if side is not None]
+def _measure(comparison: Comparison, setting: Setting, block_seconds: float) -> dict[str, Any]:
+    device, rounds = setting.device, setting.rounds
+    sides = [
+        (comparison.baseline, comparison.baseline_scope),
+        (comparison.guarded, comparison.scope),
+    ]
+    if comparison.making:
+        sides.append((comparison.making, contextlib.nullcontext))
+    timed = [_Timed(*side, comparison.names, device) for side in sides]
     block = _block(timed[0], block_seconds)
     found: list[list[tuple[float, float]]] = [[] for _ in timed]
     for number in range(rounds):
@@ -171,12 +175,12 @@ def _measure(
     pairs = [(a - part, b - part) for a, b, part in zip(before, after, making, strict=True)]
     row = {
         "what": comparison.what,
-        "baseline": comparison.baseline.statement,
-        "guarded": comparison.guarded.statement,
+        "baseline": comparison.baseline,
+        "guarded": comparison.guarded,
         "block": block,
         **compared(pairs, comparison.target, comparison.why),
     }
-    if comparison.making is not None:
+    if comparison.making:
         row["making_ns"] = Spread.of(making)
     if device == "cuda":
         host = compared(list(zip(hosts[0], hosts[1], strict=True)))

@@ -52,9 +52,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
         queries, keys, values = self.split(x)
-        return self.join(
-            x, functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        )
+        attend = functional.scaled_dot_product_attention
+        return self.join(x, attend(queries, keys, values, is_causal=True))
 
     def advance(
         self, x: torch.Tensor, cache: torch.Tensor, position: torch.Tensor, seen: torch.Tensor
@@ -63,10 +62,8 @@ class Block(nn.Module):
         queries, keys, values = self.split(x)
         cache[0][:, :, position] = keys
         cache[1][:, :, position] = values
-        attended = functional.scaled_dot_product_attention(
-            queries, cache[0], cache[1], attn_mask=seen
-        )
-        return self.join(x, attended)
+        attend = functional.scaled_dot_product_attention
+        return self.join(x, attend(queries, cache[0], cache[1], attn_mask=seen))
 
 
 class Decoder(nn.Module):
@@ -138,12 +135,8 @@ class Convolutions(nn.Module):
         self, depths: Sequence[int] = (3, 4, 6, 3), channels: int = 64, classes: int = 1000
     ) -> None:
         super().__init__()
-        blocks: list[nn.Module] = [
-            nn.Conv2d(3, channels, 7, 2, 3, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(True),
-            nn.MaxPool2d(3, 2, 1),
-        ]
+        first = nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels)
+        blocks: list[nn.Module] = [*first, nn.ReLU(True), nn.MaxPool2d(3, 2, 1)]
         here = channels
         for stage, depth in enumerate(depths):
             inner = channels << stage
@@ -164,11 +157,8 @@ class Perceptron(nn.Sequential):
     """Three small linear layers: nearly all of a step is the host's work."""
 
     def __init__(self, width: int = 64) -> None:
-        super().__init__(
-            *(nn.Linear(width, width), nn.ReLU()),
-            *(nn.Linear(width, width), nn.ReLU()),
-            nn.Linear(width, width),
-        )
+        layers = [nn.Linear(width, width) for _ in range(3)]
+        super().__init__(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
 
 def resnet_sized(channels: int, kernel: int, classes: int) -> nn.Sequential:

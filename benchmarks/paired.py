@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from benchmarks.clocks import on_both_clocks
@@ -37,12 +38,9 @@ class Variant:
 
 def of_its_own(function: Any) -> Any:
     """Return a copy that Dynamo, which keeps its decisions with the code, compiles for itself."""
-    copy = type(function)(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+    code, defaults = function.__code__.replace(), function.__defaults__
+    copy: Any = FunctionType(
+        code, function.__globals__, function.__name__, defaults, function.__closure__
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -95,10 +93,9 @@ def _order(variants: Sequence[Variant], number: int) -> list[Variant]:
 
 def ratios(found: dict[str, list[float]], baseline: str) -> dict[str, Interval]:
     """Divide each variant's rounds by the baseline's, round by round."""
+    bare = found[baseline]
     return {
-        name: Interval.of(
-            [after / before for before, after in zip(found[baseline], times, strict=True)]
-        )
+        name: Interval.of([after / before for before, after in zip(bare, times, strict=True)])
         for name, times in found.items()
         if name != baseline
     }

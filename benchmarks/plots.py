@@ -5,8 +5,7 @@ The PNG carries which record it shows, and ``shows`` reads that back without mat
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,6 @@ BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = (
 PLAIN, GUARDED = BLUE, RED
 COLOURS = (BLUE, RED, GREEN, PURPLE, YELLOW, CYAN, "#222222", GREY)
 _DOTS = 130  # per inch
-_SOURCE = b"Source"
-_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _source(record: Record) -> str:
@@ -32,20 +29,8 @@ def _source(record: Record) -> str:
 
 
 def shows(path: Path, record: Record) -> bool:
-    """Whether this PNG was drawn from this very record."""
-    return path.exists() and _source(record) in _texts(path.read_bytes())
-
-
-def _texts(png: bytes) -> Iterator[str]:
-    """Yield what a PNG says of its source: each chunk is a length, a kind, content and a sum."""
-    position = len(_PNG)
-    while position < len(png):
-        (length,) = struct.unpack_from(">I", png, position)
-        kind = png[position + 4 : position + 8]
-        content = png[position + 8 : position + 8 + length]
-        if kind == b"tEXt" and content.startswith(_SOURCE + b"\0"):
-            yield content.partition(b"\0")[2].decode("latin-1")
-        position += 12 + length
+    """Whether this PNG was drawn from this very record, as a chunk of plain text says."""
+    return path.exists() and f"tEXtSource\0{_source(record)}".encode() in path.read_bytes()
 
 
 def _machine(record: Record, device: str) -> str:
@@ -67,28 +52,25 @@ def _per_call(record: Record, device: str) -> Figure:
     rows = of_device(record, "rows", device)
     figure = Figure(figsize=(11, 0.36 * len(rows) + 1.8), layout="constrained")
     axes = figure.subplots()
-    for height, row in zip(range(len(rows), 0, -1), rows, strict=True):
+    heights = range(len(rows), 0, -1)
+    for height, row in zip(heights, rows, strict=True):
         before, after = row["baseline_ns"], row["guarded_ns"]
         axes.plot((before["median"], after["median"]), (height, height), color="0.8", zorder=1)
         for spread, color, face in ((before, PLAIN, "white"), (after, GUARDED, GUARDED)):
             axes.plot((spread["q1"], spread["q3"]), (height, height), color=color, lw=3, alpha=0.4)
             axes.plot(spread["median"], height, "o", color=color, mfc=face, ms=6, zorder=3)
         missed = row["verdict"] is not None and not row["verdict"].startswith("reached")
+        ratio = f"{row['ratio']['median']:.2f} times" + (" (over its target)" if missed else "")
         axes.annotate(
-            f"{row['ratio']['median']:.2f} times" + (" (over its target)" if missed else ""),
-            (max(before["q3"], after["q3"]), height),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8.5,
-        )
-    axes.set_yticks(range(len(rows), 0, -1), [row["what"] for row in rows], fontsize=8.5)
+            ratio, (max(before["q3"], after["q3"]), height), xytext=(8, 0),
+            textcoords="offset points", va="center", fontsize=8.5,
+        )  # fmt: skip
+    axes.set_yticks(heights, [row["what"] for row in rows], fontsize=8.5)
     axes.set_ylim(0.3, len(rows) + 0.8)
     axes.set_xscale("log")
     left, right = axes.get_xlim()
-    axes.set_xticks(
-        [1e2, 1e3, 1e4, 1e5, 1e6, 1e7], ["100 ns", "1 µs", "10 µs", "100 µs", "1 ms", "10 ms"]
-    )
+    times = ["100 ns", "1 µs", "10 µs", "100 µs", "1 ms", "10 ms"]
+    axes.set_xticks([1e2, 1e3, 1e4, 1e5, 1e6, 1e7], times)
     axes.set_xlim(left, right * 6)  # room for the ratios
     axes.grid(axis="x", color="0.92")
     _bare(axes, "bottom")
@@ -96,9 +78,8 @@ def _per_call(record: Record, device: str) -> Figure:
     axes.plot([], [], "o", color=PLAIN, mfc="white", label="plain torch")
     axes.plot([], [], "o", color=GUARDED, label="with torchguard")
     figure.legend(loc="outside upper right", ncols=2, fontsize=8.5, frameon=False)
-    axes.set_title(
-        f"Time per call when nothing fails: {_machine(record, device)}", fontsize=10, loc="left"
-    )
+    title = f"Time per call when nothing fails: {_machine(record, device)}"
+    axes.set_title(title, fontsize=10, loc="left")
     return figure
 
 
@@ -124,9 +105,8 @@ def _buckets(record: Record, device: str) -> Figure:
         _bare(axes, "bottom", "left")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    figure.suptitle(
-        f"A stream of batches of many lengths: {_machine(record, device)}", fontsize=10.5
-    )
+    title = f"A stream of batches of many lengths: {_machine(record, device)}"
+    figure.suptitle(title, fontsize=10.5)
     return figure
 
 

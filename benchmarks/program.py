@@ -6,7 +6,6 @@ A file ``bench_*.py`` holds cases and says, as a :class:`Benchmark`, how they be
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import itertools
 import json
 import sys
@@ -37,7 +36,7 @@ class Setting:
     quick: bool
     rounds: int
     options: argparse.Namespace
-    """Every argument, those that this benchmark alone knows included."""
+    """Every argument."""
 
     stream: Stream = field(default_factory=Stream)
     """Takes each result as soon as it is there, and says when time is up."""
@@ -46,24 +45,22 @@ class Setting:
         """Return how long a block of calls shall take: as usual, or a moment."""
         return 2e-4 if self.quick else usual
 
-    def keep(self, part: str, row: Mapping[str, Any]) -> None:
-        """Write a result to the stream and show it: words and numbers, of a spread the median."""
-        self.stream.keep(part, row)
-        cells = {name: getattr(value, "median", value) for name, value in row.items()}
-        print(
-            ", ".join(
+    def kept(self, rows: Iterable[dict[str, Any]], part: str = "rows") -> list[dict[str, Any]]:
+        """Return the results, each written to the stream and shown as soon as it is there.
+
+        Shown are words and numbers, of a spread the median.
+        """
+        found = []
+        for row in rows:
+            self.stream.keep(part, row)
+            found.append(row)
+            cells = {name: getattr(value, "median", value) for name, value in row.items()}
+            shown = [
                 f"{name} {f'{cell:.4g}' if isinstance(cell, float) else cell}"
                 for name, cell in cells.items()
                 if isinstance(cell, (str, int, float)) and name != "device"
-            )
-        )
-
-    def kept(self, rows: Iterable[dict[str, Any]], part: str = "rows") -> list[dict[str, Any]]:
-        """Return the results, each kept and shown as soon as it is there."""
-        found = []
-        for row in rows:
-            self.keep(part, row)
-            found.append(row)
+            ]
+            print(", ".join(shown))
         return found
 
     def collect(self, cases: Iterable[Case], part: str = "rows") -> list[dict[str, Any]]:
@@ -119,11 +116,10 @@ class Benchmark:
         parser.add_argument("--device", choices=("cpu", "cuda"), help="this one only")
         parser.add_argument("--rounds", type=int, default=self.rounds, help="default: %(default)s")
         parser.add_argument("--quick", action="store_true", help="a moment: does it run at all?")
-        for name, what in (
-            ("--json", "write the record there, or to a folder"),
-            ("--lines", "append each result there once it is found, and skip those that are there"),
-        ):
-            parser.add_argument(name, type=Path, metavar="PATH", help=what)
+        to = "write the record there, or to a folder"
+        parser.add_argument("--json", type=Path, metavar="PATH", help=to)
+        to = "append each result there once it is found, and skip those that are there"
+        parser.add_argument("--lines", type=Path, metavar="PATH", help=to)
         parser.add_argument("--seconds", type=float, help="stop then, with what there is")
         for name, arguments in self.options.items():
             parser.add_argument(name, **arguments)
@@ -165,8 +161,7 @@ class Benchmark:
         self.afterwards(record)
         path = options.json
         if path is not None and path.suffix != ".json":
-            today = dt.datetime.now(dt.timezone.utc).date().isoformat()
-            path /= f"{today}-{self.name}-{device}.json"
+            path /= f"{head['date'][:10]}-{self.name}-{device}.json"
         if path is not None:
             write_record(path, record)
 

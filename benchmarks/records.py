@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,13 @@ def committed(folder: Path = RECORDS) -> list[Record]:
     return [read_record(path) for path in sorted(folder.glob("*.json"))]
 
 
-def of_device(record: Record, part: str, device: str) -> list[dict[str, Any]]:
+def of_device(record: Mapping[str, Any], part: str, device: str) -> list[Mapping[str, Any]]:
     """Return a part's results for one device; those that name none are the CPU's."""
     return [row for row in record.get(part, []) if row.get("device", "cpu") == device]
 
 
 def newest(records: list[Record], benchmark: str, device: str) -> Record | None:
     """Return the newest record of a benchmark that has results of this device."""
-    found = [
-        record
-        for record in records
-        if record["benchmark"] == f"bench_{benchmark}" and of_device(record, "rows", device)
-    ]
+    of_it = (record for record in records if record["benchmark"] == f"bench_{benchmark}")
+    found = (record for record in of_it if of_device(record, "rows", device))
     return max(found, key=lambda record: str(record["date"]), default=None)

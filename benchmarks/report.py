@@ -62,17 +62,20 @@ def image(name: str, device: str) -> str:
 
 def verdicts(record: Record, device: str) -> Iterator[tuple[str, str]]:
     """Yield what was aimed at, with what became of it, for every result that has a target."""
-    for part in [part for part, value in record.items() if isinstance(value, list)]:
-        if part == "targets":
-            pairs = (line.rpartition(": ") for line in record[part])
-            yield from ((target, verdict) for target, _, verdict in pairs)
-            continue
+    for line in record.get("targets", []):
+        target, _, verdict = line.rpartition(": ")
+        yield target, verdict
+    for part in _parts(record):
         for row in of_device(record, part, device):
             if row.get("target") is not None and row.get("verdict") is not None:
                 names = ("what", "way", "id", "operator", "test")
                 named = next(str(row[name]) for name in names if row.get(name)).partition(":")[0]
                 rest = [row[name] for name in ("phase", "mode", "scope") if name in row]
                 yield f"{', '.join([named, *rest])}: {row['target']}", row["verdict"]
+
+
+def _parts(record: Record) -> list[str]:
+    return [name for name, part in record.items() if isinstance(part, list) and name != "targets"]
 
 
 def _is_reached(verdict: str) -> bool:
@@ -85,18 +88,19 @@ def _count(record: Record, device: str) -> str:
 
 
 def _overview(records: list[Record]) -> str:
+    def cell(benchmark: Benchmark, device: str) -> str:
+        record = newest(records, benchmark.name, device)
+        if device not in benchmark.devices:
+            return "the same" if device == "cuda" else "not asked"
+        if record is None:
+            return MISSING[device]
+        return ", ".join(filter(None, (record["date"][:10], _count(record, device))))
+
     rows = []
     for name, benchmark in BENCHMARKS.items():
-        cells = []
-        for device in ("cpu", "cuda"):
-            record = newest(records, name, device)
-            if device not in benchmark.devices:
-                cells.append("the same" if device == "cuda" else "not asked")
-            elif record is None:
-                cells.append(MISSING[device])
-            else:
-                cells.append(", ".join(filter(None, (record["date"][:10], _count(record, device)))))
-        rows.append((f"[{_title(name)}](#{_title(name).lower().replace(' ', '-')})", *cells))
+        title = _title(name)
+        link = f"[{title}](#{title.lower().replace(' ', '-')})"
+        rows.append((link, cell(benchmark, "cpu"), cell(benchmark, "cuda")))
     return markdown(("", "CPU", "GPU"), rows)
 
 
@@ -118,11 +122,12 @@ def _section(benchmark: Benchmark, records: list[Record]) -> Iterator[str]:
         yield _source(record)
         if record.get("ended", "finished") != "finished":
             yield "Time was up before all of it was measured; what is here was."
-        missed = [each for each in verdicts(record, device) if not _is_reached(each[1])]
+        found = verdicts(record, device)
+        missed = [f"- {what}: {verdict}" for what, verdict in found if not _is_reached(verdict)]
         if count := _count(record, device):
-            yield f"{count}." if not missed else f"{count}. Missed:"
+            yield f"{count}. Missed:" if missed else f"{count}."
         if missed:
-            yield "\n".join(f"- {what}: {verdict}" for what, verdict in missed)
+            yield "\n".join(missed)
         if benchmark.name in PLOTS:
             yield f"![{benchmark.question}](img/{image(benchmark.name, device)})"
         yield _tables(benchmark.tables, record, device)
@@ -133,11 +138,8 @@ def _source(record: Record) -> str:
 
 
 def _tables(tables: tuple[Table, ...], record: Record, device: str) -> str:
-    parts = [
-        part for part, value in record.items() if isinstance(value, list) and part != "targets"
-    ]
-    found = [table.of(record, device) for table in tables or [Table(rows=part) for part in parts]]
-    return "\n\n".join(each for each in found if each)
+    shown = tables or [Table(rows=part) for part in _parts(record)]
+    return "\n\n".join(filter(None, (table.of(record, device) for table in shown)))
 
 
 # --- figures of other pages: what stands between two marks
@@ -202,16 +204,16 @@ def _address() -> str:
     return str(found)
 
 
-def _shown(name: str) -> Callable[[Record], str]:
-    """Return what shows a benchmark as its own section does."""
-    return lambda record: f"{_source(record)}\n\n{_tables(BENCHMARKS[name].tables, record, 'cpu')}"
+def _as_a_section(record: Record) -> str:
+    tables = BENCHMARKS[record["benchmark"].removeprefix("bench_")].tables
+    return f"{_source(record)}\n\n{_tables(tables, record, 'cpu')}"
 
 
 FIGURES: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
     ("README.md", "whole steps", "host", _step_calls),
     ("docs/guards.md", "costs", "resize", _costs),
-    ("docs/verified.md", "costs", "verified", _shown("verified")),
-    ("docs/bucketed.md", "stream", "buckets", _shown("buckets")),
+    ("docs/verified.md", "costs", "verified", _as_a_section),
+    ("docs/bucketed.md", "stream", "buckets", _as_a_section),
 )
 """A page, the mark in it, the benchmark whose newest record of a CPU is told of, and how."""
 
@@ -252,7 +254,7 @@ def take_in(results: Path, folder: Path) -> list[Path]:
         if not record.get("rows"):
             continue
         done = {row.get("operator") for row in record["rows"]}
-        begun = [row["operator"] for row in record.pop("begun", []) if row["operator"] not in done]
+        begun = [row for row in record.pop("begun", []) if row["operator"] not in done]
         if begun:
             record["unfinished"] = begun
         BENCHMARKS[name].afterwards(record)

@@ -2,8 +2,7 @@
 
 A run of a benchmark writes a line with its head (when, with what, on what machine), one for each
 result, and one when it ends. Lines are appended whole, so the file can be read whenever its writer
-was killed; a last line that was torn is left out. ``records_of`` puts the runs of one benchmark on
-one machine together, and ``Stream.known`` lets a second run skip what a first one has found.
+was killed; a last line that was torn is left out.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Line = dict[str, Any]
 NO_GPU = 3  # exit status of a benchmark that was asked for a GPU where there is none
 
 _NAMES = (
-    *("id", "what", "case", "phase", "mode", "scope", "way", "row", "buckets", "operator", "test"),
-)
+    "id", "what", "case", "phase", "mode", "scope", "way", "row", "buckets", "operator", "test",
+)  # fmt: skip
 
 
 def text(value: Any, *, indent: int | None = None) -> str:
@@ -57,13 +56,10 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
 def lines_of(path: Path) -> list[Line]:
     """Read what there is; a line that is no whole JSON object is left out."""
     found = []
-    if path.exists():
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):
-                value = json.loads(line)
-                if isinstance(value, dict):
-                    found.append(value)
-    return found
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [value for value in found if isinstance(value, dict)]
 
 
 @dataclass
@@ -77,7 +73,6 @@ class Stream:
     head: Mapping[str, Any] = field(default_factory=dict)
     seconds: float | None = None
     stopped: bool = False
-    """Whether time is up."""
 
     def __post_init__(self) -> None:
         self._begun = time.monotonic()
@@ -113,10 +108,9 @@ class Stream:
         """Write what has not been written yet, and how the run ended."""
         if self.path is None:
             return
-        parts = {part: found for part, found in results.items() if isinstance(found, list)}
-        facts = {name: value for name, value in results.items() if name not in parts}
-        for part, found in parts.items():
-            for row in found:
+        facts = {name: found for name, found in results.items() if not isinstance(found, list)}
+        for part, found in results.items():
+            for row in found if isinstance(found, list) else ():
                 if identity(part, row) not in self._kept:
                     self.keep(part, row)
         ended = "stopped" if self.stopped else "finished"
@@ -145,14 +139,11 @@ def records_of(path: Path) -> list[dict[str, Any]]:
     ``ended`` says whether the last run finished; what an earlier run has found stays.
     """
     lines = lines_of(path)
-    heads: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in lines:
-        if "head" in line:
-            heads[_machine(line["head"])] = line["head"]
+    heads = {_machine(line["head"]): line["head"] for line in lines if "head" in line}
     records = []
     for head in heads.values():
         parts: dict[str, dict[tuple[Any, ...], Any]] = {}
-        record: dict[str, Any] = {**head, "ended": "killed"}
+        record = dict(head)
         for line in _same_machine(lines, head):
             if "head" in line:
                 record["ended"] = "killed"  # until it says otherwise

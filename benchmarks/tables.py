@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.records import of_device
+
 Row = Mapping[str, Any]
 
 AIM = "{target}: {verdict}"
@@ -98,21 +100,11 @@ class Table:
 
     def of(self, record: Row, device: str) -> str:
         """Lay out a record's results for a device; the empty string if there are none."""
-        if callable(self.rows):
-            rows = self.rows(record, device)
-        else:
-            found = record.get(self.rows, [])
-            rows = [row for row in found if row.get("device", "cpu") == device]
+        part = self.rows
+        rows = of_device(record, part, device) if isinstance(part, str) else part(record, device)
         if not rows:
             return ""
-        columns = self.columns
-        if columns is None and "baseline_ns" in rows[0]:
-            columns = COMPARISONS
-        if columns is None:
-            names = [
-                name for name, value in rows[0].items() if isinstance(value, (str, int, float))
-            ]
-            columns = {name.replace("_", " "): f"{{{name}}}" for name in names if name != "device"}
+        columns = self.columns or (COMPARISONS if "baseline_ns" in rows[0] else _plain(rows[0]))
         cells = {
             heading: [filled(template, row) for row in rows]
             for heading, template in columns.items()
@@ -127,6 +119,11 @@ class Table:
             "\n".join(f"- Where a target is missed: {note}." for note in notes),
         ]
         return "\n\n".join(part for part in parts if part)
+
+
+def _plain(row: Row) -> Mapping[str, str]:
+    shown = [name for name, value in row.items() if isinstance(value, (str, int, float))]
+    return {name.replace("_", " "): f"{{{name}}}" for name in shown if name != "device"}
 
 
 COMPARISONS = {
@@ -147,12 +144,9 @@ def described(record: Row) -> str:
     gpu = ""
     if hardware["gpu"] is not None:
         at = record.get("gpu_at_end") or record.get("gpu_at_start", {})
-        facts = [
-            f"CUDA {versions['cuda']}",
-            filled("driver {driver}", hardware),
-            *(f"{what} at {at[name]}" for name, what in _CLOCKS.items() if name in at),
-        ]
-        gpu = f"{hardware['gpu']} ({', '.join(fact for fact in facts if fact)}) and "
+        facts = [f"CUDA {versions['cuda']}", filled("driver {driver}", hardware)]
+        facts += [f"{what} at {at[name]}" for name, what in _CLOCKS.items() if name in at]
+        gpu = f"{hardware['gpu']} ({', '.join(filter(None, facts))}) and "
     threads = record["threads"]
     return (
         f"Measured on {record['date'][:10]} with torch {versions['torch']} and Python "

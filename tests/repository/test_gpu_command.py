@@ -32,7 +32,7 @@ from benchmarks.gpu import (
     pieces_of,
     work_through,
 )
-from benchmarks.harness import Comparison, Side, measure
+from benchmarks.harness import Comparison, measure
 from benchmarks.machine import context
 from benchmarks.program import Setting
 from benchmarks.stream import Stream, append, lines_of, records_of, text
@@ -361,7 +361,7 @@ def test_a_call_is_timed_between_two_events_and_on_the_host(gpu: dict[str, Any])
 def test_rows_of_a_gpu_have_the_hosts_time_beside_that_of_events(gpu: dict[str, Any]) -> None:
     x = torch.ones(3)
     setting = Setting("cuda", quick=True, rounds=3, options=Namespace())
-    comparison = Comparison("add", "an addition", Side("x + 1", {"x": x}), Side("x + 2", {"x": x}))
+    comparison = Comparison("add", "an addition", {"x": x}, "x + 1", "x + 2")
     [row] = measure([comparison], setting, block_seconds=1e-3)
     assert row["host"]["baseline_ns"].median > 0
     assert row["baseline_ns"].median == pytest.approx(row["guarded_ns"].median)  # 2 ms a block

@@ -148,28 +148,33 @@ def _reads_others(name: str) -> bool:
 
 @functools.cache
 def _overlays() -> tuple[AttributeOverlay, ...]:
+    with patch.originals_in_place():
+        return _looked_up()
+
+
+# Its loops are not in the `with` statement: see block.py.
+def _looked_up() -> tuple[AttributeOverlay, ...]:
     from torchguard.rollback import interception  # noqa: PLC0415 - it imports this
 
-    with patch.originals_in_place():
-        methods: dict[str, patch.Make] = {}
-        for name in dir(torch.Tensor):
-            if name in DUNDERS or (name.endswith("_") and not name.endswith("__")):
-                writes = writes_of(getattr(torch.Tensor, name))
-                if writes is not None and writes.elements and _reads_others(name):
-                    make = functools.partial(guard_method, name, shown_for(name))
-                    methods[name] = functools.partial(_named, f"torch.Tensor.{name}", make)
-        found = [AttributeOverlay(torch.Tensor, methods)]
-        for module in interception.NAMESPACES:
-            makes = {
-                name: functools.partial(_named, path, guard_function if writes_it else guard_out)
-                for name, function in sorted(vars(module).items())
-                if isinstance(function, BuiltinFunctionType) and not name.startswith("__")
-                if (path := f"{module.__name__}.{name}") != INSTALLED
-                if (writes_it := writes_of(function) is not None and _reads_others(name))
-                or (has_python_out(function) or name.endswith("_copy"))
-            }
-            if makes:
-                found.append(AttributeOverlay(module, makes))
+    methods: dict[str, patch.Make] = {}
+    for name in dir(torch.Tensor):
+        if name in DUNDERS or (name.endswith("_") and not name.endswith("__")):
+            writes = writes_of(getattr(torch.Tensor, name))
+            if writes is not None and writes.elements and _reads_others(name):
+                make = functools.partial(guard_method, name, shown_for(name))
+                methods[name] = functools.partial(_named, f"torch.Tensor.{name}", make)
+    found = [AttributeOverlay(torch.Tensor, methods)]
+    for module in interception.NAMESPACES:
+        makes = {
+            name: functools.partial(_named, path, guard_function if writes_it else guard_out)
+            for name, function in sorted(vars(module).items())
+            if isinstance(function, BuiltinFunctionType) and not name.startswith("__")
+            if (path := f"{module.__name__}.{name}") != INSTALLED
+            if (writes_it := writes_of(function) is not None and _reads_others(name))
+            or (has_python_out(function) or name.endswith("_copy"))
+        }
+        if makes:
+            found.append(AttributeOverlay(module, makes))
     return tuple(found)
 
 

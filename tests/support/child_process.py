@@ -58,9 +58,8 @@ _server: subprocess.Popen[str] | None = None
 def _read_at_start() -> dict[str, str]:
     """Return what torch or Python read of the environment when they start."""
     names = ("PYTHON", "TORCH", "OMP_", "MKL_", "LD_", "PYTORCH")
-    # Read later: when a program imports the compiler, or asks for a GPU. Inductor sets one of them
-    # in a process that has compiled, and Lightning another when it is imported.
-    later = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_NVML_")
+    # Read when a program imports the compiler, and set by inductor in a process that has compiled.
+    later = ("TORCHINDUCTOR_", "TORCHDYNAMO_")
     return {
         name: value
         for name, value in os.environ.items()

@@ -128,11 +128,14 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
         conflicts = [path for path in last if path not in undone and not patched(path)]
         if conflicts and not leave_conflicts:
             path = conflicts[0]
+            if _was_taken_away(_table[path]):
+                raise PatchConflictError(
+                    f"{path} was put back to torch's own after torchguard patched it; call "
+                    "torchguard.install(...) again, which patches it anew, then "
+                    "torchguard.uninstall()"
+                )
             raise PatchConflictError(
-                f"{path} was put back to torch's own after torchguard patched it; call "
-                "torchguard.install(...) again, which patches it anew, then torchguard.uninstall()"
-                if _was_taken_away(_table[path])
-                else f"{path} was patched again after torchguard patched it, with "
+                f"{path} was patched again after torchguard patched it, with "
                 f"{_value(_table[path])!r}; undo that patch first, then call "
                 "torchguard.uninstall() again"
             )

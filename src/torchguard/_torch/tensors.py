@@ -157,7 +157,8 @@ def tensors_loaded_by_copies(module: torch.nn.Module) -> list[tuple[str, torch.T
             or each._load_state_dict_post_hooks
         ):
             return None
-        unsaved = each._non_persistent_buffers_set  # may have the name of a parameter, which loads
+        # Names of buffers; a parameter may have one of them, and is loaded all the same.
+        unsaved = each._non_persistent_buffers_set
         buffers = [item for item in each._buffers.items() if item[0] not in unsaved]
         held = [*each._parameters.items(), *buffers]
         found += [(prefix + name, tensor) for name, tensor in held if tensor is not None]

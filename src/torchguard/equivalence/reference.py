@@ -1,4 +1,4 @@
-"""What a run is compared with: eager torch, with operands copied first that are written too.
+"""What a run is compared with: eager torch, in which operands that are also written are copied.
 
 Eager torch is itself wrong there, without a word (https://github.com/pytorch/pytorch/issues/135487),
 and a compiled graph that is right would look wrong beside it.

@@ -30,7 +30,7 @@ class Case:
 
     plan: Plan
     call: Call
-    description: str = ""  # of how its data differs from the caller's
+    description: str = ""  # how its data differs from the caller's
     changed: tuple[str, ...] = ()  # the inputs that have other data
     short: bool = False  # whether the caller's inputs are cut short
 

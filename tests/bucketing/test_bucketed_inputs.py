@@ -61,6 +61,19 @@ class TestInputs:
         wrapped(*[torch.tensor([0, 1, 5])] * 4)
         assert [each.tolist() for each in seen] == [[0, 1, 5, last] for last in (-100, 5, 3, 1)]
 
+    def test_a_part_of_a_mask_without_a_fill_holds_what_the_mask_does(self) -> None:
+        seen: list[Any] = []
+        wrapped = wrap(
+            lambda x, mask: seen.extend((mask["a"][0], mask["b"][0])),
+            dims={"x": {1: "t"}, "mask": {name: {1: "t"} for name in "ab"}},
+            mask={"mask": "padding"},
+            fill={"mask": {"a": 7}},
+            buckets=[4],
+            check_padding="never",
+        )
+        wrapped(torch.ones(2, 3), {name: torch.zeros(2, 3) for name in "ab"})
+        assert [each.tolist() for each in seen] == [[0, 0, 0, 7], [0, 0, 0, 1]]
+
     @pytest.mark.parametrize("fill", [0, "repeat-last", "arange"])
     def test_sizes_0_and_1_run_as_any_other(self, fill: Any, backend: Counting) -> None:
         linear = nn.Linear(2, 2)

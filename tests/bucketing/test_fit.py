@@ -88,6 +88,12 @@ def test_the_ladder_is_the_best_of_all(
     assert total(found) == min(possible[number] for number in possible if number <= (count or 9))
 
 
+def test_no_bucket_is_compiled_for_what_only_a_prior_has() -> None:
+    """The alignment makes 50 of 7, so the prior reaches 50; what was seen fits the compiled 7."""
+    options: Any = {"compile_cost": 10, "step_cost": 0.5, "already_compiled": [7]}
+    assert Buckets.fit([1, 5, 7], None, multiple_of=50, prior=1, **options).sizes == (7,)
+
+
 def test_compiled_buckets_are_used_within_the_bound_only() -> None:
     sizes = [40] * 10 + [45] * 20
     options: Any = {"compile_cost": 160, "already_compiled": [50, 58, 90]}

@@ -111,12 +111,14 @@ def test_modes_that_a_graph_leaves_switched_are_restored() -> None:
 
 
 def test_modules_are_as_they_were() -> None:
-    """Buffers, attributes, hooks and gradients; what was written is reported."""
+    """Buffers, attributes, hooks in their order and gradients; what was written is reported."""
     norm = nn.BatchNorm1d(3)
     mean = norm.running_mean
     assert mean is not None
+    handles = [norm.register_forward_hook(lambda *_: None) for _ in range(3)]
 
     def function(x: torch.Tensor) -> torch.Tensor:
+        handles[0].remove()
         norm.register_forward_hook(lambda *_: None)
         setattr(norm, "seen", True)  # noqa: B010
         norm(x).sum().backward()
@@ -125,7 +127,7 @@ def test_modules_are_as_they_were() -> None:
 
     outcome = undone(function, torch.randn(4, 3), modules=[norm])
     assert not hasattr(norm, "seen")
-    assert not norm._forward_hooks
+    assert list(norm._forward_hooks) == [each.id for each in handles]
     assert norm.weight.grad is None
     assert norm.running_mean is mean
     assert mean.tolist() == [0, 0, 0]

@@ -400,7 +400,7 @@ def user_line() -> str:
 
 
 def user_line_of(stack_trace: str | None) -> str:
-    """Return the same for a node of a graph, which has its stack as a text."""
+    """Return that line for a node of a graph, whose stack is kept as a text."""
     for file, line in reversed(re.findall(r'File "(.+)", line (\d+)', stack_trace or "")):
         if not _is_internal(file):
             return f"{Path(file).name}:{line}"

@@ -424,7 +424,8 @@ def same_strides(expected: torch.Tensor, actual: torch.Tensor) -> bool:
 
     Dims come in the same order, from the largest stride to the smallest, and two that ``view()``
     can merge stay so. Dims of size 1 do not count. Where ``expected`` is expanded, anything will
-    do: a compiler may write it out, but not expand, for that can't be written in place.
+    do: a compiler may write out what eager expands. The other way round is a difference, because
+    an expanded tensor can't be written in place.
     """
     order = _order(expected)
     return order is None or (order == _order(actual) and _merged(expected) <= _merged(actual))

@@ -198,9 +198,10 @@ class _NotALeaf(torch.autograd.Function):
 
 
 def with_a_repeated_id(inputs: Sequence[Any]) -> list[Any] | None:
-    """Put the first number of each tensor of integers that all differ in the second's place, too.
+    """Copy the first number of each tensor of integers over its second, where all of them differ.
 
-    Only on a CPU: on an accelerator an invalid index ends the process. None if there is no such.
+    Only on a CPU: on an accelerator an invalid index ends the process. None if there is no such
+    tensor.
     """
     changed = list(inputs)
     for place, value in enumerate(inputs):
@@ -231,6 +232,7 @@ def run_on_copies(
 
     Tensors that the graph owns hold copies of their data meanwhile; they are the first
     inputs of the outcome. See :func:`torchguard.equivalence.isolate.isolated` for what is restored.
+    ``cast`` and ``change`` are those of :func:`copy_inputs`.
 
     Raises:
         torch.OutOfMemoryError: a second run does not fit into memory.

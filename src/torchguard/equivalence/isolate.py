@@ -155,7 +155,7 @@ _known: tuple[Any, list[_Access]] = None, []
 
 
 def all_generators() -> list[_Access]:
-    """Return those of torch, the CPU's first, and then the global ones of Python and numpy."""
+    """Return how to read and set each RNG state: torch's, the CPU's first, Python's and numpy's."""
     global _known  # anew where a device or another generator of numpy came into use
     bit_generator = _numpy.get_bit_generator() if hasattr(_numpy, "get_bit_generator") else None
     in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), bit_generator

@@ -143,6 +143,35 @@ dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeou
 """How a program for :func:`run_ranks` begins."""
 
 
+# What the program imports at its top is imported once, before the ranks fork.
+_FORK_RANKS = """
+import ast, contextlib, os, sys
+_, path, port, count = sys.argv
+sys.path[0] = os.path.dirname(path)
+with open(path) as stream:
+    source = stream.read()
+for each in ast.parse(source).body:
+    if isinstance(each, (ast.Import, ast.ImportFrom)):
+        with contextlib.suppress(ImportError):  # a rank may add to the path, or raise it
+            exec(compile(ast.Module([each], []), path, "exec"), {})
+children = []
+for rank in range(int(count)):
+    child = os.fork()
+    if child == 0:
+        break
+    children.append(child)
+else:
+    ended = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children]
+    print(ended)
+    sys.exit(any(ended))
+for number, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(f"{path}.{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
+sys.argv, __file__ = [path, str(rank), port, count], path
+_code = compile(source, path, "exec")
+exec(_code, globals())
+"""
+
+
 def run_ranks(program: str, folder: Path, count: int = 2) -> list[dict[str, Any]]:
     """Run a program on some ranks, given rank, port and count; return the JSON each prints last.
 
@@ -153,20 +182,14 @@ def run_ranks(program: str, folder: Path, count: int = 2) -> list[dict[str, Any]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(path), str(rank), port, str(count)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    line = [sys.executable, "-W", "ignore", "-c", _FORK_RANKS, str(path), port, str(count)]
+    leader = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        ended = [rank.communicate(timeout=_TIMEOUT) for rank in ranks]
+        ended, _ = leader.communicate(timeout=_TIMEOUT)
     finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (_, errors) in zip(ranks, ended, strict=True):
-        assert rank.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in ended]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader.pid, signal.SIGKILL)
+    errors = [Path(f"{path}.{rank}.err").read_text() for rank in range(count)]
+    assert leader.returncode == 0, [ended, *errors]
+    outputs = (Path(f"{path}.{rank}.out").read_text() for rank in range(count))
+    return [json.loads(output.splitlines()[-1]) for output in outputs]

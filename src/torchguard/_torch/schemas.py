@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -86,18 +87,24 @@ def _has_effect_token(schema: Any) -> bool:
 
 def has_out(function: Callable[..., Any]) -> bool:
     """Whether the operator behind a builtin has an output, with a Python binding or without."""
-    return bool(_schemas_with_out(function))
+    return bool(_schemas_with_out(function.__name__))
 
 
 def has_python_out(function: Callable[..., Any]) -> bool:
     """Whether a builtin of torch takes ``out=``."""
+    # By name: torch.mm and torch.dsmm are one function, and compare equal.
+    return _has_python_out(function.__name__)
+
+
+@functools.cache  # install("out") asks for some 800 builtins each time
+def _has_python_out(name: str) -> bool:
     # Overloads that the code generator added on its own have no Python binding.
-    generated = (torch.Tag.generated in tags_of(each) for each in _schemas_with_out(function))
+    generated = (torch.Tag.generated in tags_of(each) for each in _schemas_with_out(name))
     return not all(generated)
 
 
-def _schemas_with_out(function: Callable[..., Any]) -> list[Any]:
-    schemas = operator_schemas(function.__name__)
+def _schemas_with_out(name: str) -> list[Any]:
+    schemas = operator_schemas(name)
     return [each for each in schemas if any(argument.is_out for argument in each.arguments)]
 
 

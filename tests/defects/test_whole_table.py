@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from torchguard.defects import all_defects
 from torchguard.defects.doctor import DoctorReport
@@ -15,7 +17,8 @@ from torchguard.defects.doctor import DoctorReport
 def test_whole_table() -> None:
     """On the torch at hand every row has an answer, and every guard closes its defect."""
     line = [sys.executable, "-m", "torchguard", "doctor", "--json"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache_dir()}
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
     report = DoctorReport.from_json(done.stdout)
     assert [row.id for row in report.rows] == [row.id for row in all_defects()]
     unanswered = [row for row in report.rows if row.bare.status in {"timeout", "broken"}]

@@ -18,7 +18,7 @@ KILLED = (
 import io, time, warnings
 from pathlib import Path
 import torch.distributed.checkpoint as dcp
-import torchguard, torchguard.checkpoint.ranks
+import torchguard, torchguard.checkpoint.folder
 
 warnings.simplefilter("ignore")
 folder = Path(sys.argv[0]).parent

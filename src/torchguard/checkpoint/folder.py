@@ -7,15 +7,18 @@ is never removed, never counted and never replaced.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from string import digits
-from typing import Any
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from torchguard._files import (
     is_temporary_name,
@@ -30,6 +33,7 @@ from torchguard._files import (
 from torchguard._public import public
 from torchguard.errors import SaveError
 
+_T = TypeVar("_T")
 MARK = ".torchguard-checkpoint.json"
 """The file in a folder that :func:`checkpoint_folder` has made."""
 
@@ -86,29 +90,53 @@ def checkpoint_folder(
     if keep < 1:
         raise ValueError(f"checkpoint_folder: keep is {keep}, expected 1 or more")
     link = Path(os.path.abspath(path))
-    if group is not None:
-        from torchguard.checkpoint.ranks import folder_of_all_ranks  # noqa: PLC0415  not every build
+    group, rank = _of_this_rank(group)
+    lock, new = -1, None
+    alone = group is not None and link.name[-1].isdigit() and not link.is_symlink()
 
-        with folder_of_all_ranks(link, keep=keep, fsync=fsync, group=group) as new:
-            yield new
-        return
-    refuse_foreign(link)
-    warn_after_crash(link, remove_abandoned_folders(link))
-    new, lock = new_folder(link)
+    def begin() -> str | None:
+        nonlocal lock, new
+        if rank:
+            return None
+        _refuse_foreign(link, alone=alone)
+        _warn_after_crash(link, _remove_abandoned_folders(link))
+        new, lock = _new_folder(link)
+        return new.name
+
     try:
-        yield new
-        commit(new, link, keep=keep, fsync=fsync)
+        name = _of_all(group, begin, link)[0]
+        new = link.with_name(str(name))
+        _of_all(group, lambda: _require_visible(new), link)
+        try:
+            yield new
+        except BaseException as error:
+            _tell(group, error, link)
+            raise
+        files = _manifest(new, link, fsync=fsync, group=group)
+
+        def show() -> None:
+            if not rank:
+                _commit(new, link, keep=keep, fsync=fsync, files=files, alone=alone)
+
+        _of_all(group, show, link)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        if not rank and new is not None:
+            shutil.rmtree(new, ignore_errors=True)
         raise
     finally:
-        os.close(lock)
+        if lock >= 0:
+            os.close(lock)
 
 
-def refuse_foreign(link: Path) -> None:
+def _refuse_foreign(link: Path, *, alone: bool = False) -> None:
     """Raise if something is at ``link`` that is no link to a folder with our mark."""
     if not os.path.lexists(link):
         return
+    if alone and is_ours(link):
+        raise SaveError(
+            f"checkpoint_folder: {link} is a checkpoint already, and a name that ends in a digit "
+            "is written once; remove that folder first, or choose another name"
+        )
     if not link.is_symlink():
         kind = "a folder" if link.is_dir() else "a file"
         raise SaveError(
@@ -118,7 +146,7 @@ def refuse_foreign(link: Path) -> None:
     leads = os.readlink(link)
     if re.fullmatch(_numbered(link), leads) is None or not is_ours(link.with_name(leads)):
         if os.readlink(link) != leads:  # another process has shown a newer one meanwhile
-            refuse_foreign(link)
+            _refuse_foreign(link)
             return
         raise SaveError(
             f"checkpoint_folder: {link} is a link to {leads}, which checkpoint_folder has not made "
@@ -127,7 +155,7 @@ def refuse_foreign(link: Path) -> None:
         )
 
 
-def new_folder(link: Path) -> tuple[Path, int]:
+def _new_folder(link: Path) -> tuple[Path, int]:
     """Make a marked folder with a temporary name; return it and the descriptor of its lock.
 
     The name does not begin with that of ``link``: programs look for ``step-10`` and the like.
@@ -164,7 +192,7 @@ def marked(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def commit(
+def _commit(
     new: Path,
     link: Path,
     *,
@@ -179,9 +207,9 @@ def commit(
     """
     _refuse_unfinished(new)
     if fsync and files is None:
-        sync_all(new)
+        _sync_all(new)
     with locked(str(link.parent)):  # a second writer would take the same number
-        refuse_foreign(link)
+        _refuse_foreign(link)
         alone = alone and not os.path.lexists(link)
         number = max(_numbers(link), default=0) + 1
         while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
@@ -255,7 +283,7 @@ def _remove_marked(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_abandoned_folders(link: Path) -> list[str]:
+def _remove_abandoned_folders(link: Path) -> list[str]:
     """Remove the temporary folders and links of processes that are dead; return their names.
 
     A folder's mark says that it is ours, and a link's target; an empty one has no mark yet.
@@ -294,7 +322,7 @@ def _remove_unmarked(folder: Path) -> None:
     folder.rmdir()
 
 
-def sync_all(folder: Path) -> None:
+def _sync_all(folder: Path) -> None:
     """Wait until everything in a folder is on the disk."""
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -303,7 +331,7 @@ def sync_all(folder: Path) -> None:
         sync(parent)
 
 
-def warn_after_crash(link: Path, abandoned: list[str]) -> None:
+def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
     """Say what a process that was stopped has left, if it has."""
     if not abandoned:
         return
@@ -313,5 +341,94 @@ def warn_after_crash(link: Path, abandoned: list[str]) -> None:
         f"checkpoint_folder: a process was stopped while it wrote {link}. Removed: "
         f"{', '.join(abandoned)}. Whole are: {whole}; {leads}",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=6,
     )
+
+
+# ---- with a group: one folder, made by rank 0, shown if no rank raises ----
+
+
+def _of_this_rank(group: Any) -> tuple[Any, int]:
+    """Return the group itself, and the number that this rank has in it."""
+    if group is None:
+        return None, 0
+    rank = dist.get_rank(None if group is True else group)
+    if rank < 0:
+        raise ValueError("checkpoint_folder: this rank is not in group, expected one of its ranks")
+    return dist.group.WORLD if group is True else group, rank
+
+
+def _of_all(group: Any, call: Callable[[], _T], link: Path) -> list[_T]:
+    """Call on every rank and return what each returned; if one raises, all raise."""
+    if group is None:
+        return [call()]
+    result, failure, own = None, None, None
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001  raised below, after the others know
+        own, failure = error, f"{type(error).__name__}: {error}"
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (result, failure), group=group)
+    if own is not None:
+        raise own
+    failures = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
+    if failures:
+        what = "; ".join(f"rank {rank}: {text}" for rank, text in failures)
+        raise SaveError(f"checkpoint_folder: no rank has saved, {link} is as it was. {what}")
+    return [each for each, _ in gathered]
+
+
+def _tell(group: Any, error: BaseException, link: Path) -> None:
+    """Let the other ranks raise too."""
+
+    def fail() -> None:
+        raise error
+
+    if group is not None:
+        with contextlib.suppress(Exception):  # that of this rank goes on
+            _of_all(group, fail, link)
+
+
+def _require_visible(new: Path) -> None:
+    if marked(new).get("folder") != new.name:
+        raise SaveError(
+            f"checkpoint_folder: this rank does not see {new}, which rank 0 has made; with group= "
+            "the path has to be on a file system that all ranks share"
+        )
+
+
+def _manifest(new: Path, link: Path, *, fsync: bool, group: Any) -> dict[str, Any] | None:
+    """Flush all files and return what each rank has hashed; None without a group."""
+    if group is None:
+        return None
+    _of_all(group, lambda: None, link)  # from here on no rank writes
+    parts = _of_all(group, lambda: _manifest_part(new, fsync, group), link)
+    return {name: entry for part in parts for name, entry in part.items()}
+
+
+def _manifest_part(new: Path, fsync: bool, group: Any) -> dict[str, Any]:
+    """Flush all files and hash those of this rank: every one is hashed once."""
+    if fsync:
+        _sync_all(new)
+    files = sorted(each for each in new.rglob("*") if each.is_file() and each.name != MARK)
+    # DCP names a file by the rank that wrote it, and that rank has it in its page cache.
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    mine = [
+        each
+        for place, each in enumerate(files)
+        if (int(match[1]) if (match := re.match(r"__(\d+)_", each.name)) else place) % size == rank
+    ]
+    return {
+        each.relative_to(new).as_posix(): {"size": each.stat().st_size, "sha256": sha256_of(each)}
+        for each in mine
+    }
+
+
+def sha256_of(path: Path, read: Callable[[int], object] = lambda _: None) -> str:
+    """Return the hash of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+            read(len(chunk))
+    return digest.hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import math
@@ -19,7 +18,7 @@ from typing import Any
 from torchguard._files import is_temporary_name
 from torchguard._public import public
 from torchguard._torch import open_archive
-from torchguard.checkpoint.folder import MARK, marked
+from torchguard.checkpoint.folder import MARK, marked, sha256_of
 from torchguard.checkpoint.loading import CHUNK, MARKED_AS_FOLDER, guard_load
 from torchguard.errors import DamagedFileError
 
@@ -211,16 +210,6 @@ def item_faults(
             unknown.add(place.relative_path)
     if limits is not None:
         limits += [f"{name} has no CRC that is known here" for name in sorted(unknown)]
-
-
-def sha256_of(path: Path, read: Read = lambda _: None) -> str:
-    """Return the hash of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-            read(len(chunk))
-    return digest.hexdigest()
 
 
 def _stored_items(folder: Path) -> list[tuple[Any, Any]]:

@@ -333,8 +333,9 @@ class Caller:
         if not graph.compiles or plan.specialization in graph.compiled_for:
             return graph.run
         if compiling_is_refused() and not graph.compiled_for:
-            reason = recompile_reason(plan, list(self.buckets.values()))
-            raise RecompileError(f"no_recompile: {self.name} was about to compile {reason}")
+            raise RecompileError(
+                f"no_recompile: {self.name} was about to compile {recompile_reason(plan)}"
+            )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with compiling(graph, plan.specialization):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +21,6 @@ import torch
 from torchguard import _torch
 from torchguard.bucketing.decorator.bucket import (
     COMPILE_LOCK,
-    Bucket,
     Graph,
     Plan,
     Specialization,
@@ -111,28 +110,18 @@ def compiling(graph: Graph, specialization: Specialization) -> Iterator[None]:
 _MODES = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
 
 
-def recompile_reason(plan: Plan, buckets: Iterable[Bucket]) -> str:
+def recompile_reason(plan: Plan) -> str:
     """Return what a call has that no graph was compiled for."""
-    inputs = {each.label: each.padded(plan.buckets or plan.sizes) for each in plan.inputs}
-    state = plan.specialization.global_state
+    inputs, state = dict(plan.shapes), plan.specialization.global_state
+    # The nearest reason is given: a bucket, then the global state, then other dims.
     compiled = [
         (dict(key[0]), key[1])
-        for bucket in buckets
-        for key, each in bucket.graphs.items()
-        if each.compiled_for and isinstance(key, tuple)
+        for key, each in list(plan.bucket.graphs.items())
+        if each.compiled_for and isinstance(key, tuple) and dict(key[0]).keys() == inputs.keys()
     ]
-    # The nearest reason is given: a bucket, then the global state, then other dims.
-    same_bucket = [
-        (known, then)
-        for known, then in compiled
-        if known.keys() == inputs.keys()
-        and all(
-            known[e.label][dim] == inputs[e.label][dim] for e in plan.inputs for dim, _ in e.axes
-        )
-    ]
-    if not same_bucket:
+    if not compiled:
         return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
-    known, then = next((each for each in same_bucket if each[0] == inputs), same_bucket[0])
+    known, then = next((each for each in compiled if each[0] == inputs), compiled[0])
     if known == inputs:
         index = next(i for i, (a, b) in enumerate(zip(state, then, strict=True)) if a != b)
         what = _MODES[index] if index < len(_MODES) else "the training mode of a module"

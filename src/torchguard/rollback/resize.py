@@ -10,11 +10,13 @@ call to torch stands in the guard itself, so that a traceback gains one line and
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import (
@@ -25,12 +27,12 @@ from torch.overrides import (
 
 from torchguard._public import public
 from torchguard._torch import overriding, without_torch_function
-from torchguard._torch.schemas import describe
 from torchguard.rollback.interrupts import finish
 from torchguard.rollback.operation import cannot_grow, lacks_allocator
 from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 
 
@@ -143,23 +145,27 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_
 
 
-class _SafeResize(Protocol):
-    def __call__(
-        self,
-        tensor: _Tensor,
-        /,
-        *size: int | Sequence[int],
-        memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> _Tensor: ...
+def _runs(guard: Any) -> Callable[[_Function], _Function]:
+    """Let what is decorated describe ``guard``, which is called in its place."""
+
+    def named(described: _Function) -> _Function:
+        functools.update_wrapper(guard, described)
+        guard.__signature__ = inspect.signature(described)
+        del guard.__wrapped__  # nothing is to find the way to what is never called
+        return guard  # type: ignore[no-any-return]
+
+    return named
 
 
-safe_resize_: _SafeResize = describe(
-    guard_resize_(torch.Tensor.resize_, helper=True),
-    name="safe_resize_",
-    module="torchguard",
-    signature="(tensor: torch.Tensor, *size: int | Sequence[int], "
-    "memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor",
-    doc="""Resize a tensor in place; if that fails, nothing about it has changed.
+@public
+@_runs(guard_resize_(torch.Tensor.resize_, helper=True))
+def safe_resize_(
+    tensor: _Tensor,
+    /,
+    *size: int | Sequence[int],
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> _Tensor:
+    """Resize a tensor in place; if that fails, nothing about it has changed.
 
     Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns
     ``tensor``. On failure (storage that can't grow, out of memory, too many
@@ -178,8 +184,8 @@ safe_resize_: _SafeResize = describe(
         RuntimeError, TypeError, torch.OutOfMemoryError: whatever torch raises.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
-    """,
-)
+    """
+    raise NotImplementedError
 
 
 @public

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore", "error:torchguard could not")
 
 
 def _shared(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

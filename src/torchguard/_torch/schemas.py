@@ -149,7 +149,7 @@ def fill_tables() -> None:
     getattr(devices, "_device_constructors", list)()
 
 
-# ---- signatures of functions that are made at run time ----
+# ---- signatures of replacements ----
 #
 # inspect.signature raises on torch's builtins and on whatever functools.wraps copies from them, so
 # a replacement has to carry a signature of its own.
@@ -165,18 +165,6 @@ class _Shown(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def describe(
-    function: Callable[..., Any], *, name: str, module: str, signature: str, doc: str | None
-) -> Any:
-    """Name a closure, and give it a signature (in words) and a docstring."""
-    function.__name__ = function.__qualname__ = name
-    function.__module__ = module
-    function.__doc__ = doc
-    found = _parse(signature, annotated=True) or _ANYTHING
-    function.__signature__ = found  # type: ignore[attr-defined]
-    return function
 
 
 def describe_as(
@@ -220,18 +208,18 @@ def signature_of(original: Callable[..., Any], *, is_method: bool) -> inspect.Si
     return parsed
 
 
-def _parse(parameters: str, *, annotated: bool = False) -> inspect.Signature | None:
+def _parse(parameters: str) -> inspect.Signature | None:
     """Read ``(input, *, out=None)``; None where it is no Python parameter list."""
     try:
         tree = ast.parse(f"def function{parameters}: ...").body[0]
         assert isinstance(tree, ast.FunctionDef)
-        return _signature(tree, annotated=annotated)
+        return _signature(tree.args)
     except (SyntaxError, ValueError):
         return None
 
 
-def _signature(tree: ast.FunctionDef, *, annotated: bool) -> inspect.Signature:
-    given, kind, empty = tree.args, inspect.Parameter, inspect.Parameter.empty
+def _signature(given: ast.arguments) -> inspect.Signature:
+    kind = inspect.Parameter
     positional: list[tuple[ast.arg, Any]] = [
         *((each, kind.POSITIONAL_ONLY) for each in given.posonlyargs),
         *((each, kind.POSITIONAL_OR_KEYWORD) for each in given.args),
@@ -244,16 +232,13 @@ def _signature(tree: ast.FunctionDef, *, annotated: bool) -> inspect.Signature:
         *zip(by_name, given.kw_defaults, strict=True),
         ((given.kwarg, kind.VAR_KEYWORD), None),
     ]
-
-    def shown(words: ast.expr | None) -> Any:
-        return _Shown(ast.unparse(words)) if words is not None and annotated else empty
-
-    found = [
-        kind(each.arg, which, default=_default(default), annotation=shown(each.annotation))
-        for (each, which), default in rows
-        if each is not None
-    ]
-    return inspect.Signature(found, return_annotation=shown(tree.returns))
+    return inspect.Signature(
+        [
+            kind(each.arg, which, default=_default(default))
+            for (each, which), default in rows
+            if each is not None
+        ]
+    )
 
 
 def _default(value: ast.expr | None) -> Any:

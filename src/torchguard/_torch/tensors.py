@@ -67,11 +67,6 @@ def with_lazy_bits(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor) if tensor.is_neg() != like.is_neg() else tensor
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd tracks the tensor as a view, which can't be detached in place."""
-    return tensor._is_view()
-
-
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 """Return the tensor of which autograd tracks this one as a view, or None."""
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torchguard._public import public
 from torchguard._pytree import reachable
-from torchguard._torch import base_of, has_own_dispatch, is_recorded, is_view, patch, version_of
+from torchguard._torch import base_of, has_own_dispatch, is_recorded, patch, version_of
 from torchguard._torch.checkpointing import (
     GENERATOR,
     IMPORTED_BY,
@@ -199,7 +199,7 @@ def _is_state(value: Any) -> bool:
 def _is_of_parameter(value: Any) -> bool:
     # FSDP puts such views into modules while it has gathered their parameters.
     return isinstance(value, nn.Parameter) or (
-        isinstance(value, Tensor) and is_view(value) and isinstance(base_of(value), nn.Parameter)
+        isinstance(value, Tensor) and isinstance(base_of(value), nn.Parameter)
     )
 
 

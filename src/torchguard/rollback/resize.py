@@ -10,11 +10,13 @@ call to torch stands in the guard itself, so that a traceback gains one line and
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import (
@@ -25,12 +27,12 @@ from torch.overrides import (
 
 from torchguard._public import public
 from torchguard._torch import overriding, without_torch_function
-from torchguard._torch.schemas import describe
 from torchguard.rollback.interrupts import finish
 from torchguard.rollback.operation import cannot_grow, lacks_allocator
 from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 
 
@@ -102,14 +104,28 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
 
 def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
+    return _guard(original, begin_resize_as_, is_shown=True)
 
-    def resize_as_(*args: Any, **kwargs: Any) -> torch.Tensor:
-        saved = begin_resize_as_(args, kwargs)
+
+def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
+    # torch shows set_ to no subclass and to no mode.
+    return _guard(original, begin_set_, is_shown=False)
+
+
+def _guard(
+    original: Callable[..., Any],
+    begin: Callable[[tuple[Any, ...], dict[str, Any]], Snapshot | None],
+    *,
+    is_shown: bool,
+) -> Callable[..., Any]:
+    def guarded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        saved = begin(args, kwargs)
         if saved is None:
             return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
         try:
             try:
-                if has_torch_function(args):
+                if is_shown and has_torch_function(args):
                     return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
                 return original(*args, **kwargs)  # type: ignore[no-any-return]
             except BaseException:
@@ -119,47 +135,30 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
             finish(saved.restore)
             raise
 
-    return resize_as_
+    return guarded
 
 
-def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
+def _runs(guard: Any) -> Callable[[_Function], _Function]:
+    """Let what is decorated describe ``guard``, which is called in its place."""
 
-    def set_(*args: Any, **kwargs: Any) -> torch.Tensor:
-        saved = begin_set_(args, kwargs)
-        if saved is None:
-            return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
-        try:
-            try:
-                # Not shown to subclasses and modes: torch does not show them set_ either.
-                return original(*args, **kwargs)  # type: ignore[no-any-return]
-            except BaseException:
-                finish(saved.restore)
-                raise
-        except BaseException:  # an interrupt in the clause above: see interrupts.py
-            finish(saved.restore)
-            raise
+    def named(described: _Function) -> _Function:
+        functools.update_wrapper(guard, described)
+        guard.__signature__ = inspect.signature(described)
+        del guard.__wrapped__  # nothing is to find the way to what is never called
+        return guard  # type: ignore[no-any-return]
 
-    return set_
+    return named
 
 
-class _SafeResize(Protocol):
-    def __call__(
-        self,
-        tensor: _Tensor,
-        /,
-        *size: int | Sequence[int],
-        memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> _Tensor: ...
-
-
-safe_resize_: _SafeResize = describe(
-    guard_resize_(torch.Tensor.resize_, helper=True),
-    name="safe_resize_",
-    module="torchguard",
-    signature="(tensor: torch.Tensor, *size: int | Sequence[int], "
-    "memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor",
-    doc="""Resize a tensor in place; if that fails, nothing about it has changed.
+@public
+@_runs(guard_resize_(torch.Tensor.resize_, helper=True))
+def safe_resize_(
+    tensor: _Tensor,
+    /,
+    *size: int | Sequence[int],
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> _Tensor:
+    """Resize a tensor in place; if that fails, nothing about it has changed.
 
     Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns
     ``tensor``. On failure (storage that can't grow, out of memory, too many
@@ -178,8 +177,8 @@ safe_resize_: _SafeResize = describe(
         RuntimeError, TypeError, torch.OutOfMemoryError: whatever torch raises.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
-    """,
-)
+    """
+    raise NotImplementedError
 
 
 @public

@@ -18,12 +18,12 @@ import torch
 from torch.overrides import has_torch_function_unary
 
 from torchguard._torch import (
+    base_of,
     call_unrecorded,
     call_with_grad,
     coo_parts,
     has_own_dispatch,
     inner_tensors,
-    is_view,
     set_version,
     version_of,
     without_dispatch_modes,
@@ -332,7 +332,7 @@ def _restore_history(tensor: torch.Tensor, saved: _Autograd) -> None:
     if saved.data and tensor.grad_fn is not saved.grad_fn:
         if saved.with_history is not None:
             call_with_grad(True, tensor.copy_, saved.with_history)
-        elif not is_view(tensor):
+        elif base_of(tensor) is None:  # a view can't be detached in place
             tensor.detach_()
     if saved.is_leaf and tensor.is_leaf and tensor.requires_grad != saved.requires_grad:
         tensor.requires_grad_(saved.requires_grad)

@@ -240,7 +240,7 @@ def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback
                 try:
                     try:
                         hold(None)  # for what torch calls meanwhile, a subclass's own code
-                        return operation.finish(call(*args, **kwargs))
+                        return operation.finish(call(*operation.args, **operation.kwargs))
                     except BaseException as error:
                         operation.undo(error)
                         raise
@@ -320,7 +320,9 @@ def _guard_operators(original: Callable[..., Any]) -> Callable[..., Any]:
         refuse = _REFUSALS.get(operator.__name__.partition(".")[0])
         if refuse is not None:
             refuse(tuple(rest), kwargs)
-        return Operation(writes, tuple(rest), kwargs, data=data and not is_recorded())
+        operation = Operation(writes, tuple(rest), kwargs, data=data and not is_recorded())
+        operation.args = (operator, *operation.args)
+        return operation
 
     call = _undoing(original, begin)
     return _named(call, original, name=original.__qualname__)
@@ -339,7 +341,7 @@ def _undoing(original: Callable[..., Any], begin: _Begin) -> Callable[..., Any]:
         try:
             try:
                 hold(None)  # for what torch calls meanwhile, a subclass's own code
-                return operation.finish(original(*args, **kwargs))
+                return operation.finish(original(*operation.args, **operation.kwargs))
             except BaseException as error:
                 operation.undo(error)
                 raise
@@ -384,7 +386,7 @@ def _guard_out(original: Callable[..., Any]) -> Callable[..., Any]:  # noqa: C90
         try:
             try:
                 hold(None)  # for what torch calls meanwhile, a subclass's own code
-                return operation.finish(original(*args, out=out, **kwargs))
+                return operation.finish(original(*operation.args, **operation.kwargs))
             except BaseException as error:
                 operation.undo(error)
                 raise

@@ -33,16 +33,19 @@ _LOCKED: set[int] = set()
 class Operation:
     """What one call writes to.
 
-    Use: make it, then call torch; on success return ``operation.finish(result)``. On an exception
-    (also one that ``finish`` raises) call ``operation.undo(error)``, twice as interrupts.py says,
-    and then ``operation.explain(error)``.
+    Use: call torch with ``*operation.args, **operation.kwargs``; on success return
+    ``operation.finish(result)``. On an exception (also one that ``finish`` raises) call
+    ``operation.undo(error)``, twice as interrupts.py says, and then ``operation.explain(error)``.
     """
 
-    __slots__ = ("_calls_back", "_in_place", "_locked", "_moved", "_out", "_too_small")
+    __slots__ = ("_calls_back", "_in_place", "_locked", "_moved", "_out", "_too_small", "args",
+                 "kwargs")  # fmt: skip
 
     def __init__(
         self, writes: Writes | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, data: bool
     ) -> None:
+        self.args = args
+        self.kwargs = kwargs
         self._in_place: list[tuple[torch.Tensor, Snapshot | None, bool]] = []
         self._calls_back = writes is not None and writes.calls_back and any(map(callable, args))
         self._out = [capture(tensor, data) for tensor in out_tensors(writes, kwargs)]
@@ -64,19 +67,19 @@ class Operation:
             if lacks_allocator(shared):
                 done.append(shared)
                 try:
-                    self._begin_shared(shared, (args, kwargs))
+                    self._begin_shared(shared)
                 except BaseException:
                     self._unlock()
                     self._move_back()
                     raise
 
-    def _begin_shared(self, shared: torch.UntypedStorage, given: Iterable[Any]) -> None:
+    def _begin_shared(self, shared: torch.UntypedStorage) -> None:
         storage = _locked_storage(shared)
         self._locked.append(storage)
         _LOCKED.add(storage_key(storage))
         # The tensors of the call view the storage that can't grow for as long as it takes. Inputs
         # in the same storage move along: torch has to see that they overlap.
-        moved = {id(each.tensor): each for each in _tensors_over(shared, given)}
+        moved = {id(each.tensor): each for each in _tensors_over(shared, (self.args, self.kwargs))}
         self._moved |= moved
         for before in moved.values():
             before._replace(storage=storage).restore()
@@ -160,7 +163,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         operation = Operation(statistics, args, {**kwargs, "out": out}, data=False)
         try:
             try:
-                return operation.finish(original(*args, out=out, **kwargs))
+                return operation.finish(original(*operation.args, **operation.kwargs))
             except BaseException as error:
                 operation.undo(error)
                 raise

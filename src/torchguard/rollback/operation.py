@@ -9,13 +9,14 @@ when it has written part of the elements, and then it does not bump their versio
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchguard._torch import (
+    call_unrecorded,
     refuses_writes,
     storage_key,
     version_of,
@@ -38,8 +39,8 @@ class Operation:
     ``operation.undo(error)``, twice as interrupts.py says, and then ``operation.explain(error)``.
     """
 
-    __slots__ = ("_calls_back", "_in_place", "_locked", "_moved", "_out", "_too_small", "args",
-                 "kwargs")  # fmt: skip
+    __slots__ = ("_calls_back", "_in_place", "_locked", "_moved", "_out", "_stand_ins",
+                 "_too_small", "args", "kwargs")  # fmt: skip
 
     def __init__(
         self, writes: Writes | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, data: bool
@@ -49,6 +50,7 @@ class Operation:
         self._in_place: list[tuple[torch.Tensor, Snapshot | None, bool]] = []
         self._calls_back = writes is not None and writes.calls_back and any(map(callable, args))
         self._out = [capture(tensor, data) for tensor in out_tensors(writes, kwargs)]
+        self._stand_ins: list[tuple[torch.Tensor, Snapshot]] = []
         self._moved: dict[int, Snapshot] = {}
         self._locked: list[torch.UntypedStorage] = []
         self._too_small: NonResizableStorageError | None = None
@@ -77,18 +79,39 @@ class Operation:
         storage = _locked_storage(shared)
         self._locked.append(storage)
         _LOCKED.add(storage_key(storage))
-        # The tensors of the call view the storage that can't grow for as long as it takes. Inputs
-        # in the same storage move along: torch has to see that they overlap.
-        moved = {id(each.tensor): each for each in _tensors_over(shared, (self.args, self.kwargs))}
-        self._moved |= moved
-        for before in moved.values():
-            before._replace(storage=storage).restore()
+        # Inputs in the same storage move along: torch has to see that they overlap.
+        stand_ins: dict[int, torch.Tensor] = {}
+        given = self.args, self.kwargs
+        self.args, self.kwargs = _move(given, shared, storage, stand_ins, self._moved)
+        for each in self._out:
+            if id(each.tensor) in stand_ins:
+                self._stand_ins.append((stand_ins[id(each.tensor)], each))
+        # Autograd, subclasses and inference mode have to see these tensors themselves, so
+        # they view the storage that can't grow for as long as the call takes.
+        for before in self._moved.values():
+            if before.storage is shared:
+                before._replace(storage=storage).restore()
 
     def finish(self, result: Any) -> Any:
-        """Let the tensors view their own storage again; returns ``result``."""
+        """Turn the result of a call with stand-ins into that of a call without."""
         self._unlock()
         if self._moved:
             finish(self._move_back)
+        if not self._stand_ins:
+            return result
+        for stand_in, saved in self._stand_ins:
+            with without_torch_function():
+                if stand_in.shape != saved.size or stand_in.stride() != saved.stride:
+                    view = stand_in.storage_offset(), stand_in.shape, stand_in.stride()
+                    call_unrecorded(saved.tensor, saved.tensor.set_, saved.storage, *view)
+                else:
+                    torch.autograd.graph.increment_version(saved.tensor)
+        real = {id(stand_in): saved.tensor for stand_in, saved in self._stand_ins}
+        if isinstance(result, torch.Tensor):
+            return real.get(id(result), result)
+        if isinstance(result, (tuple, list)):
+            # A named tuple of torch (torch.return_types.max) takes one sequence.
+            return type(result)([real.get(id(item), item) for item in result])
         return result
 
     def _unlock(self) -> None:
@@ -123,8 +146,8 @@ class Operation:
 
     def _note_what_is_too_small(self) -> None:
         """Make the error for :meth:`explain`, while outputs still have the shape they got."""
-        for before in self._moved.values():
-            tensor = before.tensor
+        moved = [(before.tensor, before) for before in self._moved.values()]
+        for tensor, before in (*self._stand_ins, *moved):
             assert before.storage is not None
             with without_torch_function():
                 size, (stride, _) = tensor.shape, read_stride_and_offset(tensor)
@@ -217,17 +240,38 @@ def _ran(error: BaseException) -> bool:
     return not isinstance(error, TypeError) or below is not None
 
 
-def _tensors_over(storage: torch.UntypedStorage, values: Iterable[Any]) -> Iterator[Snapshot]:
-    """Capture the tensors among these, and in containers among them, that view ``storage``."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            saved = capture(value)
-            if saved.storage is storage and not saved.parts:
-                yield saved
-        elif isinstance(value, dict):
-            yield from _tensors_over(storage, value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_over(storage, value)
+def _move(
+    value: Any,
+    storage: torch.UntypedStorage,
+    target: torch.UntypedStorage,
+    stand_ins: dict[int, torch.Tensor],
+    moved: dict[int, Snapshot],
+) -> Any:
+    """Replace each plain tensor over ``storage`` by the same view of ``target``.
+
+    ``stand_ins`` collects the replacements by id, and ``moved`` what nothing can replace.
+    """
+    if isinstance(value, torch.Tensor):
+        saved = capture(value)
+        if saved.parts or saved.storage is not storage:
+            return value
+        if not _can_be_replaced(value):
+            moved[id(value)] = saved
+            return value
+        if id(value) not in stand_ins:
+            with without_torch_function():
+                view = torch.empty(0, dtype=value.dtype, device="cpu")
+                view.set_(target, saved.storage_offset, saved.size, saved.stride)
+            stand_ins[id(value)] = view
+        return stand_ins[id(value)]
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    inside = value.values() if isinstance(value, dict) else value
+    items = [_move(item, storage, target, stand_ins, moved) for item in inside]
+    if isinstance(value, dict):
+        return dict(zip(value, items, strict=True))
+    # A named tuple of torch takes a sequence; as an argument a tuple does as well.
+    return items if isinstance(value, list) else tuple(items)
 
 
 # ---- storage in shared memory ----
@@ -252,6 +296,17 @@ def cannot_grow(
         f"storage lies in shared memory, holds {storage.nbytes()} bytes and can't grow (torch "
         "would kill the process); for a larger one write "
         "torch.empty(new_size, dtype=tensor.dtype).share_memory_()"
+    )
+
+
+def _can_be_replaced(tensor: torch.Tensor) -> bool:
+    """Whether torch does the same with a plain tensor over the same bytes."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
+    # Autograd and inference mode refuse these; they have to see the tensor itself.
+    frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return not (
+        tensor.requires_grad or frozen or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
     )
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from torchguard._pytree import flatten
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, uncompiled, user_line
-from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan, sizes_of
+from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Input, Plan, sizes_of
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.bucketing.decorator.slices import Narrow
-from torchguard.bucketing.padding import pad_to_bucket
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.isolate import run_undoing_mutations
 from torchguard.equivalence.outcome import Given, Outcome
@@ -201,10 +199,8 @@ class FirstDifference(TorchDispatchMode):
                 real = next((real for real, bucket in self._sizes if bucket == size), size)
             elif (size, padded) not in self._sizes:
                 return []
-            narrow = Narrow.of(dim, real, padded, self._side)
-            got = got.narrow(*narrow)
-            if size == padded:
-                expected = expected.narrow(*narrow)
+            expected = expected.narrow(*Narrow.of(dim, real, size, self._side))
+            got = got.narrow(*Narrow.of(dim, real, padded, self._side))
         return [expected.detach(), got.detach()]
 
 
@@ -232,16 +228,6 @@ def _place(operator: str) -> str:
 _MOST_TRIED = 8
 
 
-class _Suspect(NamedTuple):
-    """A dim of a tensor that was not padded, and is as long as an axis that was."""
-
-    leaf: int  # its index
-    dim: int
-    axis: str
-    label: str
-    shape: tuple[int, ...]
-
-
 def explain_failure(
     shapes: OutputShapes, plan: Plan, call: Call, error: Exception
 ) -> ValueError | None:
@@ -254,56 +240,59 @@ def explain_failure(
     memory = isinstance(error, torch.OutOfMemoryError)
     if memory or not plan.pads or shapes.spec.options["group"] is not None:
         return None
-    padded = {(each.index, dim) for each in plan.inputs for dim, _ in each.axes}
+    named = {(each.index, dim) for each in plan.inputs for dim, _ in each.axes}
     axes = [axis for axis, size in plan.sizes.items() if plan.buckets[axis] != size]
     suspects = [
-        _Suspect(index, dim, axis, label, tuple(leaf.shape))
+        # Padded with a value that is there: it is a valid one, of labels too.
+        Input(
+            index, label, tuple(leaf.shape), ((dim, axis),), "repeat-last",
+            declared=True, device=leaf.device, dtype=leaf.dtype,
+        )
         for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
         if isinstance(leaf, torch.Tensor)
         for (dim, size), axis in itertools.product(enumerate(leaf.shape), axes)
-        if size == plan.sizes[axis] and (index, dim) not in padded
-    ][:_MOST_TRIED]
-    works = functools.partial(_works, shapes.function, plan, call)
+        if size == plan.sizes[axis] and (index, dim) not in named
+    ][:_MOST_TRIED]  # fmt: skip
     with COMPILE_LOCK, uncompiled():
         # Where it runs as it was padded, the padding was not the reason.
-        if not suspects or works(()):
+        if not suspects or _works(shapes.function, plan, call):
             return None
-        usual = {(axis, dim) for each in plan.inputs for dim, axis in each.axes}
+        usual = {place for each in plan.inputs for place in each.axes}
         # First those in the dim in which dims names the axis: labels beside ids.
-        in_place = [each for each in suspects if (each.axis, each.dim) in usual]
+        in_place = [each for each in suspects if each.axes[0] in usual]
         groups = (*([each] for each in (*in_place, *suspects)), in_place, suspects)
-        found = next((group for group in groups if group and works(group)), None)
-    if found is None:
-        return None
-    longer = ", ".join(
-        f"{axis!r} from {plan.sizes[axis]} to {plan.buckets[axis]}"
-        for axis in dict.fromkeys(each.axis for each in found)
-    )
-    shown = ", ".join(f"{each.label} of shape {each.shape}" for each in found)
-    entries = ", ".join(f"{each.label!r}: {{{each.dim}: {each.axis!r}}}" for each in found)
-    text = (
-        f"bucketed: {shapes.name} was padded along {longer}, but not {shown}, which is as long: it "
-        f"runs once that is padded too. Name it in dims: {{..., {entries}}}"
-    )
-    labels = [each.label for each in found if "label" in each.label or "target" in each.label]
-    if labels:
-        text += f", and say in fill what a loss ignores: {{{labels[0]!r}: -100}}"
-    return ValueError(text)
+        for found in filter(None, groups):
+            longer = replace(plan, inputs=(*plan.inputs, *found))
+            if _works(shapes.function, longer, call):
+                return _missing(shapes.name, plan, found)
+    return None
 
 
-def _works(
-    function: Callable[..., Any], plan: Plan, call: Call, suspects: Sequence[_Suspect]
-) -> bool:
-    """Run the function eagerly, at the sizes of the buckets, with these padded as well."""
-    leaves = plan.pad(call.leaves)
+def _works(function: Callable[..., Any], plan: Plan, call: Call) -> bool:
+    """Run the function eagerly, at the sizes of the buckets; return whether it raises nothing."""
     try:
-        for each in suspects:
-            # A value that is there: it is a valid one, of labels too.
-            leaf, size = leaves[each.leaf], plan.buckets[each.axis]
-            leaves[each.leaf] = pad_to_bucket(leaf, each.dim, size, value="repeat-last").tensor
+        leaves = plan.pad(call.leaves)
         given = Given(leaves, *call.bind(plan.extras, leaves), {})
         modules = call.modules(function)
         run_undoing_mutations(function, given, read=lambda _: (None, []), names={}, modules=modules)
     except Exception:  # noqa: BLE001 - whatever it is, it did not work
         return False
     return True
+
+
+def _missing(name: str, plan: Plan, found: Sequence[Input]) -> ValueError:
+    places = [(each.label, *each.axes[0]) for each in found]
+    longer = ", ".join(
+        f"{axis!r} from {plan.sizes[axis]} to {plan.buckets[axis]}"
+        for axis in dict.fromkeys(axis for _, _, axis in places)
+    )
+    shown = ", ".join(f"{each.label} of shape {each.shape}" for each in found)
+    entries = ", ".join(f"{label!r}: {{{dim}: {axis!r}}}" for label, dim, axis in places)
+    text = (
+        f"bucketed: {name} was padded along {longer}, but not {shown}, which is as long: it "
+        f"runs once that is padded too. Name it in dims: {{..., {entries}}}"
+    )
+    labels = [each.label for each in found if "label" in each.label or "target" in each.label]
+    if labels:
+        text += f", and say in fill what a loss ignores: {{{labels[0]!r}: -100}}"
+    return ValueError(text)

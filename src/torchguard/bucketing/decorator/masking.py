@@ -6,8 +6,8 @@ Shapes: B batch, T the size of an axis, S the same after padding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -228,13 +228,3 @@ def _spread(positions: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Te
         shape[batch] = size
         positions = positions if batch < dim else positions.T
     return positions.to(tensor.device).reshape(shape)
-
-
-def inverted_masks(spec: Spec, plan: Plan) -> Iterator[tuple[Mask, Spec]]:
-    """Yield each mask of a call the other way round, and a spec that says so."""
-    swapped: dict[str, Any] = {"real": "padding", "padding": "real"}
-    given = {*plan.extras, *(each.label for each in plan.inputs)}
-    for name, mask in spec.masks.items():
-        if name in given and mask.kind in swapped:
-            other = replace(mask, kind=swapped[mask.kind])
-            yield other, replace(spec, masks={**spec.masks, name: other})

@@ -20,7 +20,6 @@ from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, 
 from torchguard.bucketing.decorator.masking import (
     Real,
     given_masks,
-    inverted_masks,
     make_extras,
     real_extras,
 )
@@ -360,7 +359,7 @@ class _Checker:
         with contextlib.suppress(Exception):
             inverted = self._inverted(case)
             if inverted:
-                return Leak(leak.text).error(inverted)
+                return PaddingLeakError(f"{leak.text}{inverted}")
             watch = FirstDifference(case.plan)
             for _ in self._runs(case, [{}, leak.fills] if leak.fills else [None, {}], watch):
                 pass
@@ -370,9 +369,15 @@ class _Checker:
     def _inverted(self, case: Case) -> str:
         """Say which mask is right the other way round; empty where none is."""
         plan = case.plan
-        for mask, spec in inverted_masks(self._spec, plan):
+        swapped: dict[str, Any] = {"real": "padding", "padding": "real"}
+        given = {*plan.extras, *(each.label for each in plan.inputs)}
+        for name, own in self._spec.masks.items():
+            if name not in given or own.kind not in swapped:
+                continue
+            mask = replace(own, kind=swapped[own.kind])
+            spec = replace(self._spec, masks={**self._spec.masks, name: mask})
             inputs = tuple(
-                replace(e, fill=mask.fill) if e.label == mask.argument else e for e in plan.inputs
+                replace(e, fill=mask.fill) if e.label == name else e for e in plan.inputs
             )
             extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
             again = replace(plan, inputs=inputs, extras=extras, slices={})
@@ -383,7 +388,7 @@ class _Checker:
                 if found.leak is None and found.dependence is None:
                     means = "padding" if mask.kind == "padding" else "real data"
                     return (
-                        f". With {mask.argument} the other way round nothing differs: does True "
-                        f"mean {means} there? mask={{{mask.argument!r}: {mask.kind!r}}}"
+                        f". With {name} the other way round nothing differs: does True "
+                        f"mean {means} there? mask={{{name!r}: {mask.kind!r}}}"
                     )
         return ""

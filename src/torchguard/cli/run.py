@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
-import importlib.util
 import io
 import os
 import pkgutil
@@ -14,7 +13,7 @@ import types
 from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import argparse
@@ -90,77 +89,47 @@ def run_script(script: str, arguments: list[str]) -> None:
     # As python does for __file__: any ".." stays.
     # https://docs.python.org/3/whatsnew/3.9.html#other-language-changes
     path = os.path.join(os.getcwd(), script)  # noqa: PTH109, PTH118 - pathlib drops "./"
-    importer: Any = pkgutil.get_importer(path)
-    if importer is None:
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            _end(f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}", 2)
-        _set_first_path(str(Path(path).resolve().parent))
-        compiled = pkgutil.read_code(io.BytesIO(content))  # of a .pyc file
-        code = compiled or compile(content, path, "exec", dont_inherit=True)
-        _execute(code, path, importlib.machinery.SourceFileLoader("__main__", path))
-    else:
-        spec = importer.find_spec("__main__")
-        code = None if spec is None else spec.loader.get_code("__main__")
-        if code is None:
-            _end(f"can't find '__main__' module in {path!r}", 1)
-        _set_first_path(path)
-        _execute(code, spec.origin or "", spec.loader, spec)
+    if pkgutil.get_importer(path) is not None:
+        _set_first_path(path, also_if_safe=True)
+        _execute_module("__main__", alter_argv=False)
+        return
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        why = f"[Errno {error.errno}] {error.strerror}"
+        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: {why}\n")
+        sys.exit(2)
+    _set_first_path(str(Path(path).resolve().parent))
+    compiled = pkgutil.read_code(io.BytesIO(content))  # of a .pyc file
+    code = compiled or compile(content, path, "exec", dont_inherit=True)
+    names = _new_main()
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    names.update(__file__=path, __cached__=None, __loader__=loader)
+    exec(code, names)  # noqa: S102 - running the program is the point
 
 
 def run_module(name: str, arguments: list[str]) -> None:
     """Run a module, or a package with a ``__main__``: ``python -m name arguments``."""
     sys.argv = ["-m", *arguments]  # what packages imported on the way see, as under `python -m`
-    spec, code = _module(name)
-    sys.argv[0] = spec.origin or ""
-    _execute(code, sys.argv[0], spec.loader, spec)
+    _execute_module(name, alter_argv=True)
 
 
-def _module(name: str) -> tuple[importlib.machinery.ModuleSpec, types.CodeType]:
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            package, name = name, f"{name}.__main__"
-            spec = importlib.util.find_spec(name)
-            if spec is None:
-                why = f"{package!r} is a package and cannot be directly executed"
-                _end(f"No module named {name}; {why}", 1)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # an import inside the parent package failed: its traceback says where
-        why = f"({type(error).__name__}: {error})"
-        _end(f"Error while finding module specification for {name!r} {why}", 1)
-    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
-    code = get_code(name) if get_code is not None else None
-    if spec is None or code is None:
-        _end(
-            f"No module named {name}" if spec is None else f"No code object available for {name}", 1
-        )
-    return spec, code
+def _execute_module(name: str, *, alter_argv: bool) -> None:
+    """Run a module as the interpreter does: its own function knows what can't be run, and why."""
+    _new_main()
+    run: Any = vars(runpy)["_run_module_as_main"]
+    run(name, alter_argv)
 
 
-def _execute(
-    code: types.CodeType,
-    file: str,
-    loader: object,
-    spec: importlib.machinery.ModuleSpec | None = None,
-) -> None:
-    """Make the program ``__main__`` and run it."""
+def _new_main() -> dict[str, Any]:
+    """Give the program a ``__main__`` of its own, and return the names in it."""
     module = types.ModuleType("__main__")
-    module.__dict__.update(
-        __annotations__={},
-        __builtins__=builtins,
-        __cached__=None if spec is None else spec.cached,
-        __file__=file,
-        __loader__=loader,
-        __package__=None if spec is None else spec.parent,
-        __spec__=spec,
-    )
+    names = module.__dict__
+    names.update(__annotations__={}, __builtins__=builtins)
     # For good: exit handlers and threads of the program still need their __main__. What a
     # spawned worker sends back names it __mp_main__, as multiprocessing did when it was imported.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-    exec(code, module.__dict__)  # noqa: S102 - running the program is the point
+    return names
 
 
 def hide_own_frames() -> None:
@@ -184,16 +153,12 @@ def _is_ours(file: str) -> bool:
     return Path(file) in {Path(__file__), Path(__file__).parents[1] / "__main__.py"}
 
 
-def _set_first_path(path: str) -> None:
+def _set_first_path(path: str, *, also_if_safe: bool = False) -> None:
     """Put the program's folder where ``python -m torchguard`` has put the current one."""
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later; `python -P` has none
         sys.path[0] = path
-
-
-def _end(message: str, status: int) -> NoReturn:
-    """End as ``python`` does when there is nothing to run."""
-    sys.stderr.write(f"{sys.executable}: {message}\n")
-    sys.exit(status)
+    elif also_if_safe:
+        sys.path.insert(0, path)
 
 
 def install_everywhere(guards: tuple[GuardName, ...]) -> None:

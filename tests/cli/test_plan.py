@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from support.terminal import Terminal
 from torchguard import BucketBatchSampler, bucketed
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.histogram import batch_maxima
@@ -214,19 +213,6 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr()
     assert json.loads(shown.out)["sizes"] == [10, 20]
     assert "2 buckets: 10 20" in shown.err
-
-
-def test_bar() -> None:
-    """Slow work on a terminal has a bar, which is wiped at the end."""
-    for stream, after in ((Terminal(), 9.0), (io.StringIO(), -1.0)):
-        with plan.progress_bar(stream, after=after) as show:
-            show(1, 2)
-        assert not stream.getvalue()
-    stream = Terminal()
-    with plan.progress_bar(stream, after=-1.0) as show:
-        show(16, 32)
-        assert stream.getvalue().endswith("16 of 32 ladders")
-    assert stream.getvalue().endswith(" \r")
 
 
 @pytest.mark.parametrize("by_file", [False, True])

@@ -108,12 +108,10 @@ def best_ladders(
     cost: Cost = "linear",
     multiple_of: int = 1,
     top: int,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[FittedLadder]:
     """Return the cheapest ladders of at most 1, 2, ... ``count`` buckets, the largest ``top``.
 
     There are fewer than ``count`` of them where one more bucket would save nothing.
-    ``progress`` is called after each with how many are done, and of how many.
     """
     # All sizes that the alignment gives the same bucket are one.
     wanted, where = np.unique(
@@ -129,8 +127,6 @@ def best_ladders(
     cuts: list[NDArray[np.int32]] = []
     found = [_read(buckets, cuts, float(reached[-1]))]
     while len(found) < count:
-        if progress is not None:
-            progress(len(found), count)
         reached, cut = _one_more_bucket(reached, below, costs)
         if reached[-1] >= found[-1].cost:
             break

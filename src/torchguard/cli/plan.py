@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torchguard._files import write_text
 from torchguard.bucketing.buckets import Buckets, total_cost
@@ -77,14 +74,11 @@ def _print_buckets(options: argparse.Namespace) -> None:
             f"--maximum is {options.maximum}, but {name} has a length of {observed.sizes[-1]}: "
             "leave it out, or give the longest there can be"
         )
-    # To standard error, as everything that is not the result: `plan lengths.npy > report.txt`.
-    with progress_bar(sys.stderr) as show:
-        aligned = {"cost": options.cost, "multiple_of": options.multiple_of}
-        limits = {"maximum": options.maximum, "tokens": options.tokens}
-        buckets = Buckets.fit(_histogram(observed), options.buckets, **aligned, **limits)
-        # The table ends at the same largest size, so that its waste can be compared.
-        top = buckets.sizes[-1]
-        curve = best_ladders(observed, _COUNTS, **aligned, top=top, progress=show)
+    aligned = {"cost": options.cost, "multiple_of": options.multiple_of}
+    limits = {"maximum": options.maximum, "tokens": options.tokens}
+    buckets = Buckets.fit(_histogram(observed), options.buckets, **aligned, **limits)
+    # The table ends at the same largest size, so that its waste can be compared.
+    curve = best_ladders(observed, _COUNTS, **aligned, top=buckets.sizes[-1])
     # To standard error, if the buckets themselves go to standard output.
     target = sys.stderr if options.json == Path("-") else sys.stdout
     summary = f"{single.total:,.0f} lengths from {name}: {_range(single)}\n"
@@ -219,25 +213,3 @@ def _columns(values: list[str], rows: int = 8) -> list[str]:
     """Lay out numbered values in columns of ``rows``."""
     numbered = [f"{number:>4} {value:>9}" for number, value in enumerate(values, start=1)]
     return ["".join(numbered[row::rows]) for row in range(min(rows, len(numbered)))]
-
-
-@contextlib.contextmanager
-def progress_bar(stream: TextIO, *, after: float = 1.0) -> Iterator[Callable[[int, int], None]]:
-    """Give a function of (done, total) that draws a bar on a terminal after some seconds."""
-    begun = time.monotonic()
-    drawn = False
-
-    def show(done: int, total: int) -> None:
-        nonlocal drawn
-        if time.monotonic() - begun > after and stream.isatty():
-            bar = "#" * (30 * done // total)
-            print(
-                f"\rplanning [{bar:<30}] {done} of {total} ladders", end="", file=stream, flush=True
-            )
-            drawn = True
-
-    try:
-        yield show
-    finally:
-        if drawn:
-            print("\r" + " " * 64 + "\r", end="", file=stream, flush=True)

@@ -64,7 +64,7 @@ def reference_of(
 
     ``found`` is told of each overlap, before anything is copied or written.
     """
-    if not any(map(_may_write, graph.graph.nodes)):
+    if not any(map(node_may_write, graph.graph.nodes)):
         return graph.forward
     return lambda *inputs: _Reference(graph, found).run(*inputs, enable_io_processing=False)
 
@@ -75,7 +75,7 @@ class _Reference(fx.Interpreter):
         self.found = found
 
     def run_node(self, n: fx.Node) -> Any:
-        if not _may_write(n):
+        if not node_may_write(n):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         function, place = _function_of(n), _place_of(n)
@@ -85,7 +85,8 @@ class _Reference(fx.Interpreter):
         return getattr(self, n.op)(n.target, args, kwargs)
 
 
-def _may_write(node: fx.Node) -> bool:
+def node_may_write(node: fx.Node) -> bool:
+    """Whether a node of a graph may write to a tensor that it is given."""
     if node.op == "call_method":
         return str(node.target).endswith("_") or node.target == "__setitem__"
     return node.op == "call_function" and may_write(_function_of(node), node.kwargs)

@@ -20,14 +20,9 @@ from torch import fx
 from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import copy_inputs, run_on_copies
 from torchguard.equivalence.isolate import isolated
+from torchguard.equivalence.reference import node_may_write
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.rounding import exact
-
-_WRITING_OPERATORS = {
-    operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift,
-    operator.imatmul, operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift,
-    operator.isub, operator.itruediv, operator.ixor,
-}  # fmt: skip
 
 _Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -262,7 +257,8 @@ def _leave_out_unread(graph: fx.GraphModule) -> None:
     """Leave out what computes something that is not read any more."""
     for node in reversed(list(graph.graph.nodes)):
         computes = _is_statement(node) or node.meta.get("example_value") is not None
-        if computes and node.op.startswith("call_") and not node.users and not _writes(node):
+        writes = node_may_write(node) or node.kwargs.get("inplace")
+        if computes and node.op.startswith("call_") and not node.users and not writes:
             graph.graph.erase_node(node)
 
 
@@ -274,14 +270,6 @@ def _replacement(node: fx.Node) -> fx.Node | None:
         if (value.shape, value.dtype) == (result.shape, result.dtype):
             return read
     return None
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a statement may do more than return something."""
-    name = str(getattr(node.target, "__name__", node.target))
-    in_place = name.endswith("_") and not name.endswith("__")
-    by_argument = node.kwargs.get("out") or node.kwargs.get("inplace")
-    return node.target in _WRITING_OPERATORS or in_place or bool(by_argument)
 
 
 def _leave_out_unused_inputs(graph: fx.GraphModule, inputs: list[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -173,20 +174,13 @@ def minify(script: str, graph: torch.nn.Module, inputs: list[Any], **settings: A
 def _write(text: str, path: Path) -> str:
     """Write a script, under another name where there is one already; return its path."""
     number, stem = 1, path.stem
-    while not _write_new(path, text):
+    while True:
+        with contextlib.suppress(FileExistsError):  # perhaps of another process
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+            return str(path)
         number += 1
         path = path.with_name(f"{stem}-{number}.py")
-    return str(path)
-
-
-def _write_new(path: Path, text: str) -> bool:
-    """Write a file that is not there; False if there is one, perhaps of another process."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        return False
-    return True
 
 
 @functools.cache

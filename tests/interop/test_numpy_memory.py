@@ -314,6 +314,15 @@ def test_an_array_that_goes_leaves_the_note_of_another(installed: None) -> None:
     assert numpy_memory._viewed.pop(key) is another
 
 
+@pytest.mark.parametrize("scalar", [np.float64(3.5), np.int32(4), np.bool_(1), np.complex64(1j)])
+def test_asarray_of_a_numpy_scalar_is_its_value(scalar: Any, installed: None) -> None:
+    """Though it offers its bytes as a read-only buffer."""
+    for readonly in ("copy", "raise"):
+        tensor = numpy_memory.asarray(scalar, readonly=readonly)  # type: ignore[arg-type]
+        assert tensor.dtype == torch.from_numpy(np.array(scalar)).dtype
+        assert tensor.item() == torch.asarray(scalar).item() == scalar.item()
+
+
 def test_asarray_of_a_read_only_buffer_that_offers_dlpack(installed: None) -> None:
     """torch asks for the buffer first, and writes to it."""
 

@@ -24,6 +24,7 @@ from torchguard.bucketing.histogram import (
     Sizes,
     batch_maxima,
     is_amount,
+    largest_bucket,
     observe,
     positive_integer,
     with_prior,
@@ -177,13 +178,7 @@ class Buckets:
         observed = observe(sizes, "Buckets.fit")
         multiple_of = positive_integer(multiple_of, "multiple_of", "Buckets.fit")
         largest = int(observed.sizes[-1])
-        top = -(-largest // multiple_of) * multiple_of
-        if maximum is not None:
-            top = positive_integer(maximum, "maximum", "Buckets.fit")
-            if top < largest:
-                raise ValueError(
-                    f"Buckets.fit: maximum is {top}, but a size of {largest} was observed"
-                )
+        top = largest_bucket(largest, multiple_of, maximum, "Buckets.fit")
         # The ladder is for what may come, the bound for what was seen.
         prior = (4.0 if maximum else 0.0) if prior is None else prior
         weighted = with_prior(observed, top, _number(prior, "prior", "a number from 0 on"))

@@ -139,6 +139,16 @@ def positive_integer(value: Any, name: str, operation: str, *, least: int = 1) -
     return number
 
 
+def largest_bucket(largest: int, multiple_of: int, maximum: int | None, operation: str) -> int:
+    """Return ``maximum`` exactly, or without one the largest size observed, rounded up."""
+    if maximum is None:
+        return -(-largest // multiple_of) * multiple_of
+    top = positive_integer(maximum, "maximum", operation)
+    if top < largest:
+        raise ValueError(f"{operation}: maximum is {top}, but a size of {largest} was observed")
+    return top
+
+
 def batch_maxima(sizes: Sizes, batch_size: int, operation: str) -> dict[int, float]:
     """How often each size is the largest of a batch: what a compiled model sees.
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from torchguard._public import public
 from torchguard.bucketing.fit import best_ladders
-from torchguard.bucketing.histogram import Observed, observe, positive_integer, sums
+from torchguard.bucketing.histogram import Observed, largest_bucket, observe, positive_integer, sums
 
 Pairs: TypeAlias = Iterable[tuple[int, int]] | Mapping[tuple[int, int], float]
 """One (a, b) per observation, or a histogram that maps each to how often it was seen."""
@@ -191,13 +191,7 @@ def _price(cost: PairCost, a: int, b: int) -> float:
 def _candidates(sizes: _Integers, weights: _Floats, step: int, maximum: int | None) -> _Integers:
     """Return the sizes one axis may have, the largest last."""
     distinct, where = np.unique(sizes, return_inverse=True)
-    top = -(-int(distinct[-1]) // step) * step
-    if maximum is not None:
-        top = positive_integer(maximum, "maximum", "fit_pairs")
-        if top < distinct[-1]:
-            raise ValueError(
-                f"fit_pairs: maximum is {top}, but a size of {distinct[-1]} was observed"
-            )
+    top = largest_bucket(int(distinct[-1]), step, maximum, "fit_pairs")
     observed = Observed(distinct, sums(where, weights))
     return np.array(best_ladders(observed, _CANDIDATES, multiple_of=step, top=top)[-1].sizes)
 

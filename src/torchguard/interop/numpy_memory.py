@@ -120,10 +120,11 @@ def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callab
 
 
 def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
-    array_type, tensor_type = np.ndarray, torch.Tensor
+    array_type = np.ndarray
+    copied_by_torch = (torch.Tensor, np.generic)  # a scalar of numpy is a read-only buffer as well
 
     def asarray(obj: Any, **options: Any) -> Any:
-        if isinstance(obj, tensor_type):
+        if isinstance(obj, copied_by_torch):
             return original(obj, **options)
         is_array = isinstance(obj, array_type)
         if obj.flags.writeable if is_array else not _is_read_only_buffer(obj):

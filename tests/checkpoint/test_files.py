@@ -15,7 +15,7 @@ from torchguard import _files
 from torchguard._files import locked_file, replace_file, temporary_name, write_text
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.decorator.ladders import Ladder, write_buckets
-from torchguard.verification.reproduce import _write_new
+from torchguard.verification.reproduce import _write
 
 PACKAGE = Path(torchguard.__file__).parent
 RENAMES = {"replace", "rename", "renames", "move"}
@@ -74,8 +74,8 @@ def test_a_buckets_file_goes_through_a_pipe(tmp_path: Path, link: bool) -> None:
 
 def test_a_reproducer_replaces_nothing(tmp_path: Path) -> None:
     path = tmp_path / "graph.py"
-    assert _write_new(path, "first")
-    assert not _write_new(path, "second")
+    assert _write("first", path) == str(path)
+    assert _write("second", path) == str(tmp_path / "graph-2.py")
     assert path.read_text() == "first"
 
 

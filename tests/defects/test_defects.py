@@ -71,7 +71,7 @@ class TestBareRun:
         assert "in raises" in log
 
     def test_environment(self, report: DoctorReport, plugin: Path) -> None:
-        """Switches of the caller's do not reach a probe; it has one thread and the cache's folder."""
+        """Switches of the caller's do not reach a probe; the folder of the cache does."""
         assert plugin.exists()
         assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
         seen = json.loads(row(report, "switches").bare.detail)

@@ -318,7 +318,7 @@ def test_an_array_that_goes_leaves_the_note_of_another(installed: None) -> None:
 def test_asarray_of_a_numpy_scalar_is_its_value(scalar: Any, installed: None) -> None:
     """Though it offers its bytes as a read-only buffer."""
     for readonly in ("copy", "raise"):
-        tensor = numpy_memory.asarray(scalar, readonly=readonly)  # type: ignore[arg-type]
+        tensor = numpy_memory.asarray(scalar, readonly=readonly)
         assert tensor.dtype == torch.from_numpy(np.array(scalar)).dtype
         assert tensor.item() == torch.asarray(scalar).item() == scalar.item()
 

@@ -150,9 +150,13 @@ def traced(function: Callable[..., Any]) -> bool:
 def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
     """Equals ``module.compile(**settings)``, for torch's own modules on every release too."""
     # Dynamo does not look into a frame of torch.nn, so that leaves an nn.Sequential eager on some.
-    utilities: Any = importlib.import_module("torch._dynamo.external_utils")
-    call = utilities.wrap_inline(module._call_impl)
-    module._compiled_call_impl = keep_settings(torch.compile(call, **settings))
+    utilities = importlib.import_module("torch._dynamo.external_utils")
+    if hasattr(utilities, "wrap_inline"):
+        call = utilities.wrap_inline(module._call_impl)
+        module._compiled_call_impl = torch.compile(call, **settings)
+    else:
+        module.compile(**settings)
+    module._compiled_call_impl = keep_settings(module._compiled_call_impl)
 
 
 def compiles_dynamic(settings: Any) -> bool:
@@ -200,6 +204,9 @@ def before_backward(call: Callable[[str], None]) -> Iterator[None]:
     What it raises comes out of ``backward()``.
     """
     callbacks: Any = importlib.import_module("torch._dynamo.callback")
+    if not hasattr(callbacks, "on_compile_start"):  # torch 2.6: it isn't called
+        yield
+        return
 
     def notice(*given: Any) -> None:
         trigger = getattr(given[0], "callback_trigger", None) if given else None
@@ -234,12 +241,19 @@ def inductor_backend(
     mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Callable[..., Any]:
     """Return what ``torch.compile`` makes of ``backend="inductor"``, a mode and options."""
-    return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    wrapper = private("_TorchCompileInductorWrapper", None)
+    if wrapper is not None:
+        return wrapper(mode, options, dynamic)  # type: ignore[no-any-return]
+    if mode is not None and mode != "default":
+        inductor = importlib.import_module("torch._inductor")
+        options = {**inductor.list_mode_options(mode, dynamic), **(options or {})}
+    return functools.partial(dynamo_backend("inductor"), config_patches=options)
 
 
 def inductor_options(backend: Callable[..., Any]) -> dict[str, Any]:
     """Return the options of something that :func:`inductor_backend` made, those of its mode too."""
-    return dict(getattr(backend, "config", None) or {})
+    keywords = getattr(backend, "keywords", {})
+    return dict(getattr(backend, "config", None) or keywords.get("config_patches") or {})
 
 
 def inductor_draws_like_eager(backend: Callable[..., Any]) -> bool:

@@ -167,10 +167,10 @@ def skip_frames(code: CodeType) -> None:
 
     Otherwise what is called after a graph break would be compiled and counted as graphs.
     """
-    hooks: Any = torch._C._dynamo.eval_frame
+    hooks: Any = private("_C._dynamo.eval_frame", None)
     if hasattr(hooks, "skip_code"):  # torch 2.6
         hooks.skip_code(code)
-    else:
+    elif hasattr(hooks, "set_code_exec_strategy"):
         action = hooks._FrameAction
         hooks.set_code_exec_strategy(code, hooks._FrameExecStrategy(action.SKIP, action.DEFAULT))
     for constant in code.co_consts:

@@ -12,7 +12,7 @@ from types import CellType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, has_torch_function_unary
 from torch.utils.hooks import RemovableHandle
 
 from torchguard._torch.modes import call_with_grad, without_torch_dispatch, without_torch_function
@@ -52,20 +52,26 @@ class _RefuseToCompare(TorchFunctionMode):
 
 
 _refuse_to_compare = _RefuseToCompare()
+_probe = torch.empty(0)
+_with_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = private(
+    "_C._EnableTorchFunction", contextlib.nullcontext
+)
 
 
 def same_tensors(now: Any, before: Any) -> bool:
     """Whether two lists, of tensors or of lists or dicts of tensors, hold the very same tensors."""
     # == of lists and dicts looks at identity first, in C, at a fiftieth of what a loop takes, and
     # calls Tensor.__eq__ for those that differ; a mode keeps torch from comparing elements.
-    with torch._C._EnableTorchFunction():  # also inside of torch._C.DisableTorchFunction
+    with _with_torch_function():
         try:
             torch._C._push_on_torch_function_stack(_refuse_to_compare)
-            return bool(now == before)
+            if has_torch_function_unary(_probe):
+                return bool(now == before)
         except _NotTheSame:
             return False
         finally:
             torch._C._pop_torch_function_stack()
+    return same_one_by_one(now, before)  # inside of torch._C.DisableTorchFunction
 
 
 def same_one_by_one(now: Any, before: Any) -> bool:

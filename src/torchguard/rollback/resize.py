@@ -119,7 +119,7 @@ def _guard(
     *,
     is_shown: bool,
 ) -> Callable[..., Any]:
-    def guarded(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def call_or_undo(*args: Any, **kwargs: Any) -> torch.Tensor:
         saved = begin(args, kwargs)
         if saved is None:
             return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
@@ -135,7 +135,7 @@ def _guard(
             finish(saved.restore)
             raise
 
-    return guarded
+    return call_or_undo
 
 
 def _runs(guard: Any) -> Callable[[_Function], _Function]:

@@ -143,7 +143,8 @@ dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeou
 """How a program for :func:`run_ranks` begins."""
 
 
-# What the program imports at its top is imported once, before the ranks fork.
+# What the program imports of torch is imported once, before the ranks fork; the rest, such as a
+# launcher, may read the environment that a rank sets.
 _FORK_RANKS = """
 import ast, contextlib, os, sys
 _, path, port, count = sys.argv
@@ -151,8 +152,8 @@ sys.path[0] = os.path.dirname(path)
 with open(path) as stream:
     source = stream.read()
 for each in ast.parse(source).body:
-    if isinstance(each, (ast.Import, ast.ImportFrom)):
-        with contextlib.suppress(ImportError):  # a rank may add to the path, or raise it
+    if isinstance(each, (ast.Import, ast.ImportFrom)) and "torch" in ast.unparse(each):
+        with contextlib.suppress(ImportError):  # a rank may expect that
             exec(compile(ast.Module([each], []), path, "exec"), {})
 children = []
 for rank in range(int(count)):
@@ -165,10 +166,13 @@ else:
     print(ended)
     sys.exit(any(ended))
 for number, name in ((1, "out"), (2, "err")):
-    os.dup2(os.open(f"{path}.{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    file = os.open(f"{path}.{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, number)
 sys.argv, __file__ = [path, str(rank), port, count], path
 _code = compile(source, path, "exec")
-exec(_code, globals())
+del ast, contextlib, os, sys, path, port, count, stream, source, each, children, rank, child
+del number, name, file
+exec(globals().pop("_code"), globals())
 """
 
 
@@ -189,7 +193,7 @@ def run_ranks(program: str, folder: Path, count: int = 2) -> list[dict[str, Any]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader.pid, signal.SIGKILL)
-    errors = [Path(f"{path}.{rank}.err").read_text() for rank in range(count)]
+    errors = [each.read_text() for each in sorted(folder.glob("rank.py.*.err"))]
     assert leader.returncode == 0, [ended, *errors]
     outputs = (Path(f"{path}.{rank}.out").read_text() for rank in range(count))
     return [json.loads(output.splitlines()[-1]) for output in outputs]

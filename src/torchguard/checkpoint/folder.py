@@ -90,7 +90,7 @@ def checkpoint_folder(
     if keep < 1:
         raise ValueError(f"checkpoint_folder: keep is {keep}, expected 1 or more")
     link = Path(os.path.abspath(path))
-    group, rank = _of_this_rank(group)
+    rank = _rank_in(group)
     lock, new = -1, None
     alone = group is not None and link.name[-1].isdigit() and not link.is_symlink()
 
@@ -348,14 +348,16 @@ def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
 # ---- with a group: one folder, made by rank 0, shown if no rank raises ----
 
 
-def _of_this_rank(group: Any) -> tuple[Any, int]:
-    """Return the group itself, and the number that this rank has in it."""
-    if group is None:
-        return None, 0
-    rank = dist.get_rank(None if group is True else group)
+def _members(group: Any) -> Any:
+    """Return what torch takes for a group: None is the default one of the moment."""
+    return None if group is True else group
+
+
+def _rank_in(group: Any) -> int:
+    rank = 0 if group is None else dist.get_rank(_members(group))
     if rank < 0:
         raise ValueError("checkpoint_folder: this rank is not in group, expected one of its ranks")
-    return dist.group.WORLD if group is True else group, rank
+    return rank
 
 
 def _of_all(group: Any, call: Callable[[], _T], link: Path) -> list[_T]:
@@ -367,8 +369,8 @@ def _of_all(group: Any, call: Callable[[], _T], link: Path) -> list[_T]:
         result = call()
     except BaseException as error:  # noqa: BLE001  raised below, after the others know
         own, failure = error, f"{type(error).__name__}: {error}"
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (result, failure), group=group)
+    gathered: list[Any] = [None] * dist.get_world_size(_members(group))
+    dist.all_gather_object(gathered, (result, failure), group=_members(group))
     if own is not None:
         raise own
     failures = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
@@ -412,7 +414,7 @@ def _manifest_part(new: Path, fsync: bool, group: Any) -> dict[str, Any]:
         _sync_all(new)
     files = sorted(each for each in new.rglob("*") if each.is_file() and each.name != MARK)
     # DCP names a file by the rank that wrote it, and that rank has it in its page cache.
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size, rank = dist.get_world_size(_members(group)), _rank_in(group)
     mine = [
         each
         for place, each in enumerate(files)

@@ -25,7 +25,6 @@ from torchguard.checkpoint.optimizer_state import (
 from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
 from torchguard.errors import DamagedFileError
 from torchguard.rollback.block import rollback_on_error
-from torchguard.rollback.interrupts import finish
 
 if TYPE_CHECKING:
     from zipfile import ZipFile, ZipInfo
@@ -191,6 +190,7 @@ def _cut_off(path: str, size: int) -> DamagedFileError:
 
 # ---- load_state_dict() ----
 
+_MORE_INTERRUPTS = 10  # for a user who goes on pressing Ctrl-C
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
@@ -294,10 +294,21 @@ def _load_module(
         # accepts, such as a checkpoint of an older version, it will accept again.
         with _SkipCopies():
             call()
-    # Only an interrupt can make it fail now; it goes on when the load is finished.
-    results: list[Any] = []
-    finish(lambda: results.append(call()))
-    return results[-1]
+    return _finish_before_interrupt(call)
+
+
+def _finish_before_interrupt(call: Callable[[], Any]) -> Any:
+    """Call what only an interrupt can make fail; if one does, call it again before it goes on."""
+    try:
+        return call()
+    except BaseException:
+        for _ in range(_MORE_INTERRUPTS):
+            try:
+                call()
+            except BaseException:  # noqa: BLE001, S112  the first one is raised
+                continue
+            break
+        raise
 
 
 class _SkipCopies(TorchFunctionMode):
@@ -318,9 +329,7 @@ def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
     if tensor.layout is not torch.strided or value.layout is not torch.strided:
         return False
     contiguous, dtype = tensor.is_contiguous(), tensor.dtype
-    # empty_like keeps strides by which no two elements share memory, without gaps between them.
-    dense = contiguous or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    if tensor.is_inference() or not dense:
+    if tensor.is_inference() or not (contiguous or _has_no_overlap(tensor)):
         return False
     same = dtype is value.dtype
     if tensor.is_cpu and value.is_cpu:
@@ -331,6 +340,17 @@ def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
     elif not (same and contiguous and value.is_contiguous()) or tensor.is_meta or value.is_meta:
         return False
     return dtype not in _QUANTIZED and (same or value.dtype not in _QUANTIZED)
+
+
+def _has_no_overlap(tensor: torch.Tensor) -> bool:
+    """Whether no two elements can share memory, by the sizes and strides alone."""
+    reach = 0  # the largest offset so far; the next stride has to go beyond it
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
 
 
 @contextlib.contextmanager

@@ -354,4 +354,10 @@ def _order(tensor: Tensor) -> list[int]:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie one after the other in some order, without gaps or sharing."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    expected = 1
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    for step, size in sorted((step, size) for step, size in steps if size != 1):
+        if step != expected and tensor.numel():
+            return False
+        expected *= size
+    return True

@@ -251,6 +251,21 @@ def test_a_parameter_in_the_place_of_a_buffer_that_is_not_saved_is_loaded() -> N
     assert torch.equal(module.a.data, torch.zeros(2))
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+def test_a_quantized_tensor_in_another_memory_format_is_loaded() -> None:
+    """Nothing is asked of it that only the kernels of other tensors know."""
+
+    def quantized(fill: float) -> Any:
+        module = nn.Module()
+        tensor = torch.quantize_per_tensor(torch.full((2, 3, 4, 4), fill), 0.5, 1, torch.qint8)
+        module.register_buffer("table", tensor.contiguous(memory_format=torch.channels_last))
+        return module
+
+    module = quantized(1.0)
+    torchguard.load_state_dict(module, quantized(2.0).state_dict())
+    assert module.table.dequantize().unique().tolist() == [2.0]
+
+
 def test_memory_stays_where_it_is() -> None:
     """What shares memory with a parameter sees what is loaded; strides stay."""
     model: Any = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2))

@@ -42,6 +42,16 @@ def test_names_a_batch_size_that_is_new_and_not_the_bucket() -> None:
         wrapped(torch.ones(2, 4))
 
 
+def test_names_keywords_in_another_order() -> None:
+    dims = {"ids": {0: "t"}, "mask": {0: "t"}}
+    wrapped: Any = wrap(lambda *, ids, mask: ids * mask, dims=dims, compile=EAGER)
+    x = torch.ones(3)
+    wrapped(ids=x, mask=x)
+    with no_recompile():
+        wrapped(ids=x, mask=x)
+    refused("t: 3 -> 4.*: mask, ids in another order", lambda: wrapped(mask=x, ids=x))
+
+
 def test_quotes_the_guard_that_failed() -> None:
     """A dtype of an input is not part of the plan: it is Dynamo that says what changed."""
     plain = torch.compile(double, backend="eager", dynamic=False)

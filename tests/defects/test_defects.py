@@ -71,13 +71,13 @@ class TestBareRun:
         assert "in raises" in log
 
     def test_environment(self, report: DoctorReport, plugin: Path) -> None:
-        """Switches of the caller's do not reach a probe; the folder of the cache does."""
+        """Switches of the caller's do not reach a probe; it has one thread and a shared cache."""
         assert plugin.exists()
         assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
         seen = json.loads(row(report, "switches").bare.detail)
         assert seen["TORCH_COMPILE_DISABLE"] is None
         assert seen["OMP_NUM_THREADS"] == "1"
-        assert seen["TORCHINDUCTOR_CACHE_DIR"] == os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        assert not Path(seen["TORCHINDUCTOR_CACHE_DIR"]).parent.exists()  # temporary
 
     def test_process(self, report: DoctorReport) -> None:
         """Each probe has a process of its own."""

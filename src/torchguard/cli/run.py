@@ -125,7 +125,8 @@ def _new_main() -> dict[str, Any]:
     """Give the program a ``__main__`` of its own, and return the names in it."""
     module = types.ModuleType("__main__")
     names = module.__dict__
-    names.update(__annotations__={}, __builtins__=builtins)
+    loader = importlib.machinery.BuiltinImporter  # what packages imported on the way see
+    names.update(__annotations__={}, __builtins__=builtins, __loader__=loader)
     # For good: exit handlers and threads of the program still need their __main__. What a
     # spawned worker sends back names it __mp_main__, as multiprocessing did when it was imported.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
@@ -155,7 +156,8 @@ def _is_ours(file: str) -> bool:
 
 def _set_first_path(path: str, *, also_if_safe: bool = False) -> None:
     """Put the program's folder where ``python -m torchguard`` has put the current one."""
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later; `python -P` has none
+    # `python -P` has none since 3.11, and `python -I` never has.
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[0] = path
     elif also_if_safe:
         sys.path.insert(0, path)

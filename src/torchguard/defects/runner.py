@@ -197,10 +197,7 @@ def _from_server(schedule: Schedule) -> Generator[Event]:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Return the environment of the probes: one thread each, one compile cache, no switches.
-
-    ``TORCHINDUCTOR_CACHE_DIR`` is no switch: a later doctor finds there what an earlier compiled.
-    """
+    """Return the environment of the probes: one thread each, one compile cache, no switches."""
     # A switch like TORCH_COMPILE_DISABLE would make every compiled defect look absent.
     switches = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_LOGS", "TORCH_TRACE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(switches)}
@@ -208,7 +205,7 @@ def _environment(folder: str) -> dict[str, str]:
     threads = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "TORCHINDUCTOR_COMPILE")
     return kept | {
         **{f"{name}_THREADS": "1" for name in threads},
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache)),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         # Compiled C++ is shared, which a hash of its source identifies, and no graph: a guard that
         # changes how graphs are lowered would be shown the result of the bare run.

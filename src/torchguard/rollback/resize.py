@@ -104,28 +104,14 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
 
 def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
-    return _guard(original, begin_resize_as_, is_shown=True)
 
-
-def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
-    # torch shows set_ to no subclass and to no mode.
-    return _guard(original, begin_set_, is_shown=False)
-
-
-def _guard(
-    original: Callable[..., Any],
-    begin: Callable[[tuple[Any, ...], dict[str, Any]], Snapshot | None],
-    *,
-    is_shown: bool,
-) -> Callable[..., Any]:
-    def call_or_undo(*args: Any, **kwargs: Any) -> torch.Tensor:
-        saved = begin(args, kwargs)
+    def resize_as_(*args: Any, **kwargs: Any) -> torch.Tensor:
+        saved = begin_resize_as_(args, kwargs)
         if saved is None:
             return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
         try:
             try:
-                if is_shown and has_torch_function(args):
+                if has_torch_function(args):
                     return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
                 return original(*args, **kwargs)  # type: ignore[no-any-return]
             except BaseException:
@@ -135,7 +121,28 @@ def _guard(
             finish(saved.restore)
             raise
 
-    return call_or_undo
+    return resize_as_
+
+
+def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
+
+    def set_(*args: Any, **kwargs: Any) -> torch.Tensor:
+        saved = begin_set_(args, kwargs)
+        if saved is None:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
+        try:
+            try:
+                # Not shown to subclasses and modes: torch does not show them set_ either.
+                return original(*args, **kwargs)  # type: ignore[no-any-return]
+            except BaseException:
+                finish(saved.restore)
+                raise
+        except BaseException:  # an interrupt in the clause above: see interrupts.py
+            finish(saved.restore)
+            raise
+
+    return set_
 
 
 def _runs(guard: Any) -> Callable[[_Function], _Function]:

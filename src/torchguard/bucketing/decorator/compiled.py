@@ -123,6 +123,8 @@ def recompile_reason(plan: Plan) -> str:
         return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
     known, then = next((each for each in compiled if each[0] == inputs), compiled[0])
     if known == inputs:
+        if state == then:
+            return f"{sizes_of(plan)}: {', '.join(inputs)} in another order than was compiled"
         index = next(i for i, (a, b) in enumerate(zip(state, then, strict=True)) if a != b)
         what = _MODES[index] if index < len(_MODES) else "the training mode of a module"
         return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"

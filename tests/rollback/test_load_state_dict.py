@@ -221,6 +221,20 @@ def test_what_raises_late_is_undone(name: str, assign: bool) -> None:
         assert set(vars(model[1])) == attributes
 
 
+def test_a_state_in_the_memory_of_its_parameter_is_undone() -> None:
+    """In another order, which torch refuses; that it is the parameter itself is no reason."""
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = {k: torch.full_like(v, 3.0) for k, v in model.state_dict().items()}
+    state["1.weight"] = model[1].weight.detach().t()
+    before = Contents(model)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        torchguard.load_state_dict(model, state)
+    assert before.changes(model) == []
+    state["1.weight"] = model[1].weight.detach()
+    torchguard.load_state_dict(model, state)
+    assert torch.equal(model[0].weight, state["0.weight"])
+
+
 def test_a_warning_that_is_an_error_is_undone() -> None:
     """A copy from complex to real warns after it has written."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchguard._public import public
-from torchguard._torch import patch, tensors_loaded_by_copies
+from torchguard._torch import overlapping, patch, tensors_loaded_by_copies
 from torchguard.checkpoint.optimizer_state import (
     copy_of_attributes,
     load_optimizer,
@@ -321,8 +321,8 @@ class _SkipCopies(TorchFunctionMode):
 def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
     """Whether ``tensor.copy_(value)`` under no_grad has no reason to raise.
 
-    It must not need memory, meet a layout or a class that has no such copy, or warn: a warning
-    may be an error.
+    It must not need memory, meet a layout or a class that has no such copy, read what it writes in
+    another order, or warn: a warning may be an error.
     """
     if type(tensor) not in _PLAIN or type(value) not in _PLAIN:
         return False
@@ -339,7 +339,8 @@ def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
     # Elsewhere than on a CPU another dtype, and between devices another layout, needs memory.
     elif not (same and contiguous and value.is_contiguous()) or tensor.is_meta or value.is_meta:
         return False
-    return dtype not in _QUANTIZED and (same or value.dtype not in _QUANTIZED)
+    quantized = dtype in _QUANTIZED or (not same and value.dtype in _QUANTIZED)
+    return not quantized and not overlapping(tensor, value, elementwise=True)
 
 
 def _has_no_overlap(tensor: torch.Tensor) -> bool:

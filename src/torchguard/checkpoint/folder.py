@@ -34,6 +34,7 @@ from torchguard._public import public
 from torchguard.errors import SaveError
 
 _T = TypeVar("_T")
+
 MARK = ".torchguard-checkpoint.json"
 """The file in a folder that :func:`checkpoint_folder` has made."""
 
@@ -341,7 +342,7 @@ def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
         f"checkpoint_folder: a process was stopped while it wrote {link}. Removed: "
         f"{', '.join(abandoned)}. Whole are: {whole}; {leads}",
         RuntimeWarning,
-        stacklevel=6,
+        stacklevel=6,  # behind begin, _of_all, checkpoint_folder and contextlib's __enter__
     )
 
 
@@ -392,6 +393,7 @@ def _tell(group: Any, error: BaseException, link: Path) -> None:
 
 
 def _require_visible(new: Path) -> None:
+    """Raise where the folder of rank 0 is not to be seen."""
     if marked(new).get("folder") != new.name:
         raise SaveError(
             f"checkpoint_folder: this rank does not see {new}, which rank 0 has made; with group= "

@@ -117,6 +117,8 @@ def run_module(name: str, arguments: list[str]) -> None:
 def _execute_module(name: str, *, alter_argv: bool) -> None:
     """Run a module as the interpreter does: its own function knows what can't be run, and why."""
     _new_main()
+    # Private to Python, and what `python -m` itself calls; runpy.run_module puts __main__ back.
+    # https://github.com/python/cpython/blob/v3.13.0/Lib/runpy.py#L173
     run: Any = vars(runpy)["_run_module_as_main"]
     run(name, alter_argv)
 

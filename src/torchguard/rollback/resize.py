@@ -146,7 +146,7 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runs(guard: Any) -> Callable[[_Function], _Function]:
-    """Let what is decorated describe ``guard``, which is called in its place."""
+    """Let what is decorated describe ``guard``, which is called in its place: no frame more."""
 
     def named(described: _Function) -> _Function:
         functools.update_wrapper(guard, described)

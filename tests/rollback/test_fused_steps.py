@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torchguard
+from support.child_process import output_of
 from torchguard.transactions.hooks import fused_replacements
 
 
@@ -173,6 +174,20 @@ def test_a_closure_makes_the_gradient_inside_of_step() -> None:
         with torchguard.install(guard):
             optimizer.step(closure)
         assert torch.equal(parameter, -numbers(0)) is (guard == "optimizer")
+
+
+def test_fake_tensors_have_no_memory_to_copy() -> None:
+    """With a copy of their gradients the process ends by a segmentation fault."""
+    output_of("""
+        import torch, torchguard
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        torchguard.install("optimizer")
+        with FakeTensorMode():
+            parameter = torch.nn.Parameter(torch.ones(3, 4))
+            parameter.grad = torch.ones(4, 3).t()
+            torch.optim.SGD([parameter], lr=0.1, fused=True).step()
+    """)
 
 
 def test_other_code_sees_torch_again() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchguard
+from support.child_process import output_of
 from support.compiled import Counting
 from torchguard import OverlapWarning
 from torchguard._torch.overlap import is_elementwise, shares_memory
@@ -272,9 +273,25 @@ def test_a_shift_under_vmap() -> None:
     assert torch.equal(torch.vmap(shifted)(batch), torch.stack([*map(shifted, batch)]))
 
 
-@pytest.mark.usefixtures("on")
 def test_tensors_without_memory_pass() -> None:
-    torch.ones(3, device="meta").add_(torch.ones(3, device="meta"))
+    """A fake tensor warns, once in a process, when it is asked for its address."""
+    output_of("""
+        import warnings
+        import torch, torchguard
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        warnings.simplefilter("error", UserWarning)
+        torchguard.install("overlap")
+        with FakeTensorMode():
+            x = torch.ones(3, 4)
+            x.copy_(torch.ones(4, 3).t())
+        x.add_(x[:, :1])
+        torch.ones(3, device="meta").add_(torch.ones(3, device="meta"))
+    """)
+
+
+@pytest.mark.usefixtures("on")
+def test_a_sparse_tensor_passes() -> None:
     sparse = torch.eye(3).to_sparse()
     sparse.add_(sparse)
     assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))

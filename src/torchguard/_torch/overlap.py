@@ -18,7 +18,7 @@ import torch
 
 from torchguard._torch.mutation import out_tensors, writes_of, written_tensors
 from torchguard._torch.schemas import operator_schemas, tags_of
-from torchguard._torch.tensors import private
+from torchguard._torch.tensors import has_own_dispatch, private
 
 INSTALLED = "torch._foreach_add_"
 """The path that ``install("overlap")`` patches; the others it shares with other guards."""
@@ -118,8 +118,11 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = torch._C._functorch.get_unwrapped(tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
+    # A fake tensor, of any device, warns when it is asked for its address.
+    if has_own_dispatch(tensor) and tensor.untyped_storage().device.type == "meta":
+        return None
     try:
-        return tensor if tensor.data_ptr() else None  # fake and meta tensors have none
+        return tensor if tensor.data_ptr() else None
     except RuntimeError:
         return None
 

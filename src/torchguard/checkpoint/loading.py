@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchguard._public import public
-from torchguard._torch import overlapping, patch, tensors_loaded_by_copies
+from torchguard._torch import are_apart, overlapping, patch, tensors_loaded_by_copies
 from torchguard.checkpoint.optimizer_state import (
     copy_of_attributes,
     load_optimizer,
@@ -340,7 +340,10 @@ def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
     elif not (same and contiguous and value.is_contiguous()) or tensor.is_meta or value.is_meta:
         return False
     quantized = dtype in _QUANTIZED or (not same and value.dtype in _QUANTIZED)
-    return not quantized and not overlapping(tensor, value, elementwise=True)
+    # The exact answer takes some microseconds a tensor.
+    return not quantized and (
+        are_apart(tensor, value) or not overlapping(tensor, value, elementwise=True)
+    )
 
 
 def _has_no_overlap(tensor: torch.Tensor) -> bool:

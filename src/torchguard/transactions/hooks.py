@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchguard._torch import patch
+from torchguard._torch import has_own_dispatch, patch
 from torchguard._torch.fused import known_contiguous
 from torchguard._torch.optimizers import (
     call_unseen,
@@ -297,7 +297,7 @@ def _fit(lists: _Lists, in_float: bool) -> list[_Fitted]:
     """Put copies that a fused CPU kernel reads and writes rightly in place of other tensors."""
     fitted = []
     for place, parameter in enumerate(lists[0]):
-        if not parameter.is_cpu or hasattr(parameter, "__tensor_flatten__"):
+        if not parameter.is_cpu or has_own_dispatch(parameter):  # a fake tensor has no memory
             continue
         dtype = torch.float32 if in_float and parameter.dtype in _HALF else None
         all_of_it = dtype is not None or not _is_dense(parameter)

@@ -154,3 +154,42 @@ def test_an_attribute_of_another_package_stays_as_it_is() -> None:
         optimizer.logger.lines.append("began")  # type: ignore[attr-defined]
         raise KeyError
     assert optimizer.logger.lines == ["began"]  # type: ignore[attr-defined]
+
+
+class Decayed(torch.optim.SGD):
+    """Calls its base class, whose step has hooks of its own, between writes of its own."""
+
+    fails = ""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (parameter,) = self.param_groups[0]["params"]
+        parameter.mul_(0.5)
+        if self.fails == "and goes on":
+            with contextlib.suppress(TypeError):
+                super().step(closure=3)  # type: ignore[call-overload]
+        super().step()
+        parameter.sub_(0.1)
+        if self.fails == "afterwards":
+            raise RuntimeError
+
+
+@pytest.mark.parametrize("undo", ["auto", "copy", "none"])
+@pytest.mark.parametrize("fails", ["", "and goes on", "afterwards"])
+def test_a_step_that_calls_its_base_class_is_one_step(undo: Any, fails: str) -> None:
+    torch.optim.SGD([torch.zeros(1)])  # the hooks of a class come with its first optimizer
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = Decayed(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.fails = fails
+    step = torchguard.transaction(model, optimizer, undo=undo)
+    before = 1.0 if undo != "none" else None
+    with contextlib.suppress(RuntimeError), step:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    if fails != "afterwards":
+        assert model.weight.item() == pytest.approx(0.3)
+        assert step.stats().commits == 1
+    elif before is not None:
+        assert model.weight.item() == before
+        assert not optimizer.state

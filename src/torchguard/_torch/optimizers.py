@@ -157,6 +157,21 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     return functools.partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer)
 
 
+# The code of what stands around every step: one object for all classes.
+_around_step = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
+def step_is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook is called by a ``step()`` inside of another one: by ``super().step()``."""
+    count = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _around_step and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count > 1
+
+
 def call_unseen(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function(*args)`` so that no mode sees it and autograd records nothing."""
     with without_torch_function(), without_torch_dispatch():

@@ -73,6 +73,8 @@ class OptimizerStep:
         """As it was when the step began; None as long as the step has not asked for it."""
         self.signals: DeferredSignals | None = None
         """Those that wait until the step has gone through, or is undone."""
+        self.is_nesting = False
+        """Whether it has called ``super().step()``, which has hooks of its own."""
         self._counts: bool | None = None
         self.copies: Copies | None = None
         """Of parameters and state: with them the step can be undone even after it went through."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchguard._public import public
-from torchguard._torch.optimizers import call_unseen, close_checkpoints
+from torchguard._torch.optimizers import call_unseen, close_checkpoints, step_is_nested
 from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import ReplayMismatchError, UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
@@ -389,6 +389,9 @@ class Transaction:
         if optimizer not in self.optimizers:
             self._note_unknown_optimizer(block, optimizer)
             return
+        if block.pending is not None and step_is_nested(optimizer):
+            block.pending.is_nesting = True
+            return
         self._settle(block, None)  # what the last step raised was caught inside the block
         began = time.perf_counter()
         if self.gate is not None:
@@ -417,6 +420,8 @@ class Transaction:
         if block is None or block.pending is None or block.pending.optimizer is not optimizer:
             return
         pending = block.pending
+        if pending.is_nesting and step_is_nested(optimizer):
+            return
         if self.ranks is not None and self._is_last(block, optimizer):
             self.ranks.agree_to_commit()  # if it raises, the step is undone from its copies
         self._has_stepped(block, pending)

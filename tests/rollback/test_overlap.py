@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import torchguard
 from support.child_process import output_of
 from support.compiled import Counting
+from support.modes import FunctionMode, function_alone
 from torchguard import OverlapWarning
 from torchguard._torch.overlap import is_elementwise, shares_memory
 
@@ -126,6 +127,17 @@ def test_each_line_computes_what_numpy_computes(way: str) -> None:
     with WAYS[way]():
         assert wrong_lines() == set()
     assert len(wrong_lines()) > len(LINES) / 2
+
+
+def test_under_a_mode_the_lines_are_right_and_it_sees_no_more() -> None:
+    """A default device is a mode of torch functions."""
+    with torchguard.install("overlap"), torch.device("cpu"):
+        assert wrong_lines() == set()
+    with FunctionMode(function_alone) as bare:
+        wrong_lines()
+    with torchguard.install("overlap"), FunctionMode(function_alone) as guarded:
+        wrong_lines()
+    assert guarded.seen == bare.seen
 
 
 # What test_overlap_sweep.py does not make: lists, several outputs or operands; (written, read).

@@ -19,11 +19,13 @@ from torchguard._torch import (
     are_apart,
     has_python_out,
     operator_schemas,
+    overriding,
     patch,
     register_in_dynamo,
     separated,
     show_overriding,
     shown_for,
+    without_torch_function,
 )
 from torchguard._torch.mutation import DUNDERS, writes_of
 from torchguard._torch.overlap import INSTALLED, is_elementwise
@@ -45,6 +47,19 @@ def cloned(
         OverlapWarning: where filters make it an error; nothing is written then.
     """
     return separated(function, args, kwargs, functools.partial(warn_of, function))
+
+
+def _cloned_unseen(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the same for a call that a mode sees, such as that of a default device.
+
+    A call that a subclass of ``Tensor`` sees is left to its ``__torch_function__``.
+    """
+    if overriding((*args, *kwargs.values())):
+        return args, kwargs
+    with without_torch_function():
+        return cloned(function, args, kwargs)
 
 
 # ---- install("overlap") ----
@@ -79,6 +94,7 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
     def method(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) or kwargs:
             if has_torch_function((*args, *kwargs.values())):
+                args, kwargs = _cloned_unseen(original, args, kwargs)
                 call = show_overriding(shown, args, kwargs, is_operator=is_operator)
                 return call(*args, **kwargs)
         elif len(args) == 2:  # noqa: PLR2004
@@ -104,8 +120,8 @@ def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
         # What torch's optimizers hand over, their states, they have made themselves.
         if lists and str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.optim."):
             return original(*args, **kwargs)
-        if not has_torch_function((*args, *kwargs.values())):
-            args, kwargs = cloned(original, args, kwargs)
+        seen = has_torch_function((*args, *kwargs.values()))
+        args, kwargs = (_cloned_unseen if seen else cloned)(original, args, kwargs)
         return original(*args, **kwargs)
 
     return function
@@ -120,7 +136,8 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         if out is None:
             return original(*args, **kwargs)
         if has_torch_function((*args, out, *kwargs.values())):
-            return original(*args, out=out, **kwargs)
+            args, kwargs = _cloned_unseen(original, args, {**kwargs, "out": out})
+            return original(*args, **kwargs)
         if type(out) in plain:
             for each in args:
                 kind = type(each)

@@ -143,6 +143,22 @@ CASES = (
 )
 
 
+ONE = torch.tensor([1, 0])
+FINE: tuple[Callable[[], Any], ...] = (
+    lambda: torch.div(ONE, 1 - ONE) + ONE.divide(1 - ONE),
+    lambda: torch.ones(2).div_(ONE),
+)
+
+
+@pytest.mark.parametrize("call", FINE)
+def test_what_torch_takes_is_the_same_in_a_scope(call: Callable[[], Any]) -> None:
+    """Values and dtypes, eager and compiled: no false alarm."""
+    bare = call()
+    with torchguard.checked():
+        for found in (call(), torch.compile(call, backend="aot_eager")()):
+            torch.testing.assert_close(found, bare, rtol=0, atol=0, equal_nan=True)
+
+
 def _values(case: Case, *values: Any) -> Tensor:
     return torch.tensor(values, dtype=case.dtype)
 

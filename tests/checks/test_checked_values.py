@@ -143,10 +143,12 @@ CASES = (
 )
 
 
-ONE = torch.tensor([1, 0])
+ONE, TRUE = torch.tensor([1, 0]), torch.tensor([True, True])
 FINE: tuple[Callable[[], Any], ...] = (
     lambda: torch.div(ONE, 1 - ONE) + ONE.divide(1 - ONE),
     lambda: torch.ones(2).div_(ONE),
+    lambda: ONE.to(torch.int8) // TRUE,
+    lambda: ONE.to(torch.int32) % TRUE,
 )
 
 

@@ -206,7 +206,7 @@ def looked_at(site: Site, values: Any, unread: Any) -> Any:
 def clamped(site: Site, values: Any, unread: Any) -> Any:
     """Return the values in range, those that are never read as they are; of nodes too."""
     if site.kind == "divisor":
-        return torch.where(values == 0, 1, values)
+        return values + (values == 0)  # of the same dtype, bool too
     if site.kind == "value":
         # Not clamp(), which lets NaN through.
         return torch.where((values >= site.low) & (values <= site.high), values, site.low)

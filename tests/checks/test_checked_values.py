@@ -151,6 +151,7 @@ FINE: tuple[Callable[[], Any], ...] = (
     lambda: torch.ones(2).div_(ONE),
     lambda: ONE.to(torch.int8) // TRUE,
     lambda: ONE.to(torch.int32) % TRUE,
+    lambda: torch.remainder(np.float32(2.5), ONE),
     lambda: DEEP[DIAGONAL, 4 - ONE],
     lambda: DEEP[tuple(map(tuple, DIAGONAL)), 4 - ONE],
     lambda: DEEP.clone().__setitem__((DIAGONAL, 4 - ONE), 1.0),

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchguard._torch import computing_unseen
@@ -140,7 +141,7 @@ def _not_zero(given: Given, _: Sizes) -> Range | None:
     real = any(
         each.dtype.is_floating_point or each.dtype.is_complex
         if isinstance(each, torch.Tensor)
-        else isinstance(each, float)
+        else isinstance(each, (float, np.floating, torch.SymFloat))
         for each in both
     )
     return None if real else (1, None)

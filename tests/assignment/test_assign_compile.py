@@ -184,3 +184,23 @@ def test_a_sample_under_inductor() -> None:
     t, value = base(), torch.tensor(5.0, requires_grad=True)
     compiled = torch.compile(by(sliced_assign), fullgraph=True)
     same(outcome(compiled, t, value), outcome(by(plain), t, value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("assign", [sliced_assign, sliced_assign_])
+def test_a_tensor_of_one_integer_out_of_bounds_is_no_other_row(assign: Any) -> None:
+    """Inductor counts from the end itself, and checks the bounds."""
+    compiled = torch.compile(lambda t, i: assign(t, i, 5.0), fullgraph=True)
+    assert compiled(torch.zeros(3, 2), torch.tensor(-3))[0].tolist() == [5.0, 5.0]
+    for bad in (-7, -5, -4, 3):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+            compiled(torch.zeros(3, 2), torch.tensor(bad))
+
+
+def test_memory_format_with_a_tensor_of_one_integer() -> None:
+    def assign(t: torch.Tensor) -> torch.Tensor:
+        return sliced_assign(t, torch.tensor(1), 5.0)
+
+    image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for t in (image, torch.zeros(3, 4).t(), torch.zeros(3, 4)):
+        assert torch.compile(assign, backend="aot_eager")(t).stride() == t.stride()

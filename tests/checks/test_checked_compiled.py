@@ -177,6 +177,23 @@ def test_a_divisor_that_is_computed() -> None:
             compiled(x, n - 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.bool])
+def test_a_divisor_that_is_the_number_zero(dtype: torch.dtype) -> None:
+    """An empty batch; where nothing is divided there is no error."""
+
+    def call(x: Tensor, items: Tensor) -> Tensor:
+        return x // len(items) + x % len(items)
+
+    compiled = torch.compile(call, backend="aot_eager", dynamic=False)
+    x, empty = torch.tensor([0, 1]).to(dtype), torch.empty(0, 2)
+    with torchguard.checked():
+        with pytest.raises(ZeroDivisorError, match=r"floordiv at .*compiled\.py:\d+: other: "):
+            compiled(x, empty)
+        torch.testing.assert_close(compiled(x[:0], empty), call(x[:0], empty))
+        torch.testing.assert_close(compiled(x, X), call(x, X))
+        compiled(x.float(), empty)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_holds_no_checks(strict: bool) -> None:
     class Module(torch.nn.Module):

@@ -217,12 +217,14 @@ def _assign_at_scalar(t: torch.Tensor, parts: list[Part], part: Part, value: Val
     The slice is taken first, as torch does: what is left of the index then selects
     from a tensor without that dimension.
     """
-    size = t.shape[part.dim]
-    row = part.item.to(torch.int64).reshape(1)
-    row = torch.where(row < 0, row + size, row)
+    # Read by an index of one element: that is bounds-checked, compiled too.
+    row = torch.arange(t.shape[part.dim], device=t.device)[part.item.to(torch.int64).reshape(1)]
     rest = tuple(other.item for other in parts if other.place != part.place)
     selected = sliced_assign(t.index_select(part.dim, row).squeeze(part.dim), rest, value)
-    return t.index_copy(part.dim, row, selected.unsqueeze(part.dim))
+    result = t.index_copy(part.dim, row, selected.unsqueeze(part.dim))
+    if t.is_contiguous() or inside_transform():
+        return result
+    return torch.empty_like(t).copy_(result)  # t's memory format
 
 
 def _assign_at_mask(

@@ -161,13 +161,19 @@ class Selection:
     def divide(self, value: Value, *, mode: Mode | None = None) -> torch.Tensor:
         """Return a copy divided by ``value`` at the index, as often as the index names it.
 
+        The divisors of an element are multiplied first, which can overflow or underflow.
+
         Raises:
             TypeError: if ``t`` holds integers, which a quotient is not.
         """
         return combined(self._t, self._index, _value(value, self._t), "divide", mode)
 
     def power(self, value: Value, *, mode: Mode | None = None) -> torch.Tensor:
-        """Return a copy raised to ``value`` at the index, as often as the index names it."""
+        """Return a copy raised to ``value`` at the index, as often as the index names it.
+
+        The exponents of an element are multiplied first, in ``t``'s dtype. Integers take
+        negative exponents, as in ``torch.pow`` of two tensors.
+        """
         return combined(self._t, self._index, _value(value, self._t), "power", mode)
 
     def min(self, value: Value, *, mode: Mode | None = None) -> torch.Tensor:

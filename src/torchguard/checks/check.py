@@ -30,6 +30,7 @@ Report = Literal["step", "call"]
 
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _MASKS = frozenset((torch.bool, torch.uint8))
+_NUMPY_MASKS = (np.bool_, np.uint8)
 _LISTS = (list, tuple)
 _ERRORS = {
     "index": IndexOutOfRangeError,
@@ -206,7 +207,7 @@ def looked_at(site: Site, values: Any, unread: Any) -> Any:
 def clamped(site: Site, values: Any, unread: Any) -> Any:
     """Return the values in range, those that are never read as they are; of nodes too."""
     if site.kind == "divisor":
-        return torch.where(values == 0, 1, values)
+        return values + (values == 0)  # of the same dtype, bool too
     if site.kind == "value":
         # Not clamp(), which lets NaN through.
         return torch.where((values >= site.low) & (values <= site.high), values, site.low)
@@ -362,11 +363,16 @@ def indexed_dims(index: Sequence[Any], dims: int) -> Iterator[tuple[int, int]]:
 
 
 def _dims_taken(item: Any) -> int:
-    if item is None or item is Ellipsis or isinstance(item, bool):
+    if item is None or item is Ellipsis:
         return 0
+    depth = 0
+    while isinstance(item, _LISTS) and item:  # of booleans, nested too, they are one mask
+        item, depth = item[0], depth + 1
+    if isinstance(item, (bool, np.bool_)):
+        return depth
     is_mask = isinstance(item, torch.Tensor) and item.dtype in _MASKS
-    is_mask = is_mask or (isinstance(item, np.ndarray) and item.dtype.kind == "b")
-    return int(item.ndim) if is_mask else 1
+    is_mask = is_mask or (isinstance(item, np.ndarray) and item.dtype in _NUMPY_MASKS)
+    return depth + int(item.ndim) if is_mask else 1
 
 
 def guard_indexing(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -133,6 +133,8 @@ class _Call:
         else:
             for check in self._row.checks:
                 values = self._given.get(check.argument)
+                if check.kind == "divisor" and type(values) is int and values == 0:
+                    values = self._zero(check)
                 allowed = (
                     check.range(self._fakes, self._size) if _can_check(check, values) else None
                 )
@@ -141,6 +143,17 @@ class _Call:
         self._node.args, self._node.kwargs = rebound(
             self._row, self._node.args, self._node.kwargs, new
         )
+
+    def _zero(self, check: Check) -> Any:
+        """Return a tensor in place of the number 0, where integers are divided by it."""
+        divided: Any = self._given.get("input")
+        if not _can_check(check, divided):
+            return 0
+        fake = _fake(divided)
+        dtype = torch.result_type(fake, 0)
+        zero: Any = fx.Proxy(divided, self._tracer).new_zeros((), dtype=dtype)
+        zero.node.meta["example_value"] = fake.new_zeros((), dtype=dtype)
+        return zero.node
 
     def _indices(self, index: Any) -> Any:
         tensor = self._fakes.get("input")

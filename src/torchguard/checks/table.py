@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchguard._torch import computing_unseen
@@ -136,13 +137,11 @@ def _repeats(given: Given, _: Sizes) -> Range | None:
 
 def _not_zero(given: Given, _: Sizes) -> Range | None:
     """Integers can't be divided by zero; real numbers can."""
-    if given.get("rounding_mode", "floor") is None:
-        return None  # torch.div then divides real numbers
     both = (given.get("input"), given.get("other"))
     real = any(
         each.dtype.is_floating_point or each.dtype.is_complex
         if isinstance(each, torch.Tensor)
-        else isinstance(each, float)
+        else isinstance(each, (float, np.floating, torch.SymFloat))
         for each in both
     )
     return None if real else (1, None)
@@ -182,6 +181,10 @@ _BAG = (
     Check("offsets", lambda _, sizes: (0, sizes("indices", 0))),
 )
 _DIVISOR = Check("other", _not_zero, kind="divisor")
+# Without a rounding mode the quotients of integers are real numbers.
+_QUOTIENT = _DIVISOR._replace(
+    range=lambda given, sizes: given.get("rounding_mode") and _not_zero(given, sizes)
+)
 _LOSS = "input target weight size_average ignore_index"
 
 ROWS = (
@@ -217,6 +220,6 @@ ROWS = (
         Check("input", _repeats),
     ),
     _row("floor_divide remainder fmod __mod__ __ifloordiv__ __imod__", "input other", _DIVISOR),
-    _row("div divide", "input other rounding_mode", _DIVISOR),
+    _row("div divide", "input other rounding_mode", _QUOTIENT),
 )
 """Every operator that is checked, but for ``x[index]`` and the sparse constructors."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -303,11 +304,20 @@ def test_a_copy_that_is_sent_lives_until_a_spawned_process_takes_it(
     assert os.fstat(files[0]).st_size >= array.nbytes
 
 
+def test_arrays_of_one_storage_go_in_linear_time(installed: None) -> None:
+    tensor = torch.zeros(10_000, 1)
+    arrays = [row.numpy() for row in tensor]
+    start = time.process_time()
+    del arrays  # 0.4 s where each one searches for its note
+    assert time.process_time() - start < 0.1
+    assert storage_key(tensor.untyped_storage()) not in numpy_memory._viewed
+
+
 def test_an_array_that_goes_leaves_the_note_of_another(installed: None) -> None:
     """Two threads may drop their last arrays while a third one makes a new one."""
     tensor = torch.ones(3)
     array = tensor.numpy()
-    another: Any = ([], [])
+    another: Any = ({}, [])
     key = storage_key(tensor.untyped_storage())
     numpy_memory._viewed[key] = another
     del array

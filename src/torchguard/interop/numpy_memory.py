@@ -184,7 +184,7 @@ _CONVERSIONS: dict[str, Callable[..., Callable[..., Any]]] = {
 _reducers: list[Callable[..., Any]] = []  # torch's and those made here, to be found in a table
 # By storage: the arrays that t.numpy() has made, and copies that were sent to other processes
 # in the storage's place, kept as long as an array lives.
-_viewed: dict[int, tuple[list[weakref.ref[Any]], list[torch.Tensor]]] = {}
+_viewed: dict[int, tuple[dict[int, weakref.ref[Any]], list[torch.Tensor]]] = {}
 
 
 def _guard_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,12 +199,13 @@ def _guard_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note(key: int, array: np.ndarray[Any, Any]) -> None:
     def forget(reference: weakref.ref[Any]) -> None:
-        arrays.remove(reference)
+        arrays.pop(id(reference))
         if not arrays and _viewed.get(key, (None,))[0] is arrays:
             del _viewed[key]
 
-    arrays, _ = _viewed.setdefault(key, ([], []))
-    arrays.append(weakref.ref(array, forget))
+    arrays, _ = _viewed.setdefault(key, ({}, []))
+    reference = weakref.ref(array, forget)
+    arrays[id(reference)] = reference
 
 
 def _guard_share_memory_(original: Callable[..., Any]) -> Callable[..., Any]:

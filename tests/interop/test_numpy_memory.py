@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -189,6 +190,39 @@ def test_frombuffer_of_read_only_memory(installed: None) -> None:
     grad = torch.frombuffer(bytes(8), dtype=torch.float32, requires_grad=True)
     assert grad.requires_grad
     assert grad.is_leaf
+
+
+def test_frombuffer_copies_the_part_that_is_asked_for(installed: None) -> None:
+    buffer = bytes(range(200)) * 10_000
+    tracemalloc.start()
+    try:
+        tensors = [
+            torch.frombuffer(buffer, dtype=torch.int16, count=2, offset=5),
+            torch.frombuffer(buffer, dtype=torch.int16, offset=len(buffer) - 4),
+        ]
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert tensors[0].tolist() == [6 << 8 | 5, 8 << 8 | 7]
+    assert tensors[1].tolist() == [(197 << 8 | 196) - (1 << 16), (199 << 8 | 198) - (1 << 16)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"count": n, "offset": o} for n in (-3, -1, 0, 1, 3, 9, 2**70, None) for o in (-4, 0, 1, 8, 9)]
+    + [{"offset": "1"}, {"dtype": None}, {"dtype": float}, {"wrong": 1}],
+)
+def test_frombuffer_checks_read_only_memory_as_torch_does(
+    options: dict[str, Any], installed: None
+) -> None:
+    def outcome(function: Callable[..., Any]) -> Any:
+        try:
+            tensor = function(bytes(range(8)), **{"dtype": torch.int32, **options})
+        except Exception as error:  # noqa: BLE001
+            return type(error), str(error)
+        return tensor.dtype, tensor.storage_offset(), tensor.tolist()
+
+    assert outcome(torch.frombuffer) == outcome(torchguard.get_original("torch.frombuffer"))
 
 
 @pytest.mark.parametrize("wrong", [3, "text", None, [1]])

@@ -157,6 +157,14 @@ def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> C
         if not view.readonly:
             return original(view, **options)
         _refuse_or_warn("frombuffer", readonly)
+        count, offset = options.get("count", -1), options.get("offset", 0)
+        try:
+            # Of a large file that is mapped, only the bytes that the tensor has.
+            part = np.frombuffer(view, f"V{options['dtype'].itemsize}", count, offset)
+        except (LookupError, AttributeError, TypeError, ValueError, OverflowError, BufferError):
+            part = ()  # torch says so, or takes what numpy does not
+        if len(part):
+            return original(bytearray(part), **{**options, "offset": 0})
         return original(_writable_copy(view), **options)
 
     return frombuffer

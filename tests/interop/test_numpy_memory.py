@@ -20,6 +20,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numpy.lib.stride_tricks import sliding_window_view
 
 import torchguard
 from torchguard._torch import storage_key
@@ -92,10 +93,26 @@ def test_no_write_reaches_a_read_only_array(array: Any, door: str, how: str) -> 
     assert tensor.dtype == expected.dtype
     assert tensor.shape == expected.shape
     assert tensor.numpy().tobytes() == expected.numpy().tobytes()
-    tensor.copy_(torch.ones_like(tensor) + tensor)
-    tensor.zero_()
-    tensor.logical_not_()
-    assert array.tobytes() == before
+    for value in (0, 1):
+        tensor.fill_(value)
+        assert array.tobytes() == before
+
+
+@pytest.mark.parametrize("door", ["from_numpy", "as_tensor", "asarray", "from_dlpack"])
+def test_a_view_with_more_elements_than_memory_stays_one(door: str, installed: None) -> None:
+    """numpy marks what broadcast_to() and sliding_window_view() return as read-only."""
+    scalar = DOORS[door](np.broadcast_to(np.float32(3), (10**6, 10**6)))
+    assert (scalar.shape, scalar.stride()) == ((10**6, 10**6), (0, 0))
+    assert scalar[7, 7] == 3
+    array = np.arange(24.0).reshape(4, 6)
+    for source in (array, array[::2], array.T, array[::-1]):
+        windows = sliding_window_view(source, 2, axis=1)
+        tensor = DOORS[door](windows)
+        assert tensor.numpy().tolist() == windows.tolist()
+        if windows.strides[0] > 0:  # torch has no negative strides: that one is copied
+            assert tensor.stride() == tuple(stride // 8 for stride in windows.strides)
+        tensor[0, 0, 0] = -1
+        assert array.min() == 0
 
 
 @pytest.mark.parametrize("door", sorted(DOORS))

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from torchguard._torch import patch, storage_key
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
@@ -100,6 +101,18 @@ def _refuse_or_warn(name: str, readonly: str) -> None:
         )
 
 
+def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copy an array, and of a view with more elements than memory the memory alone."""
+    if not array.flags.forc:  # contiguous
+        strides, size = array.strides, array.itemsize
+        span = 1 + sum((n - 1) * stride for n, stride in zip(array.shape, strides)) // size
+        # torch takes no other strides.
+        if span < array.size and all(stride >= 0 and stride % size == 0 for stride in strides):
+            memory = as_strided(array, (span,), (size,)).copy()
+            return as_strided(memory, array.shape, strides)
+    return array.copy(order="K")
+
+
 def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
     """Guard a function whose first argument may be an array: from_numpy, as_tensor, from_dlpack."""
     array_type, name = np.ndarray, original.__name__
@@ -109,7 +122,7 @@ def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callab
         data = args[0] if args else options.get(keyword)
         if isinstance(data, array_type) and not data.flags.writeable:
             _refuse_or_warn(name, readonly)
-            copied = data.copy(order="K")
+            copied = _copy(data)
             if args:
                 args = (copied, *args[1:])
             else:
@@ -131,7 +144,7 @@ def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Call
             return original(obj, **options)
         _refuse_or_warn("asarray", "raise" if options.get("copy") is False else readonly)
         if is_array:
-            return original(obj.copy(order="K"), **options)
+            return original(_copy(obj), **options)
         if hasattr(obj, "__dlpack__"):  # torch asks for it first, and does not warn
             return original(obj, **{**options, "copy": True})
         return original(_writable_copy(obj), **options)

@@ -242,13 +242,34 @@ def test_frombuffer_checks_read_only_memory_as_torch_does(
     assert outcome(torch.frombuffer) == outcome(torchguard.get_original("torch.frombuffer"))
 
 
-@pytest.mark.parametrize("wrong", [3, "text", None, [1]])
+@pytest.mark.parametrize("dtype", ["M8[s]", [("when", "M8[s]")]])
+def test_frombuffer_of_what_a_memoryview_can_not_name(dtype: Any, installed: None) -> None:
+    array = np.arange(3).astype("M8[s]").view(dtype)
+    torch.frombuffer(array, dtype=torch.int64)[1] = 7
+    assert array.view("i8").tolist() == [0, 7, 2]
+    array.flags.writeable = False
+    torch.frombuffer(array, dtype=torch.int64).zero_()
+    assert array.view("i8").tolist() == [0, 7, 2]
+
+
+def closed() -> Any:
+    mapped, close = opened("mmap")
+    close()
+    return mapped
+
+
+@pytest.mark.parametrize("wrong", [3, "text", None, [1], closed(), np.zeros(4, "M8[s]")[::2]])
 def test_frombuffer_of_no_buffer(wrong: Any, installed: None) -> None:
     with pytest.raises(Exception) as torchs:  # noqa: PT011
         torchguard.get_original("torch.frombuffer")(wrong, dtype=torch.uint8)
     with pytest.raises(type(torchs.value)) as ours:
         torch.frombuffer(wrong, dtype=torch.uint8)
     assert str(ours.value) == str(torchs.value)
+
+
+def test_asarray_of_a_closed_buffer_raises_as_torch_does(installed: None) -> None:
+    with pytest.raises(RuntimeError, match="could not retrieve buffer"):
+        torch.asarray(closed(), dtype=torch.uint8)
 
 
 # ---- shared memory ----

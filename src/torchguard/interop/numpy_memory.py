@@ -156,7 +156,7 @@ def _is_read_only_buffer(obj: Any) -> bool:
     try:
         with memoryview(obj) as view:
             return view.readonly
-    except (TypeError, BufferError):  # no buffer: a number, a list, memory of a GPU
+    except (TypeError, BufferError, ValueError):  # a number, a list, memory of a GPU, closed
         return False
 
 
@@ -165,8 +165,10 @@ def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> C
         try:
             # torch releases the buffer at once and keeps the object: this one holds an export.
             view = memoryview(buffer)
-        except TypeError:
-            return original(buffer, **options)  # which says so
+        except (TypeError, ValueError):
+            if not isinstance(buffer, np.ndarray):
+                return original(buffer, **options)  # which says so
+            view = memoryview(np.asarray(buffer).view(f"V{buffer.itemsize}"))  # of datetime64
         if not view.readonly:
             return original(view, **options)
         _refuse_or_warn("frombuffer", readonly)

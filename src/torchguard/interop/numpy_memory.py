@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from torchguard._torch import patch, storage_key
+from torchguard._torch import patch, storage_key, without_torch_function
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
 
 ReadOnly = Literal["copy", "raise", "warn"]
@@ -105,7 +105,8 @@ def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Copy an array, and of a view with more elements than memory the memory alone."""
     if not array.flags.forc:  # contiguous
         strides, size = array.strides, array.itemsize
-        span = 1 + sum((n - 1) * stride for n, stride in zip(array.shape, strides)) // size
+        axes = zip(array.shape, strides, strict=True)
+        span = 1 + sum((n - 1) * stride for n, stride in axes) // size
         # torch takes no other strides.
         if span < array.size and all(stride >= 0 and stride % size == 0 for stride in strides):
             memory = as_strided(array, (span,), (size,)).copy()
@@ -168,7 +169,7 @@ def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> C
         except (TypeError, ValueError):
             if not isinstance(buffer, np.ndarray):
                 return original(buffer, **options)  # which says so
-            view = memoryview(np.asarray(buffer).view(f"V{buffer.itemsize}"))  # of datetime64
+            view = np.asarray(buffer).view(f"V{buffer.itemsize}").data  # datetime64 has no format
         if not view.readonly:
             return original(view, **options)
         _refuse_or_warn("frombuffer", readonly)
@@ -177,8 +178,8 @@ def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> C
             # Of a large file that is mapped, only the bytes that the tensor has.
             part = np.frombuffer(view, f"V{options['dtype'].itemsize}", count, offset)
         except (LookupError, AttributeError, TypeError, ValueError, OverflowError, BufferError):
-            part = ()  # torch says so, or takes what numpy does not
-        if len(part):
+            part = np.empty(0)  # torch says so, or takes what numpy does not
+        if part.size:
             return original(bytearray(part), **{**options, "offset": 0})
         return original(_writable_copy(view), **options)
 
@@ -211,10 +212,17 @@ _viewed: dict[int, tuple[dict[int, weakref.ref[Any]], list[torch.Tensor]]] = {}
 
 
 def _guard_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    array_type = np.ndarray
+
     def numpy(self: torch.Tensor, **options: Any) -> Any:
         array = original(self, **options)
-        if self.device.type == "cpu" and array.base is not None:
-            _note(storage_key(self.untyped_storage()), array)
+        owner = getattr(array, "base", None)  # a copy has another one than the tensor
+        while isinstance(owner, array_type):  # a subclass of Tensor may return a part
+            owner = owner.base
+        if isinstance(owner, torch.Tensor) and array.nbytes:
+            with without_torch_function():
+                key = storage_key(owner.untyped_storage())
+            _note(key, array)
         return array
 
     return numpy

@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
-from torchguard._torch import patch, storage_key
+from torchguard._torch import patch, storage_key, without_torch_function
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
 
 ReadOnly = Literal["copy", "raise", "warn"]
@@ -100,6 +101,19 @@ def _refuse_or_warn(name: str, readonly: str) -> None:
         )
 
 
+def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copy an array, and of a view with more elements than memory the memory alone."""
+    if not array.flags.forc:  # contiguous
+        strides, size = array.strides, array.itemsize
+        axes = zip(array.shape, strides, strict=True)
+        span = 1 + sum((n - 1) * stride for n, stride in axes) // size
+        # torch takes no other strides.
+        if span < array.size and all(stride >= 0 and stride % size == 0 for stride in strides):
+            memory = as_strided(array, (span,), (size,)).copy()
+            return as_strided(memory, array.shape, strides)
+    return array.copy(order="K")
+
+
 def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
     """Guard a function whose first argument may be an array: from_numpy, as_tensor, from_dlpack."""
     array_type, name = np.ndarray, original.__name__
@@ -109,7 +123,7 @@ def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callab
         data = args[0] if args else options.get(keyword)
         if isinstance(data, array_type) and not data.flags.writeable:
             _refuse_or_warn(name, readonly)
-            copied = data.copy(order="K")
+            copied = _copy(data)
             if args:
                 args = (copied, *args[1:])
             else:
@@ -131,7 +145,7 @@ def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Call
             return original(obj, **options)
         _refuse_or_warn("asarray", "raise" if options.get("copy") is False else readonly)
         if is_array:
-            return original(obj.copy(order="K"), **options)
+            return original(_copy(obj), **options)
         if hasattr(obj, "__dlpack__"):  # torch asks for it first, and does not warn
             return original(obj, **{**options, "copy": True})
         return original(_writable_copy(obj), **options)
@@ -143,7 +157,7 @@ def _is_read_only_buffer(obj: Any) -> bool:
     try:
         with memoryview(obj) as view:
             return view.readonly
-    except (TypeError, BufferError):  # no buffer: a number, a list, memory of a GPU
+    except (TypeError, BufferError, ValueError):  # a number, a list, memory of a GPU, closed
         return False
 
 
@@ -152,11 +166,21 @@ def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> C
         try:
             # torch releases the buffer at once and keeps the object: this one holds an export.
             view = memoryview(buffer)
-        except TypeError:
-            return original(buffer, **options)  # which says so
+        except (TypeError, ValueError):
+            if not isinstance(buffer, np.ndarray):
+                return original(buffer, **options)  # which says so
+            view = np.asarray(buffer).view(f"V{buffer.itemsize}").data  # datetime64 has no format
         if not view.readonly:
             return original(view, **options)
         _refuse_or_warn("frombuffer", readonly)
+        count, offset = options.get("count", -1), options.get("offset", 0)
+        try:
+            # Of a large file that is mapped, only the bytes that the tensor has.
+            part = np.frombuffer(view, f"V{options['dtype'].itemsize}", count, offset)
+        except (LookupError, AttributeError, TypeError, ValueError, OverflowError, BufferError):
+            part = np.empty(0)  # torch says so, or takes what numpy does not
+        if part.size:
+            return original(bytearray(part), **{**options, "offset": 0})
         return original(_writable_copy(view), **options)
 
     return frombuffer
@@ -184,14 +208,21 @@ _CONVERSIONS: dict[str, Callable[..., Callable[..., Any]]] = {
 _reducers: list[Callable[..., Any]] = []  # torch's and those made here, to be found in a table
 # By storage: the arrays that t.numpy() has made, and copies that were sent to other processes
 # in the storage's place, kept as long as an array lives.
-_viewed: dict[int, tuple[list[weakref.ref[Any]], list[torch.Tensor]]] = {}
+_viewed: dict[int, tuple[dict[int, weakref.ref[Any]], list[torch.Tensor]]] = {}
 
 
 def _guard_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    array_type = np.ndarray
+
     def numpy(self: torch.Tensor, **options: Any) -> Any:
         array = original(self, **options)
-        if self.device.type == "cpu" and array.base is not None:
-            _note(storage_key(self.untyped_storage()), array)
+        owner = getattr(array, "base", None)  # a copy has another one than the tensor
+        while isinstance(owner, array_type):  # a subclass of Tensor may return a part
+            owner = owner.base
+        if isinstance(owner, torch.Tensor) and array.nbytes:
+            with without_torch_function():
+                key = storage_key(owner.untyped_storage())
+            _note(key, array)
         return array
 
     return numpy
@@ -199,12 +230,13 @@ def _guard_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note(key: int, array: np.ndarray[Any, Any]) -> None:
     def forget(reference: weakref.ref[Any]) -> None:
-        arrays.remove(reference)
+        arrays.pop(id(reference))
         if not arrays and _viewed.get(key, (None,))[0] is arrays:
             del _viewed[key]
 
-    arrays, _ = _viewed.setdefault(key, ([], []))
-    arrays.append(weakref.ref(array, forget))
+    arrays, _ = _viewed.setdefault(key, ({}, []))
+    reference = weakref.ref(array, forget)
+    arrays[id(reference)] = reference
 
 
 def _guard_share_memory_(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import torchguard
@@ -175,3 +176,20 @@ def test_a_hook_of_other_code_stays() -> None:
     finally:
         handle.remove()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_recorded_step_is_the_same_graph(mode: str) -> None:
+    def step(start: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        parameter = nn.Parameter(start.clone())
+        parameter.grad = gradient
+        torch.optim.SGD([parameter], lr=0.1, foreach=False).step()
+        return parameter.detach()
+
+    def recorded() -> str:
+        graph: Any = make_fx(step, tracing_mode=mode)(torch.ones(3), torch.ones(3))
+        return str(graph.code)
+
+    bare = recorded()
+    with torchguard.install("optimizer"):
+        assert recorded() == bare

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchguard._torch import has_own_dispatch, patch
+from torchguard._torch import has_own_dispatch, is_recorded, patch
 from torchguard._torch.fused import known_contiguous
 from torchguard._torch.optimizers import (
     call_unseen,
@@ -169,8 +169,10 @@ def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def guarded_step(*args: Any, **kwargs: Any) -> Any:
         optimizer = args[0]
-        if torch.compiler.is_compiling() or any(
-            each is optimizer for transaction in opened for each in transaction.optimizers
+        if (
+            torch.compiler.is_compiling()
+            or is_recorded()
+            or any(each is optimizer for transaction in opened for each in transaction.optimizers)
         ):
             return step(*args, **kwargs)
         prepared = _prepare(optimizer, with_closure=len(args) > 1 or bool(kwargs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,20 @@ class TestWhatItLeaves:
         assert torch.equal(net.flat, torch.ones(6))
         assert [each._version for each in net.parameters()] == versions
         saved.backward()  # which needs the weights as they were
+
+    def test_a_graph_that_was_made_before_and_none_of_its_own(self) -> None:
+        encoder, made = nn.Linear(3, 3), []
+        memory = encoder(torch.randn(1, 3)).tanh()
+
+        def attends(x: torch.Tensor) -> torch.Tensor:
+            scaled = x.exp()
+            made.append(weakref.ref(scaled))
+            return scaled * memory
+
+        wrap(attends).verify(torch.randn(5, 3))
+        assert not any(each() is not None for each in made)
+        attends(torch.randn(5, 3)).sum().backward()
+        assert encoder.weight.grad is not None
 
 
 class TestWhenItIsMade:

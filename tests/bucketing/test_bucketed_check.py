@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from support.bucketed import LADDER, Counting, Net, in_time, leak, wrap
@@ -258,6 +259,14 @@ class TestNoLeak:
         mask = torch.ones(2, 200, dtype=torch.bool)
         mask[1, :150] = False
         assert torch.allclose(wrapped(x, mask), pooled(x, mask))
+
+    @pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
+    def test_without_data_none_is_looked_for(self, mode: Any) -> None:
+        wrapped = wrap(lambda x: x.mean(0))
+        with mode():
+            assert wrapped(torch.ones(5, 3)).shape == (3,)
+        with pytest.raises(PaddingLeakError):
+            wrapped(torch.ones(5, 3))
 
 
 class TestLeak:

@@ -106,8 +106,8 @@ def send_backward(
 ) -> dict[Hashable, Gradient]:
     """Send a fixed gradient backward to inputs and to every other leaf; none is accumulated.
 
-    It is positive, 0.5 to 1.5, so that sums over a padded dim do not cancel. ``retain_graph`` leaves
-    the graph of what was made before, such as a memory or a normalized weight, to the caller.
+    It is positive, 0.5 to 1.5, so that sums over a padded dim do not cancel. With
+    ``retain_graph`` the graph of what was made before, such as a memory, is left to the caller.
     """
     parameters = _leaves_behind([output.value for output in outputs], sources.values())
     wanted = [*sources.values(), *parameters]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from support.bucketed import LADDER, Counting, Net, in_time, leak, wrap
@@ -85,6 +87,20 @@ class TestWhatItLeaves:
         assert torch.equal(net.flat, torch.ones(6))
         assert [each._version for each in net.parameters()] == versions
         saved.backward()  # which needs the weights as they were
+
+    def test_a_graph_that_was_made_before_and_none_of_its_own(self) -> None:
+        encoder, made = nn.Linear(3, 3), []
+        memory = encoder(torch.randn(1, 3)).tanh()
+
+        def attends(x: torch.Tensor) -> torch.Tensor:
+            scaled = x.exp()
+            made.append(weakref.ref(scaled))
+            return scaled * memory
+
+        wrap(attends).verify(torch.randn(5, 3))
+        assert not any(each() is not None for each in made)
+        attends(torch.randn(5, 3)).sum().backward()
+        assert encoder.weight.grad is not None
 
 
 class TestWhenItIsMade:
@@ -243,6 +259,14 @@ class TestNoLeak:
         mask = torch.ones(2, 200, dtype=torch.bool)
         mask[1, :150] = False
         assert torch.allclose(wrapped(x, mask), pooled(x, mask))
+
+    @pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
+    def test_without_data_none_is_looked_for(self, mode: Any) -> None:
+        wrapped = wrap(lambda x: x.mean(0))
+        with mode():
+            assert wrapped(torch.ones(5, 3)).shape == (3,)
+        with pytest.raises(PaddingLeakError):
+            wrapped(torch.ones(5, 3))
 
 
 class TestLeak:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -170,3 +171,48 @@ class TestWhatIsCompared:
         x = torch.randn(2, 5, 3)
         torch.testing.assert_close(in_time(module)(x), module(x))
         assert not module[0]._forward_pre_hooks
+
+
+class Name(str):
+    """A text of a class of its own."""
+
+    __slots__ = ()
+
+
+class TestAProofOfItsOwn:
+    """What may lead the function another way is checked, whatever is proven already."""
+
+    @pytest.mark.parametrize(
+        ("function", "first", "then"),
+        [
+            (lambda x, mode: x - x.mean() if mode else x, *map(np.bool_, (False, True))),
+            (lambda x, mode: x - x.mean() if mode else x, np.int64(0), np.int64(2)),
+            (lambda x, mode: x - x.mean() if mode == "mean" else x, Name("none"), Name("mean")),
+            (lambda x, weight: x.sum() + weight * (x + 1).mean(), 0.0, 0.5),
+            (lambda x, weight: x.sum() + (1 - weight) * (x + 1).mean(), 1.0, 0.5),
+            (lambda x, weight: x.sum() + weight * (x + 1).mean(), np.float64(0), np.float64(0.5)),
+        ],
+    )
+    def test_belongs_to_a_value(self, function: Any, first: Any, then: Any) -> None:
+        wrapped, x = in_time(function), torch.randn(2, 5)
+        wrapped(x, first)
+        with pytest.raises(PaddingLeakError):
+            wrapped(x, then)
+
+    def test_belongs_to_a_dtype(self) -> None:
+        wrapped = in_time(lambda x: x.amax(1))
+        wrapped(torch.ones(2, 5, dtype=torch.uint8))
+        with pytest.raises(PaddingLeakError):
+            wrapped(-torch.ones(2, 5))
+
+    def test_is_shared_by_fractions(self) -> None:
+        calls = []
+        wrapped = in_time(lambda x, weight: calls.append(weight) or x * weight)
+        for weight in (0.25, np.float64(0.5), 0.75):
+            wrapped(torch.ones(2, 5), weight)
+        assert calls.count(0.75) <= 2  # and once more for the sizes of its output
+
+    def test_a_slice_has_a_plan_of_its_own(self) -> None:
+        wrapped, x = in_time(lambda x, part: x[:, part]), torch.randn(2, 5)
+        for part in (slice(4, None), slice(0, 4), slice(np.int64(1), None)):
+            assert torch.equal(wrapped(x, part), x[:, part])

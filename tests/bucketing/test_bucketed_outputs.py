@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -114,6 +116,27 @@ class TestDerived:
 class Cache:
     def __init__(self, keys: torch.Tensor) -> None:
         self.keys = keys
+
+
+class Slots:
+    __slots__ = ("keys",)
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [Slots, torch.Tensor.numpy, lambda x: {x}, lambda x: deque([x]), lambda x: [{"a": x.numpy()}]],
+)
+def test_what_hides_memory_is_refused(hide: Any) -> None:
+    with pytest.raises(TypeError, match="holds tensors"):
+        wrap(lambda x: hide(x * 2))(torch.ones(5))
+
+
+@pytest.mark.parametrize("value", [{"a"}, deque([1]), np.float32(2)])
+def test_what_holds_no_tensor_is_returned(value: Any) -> None:
+    assert wrap(lambda x: (x, value))(torch.ones(5))[1] is value
 
 
 @pytest.mark.parametrize(

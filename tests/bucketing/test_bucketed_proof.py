@@ -96,6 +96,30 @@ class TestHowMuchPaddingThereIs:
         assert runs(wrap(noting, outputs={0: "t"}), x) == 4 + 4 + 6
 
 
+class TestAutocast:
+    """Where autocast is on, results in float32 are as exact as the dtype that it takes."""
+
+    def test_rounding_is_no_leak(self) -> None:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        embedding = nn.Embedding(99, 64)
+
+        def squares(ids: torch.Tensor, mask: Any = None) -> torch.Tensor:
+            squared: torch.Tensor = encoder(embedding(ids), src_key_padding_mask=mask).square()
+            return squared
+
+        wrapped = in_time(squares, mask={"mask": "padding"}, buckets=[128])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert wrapped(torch.randint(1, 99, (4, 100))).dtype is torch.float32
+
+    def test_a_leak_is_one(self) -> None:
+        linear = nn.Linear(16, 16)
+        with torch.autocast("cpu", torch.bfloat16):
+            leak(lambda x: linear(x).float().mean(1), torch.randn(2, 7, 16), fill={"x": 0})
+            leak(lambda x: x + linear(x).square().mean(), torch.randn(2, 7, 16))
+
+
 class TestMaskedPositionsOfTheCaller:
     @pytest.mark.parametrize("side", ["right", "left"])
     @pytest.mark.parametrize("masked", ["right", "left"])

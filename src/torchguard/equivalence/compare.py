@@ -43,11 +43,14 @@ class Policy:
     gradient_floor: float = 0.0
     """A gradient that is zero but for rounding is measured by this share of the largest one."""
 
-    def tolerance(self, dtype: torch.dtype) -> Tolerance:
+    def tolerance(self, dtype: torch.dtype, device: str = "cpu") -> Tolerance:
         """Return the tolerance of a dtype; integers have none."""
         if not (dtype.is_floating_point or dtype.is_complex):
             return Tolerance()
         real = dtype.to_real()
+        # Under autocast float32 results and gradients come out of matmuls in the narrower dtype.
+        if real is torch.float32 and not self.metadata and torch.is_autocast_enabled(device):
+            real = torch.get_autocast_dtype(device)
         return self.tolerances[real if real in self.tolerances else None]
 
 
@@ -286,7 +289,7 @@ class _Comparison:
         """Compare the values of two tensors of one shape."""
         if self.policy.metadata and expected.layout is not torch.strided:
             return None
-        tolerance = self.policy.tolerance(expected.dtype)
+        tolerance = self.policy.tolerance(expected.dtype, expected.device.type)
         off, allowed = _distance(expected, actual, tolerance, floor)
         if bool((off <= allowed).all()):  # NaN is not
             strain = torch.where(off > 0, off / allowed, 0.0)

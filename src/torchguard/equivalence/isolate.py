@@ -431,7 +431,9 @@ def run_undoing_mutations(
             gradients: dict[Hashable, Gradient] = {}
             if any(tensor.requires_grad for tensor in tensors):
                 with watch:
-                    gradients = send_backward(outputs, given.sources, names, modules, held)
+                    gradients = send_backward(
+                        outputs, given.sources, names, modules, held, retain_graph=True
+                    )
             return Outcome(
                 outputs=[_detached(each) for each in outputs],
                 structure=structure,

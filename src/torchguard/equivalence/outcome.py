@@ -101,10 +101,13 @@ def send_backward(
     names: Mapping[int, str],
     modules: Sequence[torch.nn.Module] = (),
     held: Callable[[], Iterable[torch.Tensor]] = tuple,
+    *,
+    retain_graph: bool = False,
 ) -> dict[Hashable, Gradient]:
     """Send a fixed gradient backward to inputs and to every other leaf; none is accumulated.
 
-    It is positive, 0.5 to 1.5, so that sums over a padded dim do not cancel.
+    It is positive, 0.5 to 1.5, so that sums over a padded dim do not cancel. With
+    ``retain_graph`` the graph of what was made before, such as a memory, is left to the caller.
     """
     parameters = _leaves_behind([output.value for output in outputs], sources.values())
     wanted = [*sources.values(), *parameters]
@@ -122,7 +125,9 @@ def send_backward(
         numbers = torch.linspace(0.5, 1.5, value.numel(), device=value.device, dtype=torch.float64)
         sent.append(counted(numbers.to(value.dtype).view(value.shape), counts))
     # Not backward(): that would add to .grad, and call the hooks for it.
-    arrived = torch.autograd.grad([each.value for each in ends], wanted, sent, allow_unused=True)
+    arrived = torch.autograd.grad(
+        [each.value for each in ends], wanted, sent, retain_graph=retain_graph, allow_unused=True
+    )
     # The outer modules are the first: their names for a parameter are the longer ones.
     outer_last = reversed(modules)
     known = {id(p): name for module in outer_last for name, p in module.named_parameters()}

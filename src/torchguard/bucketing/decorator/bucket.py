@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from typing_extensions import Self
 
@@ -40,6 +41,14 @@ the whole process for a moment."""
 PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types whose values ``torch.compile`` compiles in: each value is a graph of its own."""
 
+_LIKE_PLAIN: Any = (
+    (np.bool_, bool),
+    ((int, np.integer), int),
+    (str, str.__str__),
+    (slice, lambda each: (*map(leaf_key, (each.start, each.stop, each.step)),)),
+)
+"""Subclasses of int and str, numpy's scalars and slices, and how to read their values."""
+
 # Below this many elements one operator less is faster; above, pad_to_bucket chooses.
 _SMALL = 1 << 17
 
@@ -60,7 +69,14 @@ def leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return TensorKey(leaf.shape, leaf.dtype, leaf.device)
     # Of a module nothing else: its attributes Dynamo guards by itself, and compiles anew.
-    return leaf.training if isinstance(leaf, torch.nn.Module) else type(leaf)
+    if isinstance(leaf, torch.nn.Module):
+        return leaf.training
+    if isinstance(leaf, (float, np.floating)):
+        return float(leaf)
+    for kinds, plain in _LIKE_PLAIN:
+        if isinstance(leaf, kinds):
+            return type(leaf), plain(leaf)
+    return type(leaf)
 
 
 class Signature(NamedTuple):
@@ -365,12 +381,18 @@ def kind_of_call(
     labels = [each.label for each in inputs]
     if shared:
         return specialization.global_state, *(label for label in labels if label not in masks)
-    # Switches may lead the function another way; sizes and fractions do not.
+    # Switches may lead the function another way, and a weight of 0 or 1 hides a term; sizes and
+    # other fractions do neither. What shows in unsigned numbers may not in others.
     switches = [
-        (label, None if isinstance(key, (TensorKey, float)) else key)
+        (label, None if isinstance(key, TensorKey) or _is_fraction(key) else key)
         for label, key in specialization.unpadded
     ]
-    return specialization.global_state, specialization.structure, *switches, *labels
+    dtypes = [each.dtype for each in inputs]
+    return specialization.global_state, specialization.structure, *switches, *labels, *dtypes
+
+
+def _is_fraction(key: Any) -> bool:
+    return isinstance(key, float) and key not in {0.0, 1.0}
 
 
 def given_by(

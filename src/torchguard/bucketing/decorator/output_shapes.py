@@ -9,10 +9,13 @@ Shapes: B batch, T the size of an axis.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
@@ -62,19 +65,27 @@ class FlatOutput:
                 raise TypeError(
                     f"bucketed: {output.label(index)} is of type {type(leaf).__name__}, which "
                     "holds tensors that can't be sliced: return tensors, tuples, lists, dicts "
-                    "or dataclasses (with Hugging Face models: use_cache=False)"
+                    "or dataclasses (with Hugging Face models: use_cache=False; call .numpy() on "
+                    "what bucketed returns)"
                 )
         return output
 
 
 # Three levels reach the tensors in a cache of transformers: its list of layers, a layer, a tensor.
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.ndim > 0):
         return True
     if depth == 0 or isinstance(value, (type, torch.nn.Module)) or callable(value):
         return False
     inside = [child for _, child in children(value) or ()]
+    inside += value if isinstance(value, (set, frozenset, deque)) else ()
     inside += getattr(value, "__dict__", {}).values()
+    inside += [
+        getattr(value, name, None)
+        for kind in type(value).__mro__
+        for name, attribute in vars(kind).items()
+        if isinstance(attribute, MemberDescriptorType)  # of __slots__
+    ]
     return any(_holds_tensors(child, depth - 1) for child in inside)
 
 

@@ -68,6 +68,9 @@ def check_padding(
     All ranks of a group make the same runs: what decides about the next ones is agreed on. Compiled
     functions inside have to run eagerly: the caller says so, with ``uncompiled()``.
     """
+    # Meta and fake tensors have no numbers to compare, and prove nothing.
+    if any(call.leaves[each.index].untyped_storage().device.type == "meta" for each in plan.inputs):
+        return
     checker = _Checker(shapes, plan, call, () if anew else known.neutral)
     case = Case(plan, call)
     first, failure = _First(), None

@@ -214,8 +214,13 @@ def reachable(function: Any, arguments: Iterable[Any]) -> list[Any]:
             continue
         if isinstance(node, (FunctionType, MethodType, functools.partial)):
             waiting.extend((each, True) for each in _around(node))
-        elif not isinstance(node, Collection) or len(node) <= _MOST:
-            inside = children(node)
+        else:
+            try:
+                if isinstance(node, Collection) and len(node) > _MOST:
+                    continue
+                inside = children(node)
+            except Exception:  # noqa: BLE001  # no length: a 0-d array, range(10**30)
+                inside = None
             if inside is not None:
                 waiting.extend((part, opens) for _, part in inside)
             elif opens and hasattr(node, "__dict__"):

@@ -6,10 +6,19 @@ import dataclasses
 from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-from torchguard._pytree import children, flatten, key_paths, keystr, replace, unflatten
+from torchguard._pytree import (
+    children,
+    flatten,
+    key_paths,
+    keystr,
+    reachable,
+    replace,
+    unflatten,
+)
 
 
 class Pair(NamedTuple):
@@ -118,3 +127,21 @@ def test_replace_puts_parts_at_paths_and_copies_what_is_on_the_way() -> None:
     assert made["rest"] is tree["rest"]
     assert tree == {"out": Frozen([1, 2], Pair(3, 4)), "rest": [5]}
     assert replace(tree, {(): 8}) == 8
+
+
+class Unsized(list):  # type: ignore[type-arg]
+    """A collection that does not know how many items it has."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_what_a_function_reaches_need_not_have_a_length() -> None:
+    """A 0-d array, a range that is too long for ``len`` and an object whose ``__len__`` raises."""
+    array, numbers, unsized = np.array(0.5), range(10**30), Unsized(torch.zeros(1))
+    found = reachable(lambda x: (x, array), [numbers, unsized])
+    assert all(any(each is one for one in found) for each in (array, numbers, unsized))
+    assert any(each is unsized.held for each in found)

@@ -176,6 +176,28 @@ def test_a_closure_makes_the_gradient_inside_of_step() -> None:
         assert torch.equal(parameter, -numbers(0)) is (guard == "optimizer")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_sparse_gradient_is_torchs_error_and_is_forgotten(kind: Any, guard: Any) -> None:
+    """``step()`` before and after it steps as plain torch does."""
+
+    def steps(scope: Callable[..., Any]) -> list[str]:
+        parameter = nn.Parameter(torch.zeros(4, 2))
+        optimizer = kind([parameter], lr=0.1, fused=True)
+        found = []
+        with scope(parameter, optimizer):
+            for layout in "sdds":
+                one = torch.ones(4, 2)
+                parameter.grad = one.to_sparse(1) if layout == "s" else one
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    found.append(str(error))
+                found.append(str(parameter.tolist()))
+        return found
+
+    assert steps(guard) == steps(lambda *_: contextlib.nullcontext())
+
+
 def test_fake_tensors_have_no_memory_to_copy() -> None:
     """With a copy of their gradients the process ends by a segmentation fault."""
     output_of("""

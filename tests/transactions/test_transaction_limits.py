@@ -112,3 +112,30 @@ def test_without_copies_the_guarantee_is_weak_and_a_torn_step_raises() -> None:
     with pytest.raises(torchguard.UnrecoverableStepError):
         with step:
             optimizer.step()
+
+
+def scripted() -> Any:
+    return torch.jit.script(nn.Linear(2, 2))
+
+
+def traced() -> Any:
+    return torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("make", [scripted, traced])
+def test_modules_of_torchscript_are_trained(make: Any, inside: bool) -> None:
+    """Their tensors are put back; a block of them may be checkpointed."""
+    model = nn.Sequential(make()) if inside else make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(1, 2, requires_grad=True)
+    torchguard.safe_checkpoint(model, x, use_reentrant=True).sum().backward()
+    before = [(each.clone(), each.grad.clone()) for each in model.parameters()]
+    with pytest.raises(KeyError), torchguard.transaction(model, optimizer, undo="copy"):
+        model(x).sum().backward()
+        next(model.parameters()).data.zero_()
+        raise KeyError
+    for each, (value, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(each, value)
+        assert torch.equal(each.grad, gradient)

@@ -114,6 +114,7 @@ class FusedLists:
         for each in self._groups:
             _insert_sentinels(each)
         self._hold(gradients)
+        self._has_sparse = self._holds_sparse()
 
     def renew(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients that there are now; return whether the lists are right for them.
@@ -132,7 +133,7 @@ class FusedLists:
         self._hold(gradients)
         for each in self._zeroed:
             each.zero_()
-        return True
+        return self._holds_sparse() == self._has_sparse  # _init_group notes it in its result
 
     def _hold(self, gradients: list[Tensor | None]) -> None:
         self._gradients = [gradient for gradient in gradients if gradient is not None]
@@ -141,6 +142,10 @@ class FusedLists:
             and _are_contiguous(self._gradients)
             and _are_contiguous(self._parameters)
         )
+
+    def _holds_sparse(self) -> bool:
+        # No sparse gradient is contiguous, so the usual step asks none of them.
+        return not self._is_contiguous and any(g.is_sparse for g in self._gradients)
 
     def fill(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], arguments: tuple[Any, ...]

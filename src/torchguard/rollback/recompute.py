@@ -173,6 +173,8 @@ def _state_of(module: nn.Module) -> tuple[_Entries, ...]:
     # The wrappers of torch.distributed note there how far they are in gathering parameters.
     if type(module).__name__ in {"FullyShardedDataParallel", "DistributedDataParallel"}:
         return ()
+    if isinstance(module, torch.jit.ScriptModule):  # its members are in C++, in no dict
+        return ()
     return *members_of(module)[:2], vars(module)
 
 

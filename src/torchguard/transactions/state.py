@@ -77,9 +77,11 @@ class _Survey:
 
     def __init__(self, training: TrainingState) -> None:
         copied = [each for each in training.also if isinstance(each, nn.Module)]
-        self.modules = list(
+        self._holders = list(
             {id(m): m for root in (*training.modules, *copied) for m in root.modules()}.values()
         )
+        # TorchScript keeps the members of its modules in C++, in no dict.
+        self.modules = [m for m in self._holders if not isinstance(m, torch.jit.ScriptModule)]
         self.kinds = [type(each) for each in self.modules]
         self.attributes: list[dict[str, Any]] = [each.__dict__ for each in self.modules]
         # What the modules hold: parameters, buffers and children. Most of these dicts are empty.
@@ -107,8 +109,8 @@ class _Survey:
 
     def _sort_tensors(self) -> None:
         """Sort out which tensors are copied in bulk, and which one by one."""
-        own = [each for module in self.modules for each in module.parameters(recurse=False)]
-        held = [each for module in self.modules for each in module.buffers(recurse=False)]
+        own = [each for module in self._holders for each in module.parameters(recurse=False)]
+        held = [each for module in self._holders for each in module.buffers(recurse=False)]
         self.parameters, self.other_parameters = _parted(
             [*own, *chain.from_iterable(self._groups)], is_plain
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.distributed.checkpoint import state_dict_saver
 
 import torchguard
 from torchguard.__main__ import main
+from torchguard.checkpoint import verify
+from torchguard.checkpoint.folder import MARK
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -148,3 +151,28 @@ def test_what_is_no_checkpoint_is_not_whole(tmp_path: Path) -> None:
     found = torchguard.verify_checkpoint(tmp_path)
     assert found
     assert "notes.txt was not read" in str(found)
+
+
+def test_a_save_meanwhile_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest and the files are those of one folder, wherever the link leads by then."""
+    for number, fill in enumerate((1.0, 2.0)):
+        folder = tmp_path / f"run.{number}"
+        folder.mkdir()
+        torch.save({"a": torch.full((3,), fill)}, folder / "a.pt")
+        files = {"a.pt": {"size": (folder / "a.pt").stat().st_size}}
+        files["a.pt"]["sha256"] = verify.sha256_of(folder / "a.pt")  # type: ignore[assignment]
+        mark = {"made by": "torchguard", "for": "run", "folder": folder.name, "files": files}
+        (folder / MARK).write_text(json.dumps(mark))
+    link, manifest_of = tmp_path / "run", verify.manifest_of
+    link.symlink_to("run.0")
+
+    def then_another_saves(folder: Path) -> Any:
+        manifest = manifest_of(folder)
+        link.unlink()
+        link.symlink_to("run.1")
+        return manifest
+
+    monkeypatch.setattr(verify, "manifest_of", then_another_saves)
+    found = torchguard.verify_checkpoint(link)
+    assert found, str(found)
+    assert found.path == str(link)

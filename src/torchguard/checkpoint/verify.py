@@ -89,6 +89,8 @@ def verify_checkpoint(
     target = Path(path)
     if not target.exists():
         raise FileNotFoundError(f"verify_checkpoint: there is nothing at {target}")
+    if target.is_dir():  # a save that lets the link lead elsewhere meanwhile changes nothing here
+        target = Path(os.path.realpath(target))
     files = [target] if target.is_file() else list(_files_in(target))
     done, total = 0, sum(file.stat().st_size for file in files)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -176,3 +179,40 @@ def test_a_save_meanwhile_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     found = torchguard.verify_checkpoint(link)
     assert found, str(found)
     assert found.path == str(link)
+
+
+def test_files_of_other_programs_beside_a_checkpoint(tmp_path: Path) -> None:
+    """Archives, text and lists whose names end as torch's do; they have no checksum known here."""
+    torch.save({"a": 1}, tmp_path / "a.pt")
+    np.savez(tmp_path / "b.npz", x=np.ones(3))
+    with zipfile.ZipFile(tmp_path / "c.docx", "w") as archive:
+        archive.writestr("word/document.xml", "<a/>")
+    with tarfile.open(tmp_path / "d.tar", "w") as bundle:
+        bundle.add(tmp_path / "a.pt", "a.pt")
+    (tmp_path / "vocab.bin").write_text("hello\nworld\n")
+    (tmp_path / "corpus.index.json").write_text('{"a": 1}')
+    found = torchguard.verify_checkpoint(tmp_path)
+    assert found, str(found)
+    assert len(found.limits) == 5
+    assert not torchguard.verify_checkpoint(tmp_path / "vocab.bin")
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.bin", "a.ckpt", "a.pth.tar", "a"])
+def test_files_of_torch_that_are_damaged_are_still_told(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    torch.save({"a": torch.ones(9)}, path)
+    whole = path.read_bytes()
+    wrong = [
+        whole[:-60],
+        whole[:4],
+        b"",
+        b"version https://git-lfs",
+        whole.replace(b"\0\0\x80?", b""),
+    ]
+    wrong += [whole.replace(b"/version", b"/versiom"), b"x" + whole[1:]]
+    with zipfile.ZipFile(tmp_path / "foreign.zip", "w") as archive:
+        archive.writestr("b", "")
+        archive.writestr("a/version", "3\n")
+    for content in [*wrong, (tmp_path / "foreign.zip").read_bytes()]:
+        path.write_bytes(content)
+        assert not torchguard.verify_checkpoint(path), content

@@ -169,6 +169,7 @@ def test_no_name_looks_like_a_checkpoint_while_it_is_written(tmp_path: Path) -> 
 PROTECTED = """
 import os, pathlib, sys, torch, torchguard, warnings
 folder = pathlib.Path(sys.argv[1])
+folder.chmod(0o777)
 def save(step):
     with torchguard.checkpoint_folder(folder / "run") as new:
         (new / "part").mkdir()
@@ -196,7 +197,6 @@ except RuntimeWarning:
 def test_what_is_write_protected_does_not_fail_a_save() -> None:
     """An old folder, which stays whole, and one in it, whose rest each save tries to remove."""
     with tempfile.TemporaryDirectory() as folder:  # others than its owner may enter its parents
-        os.chmod(folder, 0o777)
         line = [sys.executable, "-c", PROTECTED, folder]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["True 1", "False 4", "tried again"], done.stderr

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -161,3 +164,39 @@ def test_no_name_looks_like_a_checkpoint_while_it_is_written(tmp_path: Path) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(tmp_path / "step-10", 1)
+
+
+PROTECTED = """
+import os, pathlib, sys, torch, torchguard, warnings
+folder = pathlib.Path(sys.argv[1])
+folder.chmod(0o777)
+def save(step):
+    with torchguard.checkpoint_folder(folder / "run") as new:
+        (new / "part").mkdir()
+        torch.save(step, new / "part" / "a.pt")
+    return sorted(name for name in os.listdir(folder) if name[0] != ".")
+save(0)  # imports what it takes
+torch.load(folder / "run" / "part" / "a.pt")
+if not os.getuid():
+    os.setuid(65534)
+warnings.simplefilter("error")
+save(1)
+os.chmod(folder / "run.2", 0o555)
+print("run.2" in save(2), torch.load(folder / "run.2" / "part" / "a.pt"))
+os.chmod(folder / "run.2", 0o755)
+os.chmod(folder / "run.3" / "part", 0o555)
+print("run.3" in save(3) + save(4), torch.load(folder / "run" / "part" / "a.pt"))
+os.chmod(next(folder.glob(".torchguard-*")) / "part", 0o755)
+try:
+    save(5)
+except RuntimeWarning:
+    print("tried again")
+"""
+
+
+def test_what_is_write_protected_does_not_fail_a_save() -> None:
+    """An old folder, which stays whole, and one in it, whose rest each save tries to remove."""
+    with tempfile.TemporaryDirectory() as folder:  # others than its owner may enter its parents
+        line = [sys.executable, "-c", PROTECTED, folder]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["True 1", "False 4", "tried again"], done.stderr

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,6 +16,8 @@ from torch.distributed.checkpoint import state_dict_saver
 
 import torchguard
 from torchguard.__main__ import main
+from torchguard.checkpoint import verify
+from torchguard.checkpoint.folder import MARK
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -148,3 +154,65 @@ def test_what_is_no_checkpoint_is_not_whole(tmp_path: Path) -> None:
     found = torchguard.verify_checkpoint(tmp_path)
     assert found
     assert "notes.txt was not read" in str(found)
+
+
+def test_a_save_meanwhile_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest and the files are those of one folder, wherever the link leads by then."""
+    for number, fill in enumerate((1.0, 2.0)):
+        folder = tmp_path / f"run.{number}"
+        folder.mkdir()
+        torch.save({"a": torch.full((3,), fill)}, folder / "a.pt")
+        files = {"a.pt": {"size": (folder / "a.pt").stat().st_size}}
+        files["a.pt"]["sha256"] = verify.sha256_of(folder / "a.pt")  # type: ignore[assignment]
+        mark = {"made by": "torchguard", "for": "run", "folder": folder.name, "files": files}
+        (folder / MARK).write_text(json.dumps(mark))
+    link, manifest_of = tmp_path / "run", verify.manifest_of
+    link.symlink_to("run.0")
+
+    def then_another_saves(folder: Path) -> Any:
+        manifest = manifest_of(folder)
+        link.unlink()
+        link.symlink_to("run.1")
+        return manifest
+
+    monkeypatch.setattr(verify, "manifest_of", then_another_saves)
+    found = torchguard.verify_checkpoint(link)
+    assert found, str(found)
+    assert found.path == str(link)
+
+
+def test_files_of_other_programs_beside_a_checkpoint(tmp_path: Path) -> None:
+    """Archives, text and lists whose names end as torch's do; they have no checksum known here."""
+    torch.save({"a": 1}, tmp_path / "a.pt")
+    np.savez(tmp_path / "b.npz", x=np.ones(3))
+    with zipfile.ZipFile(tmp_path / "c.docx", "w") as archive:
+        archive.writestr("word/document.xml", "<a/>")
+    with tarfile.open(tmp_path / "d.tar", "w") as bundle:
+        bundle.add(tmp_path / "a.pt", "a.pt")
+    (tmp_path / "vocab.bin").write_text("hello\nworld\n")
+    (tmp_path / "corpus.index.json").write_text('{"a": 1}')
+    found = torchguard.verify_checkpoint(tmp_path)
+    assert found, str(found)
+    assert len(found.limits) == 5
+    assert not torchguard.verify_checkpoint(tmp_path / "vocab.bin")
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.bin", "a.ckpt", "a.pth.tar", "a"])
+def test_files_of_torch_that_are_damaged_are_still_told(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    torch.save({"a": torch.ones(9)}, path)
+    whole = path.read_bytes()
+    wrong = [
+        whole[:-60],
+        whole[:4],
+        b"",
+        b"version https://git-lfs",
+        whole.replace(b"\0\0\x80?", b""),
+    ]
+    wrong += [whole.replace(b"/version", b"/versiom"), b"x" + whole[1:]]
+    with zipfile.ZipFile(tmp_path / "foreign.zip", "w") as archive:
+        archive.writestr("b", "")
+        archive.writestr("a/version", "3\n")
+    for content in [*wrong, (tmp_path / "foreign.zip").read_bytes()]:
+        path.write_bytes(content)
+        assert not torchguard.verify_checkpoint(path), content

@@ -230,7 +230,8 @@ def _commit(
         if fsync:
             sync(str(link.parent))
         for older in _numbers(link)[:-keep]:
-            _remove(link, older)
+            with contextlib.suppress(OSError):  # another process was quicker, or: the next save
+                _remove(link.with_name(f"{link.name}.{older}"))
 
 
 def _refuse_unfinished(new: Path) -> None:
@@ -265,12 +266,10 @@ def _point_link_at(link: Path, final: Path) -> None:
         raise
 
 
-def _remove(link: Path, number: int) -> None:
+def _remove(folder: Path) -> None:
     """Rename an old folder, then remove it: while that goes on, it has a temporary name."""
-    old = link.with_name(temporary_name())
-    with contextlib.suppress(FileNotFoundError):  # another process was quicker
-        link.with_name(f"{link.name}.{number}").rename(old)
-        _remove_marked(old)
+    if os.access(folder, os.W_OK):  # one that is write-protected stays whole
+        _remove_marked(folder.rename(folder.with_name(temporary_name())))
 
 
 def _remove_marked(folder: Path) -> None:
@@ -278,10 +277,10 @@ def _remove_marked(folder: Path) -> None:
     for each in list(folder.iterdir()):
         if each.name != MARK:
             if each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each, ignore_errors=True)
+                shutil.rmtree(each)
             else:
                 each.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder)
 
 
 def _remove_abandoned_folders(link: Path) -> list[str]:

@@ -89,6 +89,8 @@ def verify_checkpoint(
     target = Path(path)
     if not target.exists():
         raise FileNotFoundError(f"verify_checkpoint: there is nothing at {target}")
+    if target.is_dir():  # a save that lets the link lead elsewhere meanwhile changes nothing here
+        target = Path(os.path.realpath(target))
     files = [target] if target.is_file() else list(_files_in(target))
     done, total = 0, sum(file.stat().st_size for file in files)
 
@@ -281,11 +283,22 @@ def _is_known(file: Path) -> bool:
 
 
 def _is_of_torch(file: Path) -> bool:
-    if file.suffix in {".pt", ".pth", ".bin", ".ckpt", ".tar"} or zipfile.is_zipfile(file):
-        return True
+    """Whether torch has written a file, or should have: by its name, and by what is in it."""
     with contextlib.suppress(OSError), file.open("rb") as opened:
-        return opened.read(len(_OLDER_MAGIC)) == _OLDER_MAGIC
-    return False
+        begins = opened.read(512)
+        if begins.startswith(_OLDER_MAGIC):
+            return True
+        if begins[257:262] == b"ustar":  # tar, which may hold zip archives as they are
+            return False
+        if zipfile.is_zipfile(opened):
+            with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(opened) as archive:
+                inside = {name.partition("/")[2] for name in archive.namelist()}
+                return not inside.isdisjoint({"version", ".data/version", "data.pkl"})
+            return True  # damaged, whoever wrote it
+        # Of text in the place of a .bin, only what a download has left there is told.
+        if file.suffix == ".bin" and begins and b"\0" not in begins:
+            return begins.startswith((b"PK", b"<", b"version https://git-lfs"))
+    return file.suffix in {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
 
 def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
@@ -294,7 +307,7 @@ def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
         fault = _safetensors_fault(path)
         if fault is not None:
             yield f"{path} {fault}"
-    elif path.name.endswith(".index.json"):  # transformers' list of the files of a large model
+    elif path.name.endswith((".safetensors.index.json", ".bin.index.json")):  # of transformers
         yield from _missing_files(path)
     elif _is_of_torch(path):
         try:
@@ -305,6 +318,8 @@ def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
             yield str(error)
         except _NoChecksumsError:
             limits.append(f"{path.name}: torch's older format has no checksums")
+        except RuntimeError as error:
+            yield f"{path} can't be read: {error}"
     else:
         limits.append(f"{path.name} was not read: no format that is known here")
     read(path.stat().st_size)

@@ -18,6 +18,7 @@ import torch
 import torchguard
 from support.writers import names
 from torchguard._files import temporary_name
+from torchguard.checkpoint import folder as folder_module
 from torchguard.checkpoint.folder import MARK
 
 
@@ -200,3 +201,30 @@ def test_what_is_write_protected_does_not_fail_a_save() -> None:
         line = [sys.executable, "-c", PROTECTED, folder]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["True 1", "False 4", "tried again"], done.stderr
+
+
+def test_who_saves_or_removes_meanwhile_was_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of another writer that has no mark yet, and one that is removed just now."""
+    (tmp_path / temporary_name()).mkdir()
+    save(tmp_path / "run", 0)
+    removed, remove = [], folder_module._remove_marked
+
+    def look(folder: Path) -> None:
+        removed.extend(folder_module._remove_abandoned_folders(tmp_path / "run"))
+        remove(folder)
+
+    monkeypatch.setattr(folder_module, "_remove_marked", look)
+    save(tmp_path / "run", 1)
+    assert names(tmp_path) == ["run", "run.2"]
+    assert removed == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no named pipes")
+def test_a_pipe_and_a_broken_link_are_kept(tmp_path: Path) -> None:
+    with torchguard.checkpoint_folder(tmp_path / "run") as new:
+        (new / "state").write_text("1")
+        os.mkfifo(new / "pipe")
+        (new / "link").symlink_to("nothing")
+    assert {each.name for each in (tmp_path / "run").iterdir()} == {MARK, "link", "pipe", "state"}

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -269,7 +270,9 @@ def _point_link_at(link: Path, final: Path) -> None:
 def _remove(folder: Path) -> None:
     """Rename an old folder, then remove it: while that goes on, it has a temporary name."""
     if os.access(folder, os.W_OK):  # one that is write-protected stays whole
-        _remove_marked(folder.rename(folder.with_name(temporary_name())))
+        with opened(str(folder), os.O_RDONLY) as lock:
+            try_lock(lock)  # the process is alive; if another one holds it, that is too
+            _remove_marked(folder.rename(folder.with_name(temporary_name())))
 
 
 def _remove_marked(folder: Path) -> None:
@@ -304,14 +307,13 @@ def _remove_abandoned_folders(link: Path) -> list[str]:
                 continue
             with locked_file(str(path)):
                 written_for = marked(path).get("for")
-                if written_for is None:
+                if written_for is None:  # stopped before it wrote, or about to make a new one
                     _remove_unmarked(path)
-                # That of step-10, when step-20 is saved: the run goes on from another step.
-                elif written_for.rstrip(digits) == link.name.rstrip(digits):
-                    _remove_marked(path)
-                else:
                     continue
-                removed.append(name)
+                # That of step-10, when step-20 is saved: the run goes on from another step.
+                if written_for.rstrip(digits) == link.name.rstrip(digits):
+                    _remove_marked(path)
+                    removed.append(name)
     return removed
 
 
@@ -325,9 +327,10 @@ def _remove_unmarked(folder: Path) -> None:
 def _sync_all(folder: Path) -> None:
     """Wait until everything in a folder is on the disk."""
     for parent, _, names in os.walk(folder):
-        for name in names:
-            with opened(os.path.join(parent, name), os.O_RDONLY) as descriptor:
-                os.fsync(descriptor)
+        for path in (os.path.join(parent, name) for name in names):
+            if stat.S_ISREG(os.lstat(path).st_mode):  # to open a pipe waits for its other end
+                with opened(path, os.O_RDONLY) as descriptor:
+                    os.fsync(descriptor)
         sync(parent)
 
 

@@ -12,7 +12,7 @@ from torchguard.bucketing.buckets import Buckets, total_cost
 from torchguard.bucketing.fit import best_ladders
 from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
 from torchguard.bucketing.steps import epoch_of
-from torchguard.cli import interrupted, positive_int
+from torchguard.cli import interrupted, positive_int, write
 from torchguard.cli.sizes import FORMATS, read_sizes
 from torchguard.errors import SaveError
 
@@ -80,13 +80,13 @@ def _print_buckets(options: argparse.Namespace) -> None:
     # The table ends at the same largest size, so that its waste can be compared.
     curve = best_ladders(observed, _COUNTS, **aligned, top=buckets.sizes[-1])
     # To standard error, if the buckets themselves go to standard output.
-    target = sys.stderr if options.json == Path("-") else sys.stdout
+    show = sys.stderr.write if options.json == Path("-") else write
     summary = f"{single.total:,.0f} lengths from {name}: {_range(single)}\n"
-    target.write(summary + _report(options, observed, buckets, [each.cost for each in curve]))
+    show(summary + _report(options, observed, buckets, [each.cost for each in curve]))
     if options.json is not None:
         document = buckets.to_json() + "\n"
         if options.json == Path("-"):
-            sys.stdout.write(document)
+            write(document)
         else:
             write_text(options.json, document)
     if options.plot is not None:

@@ -33,7 +33,8 @@ def _main(options: argparse.Namespace) -> int:
             found = verify_checkpoint(path, progress=progress)
         except FileNotFoundError as error:
             sys.stderr.write(f"{error}\n")
-            return 2
+            status = 2
+            continue
         except KeyboardInterrupt:
             return interrupted("verify")
         if progress is not None:

@@ -43,8 +43,9 @@ def is_replaceable(path: str) -> bool:
     """Whether there is a regular file, or nothing, where the path leads: no pipe, no device.
 
     ``/dev/stdout`` may lead to a regular file, but who opened that file keeps the old one.
+    ``/dev/shm`` is a folder of files.
     """
-    if os.path.abspath(path).startswith(("/dev/", "/proc/")):
+    if re.match("/dev/(?!shm/)|/proc/", os.path.abspath(path)):
         return False
     try:
         return stat.S_ISREG(os.stat(path).st_mode)

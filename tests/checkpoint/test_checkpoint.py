@@ -180,7 +180,7 @@ class TestSave:
 
     @pytest.mark.parametrize("relative", [False, True])
     def test_a_link_to_another_file_system(self, tmp_path: Path, relative: bool) -> None:
-        """Where there is one. The path itself may not lie in /dev; where it leads may."""
+        """Where there is one."""
         shared = Path("/dev/shm")  # noqa: S108
         real = (shared if shared.is_dir() else tmp_path) / temporary_name("test")
         link = tmp_path / "model.pt"
@@ -193,6 +193,19 @@ class TestSave:
             assert link.is_symlink()
         finally:
             real.unlink(missing_ok=True)
+
+    def test_shared_memory_is_a_folder_of_files(self) -> None:
+        shared = Path("/dev/shm")  # noqa: S108
+        if not shared.is_dir():
+            pytest.skip("no /dev/shm here")
+        path = shared / temporary_name("test")
+        try:
+            torchguard.save(OLD, path)
+            with size_limited(100), pytest.raises((RuntimeError, OSError)):
+                torchguard.save(NEW, path)
+            assert same(torch.load(path), OLD)
+        finally:
+            path.unlink(missing_ok=True)
 
     def test_no_path_goes_to_torch(self, tmp_path: Path) -> None:
         """File objects, pipes and devices are passed on as they are."""

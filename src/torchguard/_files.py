@@ -90,7 +90,10 @@ def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = Tru
                 _set_owner_and_mode(descriptor, old)
             if fsync:
                 os.fsync(descriptor)
-        os.replace(temporary, target)
+        try:
+            os.replace(temporary, target)
+        except PermissionError as error:  # another user's file in a folder with the sticky bit
+            raise SaveError(f"{path} can't be replaced: {error}; choose another path") from error
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

@@ -366,6 +366,28 @@ def test_a_failure_leaves_the_optimizer(message: str, used: bool) -> None:
     assert in_full(target) == before
 
 
+def padding_hook(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+    for entry in state["state"].values():
+        entry.update({k: nn.functional.pad(v, (0, 1)) for k, v in entry.items() if v.dim() == 1})
+    return state
+
+
+class Norms(torch.optim.SGD):
+    """Keeps the norm of each gradient."""
+
+
+def test_a_state_that_a_hook_or_its_optimizer_makes_fit_is_loaded() -> None:
+    target, state = trained(size=5), trained(size=4).state_dict()
+    target.register_load_state_dict_pre_hook(padding_hook)
+    torchguard.load_state_dict(target, state)
+    assert target.state[target.param_groups[0]["params"][0]]["exp_avg"].shape == (5,)
+    few, many = (trained(kind=Norms) for _ in range(2))
+    for optimizer, count in ((few, 2), (many, 5)):
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["norms"] = torch.ones(count)
+    torchguard.load_state_dict(few, many.state_dict())
+    assert repr(few.state_dict()) == repr(many.state_dict())
+
+
 def test_wrong_target() -> None:
     with pytest.raises(TypeError, match="target is of type dict"):
         torchguard.load_state_dict({}, {})  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import warnings
 from collections import OrderedDict
@@ -278,6 +279,21 @@ def test_a_quantized_tensor_in_another_memory_format_is_loaded() -> None:
     module = quantized(1.0)
     torchguard.load_state_dict(module, quantized(2.0).state_dict())
     assert module.table.dequantize().unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_lazy_modules_are_loaded_or_stay_lazy(strict: bool) -> None:
+    kinds = {"lazy": lambda: nn.LazyLinear(3), "not": lambda: nn.Linear(2, 3)}
+    for target, source in itertools.product(kinds.values(), kinds.values()):
+        for change in ({}, {"more": torch.ones(1)}, {"bias": torch.ones(9)}):
+            model, plain, state = target(), target(), {**source().state_dict(), **change}  # type: ignore[no-untyped-call]
+            classes = [type(each) for each in model.parameters()]
+            _, error = ended(lambda: plain.load_state_dict(state, strict=strict))  # noqa: B023
+            _, ours = ended(lambda: torchguard.load_state_dict(model, state, strict=strict))  # noqa: B023
+            assert ours == error
+            if error is not None:
+                assert [type(each) for each in model.parameters()] == classes
+            assert repr(model) == repr(plain)
 
 
 def test_memory_stays_where_it_is() -> None:

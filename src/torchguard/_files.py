@@ -43,8 +43,9 @@ def is_replaceable(path: str) -> bool:
     """Whether there is a regular file, or nothing, where the path leads: no pipe, no device.
 
     ``/dev/stdout`` may lead to a regular file, but who opened that file keeps the old one.
+    ``/dev/shm`` is a folder of files.
     """
-    if os.path.abspath(path).startswith(("/dev/", "/proc/")):
+    if re.match("/dev/(?!shm/)|/proc/", os.path.abspath(path)):
         return False
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
@@ -89,7 +90,10 @@ def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = Tru
                 _set_owner_and_mode(descriptor, old)
             if fsync:
                 os.fsync(descriptor)
-        os.replace(temporary, target)
+        try:
+            os.replace(temporary, target)
+        except PermissionError as error:  # another user's file in a folder with the sticky bit
+            raise SaveError(f"{path} can't be replaced: {error}; choose another path") from error
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

@@ -180,7 +180,7 @@ class TestSave:
 
     @pytest.mark.parametrize("relative", [False, True])
     def test_a_link_to_another_file_system(self, tmp_path: Path, relative: bool) -> None:
-        """Where there is one. The path itself may not lie in /dev; where it leads may."""
+        """Where there is one."""
         shared = Path("/dev/shm")  # noqa: S108
         real = (shared if shared.is_dir() else tmp_path) / temporary_name("test")
         link = tmp_path / "model.pt"
@@ -193,6 +193,19 @@ class TestSave:
             assert link.is_symlink()
         finally:
             real.unlink(missing_ok=True)
+
+    def test_shared_memory_is_a_folder_of_files(self) -> None:
+        shared = Path("/dev/shm")  # noqa: S108
+        if not shared.is_dir():
+            pytest.skip("no /dev/shm here")
+        path = shared / f"test-{os.getpid()}.pt"
+        try:
+            torchguard.save(OLD, path)
+            with size_limited(100), pytest.raises((RuntimeError, OSError)):
+                torchguard.save(NEW, path)
+            assert same(torch.load(path), OLD)
+        finally:
+            path.unlink(missing_ok=True)
 
     def test_no_path_goes_to_torch(self, tmp_path: Path) -> None:
         """File objects, pipes and devices are passed on as they are."""
@@ -222,13 +235,17 @@ class TestSave:
             assert str(guarded.value).split("\n")[0] == str(plain.value).split("\n")[0]
         assert not left(tmp_path)
 
-    def test_a_folder_that_takes_no_file(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("mode", [0o555, 0o1777])
+    def test_a_folder_that_takes_no_file(self, tmp_path: Path, mode: int) -> None:
+        """Or, with the sticky bit, a new one and not one in the place of another user's."""
+        if mode == 0o1777 and os.geteuid() != 0:
+            pytest.skip("needs two users")
         path = tmp_path / "model.pt"
         torchguard.save(OLD, path)
         path.chmod(0o666)
         for folder in (tmp_path, *tmp_path.parents[:-2]):
             folder.chmod(folder.stat().st_mode | 0o055)
-        tmp_path.chmod(0o555)
+        tmp_path.chmod(mode)
 
         def refused() -> bool:
             if os.geteuid() == 0:
@@ -244,6 +261,7 @@ class TestSave:
         finally:
             tmp_path.chmod(0o755)
         assert same(torch.load(path), OLD)
+        assert not left(tmp_path)
 
     def test_memory_mapped_from_the_old_file(self, tmp_path: Path) -> None:
         """Saving a mapped checkpoint over itself reads what was mapped (torchtune 1018)."""

@@ -127,6 +127,22 @@ def test_installing_guards_imports_no_compiler() -> None:
     assert output_of(program) == "[]\n"
 
 
+def test_installing_guards_leaves_random_numbers_alone() -> None:
+    """A training that installs them draws the same ones; in a process that has tried no guard."""
+    program = """
+        import pickle, random, numpy, torch, torchguard
+        from torchguard.patching.guards import GUARDS
+        def states():
+            return pickle.dumps((torch.get_rng_state().tolist(), numpy.random.get_state(),
+                                 random.getstate()))
+        for names in (*zip(GUARDS), tuple(GUARDS)):
+            before = states()
+            with torchguard.install(*names):
+                assert states() == before, names
+    """
+    output_of(program)
+
+
 def test_what_is_imported_later_is_guarded_once_and_put_back(tmp_path: Path) -> None:
     program = f"""
     import sys, torch, torchguard

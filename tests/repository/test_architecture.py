@@ -156,6 +156,7 @@ NOT_TORCH: dict[str, set[str]] = {
         "setattr(copied, name, copy_graph(child))",  # a copied graph
     },
     "checkpoint/ties.py": {"setattr(holder, own, tensor)"},  # a module of the user
+    "checkpoint/loading.py": {"tensor.__class__"},  # a lazy parameter of the user
     "transactions/state.py": {"module.__class__"},  # a module of the user
     "_torch/compile.py": {"setattr(convert, name, backend)"},  # a function made there
     "_torch/symbolic_shapes.py": {"delattr(tensor, name)"},  # a tensor of the user

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import warnings
 from collections import OrderedDict
@@ -280,6 +281,21 @@ def test_a_quantized_tensor_in_another_memory_format_is_loaded() -> None:
     assert module.table.dequantize().unique().tolist() == [2.0]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_lazy_modules_are_loaded_or_stay_lazy(strict: bool) -> None:
+    kinds = {"lazy": lambda: nn.LazyLinear(3), "not": lambda: nn.Linear(2, 3)}
+    for target, source in itertools.product(kinds.values(), kinds.values()):
+        for change in ({}, {"more": torch.ones(1)}, {"bias": torch.ones(9)}):
+            model, plain, state = target(), target(), {**source().state_dict(), **change}  # type: ignore[no-untyped-call]
+            classes = [type(each) for each in model.parameters()]
+            _, error = ended(lambda: plain.load_state_dict(state, strict=strict))  # noqa: B023
+            _, ours = ended(lambda: torchguard.load_state_dict(model, state, strict=strict))  # noqa: B023
+            assert ours == error
+            if error is not None:
+                assert [type(each) for each in model.parameters()] == classes
+            assert repr(model) == repr(plain)
+
+
 def test_memory_stays_where_it_is() -> None:
     """What shares memory with a parameter sees what is loaded; strides stay."""
     model: Any = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2))
@@ -364,6 +380,28 @@ def test_a_failure_leaves_the_optimizer(message: str, used: bool) -> None:
     assert target.param_groups is groups
     assert [dict(group) for group in groups] == contents
     assert in_full(target) == before
+
+
+def padding_hook(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+    for entry in state["state"].values():
+        entry.update({k: nn.functional.pad(v, (0, 1)) for k, v in entry.items() if v.dim() == 1})
+    return state
+
+
+class Norms(torch.optim.SGD):
+    """Keeps the norm of each gradient."""
+
+
+def test_a_state_that_a_hook_or_its_optimizer_makes_fit_is_loaded() -> None:
+    target, state = trained(size=5), trained(size=4).state_dict()
+    target.register_load_state_dict_pre_hook(padding_hook)
+    torchguard.load_state_dict(target, state)
+    assert target.state[target.param_groups[0]["params"][0]]["exp_avg"].shape == (5,)
+    few, many = (trained(kind=Norms) for _ in range(2))
+    for optimizer, count in ((few, 2), (many, 5)):
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["norms"] = torch.ones(count)
+    torchguard.load_state_dict(few, many.state_dict())
+    assert repr(few.state_dict()) == repr(many.state_dict())
 
 
 def test_wrong_target() -> None:

@@ -193,6 +193,8 @@ def _cut_off(path: str, size: int) -> DamagedFileError:
 _MORE_INTERRUPTS = 10  # for a user who goes on pressing Ctrl-C
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+# Has no shape to compare or to copy.
+_LAZY = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
 
 @public
@@ -283,7 +285,12 @@ def _load_module(
     if not assign:
         require_one_value(module, ties, state)
     matching = [(tensor, state[name]) for name, tensor in tensors or () if name in state]
-    fitting = [(t, v) for t, v in matching if isinstance(v, torch.Tensor) and t.shape == v.shape]
+    fitting = [
+        (t, v)
+        for t, v in matching
+        if isinstance(v, torch.Tensor)
+        and (isinstance(t, _LAZY) or isinstance(v, _LAZY) or t.shape == v.shape)
+    ]
     if tensors is None or not all(_copy_succeeds(*pair) for pair in fitting):
         with _put_back(module, state):
             result = call()
@@ -363,12 +370,21 @@ def _put_back(module: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[Non
     modules = list(module.modules())
     held = [(each, copy_of_attributes(each)) for each in modules]
     # assign=True gives the parameters of the state the requires_grad of the module's.
-    flags = [(v, v.requires_grad) for v in state.values() if isinstance(v, torch.nn.Parameter)]
+    flags = [
+        (v, v.requires_grad)
+        for v in state.values()
+        if isinstance(v, torch.nn.Parameter) and not isinstance(v, _LAZY)
+    ]
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    lazy = [(t, type(t), t.data) for t in tensors.values() if isinstance(t, _LAZY)]
     try:
-        with rollback_on_error(*tensors.values(), data=True):
+        with rollback_on_error(
+            [t for t in tensors.values() if not isinstance(t, _LAZY)], data=True
+        ):
             yield
     except BaseException:
+        for tensor, kind, data in lazy:
+            tensor.data, tensor.__class__ = data, kind
         for each, attributes in held:
             restore_attributes(each, attributes)
         for parameter, requires_grad in flags:

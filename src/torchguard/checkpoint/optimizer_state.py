@@ -103,6 +103,8 @@ def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
         loaded = dict(state["state"])
     except (KeyError, TypeError, ValueError):
         return  # torch says what is missing
+    if has_load_hooks(optimizer):  # which may change the shapes
+        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(saved) != len(parameters):
         return
@@ -130,11 +132,13 @@ def _tensors_of(entry: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _expected_shape(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
 ) -> torch.Size | None:
+    torchs = type(optimizer).__module__.startswith("torch.optim")
+    if not (torchs or key in _LIKE_PARAMETER):
+        return None  # it may grow
     own = optimizer.state.get(parameter, {}).get(key)
     if isinstance(own, torch.Tensor):
         return own.shape
-    known = type(optimizer).__module__.startswith("torch.optim") and key in _LIKE_PARAMETER
-    return parameter.shape if known else None
+    return parameter.shape if torchs and key in _LIKE_PARAMETER else None
 
 
 def copy_of_attributes(obj: object) -> dict[str, Any]:

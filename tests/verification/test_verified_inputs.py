@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -172,6 +173,32 @@ def test_inputs_of_more_bytes_than_allowed_are_not_copied(limit: int, status: st
     assert record.status == status
     reason = "" if status == "verified" else "its inputs have 16 bytes, max_bytes is 15"
     assert record.reason == reason
+
+
+# --- inputs that overlap and have no common storage
+
+
+@pytest.mark.parametrize("one", [(0, 10), (0, 3), (2, 6), (1, 5)])
+@pytest.mark.parametrize("other", [(0, 10), (0, 3), (2, 8)])
+def test_slices_of_a_numpy_array_overlap_in_the_check_too(
+    one: tuple[int, int], other: tuple[int, int]
+) -> None:
+    """AOTAutograd takes them to lie apart, and its graph reads ``y`` as it was."""
+
+    def double_behind_a_write(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 2
+
+    compiled = verified(backend="aot_eager")(double_behind_a_write)
+    array = np.arange(10, dtype=np.float32)
+    x, y = (torch.from_numpy(array[slice(*part)]) for part in (one, other))
+    with pytest.warns(MiscompilationWarning, match="eager runs instead") as caught:
+        result = compiled(x, y)
+    assert one == other or "none: inputs overlap" in str(caught[0].message)  # no script shows it
+    expected = np.arange(10, dtype=np.float32)
+    expected[slice(*one)] += 1
+    assert array.tolist() == expected.tolist()
+    assert result.tolist() == (expected[slice(*other)] * 2).tolist()
 
 
 # --- operations that read what they write

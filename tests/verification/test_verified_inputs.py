@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from support.miscompiling import spoiling
-from torchguard import MiscompilationWarning, OverlapWarning, verified, verified_backend
+from torchguard import (
+    MiscompilationWarning,
+    OverlapWarning,
+    at,
+    sliced_assign,
+    verified,
+    verified_backend,
+)
 from torchguard.equivalence.copies import copy_inputs, why_not_copied
 
 if TYPE_CHECKING:
@@ -298,11 +305,14 @@ def test_what_is_added_at_an_id_that_occurs_twice_is_checked_before_one_does() -
     torch.testing.assert_close(fast(ids, rows), added(ids, rows))
 
 
-def test_a_write_at_an_index_that_never_occurs_twice_raises_no_false_alarm() -> None:
+@pytest.mark.parametrize("write", [None, sliced_assign, lambda x, i, v: at(x)[i].set(v)])
+def test_a_write_at_an_index_that_never_occurs_twice_raises_no_false_alarm(write: Any) -> None:
     """Which of two values stays is undefined, and a backend may choose the other."""
 
     def permuted(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(x).index_put((order,), x)
+        zeros = torch.zeros_like(x)
+        written = zeros.index_put((order,), x) if write is None else write(zeros, order, x)
+        return written if write is None else written + zeros.index_add(0, order, x)
 
     def last_first(graph: Any, _: list[Any]) -> Callable[..., Any]:
         return lambda *inputs: graph.forward(*(value.flip(0) for value in inputs))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,12 +15,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support.miscompiling import spoiling, stats, workload
-from torchguard import install, verified, verified_backend
+from torchguard import (
+    MiscompilationWarning,
+    at,
+    install,
+    sliced_assign,
+    sliced_assign_,
+    verified,
+    verified_backend,
+)
 from torchguard.verification.graph import unlogged, why_not_twice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
@@ -90,6 +98,32 @@ def test_it_works_with_other_parts_of_torch(
         torch.testing.assert_close(compiled(*given), function(*same))
     statuses = {graph.status for graph in backend.stats().graphs}
     assert statuses == {"verified"}, str(backend.stats())
+
+
+# Whole nodes of the graph; the last reads what it writes, and says nothing of it.
+ASSIGN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sliced_assign": lambda x: sliced_assign(x, [0], 7.0) * 2,
+    "set": lambda x: at(x)[[0, 2]].set(7.0) * 2,
+    "add": lambda x: at(x)[[0, 0]].add(x[1]) * 2,
+    "get": lambda x: at(x)[[0, 9]].get(mode="clip") * 2,
+    "sliced_assign_": lambda x: sliced_assign_(x, slice(1, None), x[:-1]) * 2,
+}
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+@pytest.mark.parametrize("name", ASSIGN)
+def test_torchguards_own_assignments_are_checked(name: str, spoiled: bool) -> None:
+    wrong = spoiling(lambda outputs, _: [outputs[0] + 1])
+    compiled = verified(ASSIGN[name], backend=wrong if spoiled else "aot_eager")
+    x = torch.arange(4.0)
+    expected = x.clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = compiled(x)
+    assert result.equal(ASSIGN[name](expected))
+    assert x.equal(expected)  # written once
+    assert [each.category for each in caught] == [MiscompilationWarning] * spoiled
+    assert stats(compiled).graphs[0].status == ("mismatched" if spoiled else "verified")
 
 
 def test_inference_mode() -> None:

@@ -180,13 +180,25 @@ def _kind_of_variable() -> Any:
 
 
 def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
-    """Let Dynamo put a call of each into its graph as one node, which the backend traces."""
+    """Let Dynamo put a call of each into its graph as one node, which the backend traces.
+
+    They have no effect but on their tensors.
+    """
+    _kept_whole.extend(functions)
 
     def allow(_: Any) -> None:  # allow_in_graph itself would import Dynamo
         for function in functions:
             torch.compiler.allow_in_graph(function)
 
     on_import("torch._dynamo", allow)
+
+
+_kept_whole: list[Callable[..., Any]] = []
+
+
+def is_kept_whole(function: object) -> bool:
+    """Whether it is a function of torchguard's own that stands in a graph as one node."""
+    return any(function is each for each in _kept_whole)
 
 
 def mark_untraced(function: Callable[..., Any]) -> None:

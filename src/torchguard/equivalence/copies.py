@@ -54,7 +54,7 @@ def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
 
 def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | None:
     """Return which input can't be copied with all that belongs to it, and why; None if all can."""
-    dtypes: dict[object, torch.dtype] = {}
+    dtypes: dict[_Key, torch.dtype] = {}
     for position, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
             continue
@@ -68,6 +68,8 @@ def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | Non
             first = dtypes.setdefault(_key(value), value.dtype)
             if first != value.dtype and (cast(first) != first or cast(value.dtype) != value.dtype):
                 return f"input {position} shares a storage with one of another dtype"
+    if cast is not None and overlapping_storages(values):
+        return "inputs overlap and have no common storage"
     # After the tensors: the class of a nested tensor is a better reason than its symbolic integers.
     for position, value in enumerate(values):
         if not isinstance(value, (torch.Tensor, *_NUMBERS)):
@@ -105,7 +107,7 @@ def copy_inputs(
 ) -> Copies:
     """Copy the inputs of a call, for which :func:`why_not_copied` returns None."""
     require_grad = {_key(tensor) for tensor in tensors_of(values) if tensor.requires_grad}
-    copier = _Copier(cast, change, require_grad)
+    copier = _Copier(cast, change, require_grad, _cloned_together(values))
     copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
     return Copies(copies, [_gradient_source(copy) for copy in copies])
 
@@ -116,20 +118,58 @@ def _gradient_source(value: Any) -> Any:
     return value if value.is_leaf else torch.autograd.graph.get_gradient_edge(value)
 
 
-def _key(tensor: torch.Tensor) -> object:
+_Key: TypeAlias = tuple[str, int, int]
+"""Where a storage lies: its device, its address and its bytes."""
+
+
+def _key(tensor: torch.Tensor) -> _Key:
     storage = tensor.untyped_storage()
+    size = storage.nbytes()
     # Empty storages have no address that tells them apart.
-    return (tensor.device, storage.data_ptr()) if storage.nbytes() else id(tensor)
+    return (str(tensor.device), storage.data_ptr(), size) if size else ("", id(tensor), 0)
+
+
+def overlapping_storages(values: Sequence[Any]) -> list[list[_Key]]:
+    """Return the storages that share memory with another, in groups: two slices of a numpy array.
+
+    AOTAutograd looks for inputs with a common storage, and takes all others to lie apart.
+    """
+    groups: list[list[_Key]] = []
+    end = "", 0
+    for key in sorted(set(map(_key, tensors_of(values)))):
+        device, start, size = key
+        if (device, start) < end and device[:3] != "mps":  # there it is no address
+            groups[-1].append(key)
+        else:
+            groups.append([key])
+        end = max(end, (device, start + size))
+    return [group for group in groups if len(group) > 1]
+
+
+def _cloned_together(values: Sequence[Any]) -> dict[_Key, torch.UntypedStorage]:
+    """Clone storages that overlap so that the clones overlap too, and have no common storage."""
+    storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors_of(values)}
+    clones = {}
+    for group in overlapping_storages(values):
+        device, first, _ = group[0]
+        end = max(start + size for _, start, size in group)
+        memory = torch.UntypedStorage(end - first, device=device)
+        for key in group:
+            clones[key] = memory[key[1] - first : key[1] - first + key[2]].copy_(storages[key])
+    return clones
 
 
 @dataclass
 class _Copier:
     cast: Cast | None
     change: Change | None
-    require_grad: set[object]
+    require_grad: set[_Key]
     """The storages behind tensors that require a gradient."""
 
-    storages: dict[object, torch.UntypedStorage] = field(default_factory=dict)
+    clones: dict[_Key, torch.UntypedStorage]
+    """Those that were made together."""
+
+    storages: dict[_Key, torch.UntypedStorage] = field(default_factory=dict)
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -172,7 +212,7 @@ class _Copier:
         if key not in self.storages:
             storage = tensor.untyped_storage()
             if dtype == tensor.dtype:
-                storage = storage.clone()
+                storage = self.clones[key] if key in self.clones else storage.clone()
             else:
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 whole.set_(storage)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._torch import frame_of_user, may_write, separated
+from torchguard._torch import frame_of_user, is_kept_whole, may_write, separated
 from torchguard._torch.overlap import Overlap
 from torchguard.errors import OverlapWarning
 
@@ -75,7 +75,7 @@ class _Reference(fx.Interpreter):
         self.found = found
 
     def run_node(self, n: fx.Node) -> Any:
-        if not node_may_write(n):
+        if not node_may_write(n) or is_kept_whole(n.target):  # sliced_assign_ copies them itself
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         function, place = _function_of(n), _place_of(n)

@@ -404,4 +404,5 @@ def _accumulates(graph: torch.fx.GraphModule) -> bool:
     names = {str(getattr(each, "__name__", each)).rstrip("_") for each in calls}
     adds = {"index_add", "scatter_add"}
     writes = {"index_put", "index_copy", "index_fill", "scatter", "put", "setitem"}
+    writes |= {"sliced_assign", "combined"}  # torchguard's own, as whole nodes
     return bool(names & adds) and not names & writes

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from torchguard._torch import has_only_results, operator_name, symbols_in
+from torchguard._torch import has_only_results, is_kept_whole, operator_name, symbols_in
 
 SizesOf: TypeAlias = Callable[[Sequence[Any]], Hashable]
 """Reads the sizes from the inputs of a call."""
@@ -184,7 +184,8 @@ def _why_not_twice(function: Any, run_twice: Collection[str]) -> str | None:
 
 def _why_not_python_twice(function: Any) -> str | None:
     module = getattr(function, "__module__", None)
-    if module is None:  # written in C++: torch.add, torch.Tensor.add_
+    # None: written in C++, as torch.add and torch.Tensor.add_ are.
+    if module is None or is_kept_whole(function):
         return None
     if module.startswith("torch.distributed"):
         return f"{module}.{function.__name__} communicates with other processes"

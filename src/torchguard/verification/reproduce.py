@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from torchguard._torch import tracing_again
-from torchguard.equivalence.copies import copy_inputs, tensors_of
+from torchguard.equivalence.copies import copy_inputs, overlapping_storages, tensors_of
 from torchguard.verification.fallback import Fallback, TracedGraph, fallbacks_of
 from torchguard.verification.graph import copy_graph, numbers_in, unlogged
 from torchguard.verification.minify import Case, minified
@@ -256,6 +256,8 @@ def _inputs_that_show(case: Case) -> str:
 
     They are random; where those show no difference and are few, they have their values.
     """
+    if overlapping_storages(case.inputs):
+        raise _NoScriptError("inputs overlap and have no common storage, as a script's would")
     # Most wrong graphs are wrong for any values; a script without data can be read, and sent.
     random = _inputs(case.inputs, written_out=False)
     scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}

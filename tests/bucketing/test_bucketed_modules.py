@@ -134,6 +134,17 @@ class TestMethods:
         gc.collect()
         assert reference() is None
 
+    def test_bound_ones_have_the_signature_of_the_function_without_self(self) -> None:
+        class Model(nn.Module):
+            @bucketed(dims={"ids": {0: "t"}}, buckets=LADDER)
+            def forward(self, ids: torch.Tensor, labels: Any = None) -> torch.Tensor:
+                return ids * 2
+
+        expected = ["ids", "labels"]
+        assert list(inspect.signature(Model().forward).parameters) == expected
+        assert list(inspect.signature(wrap(Model()).forward).parameters) == expected
+        assert list(inspect.signature(Model.forward).parameters) == ["self", *expected]
+
     def test_a_function_keeps_its_name_and_can_be_pickled(self) -> None:
         assert at_module_level.__name__ == "at_module_level"
         assert pickle.loads(pickle.dumps(at_module_level)) is at_module_level  # noqa: S301

@@ -131,6 +131,19 @@ def test_a_mask_for_every_row_is_not_extended() -> None:
     assert torch.equal(wrapped(x, mask), x)
 
 
+@pytest.mark.parametrize("dims", [("b", "t"), {0: "b", 1: "t"}, {0: ("b", "t")}])
+def test_a_given_mask_has_the_batch_of_dims_in_each_form(dims: Any) -> None:
+    x = torch.ones(3, 5)
+    ids = [x] if dims == {0: ("b", "t")} else x
+    wrapped = wrap(
+        lambda ids, m: (ids if isinstance(ids, torch.Tensor) else ids[0]) * m,
+        dims={"ids": dims},
+        buckets={"b": [4], "t": [8]},
+        mask={"m": ("t", "real")},
+    )
+    assert torch.equal(wrapped(ids, x), x)
+
+
 def test_padding_of_the_batch_that_leaks_is_refused() -> None:
     wrapped = paired(lambda x: x - x.mean(0, keepdim=True))
     with pytest.raises(PaddingLeakError, match=r"b: 3 -> 4 in x, t: 32 -> 32 in x"):

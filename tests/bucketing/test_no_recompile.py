@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -106,3 +107,38 @@ def test_leaves_other_errors_alone() -> None:
         with no_recompile():
             raise RuntimeError("on purpose")
     assert type(caught.value) is RuntimeError
+
+
+async def awaited() -> None:
+    pass
+
+
+async def async_items() -> AsyncIterator[None]:
+    yield
+
+
+def items() -> Iterator[None]:
+    yield
+
+
+class Awaited:
+    async def __call__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("function", [awaited, async_items, items, Awaited()])
+@pytest.mark.parametrize("decorate", [no_recompile, no_recompile()])
+def test_a_function_that_runs_later_is_refused(decorate: Any, function: Any) -> None:
+    """The scope would have ended before it does."""
+    with pytest.raises(TypeError, match=r"(waited|tems) does not run when it is called; write"):
+        decorate(function)
+
+
+def test_each_call_of_a_decorated_function_is_a_scope() -> None:
+    compiled = torch.compile(double, backend="eager")
+    for decorate in (no_recompile, no_recompile()):
+        decorated = decorate(compiled)
+        for _ in range(2):
+            with pytest.raises(RecompileError, match="double was about to compile"):
+                decorated(torch.ones(3))
+    compiled(torch.ones(3))

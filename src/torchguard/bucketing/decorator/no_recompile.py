@@ -18,6 +18,7 @@ from torchguard.errors import RecompileError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _QUOTED = 3
+_LATER = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
 
 _scopes = threading.local()
 
@@ -25,7 +26,7 @@ _scopes = threading.local()
 @overload
 def no_recompile(function: _Function, /) -> _Function: ...
 @overload
-def no_recompile(function: None = None, /) -> contextlib.AbstractContextManager[None]: ...
+def no_recompile(function: None = None, /) -> _Scope: ...
 @public
 def no_recompile(function: Any = None, /) -> Any:
     """Raise where anything would be compiled, for a loop that has to run at full speed.
@@ -42,7 +43,7 @@ def no_recompile(function: Any = None, /) -> Any:
         function: what to decorate; left out, a scope is returned.
 
     Raises:
-        TypeError: ``function`` can't be called.
+        TypeError: ``function`` can't be called, or runs later: a coroutine, a generator.
         RecompileError: something in the scope was about to compile, for the first time or again.
 
     Example:
@@ -59,7 +60,31 @@ def no_recompile(function: Any = None, /) -> Any:
             f"no_recompile: function is {type(function).__name__}, expected a function: write "
             "@no_recompile, or `with no_recompile():` around the calls"
         )
-    return _scope() if function is None else _scope()(function)
+    return _Scope() if function is None else _Scope()(function)
+
+
+class _Scope(contextlib.AbstractContextManager[None]):
+    """What :func:`no_recompile` returns, a context manager and a decorator."""
+
+    def __init__(self) -> None:
+        self._scope = _scope()
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(self, *failure: object) -> bool | None:
+        return self._scope.__exit__(*failure)  # type: ignore[arg-type]
+
+    def __call__(self, function: _Function) -> _Function:
+        """Run every call of ``function`` in a scope of its own."""
+        for later in _LATER:
+            if later(function) or later(type(function).__call__):
+                name = getattr(function, "__qualname__", type(function).__name__)
+                raise TypeError(
+                    f"no_recompile: {name} does not run when it is called; write "
+                    "`with no_recompile():` around what it does"
+                )
+        return self._scope(function)
 
 
 @contextlib.contextmanager

@@ -232,11 +232,12 @@ def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisS
 
 
 def _dims_of_tensors(spec: Any) -> Iterator[dict[int, str | None]]:
-    if isinstance(spec, Mapping) and all(type(key) is int for key in spec):
-        yield {dim: _name(each, "dims") for dim, each in spec.items()}
-    elif isinstance(spec, (Mapping, list, tuple)):
-        for inner in spec.values() if isinstance(spec, Mapping) else spec:
-            yield from _dims_of_tensors(inner)
+    inside = dict(_items(spec))
+    nested = [each for each in inside.values() if isinstance(each, (Mapping, list, tuple))]
+    for inner in nested:
+        yield from _dims_of_tensors(inner)
+    if not nested:
+        yield {dim: _name(each, "dims") for dim, each in inside.items()}
 
 
 def _name(axis: Any, where: str) -> str | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
@@ -195,7 +196,9 @@ class BoundMethod(_Methods, Generic[_Result_co]):
         return self._caller((self.__self__,), args, kwargs)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
-        # Name and docstring; not the function itself, whose signature begins with self.
+        if name == "__signature__":  # the function's own begins with self
+            return inspect.signature(MethodType(self.__func__, self.__self__))
+        # Name and docstring; not the function itself.
         if name.startswith("__") and name != "__wrapped__":
             return getattr(self.__dict__["__func__"], name)
         raise AttributeError(name)

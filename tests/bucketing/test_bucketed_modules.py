@@ -93,6 +93,29 @@ class TestModules:
         with pytest.raises(ValueError, match="compiled already"):
             wrap(net, compile=True)
 
+    def test_that_change_their_class_are_refused_until_they_have(self) -> None:
+        lazy = nn.LazyLinear(4)
+        with pytest.raises(TypeError, match=r"LazyLinear changes its .*: call it once before"):
+            wrap(lazy)
+        x = torch.ones(5, 3)
+        expected = lazy(x)
+        torch.testing.assert_close(wrap(lazy)(x), expected)
+        assert wrap(nn.Sequential(nn.LazyLinear(4)))(x).shape == (5, 4)
+
+    def test_whose_class_registers_its_subclasses(self) -> None:
+        registered = []
+
+        class Base(nn.Module):
+            def __init_subclass__(cls, *, name: str) -> None:
+                registered.append((name, cls))
+
+        class Model(Base, name="model"):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+        assert torch.equal(wrap(Model())(torch.ones(5)), torch.full((5,), 2.0))
+        assert registered == [("model", Model)]
+
     def test_are_freed(self) -> None:
         net = Net()
         wrapped = wrap(net)

@@ -216,4 +216,4 @@ class TestDeclared:
     def test_a_leak_of_flattened_rows_says_what_to_type(self) -> None:
         text = leak(flat, torch.randn(3, 5, 2))
         assert "output has 3 times 't' in" in text
-        assert "{0: (None, 't')}" in text
+        assert "outputs=, in the structure of what it returns: {0: (None, 't')}" in text

@@ -53,6 +53,16 @@ def test_names_keywords_in_another_order() -> None:
     refused("t: 3 -> 4.*: mask, ids in another order", lambda: wrapped(mask=x, ids=x))
 
 
+def test_names_arguments_that_the_warmup_lacked() -> None:
+    wrapped = wrap(lambda x, m=None: x if m is None else x * m, mask="m", **IN_TIME)
+    x = torch.ones(2, 3)
+    wrapped.warmup(x)
+    refused(r"t: 3 -> 4 in x: given x, m, compiled for x: call warmup\(\) with", wrapped, x, x)
+    wrapped.warmup(x, x)
+    with no_recompile():
+        wrapped(x, x)
+
+
 def test_quotes_the_guard_that_failed() -> None:
     """A dtype of an input is not part of the plan: it is Dynamo that says what changed."""
     plain = torch.compile(double, backend="eager", dynamic=False)

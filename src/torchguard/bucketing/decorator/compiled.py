@@ -117,10 +117,17 @@ def recompile_reason(plan: Plan) -> str:
     compiled = [
         (dict(key[0]), key[1])
         for key, each in list(plan.bucket.graphs.items())
-        if each.compiled_for and isinstance(key, tuple) and dict(key[0]).keys() == inputs.keys()
+        if each.compiled_for and isinstance(key, tuple)
     ]
     if not compiled:
         return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
+    others = ", ".join(compiled[0][0])
+    compiled = [each for each in compiled if each[0].keys() == inputs.keys()]
+    if not compiled:
+        return (
+            f"{sizes_of(plan)}: given {', '.join(inputs)}, compiled for {others}: call warmup() "
+            "with the arguments of this call"
+        )
     known, then = next((each for each in compiled if each[0] == inputs), compiled[0])
     if known == inputs:
         if state == then:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._pytree import flatten
+from torchguard._pytree import flatten, key_paths
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, uncompiled, user_line
 from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Input, Plan, sizes_of
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
@@ -94,11 +94,12 @@ def leak_of(  # noqa: PLR0917 - as many as a difference has
 
 def _advice(shapes: OutputShapes, case: Case) -> str:
     if case.changed:
-        fills = ", ".join(f"{label!r}: 0" for label in case.changed)
+        fills = {each.index: 0 for each in case.plan.inputs if each.label in case.changed}
         return (
             ". So 0 in the padding is not neutral: pass a mask (mask=) or the true sizes "
             "(lengths=); or write in fill= a value that changes nothing, such as -inf for a maximum"
-            f" and inf for a minimum; fill={{{fills}}} says that such data never comes"
+            " and inf for a minimum (of integers the smallest and the largest); "
+            f"fill={_typed(case.call, fills)} says that such data never comes"
         )
     given = {*case.plan.extras, *(each.label for each in case.plan.inputs)}
     masks = " and ".join(name for name in shapes.spec.masks if name in given)
@@ -211,8 +212,8 @@ def flattened_rows(plan: Plan) -> str:
         if isinstance(step, Narrow) and step.length > size > 0 and step.length % size == 0:
             return (
                 f". The output has {step.length // size} times {axis!r} in dimension {step.dim}: "
-                "if these are the rows of a batch flattened into one dim, say so in outputs=: "
-                f"{{{step.dim}: (None, {axis!r})}}"
+                "if these are the rows of a batch flattened into one dim, say so in outputs=, in "
+                f"the structure of what it returns: {{{step.dim}: (None, {axis!r})}}"
             )
     return ""
 
@@ -264,7 +265,7 @@ def explain_failure(
         for found in filter(None, groups):
             longer = replace(plan, inputs=(*plan.inputs, *found))
             if _works(shapes.function, longer, call):
-                return _missing(shapes.name, plan, found)
+                return _missing(shapes.name, plan, call, found)
     return None
 
 
@@ -280,19 +281,35 @@ def _works(function: Callable[..., Any], plan: Plan, call: Call) -> bool:
     return True
 
 
-def _missing(name: str, plan: Plan, found: Sequence[Input]) -> ValueError:
-    places = [(each.label, *each.axes[0]) for each in found]
+def _missing(name: str, plan: Plan, call: Call, found: Sequence[Input]) -> ValueError:
     longer = ", ".join(
         f"{axis!r} from {plan.sizes[axis]} to {plan.buckets[axis]}"
-        for axis in dict.fromkeys(axis for _, _, axis in places)
+        for axis in dict.fromkeys(each.axes[0][1] for each in found)
     )
     shown = ", ".join(f"{each.label} of shape {each.shape}" for each in found)
-    entries = ", ".join(f"{label!r}: {{{dim}: {axis!r}}}" for label, dim, axis in places)
+    entries: dict[int, dict[int, str]] = {}
+    for each in found:
+        entries.setdefault(each.index, {}).update(each.axes)
     text = (
         f"bucketed: {name} was padded along {longer}, but not {shown}, which is as long: it "
-        f"runs once that is padded too. Name it in dims: {{..., {entries}}}"
+        f"runs once that is padded too. Name it in dims: {{..., {_typed(call, entries)[1:]}"
     )
-    labels = [each.label for each in found if "label" in each.label or "target" in each.label]
+    labels = {e.index: -100 for e in found if "label" in e.label or "target" in e.label}
     if labels:
-        text += f", and say in fill what a loss ignores: {{{labels[0]!r}: -100}}"
+        text += f", and say in fill what a loss ignores: {_typed(call, labels)}"
     return ValueError(text)
+
+
+def _typed(call: Call, values: Mapping[int, Any]) -> str:
+    """Return values of leaves, by index, as dims= and fill= take them: nested, by argument."""
+    names, _, treedefs, _ = call.signature
+    arguments = zip(names, treedefs, strict=True)
+    paths = [(name, *path) for name, treedef in arguments for path in key_paths(treedef)]
+    tree: dict[Any, Any] = {}
+    for index, value in values.items():
+        node = tree
+        *outer, last = paths[index]
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return repr(tree)

@@ -14,6 +14,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 from typing_extensions import ParamSpec, Self
 
 from torchguard import _torch
@@ -257,6 +258,9 @@ class BucketedModule(_Methods, _AnyModule):
     _bucketed: tuple[torch.nn.Module, Any, Any, Caller]
     """The module, the options, what was given (compiled or not), and what calls."""
 
+    def __init_subclass__(cls) -> None:
+        """Leave out that of the user's class: ours is no new one to register."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Pad, run the module's own forward, slice."""
         module, _, _, caller = self._bucketed
@@ -326,6 +330,11 @@ def _parts(
             f"{type(module).__name__}, expected one around an nn.Module"
         )
     own = type(module)
+    if isinstance(module, LazyModuleMixin) and module.cls_to_become is not None:
+        raise TypeError(
+            f"bucketed: this {own.__name__} changes its class when it first runs: call it once "
+            "before, or wrap a module that holds it"
+        )
     name = f"{own.__qualname__}.forward()"
     if "forward" in module.__dict__:
         raise TypeError(

@@ -217,6 +217,9 @@ class GraphCheck:
         if eager.random and not self.draws_like_eager:
             # No inputs will change that. Ranks that check together do so until all of them have.
             self._settled = self.options.group is None
+            name = self.fallbacks[0].name
+            if name != "inductor":
+                return f"it draws random numbers, which {name} may draw in its own way"
             return (
                 "it draws random numbers, which inductor draws in its own way; with the option "
                 "fallback_random=True it can be checked"

@@ -184,12 +184,11 @@ def _why_not_twice(function: Any, run_twice: Collection[str]) -> str | None:
 
 def _why_not_python_twice(function: Any) -> str | None:
     module = getattr(function, "__module__", None)
-    # None: written in C++, as torch.add and torch.Tensor.add_ are.
-    if module is None or is_kept_whole(function):
+    if module is None:  # written in C++: torch.add, torch.Tensor.add_
         return None
     if module.startswith("torch.distributed"):
         return f"{module}.{function.__name__} communicates with other processes"
-    if module.partition(".")[0] in _MODULES:
+    if module.partition(".")[0] in _MODULES or is_kept_whole(function):
         return None
     name = getattr(function, "__qualname__", repr(function))
     return f"{module}.{name} is a function that Dynamo did not look into"

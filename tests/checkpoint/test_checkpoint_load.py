@@ -193,7 +193,7 @@ class TestFolder:
                 assert torch.load(each / "a.pt") == torch.load(each / "b.pt")
         # Of a folder in which nothing was written yet nothing is said.
         told = any(
-            os.path.islink(each) or os.listdir(each)
+            each.is_symlink() or any(each.iterdir())
             for each in map(tmp_path.joinpath, left(tmp_path))
         )
         with warnings.catch_warnings(record=True) as caught:

@@ -90,7 +90,7 @@ class TestWhatItLeaves:
 
     def test_a_graph_that_was_made_before_and_none_of_its_own(self) -> None:
         encoder, made = nn.Linear(3, 3), []
-        memory = encoder(torch.randn(1, 3)).tanh()
+        memory: torch.Tensor = encoder(torch.randn(1, 3)).tanh()
 
         def attends(x: torch.Tensor) -> torch.Tensor:
             scaled = x.exp()

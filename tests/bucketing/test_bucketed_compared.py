@@ -185,7 +185,7 @@ class TestAProofOfItsOwn:
     @pytest.mark.parametrize(
         ("function", "first", "then"),
         [
-            (lambda x, mode: x - x.mean() if mode else x, *map(np.bool_, (False, True))),
+            (lambda x, mode: x - x.mean() if mode else x, np.False_, np.True_),
             (lambda x, mode: x - x.mean() if mode else x, np.int64(0), np.int64(2)),
             (lambda x, mode: x - x.mean() if mode == "mean" else x, Name("none"), Name("mean")),
             (lambda x, weight: x.sum() + weight * (x + 1).mean(), 0.0, 0.5),
@@ -207,7 +207,12 @@ class TestAProofOfItsOwn:
 
     def test_is_shared_by_fractions(self) -> None:
         calls = []
-        wrapped = in_time(lambda x, weight: calls.append(weight) or x * weight)
+
+        def scaled(x: torch.Tensor, weight: float) -> torch.Tensor:
+            calls.append(weight)
+            return x * weight
+
+        wrapped = in_time(scaled)
         for weight in (0.25, np.float64(0.5), 0.75):
             wrapped(torch.ones(2, 5), weight)
         assert calls.count(0.75) <= 2  # and once more for the sizes of its output

@@ -160,7 +160,7 @@ class TestMethods:
     def test_bound_ones_have_the_signature_of_the_function_without_self(self) -> None:
         class Model(nn.Module):
             @bucketed(dims={"ids": {0: "t"}}, buckets=LADDER)
-            def forward(self, ids: torch.Tensor, labels: Any = None) -> torch.Tensor:
+            def forward(self, ids: torch.Tensor, labels: Any = None) -> torch.Tensor:  # type: ignore[override]
                 return ids * 2
 
         expected = ["ids", "labels"]

@@ -199,8 +199,8 @@ class TestFolder:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             write(-1)
-        for each in caught:
-            assert re.search("a process was stopped.*Whole are: checkpoint", str(each.message))
+        for warned in caught:
+            assert re.search("a process was stopped.*Whole are: checkpoint", str(warned.message))
         assert bool(caught) <= told
         assert not left(tmp_path)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -151,7 +151,7 @@ FINE: tuple[Callable[[], Any], ...] = (
     lambda: torch.ones(2).div_(ONE),
     lambda: ONE.to(torch.int8) // TRUE,
     lambda: ONE.to(torch.int32) % TRUE,
-    lambda: torch.remainder(np.float32(2.5), ONE),
+    lambda: torch.remainder(cast(float, np.float32(2.5)), ONE),
     lambda: DEEP[DIAGONAL, 4 - ONE],
     lambda: DEEP[tuple(map(tuple, DIAGONAL)), 4 - ONE],
     lambda: DEEP.clone().__setitem__((DIAGONAL, 4 - ONE), 1.0),

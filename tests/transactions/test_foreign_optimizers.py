@@ -167,7 +167,7 @@ class Decayed(torch.optim.SGD):
         parameter.mul_(0.5)
         if self.fails == "and goes on":
             with contextlib.suppress(TypeError):
-                super().step(closure=3)  # type: ignore[call-overload]
+                super().step(closure=3)
         super().step()
         parameter.sub_(0.1)
         if self.fails == "afterwards":

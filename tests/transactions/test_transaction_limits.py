@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_modules_of_torchscript_are_trained(make: Any, inside: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(1, 2, requires_grad=True)
     torchguard.safe_checkpoint(model, x, use_reentrant=True).sum().backward()
-    before = [(each.clone(), each.grad.clone()) for each in model.parameters()]
+    before = [(each.clone(), cast(torch.Tensor, each.grad).clone()) for each in model.parameters()]
     with pytest.raises(KeyError), torchguard.transaction(model, optimizer, undo="copy"):
         model(x).sum().backward()
         next(model.parameters()).data.zero_()

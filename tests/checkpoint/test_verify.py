@@ -157,17 +157,35 @@ def test_what_is_no_checkpoint_is_not_whole(tmp_path: Path) -> None:
     assert "notes.txt was not read" in str(found)
 
 
+def saved_with_a_manifest(folder: Path, fill: float) -> Path:
+    folder.mkdir()
+    torch.save({"a": torch.full((3,), fill)}, folder / "a.pt")
+    written = (folder / "a.pt").read_bytes()
+    files = {"a.pt": {"size": len(written), "sha256": hashlib.sha256(written).hexdigest()}}
+    mark = {"made by": "torchguard", "for": "run", "folder": folder.name, "files": files}
+    (folder / MARK).write_text(json.dumps(mark))
+    return folder
+
+
+def test_a_mark_that_is_damaged(tmp_path: Path) -> None:
+    """Each bit: it is said, but where only the name of the folder is another."""
+    mark = saved_with_a_manifest(tmp_path / "run.1", 1.0) / MARK
+    whole = mark.read_bytes()
+    for place in range(len(whole)):
+        for bit in range(8):
+            mark.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            if torchguard.verify_checkpoint(tmp_path):
+                assert json.loads(mark.read_bytes())["files"] == json.loads(whole)["files"]
+    for wrong in (b"", b"[]", b"null", whole.replace(b"files", b"others")):
+        mark.write_bytes(wrong)
+        found = torchguard.verify_checkpoint(tmp_path)
+        assert found.faults == (f"{mark} does not hold what checkpoint_folder wrote",)
+
+
 def test_a_save_meanwhile_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest and the files are those of one folder, wherever the link leads by then."""
     for number, fill in enumerate((1.0, 2.0)):
-        folder = tmp_path / f"run.{number}"
-        folder.mkdir()
-        torch.save({"a": torch.full((3,), fill)}, folder / "a.pt")
-        written = (folder / "a.pt").read_bytes()
-        sha256 = hashlib.sha256(written).hexdigest()
-        files = {"a.pt": {"size": len(written), "sha256": sha256}}
-        mark = {"made by": "torchguard", "for": "run", "folder": folder.name, "files": files}
-        (folder / MARK).write_text(json.dumps(mark))
+        saved_with_a_manifest(tmp_path / f"run.{number}", fill)
     link, manifest_of = tmp_path / "run", verify.manifest_of
     link.symlink_to("run.0")
 

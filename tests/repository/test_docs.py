@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import codeop
 import contextlib
 import doctest
 import functools
@@ -87,10 +88,27 @@ def test_blocks_of_the_readme() -> None:
     assert [each for each in code if _names_from_elsewhere(each)] == []
     own = "import a\ndef f(x):\n    b = x\n    return a, b, c, len(d)\nf(e)\n"
     assert _names_from_elsewhere(own) == {"c", "d", "e"}
-    # The interactive prompt ends a function at an empty line: none lies inside of one.
-    ended = re.compile(r"^[ \t]+\S.*\n\s*\n[ \t]+\S", re.MULTILINE)
-    assert ended.search("def f(x):\n    y = x\n\n    return y\n")
-    assert [each for each in code if ended.search(each)] == []
+
+
+def _typed(code: str) -> None:
+    """Compile it as Python's prompt does, which ends a function at an empty line and only there."""
+    lines: list[str] = []
+    for line in code.splitlines():
+        lines.append(line)
+        if codeop.compile_command("\n".join(lines), symbol="single") is not None:
+            lines = []
+    assert codeop.compile_command("\n".join([*lines, ""]), symbol="single") is not None
+
+
+def test_blocks_can_be_pasted_into_the_prompt() -> None:
+    _typed("def f(x):\n    y = x\n    return y\n\nf(1)\n")
+    for wrong in ("def f(x):\n    y = x\n\n    return y\n", "def f(x):\n    y = x\nf(1)\n"):
+        with pytest.raises(SyntaxError):
+            _typed(wrong)
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8")):
+            if block.language == "python":
+                _typed(block.code)
 
 
 @functools.cache

@@ -103,10 +103,7 @@ def verify_checkpoint(
     faults: list[str] = []
     limits: list[str] = []
     files_left = files
-    manifests = {file.parent: manifest_of(file.parent) for file in files if file.name == MARK}
-    for folder, manifest in manifests.items():
-        if manifest is None:
-            continue
+    for folder, manifest in _manifests(files, faults):
         inside = [file for file in files if file.is_relative_to(folder)]
         files_left = [file for file in files_left if file not in inside]
         limits += [
@@ -131,15 +128,43 @@ def _files_in(folder: Path) -> Iterator[Path]:
             yield file
 
 
+def _manifests(
+    files: Iterable[Path], faults: list[str]
+) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    for folder in [file.parent for file in files if file.name == MARK]:
+        try:
+            manifest = manifest_of(folder)
+        except DamagedFileError as error:
+            faults.append(str(error))
+        else:
+            if manifest is not None:
+                yield folder, manifest
+
+
 def _below(target: Path, folder: Path, fault: str) -> str:
     """Say in which folder it is; what is wrong begins with the name of the file."""
     return fault if folder == target else f"{folder}/{fault}"
 
 
 def manifest_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return size and hash of each file, if a group has written the folder."""
-    files = marked(folder).get("files")
-    return files if isinstance(files, dict) else None
+    """Return size and hash of each file, if a group has written the folder.
+
+    Raises:
+        DamagedFileError: the mark of the folder is not one that ``checkpoint_folder`` writes.
+    """
+    if not (folder / MARK).exists():
+        return None
+    mark = marked(folder)
+    files: Mapping[str, Any] | None = mark.pop("files", None)
+    try:
+        listed = {} if files is None else files
+        entries = [(type(file["size"]), type(file["sha256"])) for file in listed.values()]
+        whole = set(mark) == {"made by", "for", "folder"} and set(entries) <= {(int, str)}
+    except (AttributeError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise DamagedFileError(f"{folder / MARK} does not hold what checkpoint_folder wrote")
+    return files
 
 
 def manifest_fault(

@@ -117,5 +117,8 @@ def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
         axes.axvline(number, color="black", linewidth=0.6, linestyle=":")
     axes.set(xlabel="step (dotted: ran out of memory)", ylabel="loss", yscale="log")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
+        return f"the losses are not drawn: {error}"
     return f"the losses: {path}"

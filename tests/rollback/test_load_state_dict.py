@@ -236,6 +236,16 @@ def test_a_state_in_the_memory_of_its_parameter_is_undone() -> None:
     assert torch.equal(model[0].weight, state["0.weight"])
 
 
+def test_a_name_that_is_no_string_changes_nothing() -> None:
+    """torch asks for the prefix of each name after it has loaded what the module itself holds."""
+    norm = nn.BatchNorm1d(2)
+    norm.add_module("inside", nn.Linear(2, 2))
+    state = {3: torch.ones(2)} | {k: torch.full_like(v, 7) for k, v in norm.state_dict().items()}
+    with pytest.raises(AttributeError):
+        torchguard.load_state_dict(norm, state, strict=False)  # type: ignore[arg-type]
+    assert not any(bool((value == 7).any()) for value in norm.state_dict().values())
+
+
 def test_a_warning_that_is_an_error_is_undone() -> None:
     """A copy from complex to real warns after it has written."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

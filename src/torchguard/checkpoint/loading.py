@@ -235,7 +235,7 @@ def load_state_dict(
     if isinstance(target, torch.nn.Module):
         return _load_module(
             lambda: target.load_state_dict(state, strict=strict, assign=assign),
-            *(target, state, strict, assign),
+            *(target, state, assign),
         )
     if isinstance(target, torch.optim.Optimizer):
         return load_optimizer(lambda given: target.load_state_dict(dict(given)), target, state)
@@ -253,7 +253,7 @@ def guard_module_load(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         return _load_module(
             lambda: original(self, state_dict, strict, assign),
-            *(self, state_dict, strict, assign),
+            *(self, state_dict, assign),
         )
 
     return load_state_dict
@@ -275,7 +275,6 @@ def _load_module(
     call: Callable[[], Any],
     module: torch.nn.Module,
     state: Mapping[str, Any],
-    strict: bool,
     assign: bool,
 ) -> Any:
     if not isinstance(state, Mapping):
@@ -296,7 +295,7 @@ def _load_module(
             result = call()
             tie_again(module, ties, state)
             return result
-    if len(fitting) != len(tensors) or (strict and len(state) != len(tensors)):
+    if not len(fitting) == len(tensors) == len(state):
         # torch says what names and shapes do not match before anything is written. What it
         # accepts, such as a checkpoint of an older version, it will accept again.
         with _SkipCopies():

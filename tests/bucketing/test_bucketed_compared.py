@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,14 @@ class TestAProofOfItsOwn:
             (lambda x, weight: x.sum() + weight * (x + 1).mean(), 0.0, 0.5),
             (lambda x, weight: x.sum() + (1 - weight) * (x + 1).mean(), 1.0, 0.5),
             (lambda x, weight: x.sum() + weight * (x + 1).mean(), np.float64(0), np.float64(0.5)),
+            (lambda x, then: x - then(x), torch.tanh, torch.mean),
+            (lambda x, then: x - then(x), lambda x: x.tanh(), lambda x: x.mean()),
+            (
+                lambda x, then: x - then(x),
+                functools.partial(torch.tanh),
+                functools.partial(torch.mean),
+            ),
+            (lambda x, kind: kind(1)(x), nn.ELU, nn.Softmax),
         ],
     )
     def test_belongs_to_a_value(self, function: Any, first: Any, then: Any) -> None:

@@ -7,11 +7,12 @@ position come first, then those given by name, each flattened.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,8 +47,11 @@ _LIKE_PLAIN: Any = (
     ((int, np.integer), int),
     (str, str.__str__),
     (slice, lambda each: (*map(leaf_key, (each.start, each.stop, each.step)),)),
+    (functools.partial, lambda f: (*map(leaf_key, (f.func, *f.args, *f.keywords.values())),)),
+    ((FunctionType, MethodType), lambda f: (f.__name__, getattr(f, "__code__", None))),
+    ((BuiltinFunctionType, type), lambda f: f.__qualname__),
 )
-"""Subclasses of int and str, numpy's scalars and slices, and how to read their values."""
+"""Subclasses of int and str, numpy's scalars, slices and functions, and what tells them apart."""
 
 # Below this many elements one operator less is faster; above, pad_to_bucket chooses.
 _SMALL = 1 << 17

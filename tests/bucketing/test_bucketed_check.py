@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from support.bucketed import LADDER, Counting, Net, in_time, leak, wrap
-from torchguard import PaddingLeakError, bucketed
+from torchguard import Buckets, PaddingLeakError, bucketed
 
 perturbed = importlib.import_module("torchguard.equivalence.perturb").perturbed
 
@@ -190,6 +190,34 @@ class TestNoLeak:
         attending = in_time(attend)
         for length in (3, 5, 11):
             attending(torch.randn(2, length, 3))
+
+    @pytest.mark.parametrize(
+        "draw",
+        [
+            lambda x: functional.gumbel_softmax(x, dim=2),
+            lambda x: torch.normal(x, 0.1),
+            lambda x: torch.rand_like(x).exponential_() * x,
+            lambda x: (
+                torch.randint_like(x, 1, 9) + torch.randint(9, x.shape) + x.clone().random_(3, 5)
+            ),
+        ],
+    )
+    def test_random_numbers_of_each_kind(self, draw: Any) -> None:
+        in_time(draw)(torch.randn(2, 5, 4))
+
+    def test_a_number_is_rounded_as_a_tensor_is(self) -> None:
+        def mean(x: torch.Tensor, n: Any = None) -> tuple[torch.Tensor, float]:
+            real = torch.arange(x.shape[1])[:, None] < n
+            return x, (x.square() * real).sum().item() + 0.1
+
+        def leaky(x: torch.Tensor, n: Any = None) -> tuple[torch.Tensor, float]:
+            return x, x.exp().sum().item() * bool(n)
+
+        options: Any = {"dims": {"x": {1: "t"}}, "lengths": "n", "outputs": ({1: "t"}, None)}
+        options |= {"buckets": Buckets([64]), "compile": False}
+        bucketed(mean, **options)(torch.randn(2, 21, 40))
+        with pytest.raises(PaddingLeakError):
+            bucketed(leaky, **options)(torch.randn(2, 21, 40))
 
     def test_a_jump_within_the_rounding_error(self) -> None:
         """The sum of three is 1 + 2**-23; padded to four, its halves are others and give 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from support.bucketed import in_time, leak, wrap
-from torchguard import PaddingLeakError
+from torchguard import Buckets, PaddingLeakError, bucketed
 
 WAYS: tuple[dict[str, Any], ...] = ({}, {"check_padding": "never"})
 
@@ -200,6 +201,20 @@ class TestAProofOfItsOwn:
                 functools.partial(torch.mean),
             ),
             (lambda x, kind: kind(1)(x), nn.ELU, nn.Softmax),
+            (lambda x, layer: layer(x), nn.ELU(), nn.Softmax(1)),
+            (lambda x, w: x + x.mean() if w is True else x, 1, True),
+            (lambda x, w: x + x.mean() if w[0] is True else x, [1], [True]),
+            (lambda x, scale: x if scale is None else x - scale * x.mean(), None, 0.5),
+            (lambda x, scale: x if scale is None else x - scale * x.mean(), None, torch.ones(())),
+            (lambda x, m: x.clamp(min=m).sum(1), -0.5, 0.5),
+            (lambda x, p: torch.linalg.vector_norm(x, p, dim=1), 2.0, -math.inf),
+            (lambda x, weight: x + (weight.real * x).mean(), 0j, 1 + 0j),
+            (lambda x, names: x - x.mean() if "mean" in names else x, {"sum"}, {"mean"}),
+            (
+                lambda x, shape: x + (x.mean() if 3 in shape else 0),
+                torch.Size([2]),
+                torch.Size([3]),
+            ),
         ],
     )
     def test_belongs_to_a_value(self, function: Any, first: Any, then: Any) -> None:
@@ -213,6 +228,27 @@ class TestAProofOfItsOwn:
         wrapped(torch.ones(2, 5, dtype=torch.uint8))
         with pytest.raises(PaddingLeakError):
             wrapped(-torch.ones(2, 5))
+
+    def test_belongs_to_an_input_that_requires_a_gradient(self) -> None:
+        def roots(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return torch.where(x != 0, (x.abs() * scale[:, None]).sqrt(), 0.0).sum(1)
+
+        wrapped, x = in_time(roots), torch.randn(2, 5)
+        wrapped(x, torch.ones(2))
+        with pytest.raises(PaddingLeakError, match="gradient"):
+            wrapped(x, torch.ones(2, requires_grad=True))
+
+    def test_of_each_axis_is_none_of_both(self) -> None:
+        def pairs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return (a[:, :, None] == b[:, None, :]).sum((1, 2))
+
+        dims, fill = {"a": {1: "t"}, "b": {1: "s"}}, {"a": -1, "b": -1}
+        wrapped = bucketed(pairs, dims=dims, buckets=Buckets([8]), fill=fill, compile=False)
+        short, full = (torch.randint(0, 3, (2, size)) for size in (5, 8))
+        wrapped(short, full)
+        wrapped(full, short)
+        with pytest.raises(PaddingLeakError):
+            wrapped(short, short)
 
     def test_is_shared_by_fractions(self) -> None:
         calls = []

@@ -210,6 +210,9 @@ class _Comparison:
     def values(self, part: Part, pairs: Any, floor: float = 0.0) -> None:
         """Compare pairs of values: tensors, and what else a function may return."""
         for key, (expected, actual) in pairs:
+            if not self.policy.metadata and type(expected) is type(actual) is float:
+                # loss.item(): rounded as the tensor was.
+                expected, actual = torch.tensor([expected, actual], dtype=torch.float32)  # noqa: PLW2901
             difference = self._kinds(part, key, expected, actual)
             if difference is None and isinstance(expected, torch.Tensor):
                 difference = self._numbers(part, key, expected.detach(), actual.detach(), floor)

@@ -368,10 +368,13 @@ def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
     elif "dropout_p" in kwargs:
         kwargs = {**kwargs, "dropout_p": 0.0}
     result = func(*args, **kwargs)
-    if name in {"rand", "rand_like", "uniform_"}:
+    if name in {"rand", "rand_like", "uniform_", "exponential_"}:
         result.fill_(0.5)
-    elif name in {"randn", "randn_like", "normal_"}:
+    elif name in {"randn", "randn_like", "normal_", "normal"}:
         result.fill_(0.0)
+    elif name in {"randint", "randint_like", "random_"}:
+        bounds = {**dict(zip(names, args, strict=False)), **kwargs}
+        result.fill_(bounds.get("low", bounds.get("from", 0)))
     return result
 
 

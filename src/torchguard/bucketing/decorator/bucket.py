@@ -10,6 +10,7 @@ import enum
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -46,12 +47,14 @@ _LIKE_PLAIN: Any = (
     (np.bool_, bool),
     ((int, np.integer), int),
     (str, str.__str__),
+    ((complex, bytes, torch.Size), lambda each: each),
+    ((set, frozenset), frozenset),
     (slice, lambda each: (*map(leaf_key, (each.start, each.stop, each.step)),)),
     (functools.partial, lambda f: (*map(leaf_key, (f.func, *f.args, *f.keywords.values())),)),
     ((FunctionType, MethodType), lambda f: (f.__name__, getattr(f, "__code__", None))),
     ((BuiltinFunctionType, type), lambda f: f.__qualname__),
 )
-"""Subclasses of int and str, numpy's scalars, slices and functions, and what tells them apart."""
+"""Types whose values count, besides the plain ones and floats, and what tells them apart."""
 
 # Below this many elements one operator less is faster; above, pad_to_bucket chooses.
 _SMALL = 1 << 17
@@ -63,20 +66,21 @@ class TensorKey(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    requires_grad: bool
 
 
 def leaf_key(leaf: Any) -> Any:
     """Return what a graph depends on of a leaf: something to hash and compare."""
-    # By type, not isinstance(): a subclass of int may compare as it likes.
-    if type(leaf) in PLAIN or isinstance(leaf, enum.Enum):
-        return leaf
     if isinstance(leaf, torch.Tensor):
-        return TensorKey(leaf.shape, leaf.dtype, leaf.device)
+        return TensorKey(leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
     # Of a module nothing else: its attributes Dynamo guards by itself, and compiles anew.
     if isinstance(leaf, torch.nn.Module):
-        return leaf.training
+        return weakref.ref(leaf), leaf.training
     if isinstance(leaf, (float, np.floating)):
         return float(leaf)
+    # By type, not isinstance(): a subclass of int may compare as it likes.
+    if type(leaf) in PLAIN or isinstance(leaf, enum.Enum):
+        return type(leaf), leaf
     for kinds, plain in _LIKE_PLAIN:
         if isinstance(leaf, kinds):
             return type(leaf), plain(leaf)
@@ -192,6 +196,7 @@ class Input:
     declared: bool  # whether the fill was, or is that of a mask
     device: torch.device
     dtype: torch.dtype
+    requires_grad: bool
 
     def padded(self, buckets: AxisSizes) -> tuple[int, ...]:
         """Return its shape after padding."""
@@ -256,22 +261,23 @@ class Bucket:
     graphs: dict[Any, Graph] = field(default_factory=dict)
     """Graphs by padded shapes and global state: Dynamo compiles anew for each of these anyway, and
     in a list of several entries of its cache threads walk past theirs."""
-    proven: dict[Any, tuple[float, ...]] = field(default_factory=dict)
+    proven: dict[Any, list[tuple[float, ...]]] = field(default_factory=dict)
     """How much padding it was proven with for what was real: by kind of call, then by axis."""
     formulas: dict[Any, ShapeFormula | None] = field(default_factory=dict)
     """How the sizes of outputs depend on those of a call; None where torch can't tell."""
 
     def covers(self, plan: Plan) -> bool:
         """Whether it is proven for a call: with about as much padding, or with more."""
-        shares = self.proven.get(plan.kind)
         now = _share_of_padding(plan)
-        return shares is not None and all(n <= _GROWS * s for n, s in zip(now, shares, strict=True))
+        # By one proof: two axes that were padded each on its own were not padded together.
+        return any(
+            all(n <= _GROWS * s for n, s in zip(now, shares, strict=True))
+            for shares in self.proven.get(plan.kind, ())
+        )
 
     def add_proof(self, plan: Plan) -> None:
         """Note that it is proven with the padding of a call."""
-        now = _share_of_padding(plan)
-        # A proof with more padding stays one: only more than it had has to be shown again.
-        self.proven[plan.kind] = tuple(map(max, self.proven.get(plan.kind, now), now))
+        self.proven.setdefault(plan.kind, []).append(_share_of_padding(plan))
 
 
 def _share_of_padding(plan: Plan) -> tuple[float, ...]:
@@ -385,18 +391,20 @@ def kind_of_call(
     labels = [each.label for each in inputs]
     if shared:
         return specialization.global_state, *(label for label in labels if label not in masks)
-    # Switches may lead the function another way, and a weight of 0 or 1 hides a term; sizes and
-    # other fractions do neither. What shows in unsigned numbers may not in others.
-    switches = [
-        (label, None if isinstance(key, TensorKey) or _is_fraction(key) else key)
-        for label, key in specialization.unpadded
-    ]
-    dtypes = [each.dtype for each in inputs]
-    return specialization.global_state, specialization.structure, *switches, *labels, *dtypes
+    switches = [(label, _switch(key)) for label, key in specialization.unpadded]
+    # What shows in unsigned numbers may not in others.
+    kinds = [(each.dtype, each.requires_grad) for each in inputs]
+    return specialization.global_state, specialization.structure, *switches, *labels, *kinds
 
 
-def _is_fraction(key: Any) -> bool:
-    return isinstance(key, float) and key not in {0.0, 1.0}
+def _switch(key: Any) -> Any:
+    """Return what of an argument may lead the function another way: not a size, nor a fraction."""
+    if isinstance(key, TensorKey):
+        return TensorKey, key.dtype, key.requires_grad
+    # A weight of 0 or 1 hides a term, and a threshold of another sign is another one.
+    if isinstance(key, float) and key not in {0.0, 1.0}:
+        return float, math.copysign(1, key), math.isfinite(key)
+    return type(key), key
 
 
 def given_by(

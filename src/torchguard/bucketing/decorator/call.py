@@ -130,7 +130,7 @@ class Caller:
             # Not isinstance(): a Parameter and other subclasses go the last way, a leaf each.
             if kind is torch.Tensor:
                 leaves.append(argument)
-                key += (argument.shape, argument.dtype, argument.device)
+                key += (argument.shape, argument.dtype, argument.device, argument.requires_grad)
             elif kind in PLAIN:
                 leaves.append(argument)
                 key += (kind, argument)
@@ -141,7 +141,7 @@ class Caller:
                 key.append(treedef)
                 for leaf in inside:
                     if type(leaf) is torch.Tensor:
-                        key += (leaf.shape, leaf.dtype, leaf.device)
+                        key += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
                     else:
                         key.append(leaf_key(leaf))
         # Ranks agree on the sizes in every call, so none may find its plan without the others.

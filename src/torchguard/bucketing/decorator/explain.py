@@ -247,7 +247,7 @@ def explain_failure(
         # Padded with a value that is there: it is a valid one, of labels too.
         Input(
             index, label, tuple(leaf.shape), ((dim, axis),), "repeat-last",
-            declared=True, device=leaf.device, dtype=leaf.dtype,
+            declared=True, device=leaf.device, dtype=leaf.dtype, requires_grad=leaf.requires_grad,
         )
         for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
         if isinstance(leaf, torch.Tensor)

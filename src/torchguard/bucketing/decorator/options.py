@@ -281,8 +281,8 @@ def _input(
     index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...], fill: Any
 ) -> Input:
     declared = fill is not None
-    shape, device, dtype = tuple(tensor.shape), tensor.device, tensor.dtype
-    return Input(index, label, shape, axes, fill if declared else 0, declared, device, dtype)
+    like = tuple(tensor.shape), axes, fill if declared else 0, declared, tensor.device, tensor.dtype
+    return Input(index, label, *like, tensor.requires_grad)
 
 
 def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, str], ...]:

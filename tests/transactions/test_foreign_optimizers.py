@@ -146,6 +146,35 @@ def test_steps_that_go_through_are_those_of_plain_torch_and_skipped_ones_do_not_
     assert everything(model, optimizer) == everything(*trained(3))
 
 
+class Paired(Optimizer):
+    """Keeps a tuple of tensors and nothing else that nests."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        mean, square = self.state[p].setdefault("moments", (p.new_zeros(1, 1), p.new_zeros(1, 1)))
+        square.add_(p.grad**2)
+        p.sub_(mean.add_(p.grad))
+
+
+def test_a_tuple_of_tensors_is_as_it_was_before_the_block_that_failed() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = Paired(model.parameters())
+    step = torchguard.transaction(model, optimizer)
+    for fails in (False, False, False, True):
+        before = bits([dict(model.state_dict()), *optimizer.state[model.weight].values()])
+        with contextlib.suppress(KeyError), step:
+            model(torch.ones(1, 1)).sum().backward()
+            if fails:
+                raise KeyError
+            optimizer.step()
+            optimizer.zero_grad()
+    assert bits([dict(model.state_dict()), *optimizer.state[model.weight].values()]) == before
+
+
 def test_an_attribute_of_another_package_stays_as_it_is() -> None:
     model, optimizer = trained(1)
     optimizer.logger = SimpleNamespace(lines=[])  # type: ignore[attr-defined]

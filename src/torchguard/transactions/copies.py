@@ -241,7 +241,8 @@ class StateContainers:
             skip=self._entries,
             into=_has_attributes,  # what state_dict() copies is data, whatever its class
         )
-        self._is_plain = not self._others.copies and len(values) == len(self._entries)
+        is_nested = self._others.copies or self._others.tensors
+        self._is_plain = not is_nested and len(values) == len(self._entries)
 
     def are_current(self, optimizer: Optimizer) -> bool:
         """Whether the dicts hold the very same tensors and numbers."""

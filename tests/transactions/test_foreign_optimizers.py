@@ -175,6 +175,23 @@ def test_a_tuple_of_tensors_is_as_it_was_before_the_block_that_failed() -> None:
     assert bits([dict(model.state_dict()), *optimizer.state[model.weight].values()]) == before
 
 
+def test_an_array_that_is_read_only_needs_no_copy() -> None:
+    class Table(torch.optim.lr_scheduler.LRScheduler):
+        rates = np.linspace(0.1, 0.01, 10)
+
+        def get_lr(self) -> Any:
+            return [self.rates[self.last_epoch]]
+
+    model, optimizer = trained(0)
+    scheduler = Table(optimizer)
+    scheduler.rates = Table.rates.copy()
+    scheduler.rates.setflags(write=False)
+    step = torchguard.transaction(model, optimizer, scheduler=scheduler)
+    with pytest.raises(KeyError), step:
+        raise KeyError
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_an_attribute_of_another_package_stays_as_it_is() -> None:
     model, optimizer = trained(1)
     optimizer.logger = SimpleNamespace(lines=[])  # type: ignore[attr-defined]

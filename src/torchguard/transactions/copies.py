@@ -137,7 +137,7 @@ class Containers:
             return node
         elif isinstance(node, set):
             self.copies.append((node, set(node)))
-        elif isinstance(node, np.ndarray):
+        elif isinstance(node, np.ndarray) and node.flags.writeable:
             self.copies.append((node, node.copy()))
         elif isinstance(node, torch.Generator):
             self.copies.append((node, node.get_state()))

@@ -150,6 +150,37 @@ def test_large_gradients_are_finite_and_a_loss_that_is_not_is_enough_in_run() ->
     assert step.stats().skipped == 1
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": False}])
+def test_gradients_that_a_closure_makes_are_looked_at(flags: Any, by_name: bool) -> None:
+    """Lightning passes one always, which does nothing where the gradients are there already."""
+    ends = []
+    for guarded in (False, True):
+        model, optimizer, step = training("AdamW", **flags)
+        for scale in (1.0, NAN, 2.0, NAN, NAN, 3.0) if guarded else (1.0, 2.0, 3.0):
+
+            def closure(scale: float = scale) -> Any:
+                optimizer.zero_grad()
+                loss = model(torch.full((4, 3), scale)).square().mean()
+                loss.backward()
+                return loss
+
+            with step if guarded else contextlib.nullcontext():
+                if scale == 3.0:
+                    closure()
+                    loss = optimizer.step(lambda: 3.0)
+                else:
+                    loss = (
+                        optimizer.step(**{"closure": closure})
+                        if by_name
+                        else optimizer.step(closure)
+                    )
+                assert loss is not None
+        ends.append(everything(model, optimizer))
+    assert step.stats().skipped == 3
+    assert ends[0] == ends[1]
+
+
 class Moving(nn.Module):
     """Assigns one buffer anew in each forward, and grows and shrinks others in place."""
 

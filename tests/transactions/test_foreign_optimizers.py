@@ -202,6 +202,47 @@ def test_an_attribute_of_another_package_stays_as_it_is() -> None:
     assert optimizer.logger.lines == ["began"]  # type: ignore[attr-defined]
 
 
+class Lookahead(Optimizer):
+    """Steps another optimizer and keeps slow weights, as the wrappers of this name do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.state = optimizer, {}  # type: ignore[assignment]
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        (p,) = self.param_groups[0]["params"]
+        p.copy_(self.state.setdefault(p, p.clone()).lerp_(p, 0.5))  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": list(self.state.values())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        (p,) = self.param_groups[0]["params"]
+        self.state.clear()
+        self.state.update({p: each for each in state["slow"]})
+
+
+def test_a_wrapper_with_a_state_of_its_own_is_named_by_also() -> None:
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    first, last = (torch.optim.SGD(each.parameters(), lr=0.1) for each in models)
+    outer = Lookahead(first)
+    with pytest.raises(TypeError, match="Lookahead keeps state besides that of the SGD in it"):
+        torchguard.transaction(models[0], outer)
+    step = torchguard.transaction(models, [outer.optimizer, last], also=outer)
+    for fails in (False, False, True):
+        weights = [*(each.weight for each in models), *outer.state.values()]
+        before = bits(weights)
+        with contextlib.suppress(KeyError), step:
+            models[1](models[0](torch.ones(1, 1))).sum().backward()
+            outer.step()
+            if fails:
+                raise KeyError
+            last.step()
+    assert bits([*(each.weight for each in models), *outer.state.values()]) == before
+
+
 class Decayed(torch.optim.SGD):
     """Calls its base class, whose step has hooks of its own, between writes of its own."""
 

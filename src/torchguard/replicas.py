@@ -43,9 +43,8 @@ def replicas_agree(
 
     Left out: parameters that are frozen or that DDP ignores, buffers (BatchNorm's statistics
     are each rank's own), what is sharded, tensors that are sparse or quantized, and state of an
-    optimizer under keys that are no parameters. A DTensor is
-    compared along the dimensions of its mesh that replicate it, and so are HSDP and tensor
-    parallelism.
+    optimizer under keys that are no parameters. A DTensor is compared along the dimensions of
+    its mesh that replicate it, and so are HSDP and tensor parallelism.
 
     Args:
         model: the module, wrapped or not.

@@ -213,7 +213,7 @@ class Lookahead(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.optimizer.step()
         (p,) = self.param_groups[0]["params"]
-        p.copy_(self.state.setdefault(p, p.clone()).lerp_(p, 0.5))  # type: ignore[arg-type]
+        p.copy_(self.state.setdefault(p, p.clone()).lerp_(p, 0.5))
 
     def state_dict(self) -> dict[str, Any]:
         return {"slow": list(self.state.values())}
@@ -221,7 +221,7 @@ class Lookahead(Optimizer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         (p,) = self.param_groups[0]["params"]
         self.state.clear()
-        self.state.update({p: each for each in state["slow"]})
+        self.state.update(zip([p], state["slow"], strict=False))
 
 
 def test_a_wrapper_with_a_state_of_its_own_is_named_by_also() -> None:

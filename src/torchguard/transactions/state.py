@@ -195,9 +195,10 @@ class BufferCopies:
     def restore_where(self, skipped: Tensor) -> None:
         """Put buffers back if ``skipped`` is True; contiguous ones without asking the device."""
         survey = self.survey
-        lengths = [list(map(Tensor.numel, each)) for each in survey.flat_buffers]
-        if lengths != survey.lengths or not survey.is_current(survey._groups):
-            # A buffer was assigned anew or resized, which the host has to put back.
+        with without_torch_function():
+            lengths = [list(map(Tensor.numel, each)) for each in survey.flat_buffers]
+            is_current = lengths == survey.lengths and survey.is_current(survey._groups)
+        if not is_current:  # a buffer was assigned anew or resized: the host has to put it back
             if not bool(skipped):
                 return
             for members, before in survey.members:

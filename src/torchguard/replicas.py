@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchguard import _pytree
 from torchguard._public import public
 from torchguard.errors import ReplicasDisagreeError
 
@@ -40,9 +42,9 @@ def replicas_agree(
     of two integers for each group that replicates; details travel only where they differ.
 
     Left out: parameters that are frozen or that DDP ignores, buffers (BatchNorm's statistics
-    are each rank's own), what is sharded, and tensors that are sparse or quantized. A DTensor is
-    compared along the dimensions of its mesh that replicate it, and so are HSDP and tensor
-    parallelism.
+    are each rank's own), what is sharded, tensors that are sparse or quantized, and state of an
+    optimizer under keys that are no parameters. A DTensor is compared along the dimensions of
+    its mesh that replicate it, and so are HSDP and tensor parallelism.
 
     Args:
         model: the module, wrapped or not.
@@ -153,7 +155,8 @@ class Replicas:
                  if not hasattr(each, "consolidate_state_dict")]  # fmt: skip
         for number, optimizer in whole:  # first: what follows from them differs as well
             for place, options in enumerate(optimizer.param_groups):
-                yield from _values(f"optimizer {number} param_groups[{place}]", options)
+                others = {key: each for key, each in options.items() if key != "params"}
+                yield from _values(f"optimizer {number} param_groups[{place}]", others)
         named = list(self._parameters())
         yield from named
         if self._buffers:
@@ -211,10 +214,12 @@ class Replicas:
         )
 
 
-def _values(owner: str, held: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in sorted(held.items()):
+def _values(owner: str, held: Any) -> Iterator[tuple[str, Any]]:
+    leaves, treedef = _pytree.flatten(held)
+    names = ["".join(f"[{key!r}]" for key in path) for path in _pytree.key_paths(treedef)]
+    for name, value in sorted(zip(names, leaves, strict=True), key=operator.itemgetter(0)):
         if isinstance(value, (int, float, Tensor)):
-            yield f"{owner}[{key!r}]", value
+            yield owner + name, value
 
 
 class _Missing(NamedTuple):

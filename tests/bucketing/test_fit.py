@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchguard import Buckets
+from torchguard import BucketBatchSampler, Buckets
 
 PRICES: dict[str, Callable[[int], float]] = {"linear": lambda n: n, "quadratic": lambda n: n * n}
 
@@ -117,3 +117,12 @@ def test_a_prior_is_not_bound() -> None:
 def test_a_bad_share_is_refused(share: Any) -> None:
     with pytest.raises(ValueError, match=r"max_padding is .*, expected a share from 0 on"):
         Buckets.fit([3, 9], max_padding=share)
+
+
+def test_a_maximum_may_be_above_the_budget_of_a_batch() -> None:
+    lengths = list(range(1, 500))
+    ladder = Buckets.fit(lengths, 8, tokens=2048, maximum=4096)
+    assert ladder.sizes[-1] == 4096
+    assert len(BucketBatchSampler(lengths, ladder, tokens=2048)) > 0
+    with pytest.raises(ValueError, match="tokens is 400, but one item of bucket"):
+        Buckets.fit(lengths, 8, tokens=400, maximum=4096)

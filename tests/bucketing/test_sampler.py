@@ -362,6 +362,23 @@ def test_a_state_of_another_sampler_is_refused_in_the_middle_of_an_epoch() -> No
     one.set_epoch(4)
     other.load_state_dict(one.state_dict(0))
     assert other.epoch == 4
+    other.load_state_dict(one.state_dict(10))  # the epoch was over
+    assert (other.epoch, len(list(other))) == (5, 5)
+
+
+@pytest.mark.parametrize("buckets", [[249, 500], [230, 500], [200, 300, 500]])
+def test_a_state_of_other_buckets_is_refused_in_the_middle_of_an_epoch(buckets: list[int]) -> None:
+    """Also where an epoch has as many steps: some items would come twice, others never."""
+    one = BucketBatchSampler(range(1, 500), [250, 500], batch_size=10)
+    other = BucketBatchSampler(range(1, 500), buckets, batch_size=10)
+    assert len(one) == len(other)
+    with pytest.raises(ValueError, match="buckets_checksum was"):
+        other.load_state_dict(one.state_dict(20))
+    swapped = BucketBatchSampler(
+        [300, *range(2, 300), 1, *range(301, 500)], [250, 500], batch_size=10
+    )
+    with pytest.raises(ValueError, match="buckets_checksum was"):
+        swapped.load_state_dict(one.state_dict(20))
 
 
 class BatchSamplerShard:

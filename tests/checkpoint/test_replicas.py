@@ -141,6 +141,20 @@ if rank == last:
 result["tp no gradient"] = said(agree.gradients)
 result["tp broken"] = said(agree)
 
+model = made()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+optimizer.state[model[0].weight] = torch.zeros(2)
+optimizer.state[model[0].bias] = {0: torch.zeros(2), "list": [torch.zeros(2)]}
+agree = torchguard.replicas_agree(model, optimizer, every=1)
+result["nested"] = [said(agree)]
+if rank == last:
+    add(optimizer.state[model[0].bias]["list"][0])
+result["nested"].append(said(agree))
+if rank == last:
+    optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+result["nested"].append(said(agree))
+
 model = DDP(made())
 optimizer = torch.optim.AdamW(model.parameters())
 agree = torchguard.replicas_agree(model, optimizer, every=1)
@@ -179,6 +193,13 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 RIGHT = ["right", "accumulation", "norm", "frozen", "ignored", "unused", "fsdp", "tp"]
 RIGHT += ["hsdp", "tp gradients", "ignored, compiled", "rare"]  # rare: between two comparisons
+
+
+def test_state_and_options_that_nest_are_compared(ranks: Any) -> None:
+    for right, state, options in (each["nested"] for each in ranks):
+        assert right is None
+        assert "optimizer 0 0.bias['list'][0] is not the same" in state
+        assert "optimizer 0 param_groups[0]['betas'][1] is not the same" in options
 
 
 @pytest.mark.parametrize("case", RIGHT)

@@ -241,6 +241,9 @@ def test_maximum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text("3 5 9 12 30 41 60 61 62")
     assert run(str(path), "--buckets", "4") == 0
     assert "above the table" not in capsys.readouterr().out
+    path.with_name("many.txt").write_text(" ".join(map(str, range(1, 200))))
+    assert run(str(path.with_name("many.txt")), "--buckets", "40") == 0
+    assert "above the table" not in capsys.readouterr().out
     assert run(str(path), "--buckets", "4", "--maximum", "500") == 0
     shown = capsys.readouterr().out
     assert "above the table, which knows no length above 62; with --maximum 500, 4 more" in shown

@@ -146,6 +146,52 @@ def test_steps_that_go_through_are_those_of_plain_torch_and_skipped_ones_do_not_
     assert everything(model, optimizer) == everything(*trained(3))
 
 
+class Paired(Optimizer):
+    """Keeps a tuple of tensors and nothing else that nests."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        mean, square = self.state[p].setdefault("moments", (p.new_zeros(1, 1), p.new_zeros(1, 1)))
+        square.add_(p.grad**2)
+        p.sub_(mean.add_(p.grad))
+
+
+def test_a_tuple_of_tensors_is_as_it_was_before_the_block_that_failed() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = Paired(model.parameters())
+    step = torchguard.transaction(model, optimizer)
+    for fails in (False, False, False, True):
+        before = bits([dict(model.state_dict()), *optimizer.state[model.weight].values()])
+        with contextlib.suppress(KeyError), step:
+            model(torch.ones(1, 1)).sum().backward()
+            if fails:
+                raise KeyError
+            optimizer.step()
+            optimizer.zero_grad()
+    assert bits([dict(model.state_dict()), *optimizer.state[model.weight].values()]) == before
+
+
+def test_an_array_that_is_read_only_needs_no_copy() -> None:
+    class Table(torch.optim.lr_scheduler.LRScheduler):
+        rates = np.linspace(0.1, 0.01, 10)
+
+        def get_lr(self) -> Any:
+            return [self.rates[self.last_epoch]]
+
+    model, optimizer = trained(0)
+    scheduler = Table(optimizer)
+    scheduler.rates = Table.rates.copy()
+    scheduler.rates.setflags(write=False)
+    step = torchguard.transaction(model, optimizer, scheduler=scheduler)
+    with pytest.raises(KeyError), step:
+        raise KeyError
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_an_attribute_of_another_package_stays_as_it_is() -> None:
     model, optimizer = trained(1)
     optimizer.logger = SimpleNamespace(lines=[])  # type: ignore[attr-defined]
@@ -154,6 +200,47 @@ def test_an_attribute_of_another_package_stays_as_it_is() -> None:
         optimizer.logger.lines.append("began")  # type: ignore[attr-defined]
         raise KeyError
     assert optimizer.logger.lines == ["began"]  # type: ignore[attr-defined]
+
+
+class Lookahead(Optimizer):
+    """Steps another optimizer and keeps slow weights, as the wrappers of this name do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.state = optimizer, {}  # type: ignore[assignment]
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        (p,) = self.param_groups[0]["params"]
+        p.copy_(self.state.setdefault(p, p.clone()).lerp_(p, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": list(self.state.values())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        (p,) = self.param_groups[0]["params"]
+        self.state.clear()
+        self.state.update(zip([p], state["slow"], strict=False))
+
+
+def test_a_wrapper_with_a_state_of_its_own_is_named_by_also() -> None:
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    first, last = (torch.optim.SGD(each.parameters(), lr=0.1) for each in models)
+    outer = Lookahead(first)
+    with pytest.raises(TypeError, match="Lookahead keeps state besides that of the SGD in it"):
+        torchguard.transaction(models[0], outer)
+    step = torchguard.transaction(models, [outer.optimizer, last], also=outer)
+    for fails in (False, False, True):
+        weights = [*(each.weight for each in models), *outer.state.values()]
+        before = bits(weights)
+        with contextlib.suppress(KeyError), step:
+            models[1](models[0](torch.ones(1, 1))).sum().backward()
+            outer.step()
+            if fails:
+                raise KeyError
+            last.step()
+    assert bits([*(each.weight for each in models), *outer.state.values()]) == before
 
 
 class Decayed(torch.optim.SGD):

@@ -150,6 +150,88 @@ def test_large_gradients_are_finite_and_a_loss_that_is_not_is_enough_in_run() ->
     assert step.stats().skipped == 1
 
 
+def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float) -> Any:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.full((4, 3), scale)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    return closure
+
+
+@pytest.mark.parametrize("way", ["by place", "by name", "does nothing"])
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": False}])
+def test_gradients_that_a_closure_makes_are_looked_at(flags: Any, way: str) -> None:
+    """Lightning always passes one; it does nothing where the gradients are there already."""
+    ends = []
+    for scales in ((1.0, 2.0), (NAN, 1.0, NAN, NAN, 2.0)):
+        model, optimizer, step = training("AdamW", **flags)
+        for scale in scales:
+            closure = closure_of(model, optimizer, scale)
+            with step:
+                if way == "by place":
+                    assert isinstance(optimizer.step(closure), float)
+                elif way == "by name":
+                    assert isinstance(optimizer.step(closure=closure), float)
+                else:
+                    closure()
+                    optimizer.step(lambda: 0.0)
+        ends.append(everything(model, optimizer))
+    assert step.stats().skipped == 3
+    assert ends[0] == ends[1]
+
+
+class Moving(nn.Module):
+    """Assigns one buffer anew in each forward, and grows and shrinks others in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("longer", torch.zeros(1))
+        self.register_buffer("shorter", torch.zeros(9))
+        self.last = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.get_buffer("mean") + 0.1 * x.detach().mean(0)
+        for name, change in (("longer", 1), ("shorter", -1)):
+            buffer = self.get_buffer(name)
+            buffer.resize_(len(buffer) + change)[-1] = x.detach().sum()
+        out: torch.Tensor = self.last(x - self.mean)
+        return out
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_buffers_that_forward_assigns_or_resizes_go_back(fused: bool) -> None:
+    ends = []
+    for scales in ((1.0, 2.0, 3.0), (NAN, 1.0, NAN, NAN, 2.0, 3.0)):
+        torch.manual_seed(0)
+        model = Moving()
+        optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+        step = torchguard.transaction(model, optimizer, skip_nonfinite=True)
+        for scale in scales:
+            with step:
+                model(torch.full((3, 2), scale)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(everything(model, optimizer))
+    assert step.stats().skipped == 3
+    assert ends[0] == ends[1]
+
+
+def test_autograd_sees_what_forward_has_written_to_a_buffer() -> None:
+    model, optimizer, step = training("SGD")
+    buffer = model.get_buffer("1.running_mean")
+    other = torch.ones(3, requires_grad=True)
+    with step:
+        product = (other * buffer).sum()
+        model(torch.randn(4, 3)).sum().backward()
+        buffer.mul_(5)
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_gradients_stay_and_a_buffer_that_is_not_contiguous_goes_back_too() -> None:
     model, optimizer, _ = training("AdamW", foreach=False)
     model.register_buffer("odd", torch.zeros(2, 3).t())

@@ -192,6 +192,8 @@ result["sync norm"] = refused(synchronised)
 hooked = DistributedDataParallel(nn.Linear(2, 2))
 hooked.register_comm_hook(None, lambda state, bucket: bucket)
 result["hook"] = refused(hooked)
+table = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
+result["sparse"] = refused(table)
 print(json.dumps(result), flush=True)
 dist.barrier()
 dist.destroy_process_group()
@@ -232,3 +234,4 @@ def test_what_would_leave_a_rank_waiting_is_refused(results: list[dict[str, Any]
         assert "without a DistributedDataParallel" in result["no ddp"]
         assert "1 is a SyncBatchNorm, which communicates in its forward" in result["sync norm"]
         assert "communication hook" in result["hook"]
+        assert "module.0 has sparse=True" in result["sparse"]

@@ -212,6 +212,11 @@ class Buckets:
         ladders = best_ladders(weighted, count, **options)
         if tokens is None:
             return cls(ladders[-1].sizes)
+        tokens = positive_integer(tokens, "tokens", "Buckets.fit")
+        # With a maximum above the budget, what was seen may need more sizes to be within it.
+        held = [min(size for size in each.sizes if size >= largest) for each in ladders]
+        prices = costs_of(held, cost, "Buckets.fit")
+        ladders = [ladders[n] for n in np.flatnonzero(prices <= tokens)] or ladders
         # More sizes leave more batches that are not full, so the most may not be the best.
         epochs = [epoch_of(each.sizes, observed, tokens, cost, "Buckets.fit") for each in ladders]
         costs = [epoch.cost for epoch in epochs]

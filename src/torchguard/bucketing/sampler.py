@@ -6,6 +6,7 @@ Shapes: N items, K buckets, W ranks, B_k rows in a batch of bucket k.
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -106,6 +107,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         # (K) arrays of the items of each bucket, in the order of the data.
         order = np.argsort(places, kind="stable")
         self._items: list[_Integers] = np.split(order, np.cumsum(items)[:-1])
+        in_buckets = repr((items, self._counted)).encode() + order.tobytes()
+        self._checksum = zlib.crc32(in_buckets)
         self.epoch = 0  # of the pass that runs or ran last
         self._begin = 0  # the step at which the next pass begins
         self._given = 0  # steps handed out in this pass
@@ -170,7 +173,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         """Go on where :meth:`state_dict` was called; at the next epoch if that one was over.
 
         Raises:
-            ValueError: in the middle of an epoch, of other items, batches, ranks or seed.
+            ValueError: in the middle of an epoch, of other items, buckets, batches, ranks or seed.
         """
         epoch, steps = state["epoch"], state["steps"]
         differing = [
@@ -179,13 +182,14 @@ class BucketBatchSampler(Sampler[list[int]]):
             if state.get(name) != value
         ]
         # At the beginning of an epoch nothing was drawn yet that could be another now.
-        if steps and differing:
+        is_over = steps >= state.get("steps_per_epoch", self._steps)
+        if steps and differing and not is_over:
             raise ValueError(
                 f"{_NAME}.load_state_dict: the state is from the middle of an epoch of "
                 f"another sampler: {', '.join(differing)}. Build it as it was, or begin with the "
                 f"next epoch: set_epoch({epoch + 1})"
             )
-        self.epoch, self._begin = (epoch + 1, 0) if steps >= self._steps else (epoch, steps)
+        self.epoch, self._begin = (epoch + 1, 0) if is_over else (epoch, steps)
         self._given = self._begin
         self._is_finished = False
 
@@ -193,6 +197,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         """Return what decides on the order besides the epoch."""
         items, shuffle = sum(map(len, self._items)), int(self.shuffle)
         drawn = {"seed": self.seed, "shuffle": shuffle, "world_size": self._ranks}
+        drawn["buckets_checksum"] = self._checksum
         return {"items": items, "steps_per_epoch": self._steps, **drawn}
 
     def _drawn(self, epoch: int) -> list[_Integers]:

@@ -180,7 +180,7 @@ def _batches(
 
 def _why_more(waste: float, best: float, observed: Observed, buckets: Buckets) -> list[str]:
     """Say why the buckets are not the best of their number for what was seen."""
-    if _percent(waste) == _percent(best):
+    if _percent(max(waste, best)) == _percent(best):  # less, of more buckets than the table has
         return []
     text = (
         f"({_percent(waste - best)} above the table, which knows no length above "

@@ -63,8 +63,9 @@ class GuardCallback(Callback):
     ) -> None:
         """Log the buckets."""
         del pl_module, outputs, batch
-        # To the logger itself: self.log() averages over an epoch what are counters, and refuses
-        # names that come up later. trainer.logger is None with logger=False and fast_dev_run.
+        # To the loggers themselves: self.log() averages over an epoch what are counters, and
+        # refuses names that come up later.
         every = getattr(trainer, "log_every_n_steps", 50)
-        if self._session.buckets and trainer.logger and (batch_idx + 1) % every == 0:
-            trainer.logger.log_metrics(self._session.metrics(), step=trainer.global_step)
+        if self._session.buckets and (batch_idx + 1) % every == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(self._session.metrics(), step=trainer.global_step)

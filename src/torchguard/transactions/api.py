@@ -174,7 +174,15 @@ def _can_be_saved(each: Any) -> bool:
 def _innermost(optimizer: Any) -> Optimizer:
     """Return what a wrapper such as Accelerate's steps: the wrapper itself has no hooks."""
     inner = vars(optimizer).get("optimizer")
-    return _innermost(inner) if isinstance(inner, Optimizer) else optimizer
+    if not isinstance(inner, Optimizer):
+        return optimizer  # type: ignore[no-any-return]
+    if "state" in vars(optimizer):
+        raise TypeError(
+            f"transaction: {type(optimizer).__name__} keeps state besides that of the "
+            f"{type(inner).__name__} in it, whose step alone would be undone: pass "
+            "optimizer=outer.optimizer, also=outer"
+        )
+    return _innermost(inner)
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -137,7 +137,7 @@ class Containers:
             return node
         elif isinstance(node, set):
             self.copies.append((node, set(node)))
-        elif isinstance(node, np.ndarray):
+        elif isinstance(node, np.ndarray) and node.flags.writeable:
             self.copies.append((node, node.copy()))
         elif isinstance(node, torch.Generator):
             self.copies.append((node, node.get_state()))
@@ -241,7 +241,8 @@ class StateContainers:
             skip=self._entries,
             into=_has_attributes,  # what state_dict() copies is data, whatever its class
         )
-        self._is_plain = not self._others.copies and len(values) == len(self._entries)
+        is_nested = self._others.copies or self._others.tensors
+        self._is_plain = not is_nested and len(values) == len(self._entries)
 
     def are_current(self, optimizer: Optimizer) -> bool:
         """Whether the dicts hold the very same tensors and numbers."""

@@ -93,12 +93,13 @@ def _note_compiled() -> int:
 call_while_tracing(_note_compiled)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if torch.compiler.is_compiling():
         _note_compiled()
-        return
+        return None
     for step in tuple(opened):
-        step.before_step(optimizer, args, kwargs)
+        args, kwargs = step.before_step(optimizer, args, kwargs)
+    return args, kwargs
 
 
 # torch calls this where the step has gone through; it has no hook for a step that raises.

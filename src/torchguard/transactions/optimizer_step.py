@@ -372,6 +372,25 @@ class NonfiniteGate:
                 parameter.grad = None
             self.called_without_gradients = True
 
+    def before_or_in_closure(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Call :meth:`before` now, or after a closure, which makes the gradients; return both."""
+
+        def judged(value: Any) -> Any:
+            def closure() -> Any:
+                loss = value()
+                self.before(optimizer)
+                return loss
+
+            return closure if callable(value) else value
+
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            self.before(optimizer)
+            return args, kwargs
+        named = {name: judged(value) for name, value in kwargs.items()}
+        return (args[0], *map(judged, args[1:])), named
+
     def after(self, optimizer: Optimizer, restore_where: Callable[[Tensor], None]) -> None:
         """Call ``restore_where(skipped)``, to put buffers back where it is True, and count."""
         if self._found is not None:

@@ -188,6 +188,12 @@ def _check(models: Sequence[DistributedDataParallel], parameters: Sequence[nn.Pa
         )
     for model in models:
         for name, module in model.named_modules():
+            is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            if is_table and module.sparse and module.weight.requires_grad:
+                raise ValueError(
+                    f"transaction: {name} has sparse=True, and group= averages dense gradients "
+                    "alone: make the module with sparse=False, or leave out group="
+                )
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(  # noqa: TRY004  the module is right, group= with it is not
                     f"transaction: {name} is a SyncBatchNorm, which communicates in its forward: "

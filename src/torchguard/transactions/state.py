@@ -189,14 +189,25 @@ class BufferCopies:
 
     survey: _Survey
     copies: list[Tensor]
-    versions: list[int | None]
     odd: list[Snapshot]
     """Of buffers that are not copied in bulk."""
 
     def restore_where(self, skipped: Tensor) -> None:
         """Put buffers back if ``skipped`` is True; contiguous ones without asking the device."""
+        survey = self.survey
+        with without_torch_function():
+            lengths = [list(map(Tensor.numel, each)) for each in survey.flat_buffers]
+            is_current = lengths == survey.lengths and survey.is_current(survey._groups)
+        if not is_current:  # a buffer was assigned anew or resized: the host has to put it back
+            if not bool(skipped):
+                return
+            for members, before in survey.members:
+                restore_container(members, before)
+            for saved in survey.metadata[len(survey.parameters) :]:
+                saved.restore()
+        versions = versions_of(survey.buffers)
         call_unseen(self._split_where, skipped)
-        restore_versions(self.survey.buffers, self.versions)
+        restore_versions(survey.buffers, versions)
         if self.odd and bool(skipped):
             for saved in self.odd:
                 saved.restore()
@@ -238,7 +249,7 @@ class TrainingSnapshot:
         self._buffer_versions = versions_of(survey.buffers)
         self._buffers = buffers
         odd = [capture(each, data=True) for each in survey.other_buffers]
-        self.buffers = BufferCopies(survey, buffers, self._buffer_versions, odd)
+        self.buffers = BufferCopies(survey, buffers, odd)
         self._odd = odd + [capture(each, data=parameters) for each in survey.other_parameters]
         self._also = undos_of(training.also)
         self._copies: Copies | None = None

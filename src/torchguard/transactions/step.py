@@ -381,22 +381,22 @@ class Transaction:
 
     # What the hooks of optimizers call.
 
-    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Prepare a step, so that it can be undone or finished."""
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Prepare a step, so that it can be undone or finished; return its arguments."""
         block = self.saved[-1] if self.saved else None
         if block is None:
-            return
+            return args, kwargs
         if optimizer not in self.optimizers:
             self._note_unknown_optimizer(block, optimizer)
-            return
+            return args, kwargs
         if block.pending is not None and step_is_nested(optimizer):
             block.pending.is_nesting = True
-            return
+            return args, kwargs
         self._settle(block, None)  # what the last step raised was caught inside the block
         began = time.perf_counter()
-        if self.gate is not None:
-            self.gate.before(optimizer)
         with_closure = len(args) > 1 or bool(kwargs)
+        if self.gate is not None:
+            args, kwargs = self.gate.before_or_in_closure(optimizer, args, kwargs)
         in_one_call = steps_in_one_call(optimizer) and not with_closure
         last = self._is_last(block, optimizer)
         copies = self._undo_option == "auto" and not (in_one_call and last)
@@ -413,6 +413,7 @@ class Transaction:
                 raise
         block.pending = pending
         self._seconds += time.perf_counter() - began
+        return args, kwargs
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""

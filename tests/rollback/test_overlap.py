@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import threading
 import warnings
 from collections.abc import Callable
@@ -361,6 +362,15 @@ def test_a_boolean_in_an_index_is_a_mask(mask: Any) -> None:
     x = torch.arange(4.0).reshape(2, 2)
     x[mask] = x.T
     assert x.tolist() == [[0.0, 2.0], [1.0, 3.0]]
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("name", ["ipow", "iand", "ior", "ixor", "ilshift", "irshift"])
+def test_each_operator_that_assigns_reads_first(name: str) -> None:
+    write: Any = getattr(operator, name)
+    x = torch.tensor([[2, 5, 3], [1, 6, 2]])
+    expected = write(x.clone(), x[:, 1:2].clone())
+    assert write(x, x[:, 1:2]).equal(expected)
 
 
 # ---- threads, and the set of elementwise operators ----

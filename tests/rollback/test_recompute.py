@@ -288,6 +288,17 @@ def test_a_captured_tensor_written_before_backward_is_an_error() -> None:
         y.sum().backward()
 
 
+def test_a_tensor_given_by_name_and_written_before_backward_is_an_error() -> None:
+    """One that is given by position torch saves as an input."""
+    for call in (safe_checkpoint, checkpoint):
+        x, mask = torch.ones(2, requires_grad=True), torch.ones(2)
+        with torchguard.install("recompute") if call is checkpoint else contextlib.nullcontext():
+            y = call(lambda x, mask: (x**2 * mask).sin(), x, mask=mask, use_reentrant=False)
+            mask.zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
 @pytest.mark.parametrize("installed", [False, True])
 def test_what_the_last_operator_of_a_method_reads_is_seen(installed: bool) -> None:
     """torch ends the second run before that operator is called."""

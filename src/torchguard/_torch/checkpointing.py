@@ -31,9 +31,9 @@ def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any]
     """Return what the generator's block is called with, and whether random states are kept."""
     if _has_impl:  # since torch 2.15 (fn, args, kwargs, *, preserve_rng_state, ...)
         args, kwargs = given
-        return [*args, *kwargs.values()], options.get("preserve_rng_state", True)
+        return [*args, kwargs], options.get("preserve_rng_state", True)
     # Before it (fn, preserve_rng_state, ..., *args, **kwargs).
-    return [*given, *options.values()], bool(given[0] if given else True)
+    return [*given, options], bool(given[0] if given else True)
 
 
 def called_by(function: Any) -> Any:

@@ -55,6 +55,7 @@ class Block:
         self._watched: list[Tensor] = []
         self._versions: list[int | None] = []
         # Positional tensors are inputs: torch saves them, and looks at their versions itself.
+        # Those given by name are in a dict here.
         given = [each for each in given if not isinstance(each, Tensor)]
         self._reached = reachable(segment_of(function) or function, given)
         tops = [each for each in self._reached if isinstance(each, nn.Module)]
@@ -157,8 +158,8 @@ class Block:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: [{tensor.type()} {list(tensor.shape)}], "
-            f"{next(names, 'a tensor that the function captured')}, is at version "
-            f"{version_of(tensor)}; expected version {self._versions[place]} instead. The "
+            f"{next(names, 'a tensor that the function captured or was given by name')}, is at "
+            f"version {version_of(tensor)}; expected version {self._versions[place]} instead. The "
             f"checkpointed block {block} runs a second time in backward, and needs what its first "
             "run has read: write after backward()"
         )
@@ -374,8 +375,8 @@ def safe_checkpoint(
         What ``function`` returns.
 
     Raises:
-        RuntimeError: in backward: a parameter, or a tensor that the function captured, was
-            written in place since the first run. The message names it.
+        RuntimeError: in backward: a parameter, or a tensor that the function captured or was given
+            by name, was written in place since the first run. The message names it.
 
     Upstream: https://github.com/pytorch/pytorch/issues/96136,
     https://github.com/pytorch/pytorch/issues/193671
@@ -383,5 +384,5 @@ def safe_checkpoint(
     checkpoint: Any = torch.utils.checkpoint.checkpoint
     if not (_is_inert() or patch.patched(GENERATOR)) and torch.is_grad_enabled():
         keeps_random = options.get("preserve_rng_state", True)
-        function = Block(function, [*args, *options.values()], keeps_random=keeps_random)
+        function = Block(function, [*args, options], keeps_random=keeps_random)
     return checkpoint(function, *args, use_reentrant=use_reentrant, **options)

@@ -208,6 +208,19 @@ def test_apply_has_a_gradient_and_counts() -> None:
     assert at(torch.ones(2, 3).t())[[0]].apply(torch.neg).stride() == (1, 3)
 
 
+@pytest.mark.parametrize("index", [slice(2), 0, ..., None, torch.tensor(0), [0, 1]], ids=str)
+def test_a_function_that_writes_its_argument_leaves_the_tensor(index: Any) -> None:
+    start = torch.tensor([-1.0, 2.0, -3.0])
+    for t in (start, start.clone().requires_grad_()):
+        out = at(t)[index].apply(torch.relu_, unique_indices=True)
+        expected = at(t)[index].apply(torch.relu, unique_indices=True)
+        assert out.tolist() == expected.tolist()
+        assert t.tolist() == [-1.0, 2.0, -3.0]
+        if t.requires_grad:
+            gradients = [torch.autograd.grad(each.sum(), t)[0].tolist() for each in (out, expected)]
+            assert gradients[0] == gradients[1]
+
+
 COMPILED: dict[str, Callable[..., torch.Tensor]] = {
     **{name: lambda t, i, v, name=name: getattr(at(t)[i], name)(v) for name in GRADIENTS},
     "add to columns": lambda t, i, v: at(t)[:, 1:].add(v[0, :2]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -301,3 +302,16 @@ def test_imports_dynamo_inside_a_scope_and_compiles_there() -> None:
         print(len(graphs))
     """
     assert output_of(program).split() == ["1"]
+
+
+@pytest.mark.parametrize("scope", [guarded, torchguard.install])
+def test_a_typed_storage_is_read_without_a_warning(
+    scope: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """copy.deepcopy gives ``set_`` one; torch warns of it once in a process."""
+    warned: list[int] = []
+    monkeypatch.setattr(torch.storage, "_warn_typed_storage_removal", lambda *_: warned.append(1))
+    with scope():
+        copied = copy.deepcopy(torch.ones(2))
+    assert copied.tolist() == [1.0, 1.0]
+    assert warned == []

@@ -193,3 +193,35 @@ def test_a_recorded_step_is_the_same_graph(mode: Any) -> None:
     bare = recorded()
     with torchguard.install("optimizer"):
         assert recorded() == bare
+
+
+def test_a_closure_of_lbfgs_fails_and_the_step_has_changed_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(failing: int) -> list[float]:
+        weight, calls = nn.Parameter(torch.tensor([3.0, -2.0])), itertools.count(1)
+        optimizer = torch.optim.LBFGS([weight], lr=0.1)
+
+        def closure() -> Any:
+            if next(calls) == failing:
+                raise InjectedError
+            optimizer.zero_grad()
+            loss = (weight**4).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        before = seen([weight], optimizer)
+        if failing:
+            with pytest.raises(InjectedError):
+                optimizer.step(closure)
+            assert seen([weight], optimizer) == before
+        optimizer.step(closure)
+        return weight.tolist()
+
+    expected = train(0)
+    with torchguard.install("optimizer"):
+        assert train(failing=25) == expected
+        monkeypatch.setenv(hooks.MAX_BYTES, "1000")  # two vectors for each of 100 steps: 1624
+        with pytest.warns(RuntimeWarning, match="LBFGS.step.. is not undone"):
+            train(0)

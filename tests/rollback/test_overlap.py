@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import threading
 import warnings
 from collections.abc import Callable
@@ -336,6 +337,40 @@ def test_compiled_code_has_the_same_graphs(way: str) -> None:
         with WAYS[way]():
             run()
         assert len(backend.graphs) == 2
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, torch.tensor])
+def test_a_row_named_by_a_number_of_any_kind_is_a_view(kind: Any) -> None:
+    x, rows = torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OverlapWarning)
+        for i in range(3):
+            x[kind(i)] += 1
+            x[:, kind(1)] *= 2
+            rows[rows[0, 0]] = 1  # an index that lies in what is written
+    assert x.tolist() == [[1.0, 8.0], [1.0, 4.0], [1.0, 2.0]]
+    assert rows.tolist() == [[1, 1], [1, 1], [0, 0]]
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.zeros(3, 2)
+        fake[torch.tensor(1)] += 1
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("mask", [True, torch.tensor(True)], ids=str)
+def test_a_boolean_in_an_index_is_a_mask(mask: Any) -> None:
+    x = torch.arange(4.0).reshape(2, 2)
+    x[mask] = x.T
+    assert x.tolist() == [[0.0, 2.0], [1.0, 3.0]]
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("name", ["ipow", "iand", "ior", "ixor", "ilshift", "irshift"])
+def test_each_operator_that_assigns_reads_first(name: str) -> None:
+    write: Any = getattr(operator, name)
+    x = torch.tensor([[2, 5, 3], [1, 6, 2]])
+    expected = write(x.clone(), x[:, 1:2].clone())
+    assert write(x, x[:, 1:2]).equal(expected)
 
 
 # ---- threads, and the set of elementwise operators ----

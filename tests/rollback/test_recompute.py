@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from typing import Any
@@ -285,6 +286,39 @@ def test_a_captured_tensor_written_before_backward_is_an_error() -> None:
     scale.add_(1)
     with pytest.raises(RuntimeError, match=r"a tensor that the function captured.*<lambda>"):
         y.sum().backward()
+
+
+def test_a_tensor_given_by_name_and_written_before_backward_is_an_error() -> None:
+    """One that is given by position torch saves as an input."""
+    for call in (safe_checkpoint, checkpoint):
+        x, mask = torch.ones(2, requires_grad=True), torch.ones(2)
+        with torchguard.install("recompute") if call is checkpoint else contextlib.nullcontext():
+            y = call(lambda x, mask: (x**2 * mask).sin(), x, mask=mask, use_reentrant=False)
+            mask.zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_what_the_last_operator_of_a_method_reads_is_seen(installed: bool) -> None:
+    """torch ends the second run before that operator is called."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gamma = nn.Parameter(torch.ones(2), requires_grad=False)
+
+        def scaled(self, x: Tensor) -> Tensor:
+            return x + self.gamma * x.square()
+
+    block, x = Block(), torch.ones(2, requires_grad=True)
+    with torchguard.install("recompute") if installed else contextlib.nullcontext():
+        run: Any = checkpoint if installed else safe_checkpoint
+        y = run(block.scaled, x, use_reentrant=False)
+        with torch.no_grad():
+            block.gamma.zero_()
+        with pytest.raises(RuntimeError, match="gamma of Block"):
+            y.sum().backward()
 
 
 def test_layers_stepped_while_backward_goes_on_raise_nothing() -> None:

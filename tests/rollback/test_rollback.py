@@ -321,3 +321,15 @@ def test_an_undo_that_is_interrupted_keeps_the_version(monkeypatch: pytest.Monke
     assert not interrupts
     assert tensor.shape == plain().shape
     assert tensor._version == written
+
+
+def test_a_scope_inside_itself_keeps_its_own_gradients() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    tensor.grad = first = torch.zeros(3)
+    undo = rollback_on_error(tensor)
+    with pytest.raises(Planned), undo:
+        tensor.grad = torch.ones(3)
+        with undo:
+            pass
+        raise Planned
+    assert tensor.grad is first

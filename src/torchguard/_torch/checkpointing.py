@@ -31,9 +31,9 @@ def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any]
     """Return what the generator's block is called with, and whether random states are kept."""
     if _has_impl:  # since torch 2.15 (fn, args, kwargs, *, preserve_rng_state, ...)
         args, kwargs = given
-        return [*args, *kwargs.values()], options.get("preserve_rng_state", True)
+        return [*args, kwargs], options.get("preserve_rng_state", True)
     # Before it (fn, preserve_rng_state, ..., *args, **kwargs).
-    return [*given, *options.values()], bool(given[0] if given else True)
+    return [*given, options], bool(given[0] if given else True)
 
 
 def called_by(function: Any) -> Any:
@@ -76,10 +76,14 @@ def calls_rrelu(kind: Any) -> bool:
     return any(map(names_rrelu, reachable(None, functions)))
 
 
-def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
-    """Switch the early stop off for the block whose generator is suspended in its first run."""
+def notes_of(generator: Generator[Any, Any, Any] | None) -> Any:
+    """Return what torch notes of the block whose generator is suspended in its first run."""
     frame = getattr(generator, "gi_frame", None)
-    notes: Any = None if frame is None else frame.f_locals.get("new_frame")
+    return None if frame is None else frame.f_locals.get("new_frame")
+
+
+def run_to_the_end(notes: Any) -> None:
+    """Switch the early stop off for a block."""
     if hasattr(notes, "early_stop"):
         notes.early_stop = False
 

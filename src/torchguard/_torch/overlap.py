@@ -252,6 +252,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 _SETS = frozenset(("__setitem__", "setitem"))
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _separated_assignment(
@@ -265,11 +266,12 @@ def _separated_assignment(
     tensors = [each for each in (*items, value) if isinstance(each, torch.Tensor)]
     if all(are_apart(tensor, each) for each in tensors):
         return args, kwargs
-    basic = all(isinstance(each, (int, slice, type(None), type(...))) for each in items)
+    basic = all(map(_is_basic, items))
     target = tensor[index] if basic else tensor
 
     def clone(operand: Any) -> Any:
-        if not isinstance(operand, torch.Tensor):
+        # torch reads the number of an index that is a tensor of one integer before it writes.
+        if not isinstance(operand, torch.Tensor) or (basic and operand is not value):
             return operand
         if not overlapping(target, operand, elementwise=basic):
             return operand
@@ -280,6 +282,14 @@ def _separated_assignment(
 
     new = tuple(map(clone, items))
     return (tensor, new if isinstance(index, tuple) else new[0], clone(value)), {}
+
+
+def _is_basic(item: Any) -> bool:
+    """Whether an item of an index selects a view; a bool is a mask."""
+    if isinstance(item, torch.Tensor):
+        return item.dim() == 0 and item.dtype in _SIGNED
+    kinds = (int, np.integer, slice, type(None), type(...))
+    return isinstance(item, kinds) and not isinstance(item, bool)
 
 
 def _hits(tensor: torch.Tensor, index: Any, operand: torch.Tensor) -> bool:

@@ -209,9 +209,11 @@ class Selection:
         Raises:
             NotImplementedError: where that promise is needed and not given.
         """
-        advanced = any(isinstance(item, (torch.Tensor, list)) for item in _items(self._index))
-        if unique_indices or not advanced:
+        arrays = [x for x in _items(self._index) if isinstance(x, (torch.Tensor, list))]
+        if unique_indices or not arrays:
             selected = self.get(mode=mode, fill_value=1)
+            if all(map(is_integer_scalar, arrays)):  # a view, which the function may write
+                selected = selected.clone()
             return self.set(function(selected), mode=mode)
         if torch.compiler.is_compiling() or inside_transform():
             raise NotImplementedError(

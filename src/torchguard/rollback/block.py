@@ -50,19 +50,22 @@ def _leave(block: Rollback, *raised: Any) -> None:
     block.leave(lambda: None, *raised)
 
 
+_Gradients = list[tuple[torch.Tensor, torch.Tensor | None]]
+
+
 class Rollback:
     """The context manager that :func:`rollback_on_error` returns."""
 
     def __init__(self, objects: tuple[Any, ...], *, data: bool) -> None:
         self._objects = objects
         self._data = data
-        self.saved: list[list[Snapshot]] = []
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.saved: list[tuple[list[Snapshot], _Gradients]] = []
 
     def __enter__(self) -> None:
         with without_torch_function():
-            tensors = self._tensors()
-        self.saved.append([capture(t, self._data, autograd=True) for t in tensors])
+            tensors, gradients = self._tensors()
+        snapshots = [capture(t, self._data, autograd=True) for t in tensors]
+        self.saved.append((snapshots, gradients))
 
     __exit__ = UndoOnExit()
 
@@ -91,7 +94,7 @@ class Rollback:
 
     def _undo(self, versions: dict[int, int | None]) -> None:
         """Restore each tensor; ``versions`` keeps what was read if this is called again."""
-        for saved in self.saved[-1]:
+        for saved in self.saved[-1][0]:
             # Without a copy of the elements the counter stays where the block's writes moved it.
             if not self._data and id(saved.tensor) not in versions:
                 with without_torch_function():
@@ -104,14 +107,13 @@ class Rollback:
     # after the `if` of a loop skips the statement's exit, and no subclass or mode would see a call
     # of torch any more. https://github.com/python/cpython/issues/130279
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _tensors(self) -> tuple[list[torch.Tensor], _Gradients]:
         found = [each for obj in self._objects for _, each in tensors_in(obj, "", {})]
         tensors = list({id(each): each for each in found}.values())
-        self._gradients = [(each, each.grad) for each in tensors if each.is_leaf]
-        return tensors
+        return tensors, [(each, each.grad) for each in tensors if each.is_leaf]
 
     def _restore_gradients(self) -> None:
-        for tensor, gradient in self._gradients:
+        for tensor, gradient in self.saved[-1][1]:
             if tensor.is_leaf and tensor.grad is not gradient:
                 tensor.grad = gradient
 

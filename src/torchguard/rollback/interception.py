@@ -32,6 +32,7 @@ from torchguard._torch import (
     shown_for,
 )
 from torchguard._torch.mutation import (
+    DUNDERS,
     KEEP_SHAPE,
     Writes,
     writes_of,
@@ -50,12 +51,8 @@ _REFUSALS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], object]] = {
     "resize_": begin_resize_, "resize_as_": begin_resize_as_, "set_": begin_set_,
 }  # fmt: skip
 _NOT_SHOWN = "set_"  # the one method that torch shows to no subclass and no mode
-# x &= y and the other bitwise ones are left out: they check everything before they write, and a
-# type's slots are slow to set. For x += y a subclass is shown add_, which torch would look up.
-_OPERATORS = frozenset(
-    f"__{name}__"
-    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod")
-)
+# For x += y a subclass is shown add_, which torch would look up.
+_OPERATORS = DUNDERS | {"__idiv__"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _BEHIND_PYTHON = (

@@ -34,6 +34,7 @@ from torchguard._torch.checkpointing import (
     generator_of_caller,
     given_to,
     names_rrelu,
+    notes_of,
     run_to_the_end,
     segment_of,
 )
@@ -50,9 +51,11 @@ class Block:
     def __init__(self, function: Any, given: Iterable[Any], *, keeps_random: bool) -> None:
         self.function = function
         self._was_called = False
+        self._notes: Callable[[], Any] = bool
         self._watched: list[Tensor] = []
         self._versions: list[int | None] = []
         # Positional tensors are inputs: torch saves them, and looks at their versions itself.
+        # Those given by name are in a dict here.
         given = [each for each in given if not isinstance(each, Tensor)]
         self._reached = reachable(segment_of(function) or function, given)
         tops = [each for each in self._reached if isinstance(each, nn.Module)]
@@ -88,9 +91,12 @@ class Block:
 
     def let_end(self, generator: Generator[Any, Any, Any] | None) -> None:
         """Let torch run the block to its end the second time, if it calls rrelu."""
+        notes = notes_of(generator)
+        if notes is not None:  # not kept alive: it holds what calls this
+            self._notes = weakref.ref(notes)
         kinds: set[Any] = {type(module) for module in self._modules}
         if any(map(names_rrelu, self._objects)) or any(map(calls_rrelu, kinds)):
-            run_to_the_end(generator)
+            run_to_the_end(notes)
 
     def end(self) -> None:
         """Note what the first run has left; generators that it has not drawn from are let go."""
@@ -122,6 +128,7 @@ class Block:
                     return self.function(*args, **kwargs)
                 # Of all that a method or a lambda reaches it may use a part: a model may be
                 # stepped layer by layer while backward goes on.
+                run_to_the_end(self._notes())  # the stop comes before the last operator is seen
                 with RefuseToUse(written, self._refuse):
                     return self.function(*args, **kwargs)
             finally:
@@ -151,8 +158,8 @@ class Block:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: [{tensor.type()} {list(tensor.shape)}], "
-            f"{next(names, 'a tensor that the function captured')}, is at version "
-            f"{version_of(tensor)}; expected version {self._versions[place]} instead. The "
+            f"{next(names, 'a tensor that the function captured or was given by name')}, is at "
+            f"version {version_of(tensor)}; expected version {self._versions[place]} instead. The "
             f"checkpointed block {block} runs a second time in backward, and needs what its first "
             "run has read: write after backward()"
         )
@@ -368,8 +375,8 @@ def safe_checkpoint(
         What ``function`` returns.
 
     Raises:
-        RuntimeError: in backward: a parameter, or a tensor that the function captured, was
-            written in place since the first run. The message names it.
+        RuntimeError: in backward: a parameter, or a tensor that the function captured or was given
+            by name, was written in place since the first run. The message names it.
 
     Upstream: https://github.com/pytorch/pytorch/issues/96136,
     https://github.com/pytorch/pytorch/issues/193671
@@ -377,5 +384,5 @@ def safe_checkpoint(
     checkpoint: Any = torch.utils.checkpoint.checkpoint
     if not (_is_inert() or patch.patched(GENERATOR)) and torch.is_grad_enabled():
         keeps_random = options.get("preserve_rng_state", True)
-        function = Block(function, [*args, *options.values()], keeps_random=keeps_random)
+        function = Block(function, [*args, options], keeps_random=keeps_random)
     return checkpoint(function, *args, use_reentrant=use_reentrant, **options)

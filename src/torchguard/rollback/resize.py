@@ -304,7 +304,7 @@ def begin_set_(
     given = dict(zip(names, args[1:], strict=False)) | kwargs
     storage, size, stride = given.get("source"), given.get("size"), given.get("stride")
     if isinstance(storage, torch.TypedStorage):
-        storage = storage.untyped()
+        storage = storage._untyped_storage  # untyped() warns
     elif isinstance(storage, torch.Tensor):
         storage = capture(storage).storage
     if not isinstance(storage, torch.UntypedStorage) or not isinstance(size, Sequence):

@@ -192,8 +192,6 @@ def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare(optimizer: Optimizer, *, with_closure: bool) -> OptimizerStep | None:
-    if isinstance(optimizer, torch.optim.LBFGS):  # steps many times in one step()
-        return None
     if steps_in_one_call(optimizer) and not with_closure:
         return OptimizerStep(optimizer, copies=False, in_one_call=True)
     if optimizer not in _may_copy:
@@ -207,8 +205,12 @@ def _there_is_room(optimizer: Optimizer) -> bool:
         each for group in optimizer.param_groups for each in group["params"]
     ]
     tensors = [*parameters, *state_tensors(optimizer)]
-    # Before the first step the state is not there yet; Adam's is twice the parameters.
-    needed = max(sum(each.nbytes for each in tensors), 3 * sum(each.nbytes for each in parameters))
+    # Before the first step the state is not there yet; Adam's is twice the parameters, that of
+    # LBFGS once more for each vector that it remembers.
+    is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+    times = 3 + 2 * optimizer.param_groups[0]["history_size"] if is_lbfgs else 3
+    needed = sum(each.nbytes for each in parameters) * times
+    needed = max(sum(each.nbytes for each in tensors), needed)
     limit = os.environ.get(MAX_BYTES)
     room = int(limit) if limit else _free_bytes(parameters) // 2
     if needed <= room:

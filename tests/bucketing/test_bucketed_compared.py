@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,10 @@ class Name(str):
     __slots__ = ()
 
 
+def centred(x: torch.Tensor, by: float = 0, other: float = 0) -> torch.Tensor:
+    return x + 0 * other - by * x.mean()
+
+
 class TestAProofOfItsOwn:
     """What may lead the function another way is checked, whatever is proven already."""
 
@@ -200,6 +205,12 @@ class TestAProofOfItsOwn:
                 functools.partial(torch.tanh),
                 functools.partial(torch.mean),
             ),
+            (
+                lambda x, then: then(x),
+                functools.partial(centred, other=1),
+                functools.partial(centred, by=1),
+            ),
+            (lambda x, layers: layers(x), *map(nn.Sequential, (nn.ELU(), nn.Softmax(1)))),
             (lambda x, kind: kind(1)(x), nn.ELU, nn.Softmax),
             (lambda x, layer: layer(x), nn.ELU(), nn.Softmax(1)),
             (lambda x, w: x + x.mean() if w is True else x, 1, True),
@@ -249,6 +260,22 @@ class TestAProofOfItsOwn:
         wrapped(full, short)
         with pytest.raises(PaddingLeakError):
             wrapped(short, short)
+
+    def test_is_shared_by_modules_that_are_made_for_each_call(self) -> None:
+        calls = []
+
+        def activated(x: torch.Tensor, module: Any) -> Any:
+            calls.append(module.alpha)
+            return module(x)
+
+        wrapped = in_time(activated)
+        for alpha in (1.0, 0.5, 0.5):
+            wrapped(torch.ones(2, 5), nn.ELU(alpha))
+        assert calls.count(1.0) == calls.count(0.5) - 1
+
+    def test_a_method_of_a_function_without_a_name_is_taken(self) -> None:
+        method, x = MethodType(functools.partial(torch.add), torch.ones(2, 1)), torch.randn(2, 5)
+        assert torch.equal(in_time(lambda x, then: then(x))(x, method), x + 1)
 
     def test_is_shared_by_fractions(self) -> None:
         calls = []

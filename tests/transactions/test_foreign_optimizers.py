@@ -230,6 +230,9 @@ def test_a_wrapper_with_a_state_of_its_own_is_named_by_also() -> None:
     outer = Lookahead(first)
     with pytest.raises(TypeError, match="Lookahead keeps state besides that of the SGD in it"):
         torchguard.transaction(models[0], outer)
+    shares = Lookahead(first)
+    shares.state = first.state
+    torchguard.transaction(models[0], shares)
     step = torchguard.transaction(models, [outer.optimizer, last], also=outer)
     for fails in (False, False, True):
         weights = [*(each.weight for each in models), *outer.state.values()]

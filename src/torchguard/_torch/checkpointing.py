@@ -76,14 +76,10 @@ def calls_rrelu(kind: Any) -> bool:
     return any(map(names_rrelu, reachable(None, functions)))
 
 
-def notes_of(generator: Generator[Any, Any, Any] | None) -> Any:
-    """Return what torch notes of the block whose generator is suspended in its first run."""
+def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
+    """Switch the early stop off for the block whose generator is suspended in its first run."""
     frame = getattr(generator, "gi_frame", None)
-    return None if frame is None else frame.f_locals.get("new_frame")
-
-
-def run_to_the_end(notes: Any) -> None:
-    """Switch the early stop off for a block."""
+    notes: Any = None if frame is None else frame.f_locals.get("new_frame")
     if hasattr(notes, "early_stop"):
         notes.early_stop = False
 

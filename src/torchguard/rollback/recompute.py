@@ -34,7 +34,6 @@ from torchguard._torch.checkpointing import (
     generator_of_caller,
     given_to,
     names_rrelu,
-    notes_of,
     run_to_the_end,
     segment_of,
 )
@@ -51,7 +50,6 @@ class Block:
     def __init__(self, function: Any, given: Iterable[Any], *, keeps_random: bool) -> None:
         self.function = function
         self._was_called = False
-        self._notes: Callable[[], Any] = bool
         self._watched: list[Tensor] = []
         self._versions: list[int | None] = []
         # Positional tensors are inputs: torch saves them, and looks at their versions itself.
@@ -91,12 +89,9 @@ class Block:
 
     def let_end(self, generator: Generator[Any, Any, Any] | None) -> None:
         """Let torch run the block to its end the second time, if it calls rrelu."""
-        notes = notes_of(generator)
-        if notes is not None:  # not kept alive: it holds what calls this
-            self._notes = weakref.ref(notes)
         kinds: set[Any] = {type(module) for module in self._modules}
         if any(map(names_rrelu, self._objects)) or any(map(calls_rrelu, kinds)):
-            run_to_the_end(notes)
+            run_to_the_end(generator)
 
     def end(self) -> None:
         """Note what the first run has left; generators that it has not drawn from are let go."""
@@ -128,7 +123,6 @@ class Block:
                     return self.function(*args, **kwargs)
                 # Of all that a method or a lambda reaches it may use a part: a model may be
                 # stepped layer by layer while backward goes on.
-                run_to_the_end(self._notes())  # the stop comes before the last operator is seen
                 with RefuseToUse(written, self._refuse):
                     return self.function(*args, **kwargs)
             finally:

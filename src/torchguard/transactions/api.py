@@ -176,11 +176,11 @@ def _innermost(optimizer: Any) -> Optimizer:
     inner = vars(optimizer).get("optimizer")
     if not isinstance(inner, Optimizer):
         return optimizer  # type: ignore[no-any-return]
-    if "state" in vars(optimizer):
+    if vars(optimizer).get("state", inner.state) is not inner.state:
+        outer = type(optimizer).__name__
         raise TypeError(
-            f"transaction: {type(optimizer).__name__} keeps state besides that of the "
-            f"{type(inner).__name__} in it, whose step alone would be undone: pass "
-            "optimizer=outer.optimizer, also=outer"
+            f"transaction: {outer} keeps state besides that of the {type(inner).__name__} in it, "
+            f"whose step alone would be undone: give the optimizer in it, and also= the {outer}"
         )
     return _innermost(inner)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -376,20 +377,20 @@ class NonfiniteGate:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Call :meth:`before` now, or after a closure, which makes the gradients; return both."""
-
-        def judged(value: Any) -> Any:
-            def closure() -> Any:
-                loss = value()
-                self.before(optimizer)
-                return loss
-
-            return closure if callable(value) else value
-
-        if not any(map(callable, (*args[1:], *kwargs.values()))):
+        given = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(given):
             self.before(optimizer)
             return args, kwargs
-        named = {name: judged(value) for name, value in kwargs.items()}
-        return (args[0], *map(judged, args[1:])), named
+
+        @functools.wraps(given)
+        def closure() -> Any:
+            loss = given()
+            self.before(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
 
     def after(self, optimizer: Optimizer, restore_where: Callable[[Tensor], None]) -> None:
         """Call ``restore_where(skipped)``, to put buffers back where it is True, and count."""

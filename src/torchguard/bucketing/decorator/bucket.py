@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -43,6 +44,7 @@ the whole process for a moment."""
 PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types whose values ``torch.compile`` compiles in: each value is a graph of its own."""
 
+_OF_FUNCTIONS = ("__name__", "__code__")  # a method may be of a partial, which has neither
 _LIKE_PLAIN: Any = (
     (np.bool_, bool),
     ((int, np.integer), int),
@@ -50,8 +52,8 @@ _LIKE_PLAIN: Any = (
     ((complex, bytes, torch.Size), lambda each: each),
     ((set, frozenset), frozenset),
     (slice, lambda each: (*map(leaf_key, (each.start, each.stop, each.step)),)),
-    (functools.partial, lambda f: (*map(leaf_key, (f.func, *f.args, *f.keywords.values())),)),
-    ((FunctionType, MethodType), lambda f: (f.__name__, getattr(f, "__code__", None))),
+    (functools.partial, lambda f: _keys_in((f.func, f.args, f.keywords))),
+    ((FunctionType, MethodType), lambda f: tuple(getattr(f, x, None) for x in _OF_FUNCTIONS)),
     ((BuiltinFunctionType, type), lambda f: f.__qualname__),
 )
 """Types whose values count, besides the plain ones and floats, and what tells them apart."""
@@ -73,9 +75,8 @@ def leaf_key(leaf: Any) -> Any:
     """Return what a graph depends on of a leaf: something to hash and compare."""
     if isinstance(leaf, torch.Tensor):
         return TensorKey(leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
-    # Of a module nothing else: its attributes Dynamo guards by itself, and compiles anew.
     if isinstance(leaf, torch.nn.Module):
-        return weakref.ref(leaf), leaf.training
+        return _module_key(leaf)
     if isinstance(leaf, (float, np.floating)):
         return float(leaf)
     # By type, not isinstance(): a subclass of int may compare as it likes.
@@ -85,6 +86,18 @@ def leaf_key(leaf: Any) -> Any:
         if isinstance(leaf, kinds):
             return type(leaf), plain(leaf)
     return type(leaf)
+
+
+def _module_key(module: torch.nn.Module) -> Any:
+    # One that holds nothing may be made for each call, such as nn.MSELoss(): it is what it says.
+    if module._parameters or module._buffers or module._modules:
+        return weakref.ref(module), module.training
+    return type(module), *((k, v) for k, v in vars(module).items() if type(v) in PLAIN)
+
+
+def _keys_in(values: Any) -> tuple[Any, ...]:
+    leaves, treedef = flatten(values)
+    return treedef, *map(leaf_key, leaves)
 
 
 class Signature(NamedTuple):
@@ -277,7 +290,9 @@ class Bucket:
 
     def add_proof(self, plan: Plan) -> None:
         """Note that it is proven with the padding of a call."""
-        self.proven.setdefault(plan.kind, []).append(_share_of_padding(plan))
+        now, shares = _share_of_padding(plan), self.proven.setdefault(plan.kind, [])
+        if not any(all(map(operator.le, now, each)) for each in shares):
+            shares.append(now)
 
 
 def _share_of_padding(plan: Plan) -> tuple[float, ...]:

@@ -281,8 +281,10 @@ def _input(
     index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...], fill: Any
 ) -> Input:
     declared = fill is not None
-    like = tuple(tensor.shape), axes, fill if declared else 0, declared, tensor.device, tensor.dtype
-    return Input(index, label, *like, tensor.requires_grad)
+    return Input(
+        index, label, tuple(tensor.shape), axes, fill if declared else 0, declared=declared,
+        device=tensor.device, dtype=tensor.dtype, requires_grad=tensor.requires_grad,
+    )  # fmt: skip
 
 
 def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, str], ...]:

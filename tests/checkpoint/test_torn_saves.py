@@ -14,6 +14,8 @@ import torch
 import torchguard
 from support.child_process import output_of
 from support.writers import OLD, left, same
+from torchguard._torch import tensors
+from torchguard.checkpoint import saving
 
 
 class Steps:
@@ -74,8 +76,11 @@ class TestTorn:
         parameter.grad = torch.zeros(3)
         torchguard.save([parameter, Steps(other), Steps(parameter.grad)], tmp_path / "model.pt")
 
-    def test_a_thread_that_trains(self, tmp_path: Path) -> None:
+    def test_a_thread_that_trains(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every file that is written holds one state; some saves are refused."""
+        # On a loaded machine the other thread may stand still for longer than a save waits.
+        wait = tensors.versions_after
+        monkeypatch.setattr(saving, "versions_after", lambda s, given: wait(5 * s, given))
         model = torch.nn.ParameterList(torch.zeros(20_000) for _ in range(20))
         ends = threading.Event()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
+import torchguard
 from support.bucketed import LADDER, Counting, Net, in_time, leak, wrap
 from torchguard import Buckets, PaddingLeakError, bucketed
 
@@ -204,6 +206,12 @@ class TestNoLeak:
     )
     def test_random_numbers_of_each_kind(self, draw: Any) -> None:
         in_time(draw)(torch.randn(2, 5, 4))
+
+    def test_the_check_itself_writes_nothing_that_it_reads(self) -> None:
+        embed = nn.Embedding(60, 4)
+        with torchguard.install("overlap"), warnings.catch_warnings():
+            warnings.simplefilter("error", torchguard.OverlapWarning)
+            in_time(lambda ids: embed(ids).softmax(-1))(torch.randint(1, 60, (2, 5)))
 
     def test_a_number_is_rounded_as_a_tensor_is(self) -> None:
         def mean(x: torch.Tensor, n: Any = None) -> tuple[torch.Tensor, float]:

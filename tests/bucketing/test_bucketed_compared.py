@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from types import MethodType
@@ -182,6 +183,10 @@ class Name(str):
     __slots__ = ()
 
 
+class Share(float, enum.Enum):
+    HALF, ALL = 0.5, 0.9
+
+
 def centred(x: torch.Tensor, by: float = 0, other: float = 0) -> torch.Tensor:
     return x + 0 * other - by * x.mean()
 
@@ -214,6 +219,7 @@ class TestAProofOfItsOwn:
             (lambda x, kind: kind(1)(x), nn.ELU, nn.Softmax),
             (lambda x, layer: layer(x), nn.ELU(), nn.Softmax(1)),
             (lambda x, w: x + x.mean() if w is True else x, 1, True),
+            (lambda x, w: x + x.mean() if w is Share.ALL else x, Share.HALF, Share.ALL),
             (lambda x, w: x + x.mean() if w[0] is True else x, [1], [True]),
             (lambda x, scale: x if scale is None else x - scale * x.mean(), None, 0.5),
             (lambda x, scale: x if scale is None else x - scale * x.mean(), None, torch.ones(())),

@@ -376,7 +376,10 @@ class NonfiniteGate:
     def before_or_in_closure(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Call :meth:`before` now, or after a closure, which makes the gradients; return both."""
+        """Call :meth:`before` now, or after the closure, which makes the gradients.
+
+        Returns the arguments of ``step()``, with a closure that does so.
+        """
         given = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(given):
             self.before(optimizer)

@@ -44,7 +44,6 @@ the whole process for a moment."""
 PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types whose values ``torch.compile`` compiles in: each value is a graph of its own."""
 
-_OF_FUNCTIONS = ("__name__", "__code__")  # a method may be of a partial, which has neither
 _LIKE_PLAIN: Any = (
     (np.bool_, bool),
     ((int, np.integer), int),
@@ -53,7 +52,8 @@ _LIKE_PLAIN: Any = (
     ((set, frozenset), frozenset),
     (slice, lambda each: (*map(leaf_key, (each.start, each.stop, each.step)),)),
     (functools.partial, lambda f: _keys_in((f.func, f.args, f.keywords))),
-    ((FunctionType, MethodType), lambda f: tuple(getattr(f, x, None) for x in _OF_FUNCTIONS)),
+    # A method may be one of a partial, which has neither.
+    ((FunctionType, MethodType), lambda f: (getattr(f, "__name__", 0), getattr(f, "__code__", 0))),
     ((BuiltinFunctionType, type), lambda f: f.__qualname__),
 )
 """Types whose values count, besides the plain ones and floats, and what tells them apart."""
@@ -77,7 +77,7 @@ def leaf_key(leaf: Any) -> Any:
         return TensorKey(leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
     if isinstance(leaf, torch.nn.Module):
         return _module_key(leaf)
-    if isinstance(leaf, (float, np.floating)):
+    if isinstance(leaf, (float, np.floating)) and not isinstance(leaf, enum.Enum):
         return float(leaf)
     # By type, not isinstance(): a subclass of int may compare as it likes.
     if type(leaf) in PLAIN or isinstance(leaf, enum.Enum):
@@ -89,7 +89,8 @@ def leaf_key(leaf: Any) -> Any:
 
 
 def _module_key(module: torch.nn.Module) -> Any:
-    # One that holds nothing may be made for each call, such as nn.MSELoss(): it is what it says.
+    # One without tensors and children, such as nn.MSELoss(), may be made for each call: its type
+    # and its options tell it apart.
     if module._parameters or module._buffers or module._modules:
         return weakref.ref(module), module.training
     return type(module), *((k, v) for k, v in vars(module).items() if type(v) in PLAIN)

@@ -111,7 +111,8 @@ def _spread(ids: torch.Tensor) -> torch.Tensor:
         present = torch.arange(1, int(present[-1].clamp(max=_WHOLE)) + 1, dtype=ids.dtype)
     spread: torch.Tensor = present[_whole(ids).long() % len(present)]
     if spread.dim() > 1 and len(spread) > 1:
-        spread[-1] = spread[-1, ..., :1]  # a row of one number, for what asks for all of a row
+        # A row of one number, for what asks for all of a row.
+        spread[-1] = spread[-1, ..., :1].clone()
     return spread
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +96,12 @@ def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.step.stats().rollbacks == {"OutOfMemoryError": 1}
 
 
-def test_hugging_face(tmp_path: Path) -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_hugging_face(tmp_path: Path, between: bool) -> None:
+    """What raises in a step, or ``between`` two of them, comes out, and the step is undone."""
     transformers = pytest.importorskip("transformers")
     net = network()
-    loss_of = failing_loss(net, 1)
+    loss_of = failing_loss(net, None if between else 1)
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -115,14 +116,18 @@ def test_hugging_face(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     step = torchguard.transaction(model, optimizer, scheduler=scheduler)
     ends = []
+    block = contextlib.ExitStack()
 
     class Transaction(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             ends.append(everything(net, optimizer))
-            step.__enter__()
+            block.enter_context(step)
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            step.__exit__(None, None, None)
+            block.close()
+            if between and len(ends) == 2:
+                ends.append(everything(net, optimizer))
+                raise torch.OutOfMemoryError("between two steps")
 
     trainer = transformers.Trainer(
         model,
@@ -134,12 +139,8 @@ def test_hugging_face(tmp_path: Path) -> None:
         optimizers=(optimizer, scheduler),
         callbacks=[Transaction()],
     )  # fmt: skip
-    with pytest.raises(torch.OutOfMemoryError):
-        try:
-            trainer.train()
-        except BaseException:
-            step.__exit__(*sys.exc_info())
-            raise
-    assert len(ends) == 2
-    assert ends[0] != ends[1] == everything(net, optimizer)
-    assert step.stats().rollbacks == {"OutOfMemoryError": 1}
+    with pytest.raises(torch.OutOfMemoryError), block:
+        trainer.train()
+    assert len(ends) == 2 + between
+    assert ends[0] != ends[-1] == everything(net, optimizer)
+    assert step.stats().rollbacks == ({} if between else {"OutOfMemoryError": 1})

@@ -31,7 +31,7 @@ The whole process
 Errors are in :mod:`torchguard.errors`. ``python -m torchguard`` lists the commands.
 
 A public name imports its module when it is first used (PEP 562). ``import torchguard`` alone
-imports nothing else, torch included.
+imports nothing else, not even torch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def public(named: _Object) -> _Object:
     """
     home = named.__module__
     named.__module__ = "torchguard"
-    if isinstance(named, type):  # what writes the reference asks the methods too
+    if isinstance(named, type):  # the docs build reads it of methods too
         for member in vars(named).values():
             function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
             if getattr(function, "__module__", None) == home:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -122,13 +122,25 @@ def with_children(node: Any, new: Mapping[Any, Any]) -> Any:
             return tuple(items)
         make = getattr(node, "_make", None)  # of a NamedTuple; torch.return_types take a list
         return type(node)(items) if make is None else make(items)
-    copied = copy.copy(node)
+    if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+        return type(node)({**node, **new})  # such as MappingProxyType, which copy refuses
+    copied = _copied(node)
     if isinstance(node, (Mapping, list)) or not dataclasses.is_dataclass(node):
         for key, child in new.items():
             copied[key] = child
     else:
         for name, child in new.items():
             object.__setattr__(copied, name, child)  # a frozen dataclass refuses its own
+    return copied
+
+
+def _copied(node: Any) -> Any:
+    copied = copy.copy(node)
+    if isinstance(node, MutableMapping) and not isinstance(node, dict):
+        # A class of the user's own may keep its items in an attribute, which both share now.
+        for name, value in getattr(node, "__dict__", {}).items():
+            if isinstance(value, (dict, list)) and vars(copied).get(name) is value:
+                vars(copied)[name] = copy.copy(value)
     return copied
 
 
@@ -193,14 +205,14 @@ def reachable_tensors(function: Any, arguments: Iterable[Any]) -> list[torch.Ten
 
 _ATOMS = {int, float, bool, str, bytes, type(None), complex}
 _MOST = 1000
-"""A container of more holds data, and no modules are looked for in it."""
+"""A container of more items is taken for data, and not looked into."""
 
 
 def reachable(function: Any, arguments: Iterable[Any]) -> list[Any]:
     """Return what a function can reach, each object once, without what is inside modules.
 
-    Arguments, what it is bound to, its closure, the globals it names, functions beside it, and
-    what is inside these: a model in a list, or an attribute of the object a method belongs to.
+    Arguments, what it is bound to, its closure, the globals it names (functions only of its own
+    module), and what is inside these: a model in a list, an attribute of a method's object.
     """
     found: dict[int, Any] = {}
     # An object is opened where a function or a container holds it, not inside another object.
@@ -242,8 +254,12 @@ def _around(function: Any) -> list[Any]:
     owners = function.__globals__
     if str(owners.get("__name__")).partition(".")[0] != "torch":
         values = (owners.get(name) for name in names_in(function.__code__))
-        # Of functions those beside it: a library's lead to all that the library has.
-        found += [v for v in values if getattr(v, "__globals__", owners) is owners]
+        # Functions only of the same module: a library's would lead to all of that library.
+        found += [
+            value
+            for value in values
+            if isinstance(value, MethodType) or getattr(value, "__globals__", owners) is owners
+        ]
     return found
 
 

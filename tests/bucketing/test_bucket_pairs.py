@@ -7,6 +7,7 @@ import math
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +57,10 @@ def test_pairs_are_aligned_and_reach_the_maximum() -> None:
     assert (60, 70) in shapes
     assert all(shapes.bucket_for(a, b) for a, b in pairs)
     assert all(a % 8 == 0 and b % 16 == 0 for a, b in shapes if (a, b) != (60, 70))
+
+
+def test_pairs_are_counted_by_numbers_of_numpy_too() -> None:
+    assert Buckets.fit_pairs({(3, 4): np.int64(2)}) == Buckets.fit_pairs({(3, 4): 2})
 
 
 @pytest.mark.parametrize(

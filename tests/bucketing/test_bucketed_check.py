@@ -166,6 +166,8 @@ class TestWhenItIsMade:
         assert float(never(x)) == 0.75
         with pytest.raises(PaddingLeakError):
             never.verify(x)
+        with pytest.raises(ValueError, match="so nothing is padded; pass shorter inputs"):
+            never.verify(torch.ones(4))
 
         def sometimes(x: torch.Tensor) -> torch.Tensor:
             return x * 1 if float(x[0].abs()) > 0.5 else x - x.mean()

@@ -97,6 +97,31 @@ class TestDerived:
         with pytest.raises(ValueError, match="which has no part of the shape"):
             wrapped(torch.arange(5))  # 5 of 3
 
+    @pytest.mark.parametrize("check_padding", ["never", "first"])
+    @pytest.mark.parametrize("length", [1, 3])
+    def test_of_a_number_that_is_no_size(self, check_padding: Any, length: int) -> None:
+        class Counter(nn.Module):
+            calls = 0
+
+            def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+                self.calls += 1
+                return x * 2, self.calls, x.shape[0]
+
+        wrapped = wrap(Counter(), check_padding=check_padding)
+        found = [wrapped(torch.ones(length))[1:] for _ in range(3)]
+        assert found == [(1, length), (2, length), (3, length)]
+
+    def test_of_a_number_that_is_a_size_and_more(self) -> None:
+        class Total(nn.Module):
+            steps = 0
+
+            def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+                self.steps += x.shape[0]
+                return x * 2, self.steps
+
+        with pytest.raises(ValueError, match="depends on a size and on something else"):
+            wrap(Total(), check_padding="never")(torch.ones(3))
+
     def test_of_an_empty_input_that_the_function_does_not_take(self) -> None:
         assert wrap(lambda x: x + 0 * x.amax(0))(torch.ones(0)).shape == (0,)
 

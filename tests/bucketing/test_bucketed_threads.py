@@ -8,7 +8,9 @@ import logging
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from torch import nn
 
 from support.bucketed import Counting, in_time
 from support.child_process import run_python
-from torchguard import _torch
+from torchguard import Buckets, _torch, bucketed
+from torchguard.bucketing.decorator import ladders
 
 _COUNT = 10  # more than the recompile limit, which is 8
 _SIZES = [4 * (index + 1) for index in range(_COUNT)]
@@ -209,6 +212,43 @@ def test_settings_of_dynamo_are_as_before() -> None:
         for name, value in zip(names, before, strict=True):
             setattr(torch._dynamo.config, name, value)
     assert found == before
+
+
+def test_threads_that_call_a_method_first_share_its_graphs() -> None:
+    made = []
+
+    class Doubles:
+        def double(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    wrapped = bucketed(Doubles.double, dims={"x": {0: "t"}}, buckets=[4])
+    begin = wrapped._new_caller
+
+    def slowly(spec: Any) -> Any:
+        made.append(1)
+        time.sleep(0.2)
+        return begin(spec)
+
+    wrapped._new_caller = slowly  # type: ignore[method-assign]
+    instance = Doubles()
+    _in_threads(lambda _: wrapped.__get__(instance)(torch.ones(3)), count=2)
+    assert made == [1]
+    assert wrapped.__get__(instance).stats().calls == 2
+
+
+def test_a_call_waits_while_automatic_buckets_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder, waits = ladders.Ladder(("t",), "auto", growing=False), []
+
+    def fitted(*_: object) -> Buckets:
+        thread = threading.Thread(target=ladder.bucket_for, args=({"t": 40},))
+        thread.start()
+        thread.join(0.2)
+        waits.append(thread.is_alive())
+        return Buckets([24, 32])
+
+    monkeypatch.setattr(ladders, "_fitted", fitted)
+    assert ladder.observe({(20,): 40}, [])
+    assert waits == [True]
 
 
 @pytest.mark.parametrize("make", [_sequential, _Broken])

@@ -139,6 +139,15 @@ def test_rows_of_padding_are_samples_of_length_0() -> None:
     assert loss == torch.nn.functional.cross_entropy(torch.zeros(2, 8), batch["label"][:2])
 
 
+@pytest.mark.parametrize("batch_dim", [0, -2])
+def test_rows_that_pad_the_batch_are_no_data(batch_dim: int) -> None:
+    dims = {"ids": {batch_dim: "b", 1: "t"}}
+    collate = BucketCollator({"t": [8], "b": [4]}, dims, mask_key={"t": "mask"})
+    batch = collate([{"ids": [1, 2, 3]}, {"ids": [1]}])
+    assert batch["ids"].shape == (4, 8)
+    assert batch["mask"].sum(1).tolist() == [3, 1, 0, 0]
+
+
 def test_ragged_samples_in_the_workers() -> None:
     loader: Any = DataLoader(
         ragged() * 2,  # type: ignore[arg-type]
@@ -234,6 +243,8 @@ def test_what_the_collate_function_keeps_is_not_changed(make: Callable[..., Any]
          r"dims has axes s, t: pass batch_sizes=\{axis"),
         (BUCKETS, {"a": {1: "t"}}, {"fill": {"b": -100}}, ValueError,
          r"fill\['b'\] is given, but not padded"),
+        (BUCKETS, {"a": {1: "t"}}, {"fill": {"a": "arange"}, "side": "left"}, ValueError,
+         "its numbers would begin anew"),
         # It would name no part of the batch, so that padding held 0.
         *((BUCKETS, {"a": {1: "t"}}, {"fill": fill}, TypeError, "expected the structure of dims")
           for fill in (-100, [-100], "repeat-last")),

@@ -369,6 +369,8 @@ def test_length_masks() -> None:
         assert length_mask(lengths, 4).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1] * 4]
         left = length_mask(lengths, 4, side="left")
         assert left.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [1] * 4]
+    small = length_mask(torch.tensor([10], dtype=torch.uint8), 300, side="left")
+    assert small.sum() == 10  # 300 - 10 does not fit uint8
 
 
 @pytest.mark.parametrize("causal", [False, True])

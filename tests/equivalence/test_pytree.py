@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict
+from collections.abc import Iterator, MutableMapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +46,28 @@ class Encoding(UserDict):  # type: ignore[type-arg]  # as transformers' BatchEnc
         self.said = said
 
 
+class Batch(MutableMapping):  # type: ignore[type-arg]
+    """A mapping that keeps its items in an attribute, which copy.copy shares."""
+
+    def __init__(self, **items: Any) -> None:
+        self._data = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._data[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._data[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
 @dataclasses.dataclass
 class Net(torch.nn.Module):
     """A module that is a dataclass."""
@@ -61,6 +85,8 @@ TREES = [
     Pair(1, [2, 3]),
     Frozen(1, {"a": 2}),
     Encoding({"a": 1, "b": (2,)}, "said"),
+    Batch(a=1, b=[2]),
+    MappingProxyType({"a": 1, "b": [2]}),
     [],
     {"a": {}},
     torch.ones(2, 2).max(0),
@@ -127,6 +153,14 @@ def test_replace_puts_parts_at_paths_and_copies_what_is_on_the_way() -> None:
     assert made["rest"] is tree["rest"]
     assert tree == {"out": Frozen([1, 2], Pair(3, 4)), "rest": [5]}
     assert replace(tree, {(): 8}) == 8
+
+
+LINEAR = torch.nn.Linear(1, 1)
+FORWARD = LINEAR.forward
+
+
+def test_a_function_reaches_the_object_of_a_global_method_of_another_module() -> None:
+    assert any(each is LINEAR for each in reachable(lambda x: FORWARD(x) + 1, []))
 
 
 class Unsized(list):  # type: ignore[type-arg]

@@ -77,7 +77,7 @@ class Buckets:
     def powers_of_two(cls, minimum: int, maximum: int) -> Self:
         """Return the powers of two from ``minimum`` on, and ``maximum``.
 
-        The maximum is a bucket whether it is a power of two or not: nothing may be longer.
+        ``maximum`` is the largest bucket, a power of two or not, and at least ``minimum``.
         """
         minimum, maximum = _range(minimum, maximum, "Buckets.powers_of_two")
         powers = range((minimum - 1).bit_length(), (maximum - 1).bit_length())
@@ -92,7 +92,7 @@ class Buckets:
 
     @classmethod
     def geometric(cls, minimum: int, maximum: int, count: int, multiple_of: int = 8) -> Self:
-        """Return ``count`` sizes, each the same factor above the last, rounded up to the alignment.
+        """Return ``count`` sizes, each the same factor above the last, up to ``multiple_of``.
 
         Sizes that the rounding makes equal count once, so there may be fewer.
         ``maximum`` is always the largest.
@@ -155,7 +155,7 @@ class Buckets:
                 falls.
             tokens: fit for :class:`torchguard.BucketBatchSampler` with this budget: of the best
                 ladders of 1 to ``count`` sizes, the one with which an epoch costs least, the
-                batches that are not full included. A few items want fewer buckets.
+                batches that are not full included. With few items, fewer buckets cost less.
 
         Raises:
             TypeError: something is no integer (bools and floats are not).
@@ -359,7 +359,7 @@ def buckets_by_axes(
     """Read ``buckets=``; return buckets by the axes that they are for, one or two.
 
     Given are buckets for every axis, pairs for the two that there are, or a dict
-    ``{axis: buckets, (axis, axis): pairs}``; lists of sizes or pairs stand for them.
+    ``{axis: buckets, (axis, axis): pairs}``; lists stand for them, with ``auto`` also "auto".
     """
     axes, listed = tuple(axes), ", ".join(axes)
     by_axes: dict[tuple[str, ...], GivenBuckets] = {}
@@ -421,6 +421,6 @@ def all_sizes(buckets: Mapping[tuple[str, ...], Any], sizes: Mapping[str, int]) 
     for axes, each in buckets.items():
         if isinstance(each, PairBuckets):
             found |= zip(axes, each.bucket_for(*(sizes[axis] for axis in axes)), strict=True)
-        elif axes[0] in sizes:
+        else:
             found[axes[0]] = each.bucket_for(sizes[axes[0]])
     return found

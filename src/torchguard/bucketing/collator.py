@@ -50,8 +50,8 @@ class BucketCollator:
             themselves are named in ``dims`` like everything else.
         batch_sizes: ``{size: rows}`` as of :class:`torchguard.BucketBatchSampler`, or one number
             of rows: batches with fewer get rows of padding, so that the last ones of an epoch
-            have no shape of their own. Such a row is a sample of length 0: all of it holds
-            ``fill``, and its mask is False. Tensors that ``dims`` does not name get rows too, and
+            have no shape of their own. Such a row holds ``fill`` (where that is a rule, the last
+            row again), and its mask is False. Tensors that ``dims`` does not name get rows too, and
             ``fill`` has to say what is in them: ``{"label": -100}``, which ``cross_entropy``
             leaves out. With several axes ``{axis: {size: rows}}``, for the axis of the sampler.
 
@@ -104,7 +104,12 @@ class BucketCollator:
         self._side: Side = side
         self._length_key = length_key
         self._mask_keys = _mask_keys(mask_key, axes)
-        self._batch_axis = next((each[0] for _, each in self._declared if 0 in each), None)
+        if side == "left" and collate_fn is default_collate and "arange" in self._fills.values():
+            raise ValueError(
+                "BucketCollator: fill is 'arange' and side is 'left': each sample is padded to the "
+                "longest first, so its numbers would begin anew. Make them of the mask: "
+                "(mask.cumsum(1) - 1).clamp(min=0)"
+            )
         if self._mask_keys and collate_fn is not default_collate:
             raise ValueError(
                 "BucketCollator: mask_key and collate_fn are both given: how long each sample was "
@@ -131,9 +136,10 @@ class BucketCollator:
             if self._batch_sizes is not None:
                 lengths[axis] += [0] * (self._rows(sizes) - len(samples))
             mask = length_mask(lengths[axis], sizes[axis], side=self._side)
-            if self._batch_axis in sizes:  # rows that pad the batch are not real
-                rows = sizes[self._batch_axis]
-                mask = pad_to_bucket(mask, 0, rows, side=self._side).tensor
+            for part in self._parts(batch, "batch"):
+                for dim, name in part.dims.items():
+                    if dim % part.value.dim() == 0:  # rows that pad the batch are not real
+                        mask = pad_to_bucket(mask, 0, sizes[name], side=self._side).tensor
             _put(batch, key, mask, "mask_key")
         return batch
 

@@ -309,7 +309,7 @@ def _check_alignment(sizes: _Integers, max_padding: float, multiple_of: int, top
 
 
 def _one_more_run(runs: list[_Run], reached: _Floats, further: _Floats, below: _Floats) -> _Cuts:
-    """Lower ``further``, the least cost of all sizes up to each position, by a run behind each.
+    """Lower ``further``, the least cost up to each position, by one more run that ends there.
 
     Where the cost does not fall, the best run never begins before that of an earlier end.
     """

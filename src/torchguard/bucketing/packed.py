@@ -96,7 +96,7 @@ def packed(
 
 def _restarted(positions: torch.Tensor, missing: int) -> torch.Tensor:
     """Return positions for the padding: from 0 on, and again where the longest sequence ends."""
-    # Counting on from T would leave a table of learned positions, which on a GPU ends the process.
+    # Counting on from T would index past a table of positions, which on a GPU ends the process.
     longest = positions.amax() + 1 if positions.numel() else 1
     counted = torch.arange(missing, device=positions.device)
     return (counted % longest).to(positions.dtype)

@@ -176,8 +176,8 @@ def unpad(
         side: where the padding is.
 
     Raises:
-        IndexError: ``x`` has no such dimension.
-        ValueError: there is less than ``length``.
+        TypeError: a pair for one of ``dim`` and ``length`` only. IndexError: no such dimension.
+        ValueError: there is less than ``length``, or ``side`` is another word.
     """
     if isinstance(dim, tuple) or isinstance(length, tuple):
         if not (isinstance(dim, tuple) and isinstance(length, tuple) and len(dim) == len(length)):
@@ -218,8 +218,8 @@ def length_mask(
 
     Raises:
         TypeError: ``lengths`` are no integers.
-        ValueError: not 1-D. Lengths in a list are checked to be 0 to ``size``; those in a
-            tensor are not, because that would wait for the GPU.
+        ValueError: not 1-D, or another ``side``. Lengths in a list have to be 0 to ``size``;
+            those in a tensor are not checked, because that would wait for the GPU.
     """
     if side not in {"left", "right"}:
         raise ValueError(f"length_mask: side is {side!r}, expected 'right' or 'left'")
@@ -242,7 +242,8 @@ def length_mask(
         raise ValueError(f"length_mask: lengths has shape {tuple(real.shape)}, expected (B,)")
     # Compared where the lengths are: to read them would wait for the GPU.
     positions = torch.arange(size, device=real.device)
-    return positions < real[:, None] if side == "right" else positions >= size - real[:, None]
+    ends = real.long()[:, None]  # the difference may not fit a smaller dtype
+    return positions < ends if side == "right" else positions >= size - ends
 
 
 def _dimension(x: torch.Tensor, dim: int, operation: str) -> int:

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from torchguard._public import public
 from torchguard.bucketing.fit import best_ladders
-from torchguard.bucketing.histogram import Observed, largest_bucket, observe, positive_integer, sums
+from torchguard.bucketing.histogram import (
+    Observed,
+    is_amount,
+    largest_bucket,
+    observe,
+    positive_integer,
+    sums,
+)
 
 Pairs: TypeAlias = Iterable[tuple[int, int]] | Mapping[tuple[int, int], float]
 """One (a, b) per observation, or a histogram that maps each to how often it was seen."""
@@ -39,7 +46,7 @@ def _area(a: int, b: int) -> float:
 @public
 @dataclass(frozen=True, init=False)
 class PairBuckets:
-    """A few shapes (a, b), cheapest first. Immutable, hashable, comparable.
+    """A few shapes (a, b), cheapest first. Immutable, hashable, equal if shapes and order are.
 
     Args:
         shapes: the buckets, in any order.
@@ -123,7 +130,7 @@ def fit_pairs(
     the optimum where one axis does not vary.
 
     Args:
-        pairs: (a, b) per observation, or a histogram ``{(a, b): how often}``.
+        pairs: (a, b) per observation, or a histogram ``{(a, b): how often, above 0}``.
         count: at most so many shapes, fewer where more would save nothing.
         cost: what a call costs at a shape; must not fall as either size grows.
         multiple_of: align sizes to this, one number or one per axis.
@@ -171,7 +178,7 @@ def _observe(pairs: Any, operation: str) -> tuple[_Integers, _Floats]:
             raise ValueError(f"{operation}: pairs is empty, expected at least one (a, b)") from None
         raise TypeError(f"{operation}: expected (a, b) pairs of integers") from None
     for pair, weight in counts.items():
-        if not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        if not is_amount(weight) or not weight:
             raise ValueError(f"{operation}: {pair} was seen {weight!r} times, expected more than 0")
     for column in (first, second):
         observe(column, operation)  # says which size is wrong

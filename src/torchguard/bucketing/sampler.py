@@ -1,6 +1,6 @@
 """BucketBatchSampler: batches of one bucket each, as large as the budget allows there.
 
-Shapes: N items, K buckets, W ranks, B_k rows in a batch of bucket k.
+Shapes: N items, K buckets, W ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class BucketBatchSampler(Sampler[list[int]]):
     Raises:
         TypeError: something is no integer.
         ValueError: an item longer than the largest bucket, one above the budget alone, no items,
-            both or neither of ``tokens`` and ``batch_size``, ``rank`` without ``world_size``.
+            both or neither of ``tokens`` and ``batch_size``, ``rank`` without ``world_size``, or no
+            batch left with ``drop_last``.
 
     Example:
         >>> from torchguard import BucketBatchSampler
@@ -159,6 +160,9 @@ class BucketBatchSampler(Sampler[list[int]]):
             steps: how many batches of this epoch the training has taken. Needed where a
                 DataLoader has workers, which fetch some batches ahead; without it, how many
                 were handed out.
+
+        Raises:
+            ValueError: ``steps`` is more than an epoch has.
         """
         taken = self._given if steps is None else steps
         taken = positive_integer(taken, "steps", _NAME + ".state_dict", least=0)

@@ -136,9 +136,9 @@ def draw_steps(
     ranks: int,
     random: np.random.Generator | None,
 ) -> Iterator[_Integers]:
-    """Yield the steps, by bucket: (W, at most so many rows) indices each.
+    """Yield the steps, bucket by bucket: the indices (W, rows) of each.
 
-    Of the (K,) indices of each bucket's items, which ``random`` shuffles.
+    ``items`` (K,) are the indices of each bucket's items; ``random`` shuffles them.
     """
     moved: _Integers = np.empty(0, np.int64)
     for own, each, count, is_end in zip(items, *steps[:3], strict=True):

@@ -171,8 +171,8 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
     """Pad named dims to a few static sizes, run, and slice the outputs back to size.
 
     Equals ``function(*args, **kwargs)`` if padding does not change the answer, which is checked
-    once per bucket. What reaches ``torch.compile`` is static: with K buckets K graphs, no
-    symbolic size, nothing that runs uncompiled. https://github.com/pytorch/pytorch/issues/190631
+    once per bucket. With ``compile=``, K buckets are K graphs of static sizes (above the largest
+    see ``overflow``). https://github.com/pytorch/pytorch/issues/190631
 
     Args:
         function: a function, a method, an ``nn.Module`` or what ``torch.compile`` made of one;
@@ -198,8 +198,8 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
             function.
         side: where padding goes, ``"right"`` or ``"left"``.
         overflow: above the largest bucket: ``"error"``; ``"eager"``, without compiling;
-            ``"grow"``, a new bucket of twice the size; ``"dynamic"``, one compiled function
-            with symbolic sizes.
+            ``"grow"``, a new bucket, at least twice the largest; ``"dynamic"``, one compiled
+            function with symbolic sizes.
         check_padding: ``"first"``: once per bucket (and with gradients on and off, in training and
             not) the function runs four times without compiling: on the real inputs, padded, and
             padded with two other values; once on other data, and again where padding grows
@@ -218,7 +218,8 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
     Raises:
         TypeError, ValueError: the options don't fit the function or each other; when called:
             a size above the largest bucket, sizes of one axis that disagree, an output whose
-            size can't be derived.
+            size can't be derived, a function that writes to a padded input (the check finds it).
+        KeyError, IndexError: when called: an argument lacks a part or a dim that ``dims`` names.
         PaddingLeakError: when called: padding changes the answer or a gradient.
 
     Example:

@@ -273,15 +273,15 @@ class Bucket:
     real: int = 0
     padded: int = 0
     graphs: dict[Any, Graph] = field(default_factory=dict)
-    """Graphs by padded shapes and global state: Dynamo compiles anew for each of these anyway, and
-    in a list of several entries of its cache threads walk past theirs."""
+    """Graphs by padded shapes and global state. Dynamo compiles anew for each anyway, and it moves
+    the entry it uses to the front of its list: another thread may miss its own."""
     proven: dict[Any, list[tuple[float, ...]]] = field(default_factory=dict)
     """How much padding it was proven with for what was real: by kind of call, then by axis."""
     formulas: dict[Any, ShapeFormula | None] = field(default_factory=dict)
     """How the sizes of outputs depend on those of a call; None where torch can't tell."""
 
     def covers(self, plan: Plan) -> bool:
-        """Whether it is proven for a call: with about as much padding, or with more."""
+        """Whether it is proven for a call: with at least half the padding that the call has."""
         now = _share_of_padding(plan)
         # By one proof: two axes that were padded each on its own were not padded together.
         return any(

@@ -279,7 +279,7 @@ class Caller:
     # ---- the first call of a shape ----
 
     def _make_whole(self, plan: Plan, call: Call) -> Any:
-        """Make the bucket whole for this call, and run it: prove, compile, derive."""
+        """Prepare the bucket for this call, and run it: prove, compile, derive."""
         with self.explained(plan, call):
             self.prove(plan, call)
             output = self._call(plan, self.first_run(plan), call)
@@ -393,12 +393,17 @@ class Caller:
 
         Raises:
             PaddingLeakError: padding changes the answer or a gradient.
-            ValueError: they are above the largest bucket.
+            ValueError: they are above the largest bucket, or need no padding.
         """
         plan, call = self.plan_for(owner, args, kwargs)
         if not plan.buckets:
             raise ValueError(
                 f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
+            )
+        if not plan.pads:
+            raise ValueError(
+                f"bucketed: nothing to check: {sizes_of(plan)}, so nothing is padded; pass shorter "
+                "inputs"
             )
         self.prove(plan, call, anew=True)
 

@@ -120,7 +120,7 @@ _MOST_BYTES = 1 << 30
 
 
 class FirstDifference(TorchDispatchMode):
-    """Runs a function twice, and notes the first operator whose results differ where they are real.
+    """Watches two runs, and notes the first operator whose results differ where they are real.
 
     Real is what both runs have; of two padded runs, what is no padding. An operator whose result
     has a size of another kind (a batch and its rows in one dim) is passed over, and where the

@@ -67,7 +67,7 @@ class Ladder:
     def too_large(self, sizes: Mapping[str, int], label: str) -> str:
         """Return why sizes have no bucket, and what to do."""
         if len(self.axes) == 1:
-            (axis,), largest = self.axes, max(self.shapes(), default=(None,))[0]
+            (axis,), largest = self.axes, max(self.shapes())[0]
             return (
                 f"axis {axis!r} is {sizes[axis]} in {label}, but the largest bucket is {largest}: "
                 "add a larger one"
@@ -86,19 +86,20 @@ class Ladder:
         seen: dict[Any, int] = {sizes: n for sizes, n in arrived.items() if min(sizes) > 0}
         if not self.fitting or sum(seen.values()) < _OBSERVED_CALLS:
             return False
-        self.fitting = False
-        if len(self.axes) == 1:
-            counts = {size: count for (size,), count in seen.items()}
-            self.buckets = _fitted(counts, sorted({size for (size,) in compiled}))
-        else:
-            self.buckets = _fitted_pairs(seen, self.shapes())
+        with self._lock:
+            self.fitting = False
+            if len(self.axes) == 1:
+                counts = {size: count for (size,), count in seen.items()}
+                self.buckets = _fitted(counts, sorted({size for (size,) in compiled}))
+            else:
+                self.buckets = _fitted_pairs(seen, self.shapes())
         return True
 
     def _grown(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Add a bucket that holds these sizes, if there is none.
 
-        Its sizes are such as buckets have already, else twice the largest; powers of two while
-        sizes are only being observed.
+        Its sizes are those of buckets there are, else the larger of twice the largest and the next
+        power of two; only powers of two while sizes are observed.
         """
         before = self.shapes()
         grown = []

@@ -33,11 +33,13 @@ def no_recompile(function: Any = None, /) -> Any:
 
     Equals ``with torch.compiler.set_stance("fail_on_recompile"):``, and the error names the
     arguments and quotes what changed. That setting is the whole process's, so it holds for
-    other threads too. Something that is bucketed raises :class:`RecompileError` where it is
-    called; for any other compiled function torch raises a ``RuntimeError`` there, which leaves
-    this scope as a ``RecompileError``, so inside of it ``except RuntimeError`` catches both.
+    other threads too, which get torch's ``RuntimeError``. What is bucketed raises
+    :class:`RecompileError` where it is called; for any other compiled function torch raises a
+    ``RuntimeError`` there, which leaves this scope as a ``RecompileError``, so inside of it
+    ``except RuntimeError`` catches both.
 
-    Also a decorator, ``@no_recompile`` or ``@no_recompile()``: each call is such a scope.
+    Also a decorator, ``@no_recompile`` or ``@no_recompile()``: each call is such a scope. One scope
+    is entered once.
 
     Args:
         function: what to decorate; left out, a scope is returned.

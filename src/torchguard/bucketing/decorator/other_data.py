@@ -22,7 +22,7 @@ from torchguard.bucketing.decorator.options import AxisSizes, Spec
 
 _LARGER, _SMALLER = 64.0, 1 / 64
 _WHOLE = 31
-"""A prime number: no dim that is counted along has all its numbers alike."""
+"""Whole numbers, and ids that are spread on a CPU, go from 1 to this."""
 
 
 def may_be_probabilities(tensor: torch.Tensor) -> bool:
@@ -69,7 +69,7 @@ class OtherData(NamedTuple):
 
 
 def _positive(numbers: torch.Tensor) -> torch.Tensor:
-    """Put the largest number in the place of those that are not positive, if it is."""
+    """Replace numbers that are not positive by the largest, if that is positive."""
     return torch.where((numbers <= 0) & (numbers.max() > 0), numbers.max(), numbers)
 
 
@@ -103,7 +103,7 @@ def _exchanged(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(ids: torch.Tensor) -> torch.Tensor:
-    """Put the ids that are there, each as often as the others; on a CPU those between, too."""
+    """Spread the ids that are there evenly; on a CPU all from 1 to the largest, at most 31."""
     present = torch.unique(ids[ids > 0])
     if not present.numel():
         return ids.clone()
@@ -141,7 +141,7 @@ STEPS = {
     *("clamp", "clamp_min", "clamp_max", "threshold", "hardshrink", "softshrink", "heaviside"),
     *("fmax", "fmin", "smooth_l1_loss", "huber_loss", "_to_copy", "div"),
 }
-"""Operators that give one answer to much data, and another one beyond."""
+"""Operators with a threshold: data on one side of it shows nothing of the other."""
 
 
 def battery(
@@ -156,8 +156,8 @@ def battery(
             out: numbers whose scores are as large would be no leak of theirs.
         compared: the integers that the function compares its own with, if it compares any.
     """
-    # They find what other padding can't: one negative number, and ``(x > 0).all()`` is False
-    # whatever the padding holds.
+    # Data of one sign finds what other padding can't: with one negative number ``(x > 0).all()`` is
+    # False whatever the padding holds.
     yield OtherData("is positive", lambda x: _positive(x.abs()), _positive, keeps_sign=True)
     yield OtherData("is negative", lambda x: -x.abs(), lambda ids: -_positive(-ids))
     far = 1.0 if masked else _LARGER

@@ -204,7 +204,9 @@ class OutputShapes:
             if slices is not None:
                 return slices
         try:
-            measured = self._run_without_data(plan, call, {})
+            real = padded = self._run_without_data(plan, call, {})
+            if any(type(leaf) is int for leaf in output.leaves):
+                padded = self._run_without_data(plan, call, {}, padded=True)
         except Exception as error:
             if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
                 slices = self._derived(plan, call, output, unconditionally=True)
@@ -212,7 +214,7 @@ class OutputShapes:
                     return slices
             raise self._unknown(output, error) from error
         try:
-            return _measured(measured, output, side)
+            return _measured(padded, real, output, side)
         except ValueError as error:
             raise self._unknown(output, error) from error
 
@@ -228,14 +230,14 @@ class OutputShapes:
             return None
         padded, real = found
         # The formula is of one way through the function: a branch on data may take another.
-        for leaf, expected in zip(output.leaves, padded, strict=True):
+        for leaf, expected, wanted in zip(output.leaves, padded, real, strict=True):
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) != expected:
                 return None
-            if type(leaf) is int and leaf != expected:
+            if type(leaf) is int and leaf != expected != wanted:
                 return None
         if any(isinstance(each, tuple) and min(each, default=0) < 0 for each in real):
             return None
-        return _slices_to(output.leaves, real, self.spec.options["side"])
+        return _slices_to(output.leaves, padded, real, self.spec.options["side"])
 
     def _formula(self, plan: Plan, call: Call, output: FlatOutput) -> ShapeFormula | None:
         """Return how outputs depend on the sizes, in this bucket; None if torch can't tell."""
@@ -254,9 +256,12 @@ class OutputShapes:
                 formulas[key] = None
         return formulas[key]
 
-    def _run_without_data(self, plan: Plan, call: Call, hints: AxisSizes) -> ShapeFormula:
-        """Run the function on tensors without data, at the real sizes or with symbols."""
-        extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
+    def _run_without_data(
+        self, plan: Plan, call: Call, hints: AxisSizes, *, padded: bool = False
+    ) -> ShapeFormula:
+        """Run the function on tensors without data, at real or padded sizes or with symbols."""
+        as_padded = padded or bool(hints)
+        extras: dict[str, Any] = dict(plan.extras) if as_padded else real_extras(self.spec, plan)
         # A mask is as long as the axis it masks, so its size is a symbol, too.
         masks = {
             argument: mask_axes(plan.inputs, mask)
@@ -271,7 +276,11 @@ class OutputShapes:
             SymbolicSizes(hints) as world,
         ):
             inputs = {
-                each.index: world.empty(each.shape, call.leaves[each.index], each.axes)
+                each.index: world.empty(
+                    each.padded(plan.buckets) if padded else each.shape,
+                    call.leaves[each.index],
+                    each.axes,
+                )
                 for each in plan.inputs
             }
             for name, axes in masks.items():
@@ -297,15 +306,19 @@ class OutputShapes:
         )
 
 
-def _measured(formula: ShapeFormula, output: FlatOutput, side: Side) -> Slices:
+def _measured(
+    padded_run: ShapeFormula, real_run: ShapeFormula, output: FlatOutput, side: Side
+) -> Slices:
     """Slice to the sizes of a run at the real sizes, without data."""
-    if formula.paths != output.paths:
+    if not padded_run.paths == real_run.paths == output.paths:
         raise ValueError("it returns another structure for the real sizes than for the padded ones")
-    found = formula.at({})
-    if found is None:
+    padded_sizes, real_sizes = padded_run.at({}), real_run.at({})
+    if padded_sizes is None or real_sizes is None:
         raise ValueError("a size depends on the data")
-    (real,) = found
+    (padded,), (real,) = padded_sizes, real_sizes
     for index, (leaf, sizes) in enumerate(zip(output.leaves, real, strict=True)):
+        if type(leaf) is int and leaf != padded[index] != sizes:
+            raise ValueError(f"{output.label(index)} depends on a size and on something else")
         if isinstance(leaf, torch.Tensor) and (
             not isinstance(sizes, tuple)
             or len(sizes) != leaf.dim()
@@ -315,10 +328,12 @@ def _measured(formula: ShapeFormula, output: FlatOutput, side: Side) -> Slices:
                 f"{output.label(index)} is {tuple(leaf.shape)} after padding, which has no part of "
                 f"the shape {sizes} it would have without"
             )
-    return _slices_to(output.leaves, real, side)
+    return _slices_to(output.leaves, padded, real, side)
 
 
-def _slices_to(leaves: Sequence[Any], real: Sequence[Any], side: Side) -> Slices:
+def _slices_to(
+    leaves: Sequence[Any], padded: Sequence[Any], real: Sequence[Any], side: Side
+) -> Slices:
     steps, numbers = [], []
     for index, (leaf, sizes) in enumerate(zip(leaves, real, strict=True)):
         if isinstance(leaf, torch.Tensor):
@@ -329,6 +344,7 @@ def _slices_to(leaves: Sequence[Any], real: Sequence[Any], side: Side) -> Slices
             )
             if changed:
                 steps.append((index, changed))
-        elif type(leaf) is int and isinstance(sizes, int) and sizes != leaf:
+        # An integer that is the same for both sizes is no size: a counter of calls, say.
+        elif type(leaf) is int and isinstance(sizes, int) and sizes != padded[index]:
             numbers.append((index, sizes))
     return Slices(tuple(steps), tuple(numbers))

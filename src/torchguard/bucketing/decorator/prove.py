@@ -141,7 +141,7 @@ class _Checker:
         owned = key_paths(flatten(call.owner)[1]) if call.owner else []
         labels = [*call.labels(), *(keystr("self", path[1:], call.owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
-        # What counts of an output by a mask of the caller is known once one was sliced.
+        # With a mask of the caller the padded run is first: slicing it shows which elements count.
         masked = any(each.label in self._spec.masks for each in plan.inputs)
         self._pair_of_runs: list[Fills | None] = [{}, None] if masked else [None, {}]
         """The runs without padding and padded, as :meth:`_runs` takes them."""

@@ -26,7 +26,7 @@ class BucketedStats:
     waste: float
     """What padding added, as a share of the real sizes: 0.08 is 8 %."""
     compile_seconds: float
-    """What the first call of each variant took, and ``warmup``."""
+    """Seconds of each graph's first call, and of its first backward in ``warmup``."""
     graphs: int
     """Graphs compiled, recompilations included."""
     axes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Warming up: every bucket is made whole before the first call needs it."""
+"""Warming up: every bucket is compiled and checked before the first call needs it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def warm_up(
 def _warm_up_one(
     caller: Caller, call: Call, inputs: Sequence[Input], own: AxisSizes, buckets: AxisSizes
 ) -> float | None:
-    """Make a bucket whole; return the seconds of a call, None where nothing is compiled."""
+    """Compile and check a bucket; return the seconds of a call, None if nothing compiles."""
     # A full one first: what does not fit into memory shows at once, and needs no padding.
     plan, sized = _resized(caller, call, inputs, buckets)
     took = []
@@ -127,8 +127,8 @@ def _prove(
     """Prove a bucket with the most padding that a call can have, and derive its outputs' sizes.
 
     A size of 1 is one of its own kind to many functions: it is tried last, and what it raises is
-    left to a call that has it. Where a function does not take inputs so short, longer ones show
-    less. A leak is a warning: calls that need no padding, or not so much of it, go on.
+    left to a call that has it. A function that takes no input so short is checked with longer
+    ones, which show less. A leak is a warning: calls that need no padding, or less, go on.
     """
     shortest: AxisSizes = {}
     for axis in buckets:

@@ -44,23 +44,24 @@ class _Methods:
         return stats_of(self._bucketed_caller()[0])
 
     def warmup(self, *example: Any, **keywords: Any) -> WarmupReport:
-        """Make every bucket whole, the largest first, so that no call waits for it.
+        """Compile and check every bucket, the largest first, so that no call waits for it.
 
         The example is cut or padded to the size of the bucket, which is compiled (with gradients
         on, the backward too), and to the smallest size that enters it, with which padding is
-        checked and sizes of outputs are derived. Parameters, buffers, gradients and random state
-        stay as they are. A bucket that runs out of memory is left out, with a warning, and one
-        whose padding changes the answer has one too.
+        checked and sizes of outputs are derived. Parameters, buffers, gradients and RNG state
+        stay as they are; an argument that the function writes does not. A bucket that runs out of
+        memory is left out, with a warning. Padding that changes the answer is a warning, too.
 
         Args:
             example: arguments as in a call.
             keywords: those by name.
 
         Returns:
-            What a call in each bucket takes: the better of two.
+            A :class:`WarmupReport`: the seconds of a call in each bucket, the better of two.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
+            ValueError: buckets are "auto", and none is known yet.
         """
         caller, owner = self._bucketed_caller()
         return warm_up(caller, owner, example, keywords)
@@ -69,7 +70,8 @@ class _Methods:
         """Check these inputs now: raise unless padding leaves answer and gradients as they are.
 
         Raises:
-            PaddingLeakError: it does not.
+            PaddingLeakError: padding changes the answer or a gradient.
+            ValueError: the inputs are above the largest bucket, or need no padding.
         """
         caller, owner = self._bucketed_caller()
         caller.verify(owner, inputs, keywords)
@@ -145,6 +147,9 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
         if found is not None and found[0]() is instance:
             return found[1]
         with self._lock:
+            found = self._of_instances.get(key)  # another thread may have been first
+            if found is not None and found[0]() is instance:
+                return found[1]
             if self._in_class is None:
                 self._in_class = Spec.of(self._original, self._options, bound=True)
             caller = self._new_caller(self._in_class)
@@ -259,7 +264,7 @@ class BucketedModule(_Methods, _AnyModule):
     """The module, the options, what was given (compiled or not), and what calls."""
 
     def __init_subclass__(cls) -> None:
-        """Leave out that of the user's class: ours is no new one to register."""
+        """Skip the user's own __init_subclass__: this wrapper is no new class to register."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Pad, run the module's own forward, slice."""

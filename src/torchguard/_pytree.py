@@ -123,7 +123,8 @@ def with_children(node: Any, new: Mapping[Any, Any]) -> Any:
         make = getattr(node, "_make", None)  # of a NamedTuple; torch.return_types take a list
         return type(node)(items) if make is None else make(items)
     if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
-        return type(node)({**node, **new})  # such as MappingProxyType, which copy refuses
+        kind: Any = type(node)  # such as MappingProxyType, which copy refuses
+        return kind({**node, **new})
     copied = _copied(node)
     if isinstance(node, (Mapping, list)) or not dataclasses.is_dataclass(node):
         for key, child in new.items():

@@ -231,7 +231,11 @@ def test_threads_that_call_a_method_first_share_its_graphs() -> None:
 
     wrapped._new_caller = slowly  # type: ignore[method-assign]
     instance = Doubles()
-    _in_threads(lambda _: wrapped.__get__(instance)(torch.ones(3)), count=2)
+
+    def call(_: int) -> None:
+        wrapped.__get__(instance)(torch.ones(3))
+
+    _in_threads(call, count=2)
     assert made == [1]
     assert wrapped.__get__(instance).stats().calls == 2
 

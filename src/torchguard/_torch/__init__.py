@@ -1,7 +1,7 @@
-"""Every private torch API that torchguard uses, each with what it falls back to.
+"""Every private torch API that torchguard uses, with a fallback where a release lacks one.
 
-Nothing public reads or writes a tensor's version counter, steps around
-``__torch_function__`` without a call, or tells what ``torch.compile`` kept of a
+No public API reads or sets a tensor's version counter, hides a call from
+``__torch_function__``, or tells what ``torch.compile`` keeps of a
 function. ``tests/patching/test_import.py`` checks each name here on the torch at hand,
 and that nothing private is used anywhere else.
 """

@@ -28,7 +28,7 @@ IMPORTED_BY = {_COMPOSABLE: GENERATOR.replace(_MODULE, _COMPOSABLE)}
 
 
 def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], bool]:
-    """Return what the generator's block is called with, and whether random states are kept."""
+    """Return what the generator's block is called with, and whether RNG states are kept."""
     if _has_impl:  # since torch 2.15 (fn, args, kwargs, *, preserve_rng_state, ...)
         args, kwargs = given
         return [*args, kwargs], options.get("preserve_rng_state", True)
@@ -37,7 +37,7 @@ def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any]
 
 
 def called_by(function: Any) -> Any:
-    """Return the module that a function is the call of, or the function."""
+    """Return the module whose call or ``forward`` this is, else the function."""
     while isinstance(function, functools.partial):
         function = function.func
     names = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")
@@ -47,7 +47,7 @@ def called_by(function: Any) -> Any:
 
 
 def segment_of(function: Any) -> list[Any] | None:
-    """Return those functions of ``checkpoint_sequential`` that this one of its own runs."""
+    """Return the functions that a segment of ``checkpoint_sequential`` runs; else None."""
     name = "checkpoint_sequential.<locals>.run_function.<locals>.forward"
     if getattr(function, "__qualname__", None) != name:
         return None
@@ -70,8 +70,8 @@ def names_rrelu(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def calls_rrelu(kind: Any) -> bool:
-    """Whether a method of a class does."""
-    # With what its functions call of those beside them.
+    """Whether a method of a class calls rrelu."""
+    # Or a function of the same module that a method calls does.
     functions = [v for k in kind.__mro__ for v in vars(k).values() if isinstance(v, FunctionType)]
     return any(map(names_rrelu, reachable(None, functions)))
 
@@ -85,7 +85,7 @@ def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
 
 
 def generator_of_caller(depth: int) -> Generator[Any, Any, Any] | None:
-    """Return the generator of ``checkpoint``, which has called the function that asks."""
+    """Return the generator of the ``checkpoint`` call ``depth`` frames above the caller."""
     found = sys._getframe(depth + 1).f_locals.get("gen")
     return found if isinstance(found, Generator) else None
 

@@ -149,7 +149,8 @@ def traced(function: Callable[..., Any]) -> bool:
 
 def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
     """Equals ``module.compile(**settings)``, for torch's own modules on every release too."""
-    # Dynamo does not look into a frame of torch.nn, so that leaves an nn.Sequential eager on some.
+    # Dynamo does not look into a frame of torch.nn, so on some releases that leaves an
+    # nn.Sequential eager.
     utilities = importlib.import_module("torch._dynamo.external_utils")
     if hasattr(utilities, "wrap_inline"):
         call = utilities.wrap_inline(module._call_impl)

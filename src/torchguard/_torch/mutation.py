@@ -53,7 +53,7 @@ DUNDERS = frozenset(
 )
 
 # torch's iterators over elements, and its indexed writes, look at the shape they write to and never
-# resize it. All other operations are read before the call.
+# resize it. For all others the tensor's metadata is read first.
 KEEP_SHAPE = DUNDERS | frozenset(
     f"{name}_"
     for name in (

@@ -178,7 +178,7 @@ def call_unseen(function: Callable[..., Any], *args: Any) -> Any:
         return call_with_grad(False, function, *args)
 
 
-# autograd's kernel, which asks each tensor whether there is something to record, adds half.
+# autograd's kernel asks each tensor whether to record, which makes the copy half as slow again.
 _below_autograd: Callable[[], contextlib.AbstractContextManager[None]] = private(
     "_C._AutoDispatchBelowAutograd", torch.no_grad
 )
@@ -240,7 +240,7 @@ def wrap_step(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], Any]) -> N
     """Put ``wrap(step)`` between the hooks of ``optimizer.step()`` and the step itself, once."""
     # Optimizer.profile_hook_step keeps the step in a cell, func, and reads it after the pre-hooks,
     # so from a pre-hook it is changed for the call that runs too.
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L500
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L508
     cell = _cell_of_step(type(optimizer))
     if cell is not None and id(cell) not in _wrapped_cells:
         _wrapped_cells[id(cell)] = cell, cell.cell_contents

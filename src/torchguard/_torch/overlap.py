@@ -30,7 +30,7 @@ _MAX_WORK = 10_000
 """Steps of numpy's search for a common address, about 0.1 ms; beyond it a copy is made."""
 
 # Operators that read each element before they write it, and nothing else of the same tensor. They
-# lack torch.Tag.pointwise; the sweep over torch's samples holds the set.
+# lack torch.Tag.pointwise; tests/rollback/test_overlap.py tries each of them.
 _ELEMENTWISE = frozenset(
     (
         *("copy", "copysign", "floor_divide", "fill", "masked_fill", "where", "threshold"),
@@ -169,7 +169,7 @@ def separated(
     if not targets:
         return args, kwargs
     argument, made = _clones(function, targets, found)
-    # What is written stays what it is.
+    # The tensors that are written are passed on themselves, not as clones.
     written = () if writes is None else writes.arguments
     places = {each.position for each in written if not each.is_out}
     names = {"out", *(each.name for each in written)}

@@ -1,4 +1,4 @@
-"""What stands over torch while a :func:`torchguard.guarded` or ``checked`` scope is open.
+"""What ``guarded()``, ``checked()`` and ``install("overlap")`` put over torch's functions.
 
 Two kinds, because entering a scope has to be quick and compiled functions must not notice. Methods
 are set on their class, which Dynamo does not guard. For functions of torch's modules the class of
@@ -106,7 +106,7 @@ class ModuleOverlay:
 def _computed(
     module: ModuleType, name: str, make: Make, in_scope: Callable[[], object], below: Any
 ) -> property:
-    """Make the attribute: what the module or another overlay holds, in scopes guarded."""
+    """Make a property: it returns what lies below, wrapped by ``make`` while a scope is open."""
     held = vars(module)
     # Some names of torch._VF are those of another module, found by its __getattr__.
     original = elsewhere = getattr(module, name) if name not in held else held[name]
@@ -162,7 +162,7 @@ class Standing:
     ) -> None:
         self._wanted = wanted
         self._outside = outside
-        """In it nothing is replaced for this thread, so that torch's own attributes are found."""
+        """A scope in which this thread finds torch's own attributes."""
 
         self._used = 0
         self._began = 0

@@ -41,7 +41,7 @@ class Computed(NamedTuple):
     """Takes the instance, which keeps what is assigned in its ``vars()``, under that name."""
 
     def property_named(self, name: str) -> property:
-        """Make what stands in the class."""
+        """Make the property to set on the class."""
 
         def write(instance: Any, value: Any) -> None:
             vars(instance)[name] = value
@@ -84,7 +84,7 @@ def apply(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
     wanted = list(replacements)
     with _without_overlays(path for path, _ in wanted):
         _prepare()
-        skip_own_frames()  # a room is imported when it is first used
+        skip_own_frames()  # more modules of torchguard may be imported by now
         done: list[str] = []
         try:
             for path, make in wanted:
@@ -115,8 +115,8 @@ def renew(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
 def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     """Take one holder from each path; where none is left, put back what stood there.
 
-    ``leave_conflicts`` leaves a replacement in place below the patch of other code. Where a patch
-    from before was undone meanwhile, and ours with it, torch's own function stands and stays.
+    ``leave_conflicts`` leaves a replacement in place below the patch of other code. If code that
+    patched before torchguard has put torch's own function back, that stays.
 
     Raises:
         PatchConflictError: other code has patched on top. Nothing is changed then.
@@ -237,7 +237,7 @@ def _keep_originals_while_importing() -> None:
 
 
 def skip_own_frames() -> None:
-    """Keep Dynamo from the functions of every room that has been imported since the last time."""
+    """Keep Dynamo from the functions of torchguard's modules imported since the last call."""
     # Not the probes of the catalog: what they show is what Dynamo does with them.
     new = {
         name: module
@@ -323,7 +323,7 @@ def resolve(path: str) -> tuple[Any, str]:
     raise AttributeError(f"{path}: no such attribute; expected a path like torch.Tensor.resize_")
 
 
-# ---- what stands over torch while a guarded() scope is open: overlays.py makes it ----
+# ---- overlays, which guarded(), checked() and install("overlap") put on: see overlays.py ----
 
 
 class Overlay(Protocol):

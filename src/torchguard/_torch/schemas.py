@@ -86,7 +86,7 @@ def _has_effect_token(schema: Any) -> bool:
 
 
 def has_out(function: Callable[..., Any]) -> bool:
-    """Whether the operator behind a builtin has an output, with a Python binding or without."""
+    """Whether the operator behind a builtin has an ``out=`` overload, bound in Python or not."""
     return bool(_schemas_with_out(function.__name__))
 
 

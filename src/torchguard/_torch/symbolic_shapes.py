@@ -1,6 +1,6 @@
-"""A function that runs for its answer alone: not compiled, or on tensors without data.
+"""Run a function uncompiled, or on fake tensors whose sizes are symbols.
 
-Of the latter sizes are symbols: how sizes of outputs depend on sizes of inputs.
+The symbols tell how the sizes of outputs depend on the sizes of inputs.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def private(path: str, default: Any) -> Any:
 
 
 def open_archive(file: Any) -> None:
-    """Let the reader of ``torch.load`` open a zip archive, or raise; ``zipfile`` takes more."""
+    """Open a zip archive with the reader of ``torch.load``, which is stricter than ``zipfile``."""
     torch._C.PyTorchFileReader(file)
 
 
@@ -164,8 +164,8 @@ def tensors_loaded_by_copies(module: torch.nn.Module) -> list[tuple[str, torch.T
 
 @functools.lru_cache(maxsize=4096)
 def _has_torchs_loader(kind: type[torch.nn.Module]) -> bool:
-    # By the class that defines it: a guard may stand in the place of the function, and what is
-    # seen then is kept. BatchNorm has a loader too, which adds a key that older checkpoints lack.
+    # By the class that defines it, not by the function, which may be a guard's: the answer is
+    # cached. BatchNorm has a loader too, which adds a key that older checkpoints lack.
     return (
         _definer(kind, "_load_from_state_dict").__module__.startswith("torch.nn.")
         and _definer(kind, "load_state_dict") is torch.nn.Module

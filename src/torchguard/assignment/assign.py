@@ -142,9 +142,9 @@ _GATHERS = (torch.int64, torch.bool)
 def _by_index_put(t: torch.Tensor, index: Index, value: torch.Tensor) -> torch.Tensor | None:
     """Return ``t.index_put(index, value)`` where that is the same and saves a node of autograd.
 
-    Elsewhere (None) it is no faster: it makes its lists in the place that the last result
-    has left, and a CPU's allocator then finds the next one another place. What
-    ``index_put`` refuses is left to the assignment itself, which raises torch's own error.
+    Elsewhere (None) it is no faster: its small allocations take the memory that the last result
+    has left, which a CPU's allocator would use again. What ``index_put`` refuses is left to the
+    assignment itself, which raises torch's own error.
     """
     if value.dtype is not t.dtype or type(t) not in _PLAIN or not torch.is_grad_enabled():
         return None
@@ -188,8 +188,8 @@ def _writable_copy(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
 def _static(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor | None:
     """Assign without asking for a shape or a number that only the data knows, where that helps.
 
-    A compiler has no data: up to 2.11 it can't follow an index that is a tensor of
-    one integer, nor the gradient of a value that a mask spreads.
+    A compiler has no data: it can't follow an index that is a tensor of one integer (up to 2.13),
+    nor the gradient of a value that a mask spreads (up to 2.9).
     """
     parts = parts_of(index, t.dim())
     if parts is None:

@@ -59,13 +59,14 @@ def at(t: torch.Tensor) -> At:
     ``at(t)[index].get()``                  ``t[index]``
     ======================================  =================================
 
-    ``t`` is not changed. Where ``index`` names an element several times, every operation but
-    ``set`` is applied each time. Values are tensors, numbers, lists or numpy arrays, and become
-    ``t``'s dtype. ``mul`` is ``multiply``.
+    ``t`` is not changed, and ``index`` is read as torch reads it in ``t[index]``. Where it names an
+    element several times, every operation but ``set`` is applied each time. Values are tensors,
+    numbers, lists or numpy arrays, and become ``t``'s dtype. ``mul`` is ``multiply``.
 
-    Unlike JAX, an index out of bounds raises ``IndexError``. JAX's ``mode=`` is taken by every
-    method: ``"clip"`` moves such an index to the nearest element, ``"drop"`` or ``"fill"`` leaves
-    it out of an update and reads ``fill_value`` for it. Negative indices count from the end first.
+    Unlike JAX, an index out of bounds raises ``IndexError`` (on CUDA it is an assert, as in
+    ``t[index]``). JAX's ``mode=`` is taken by every method: ``"clip"`` moves such an index to the
+    nearest element, ``"drop"`` or ``"fill"`` leaves it out of an update and reads ``fill_value``
+    for it. Negative indices count from the end first.
 
     Upstream: https://docs.jax.dev/en/latest/_autosummary/jax.numpy.ndarray.at.html
 
@@ -121,8 +122,8 @@ class Selection:
 
         Args:
             mode: see :func:`at`.
-            fill_value: what ``"fill"`` reads out of bounds. As in JAX: NaN for floating
-                dtypes, the smallest number for signed integers, the largest for unsigned, True.
+            fill_value: what ``"fill"`` reads out of bounds. As in JAX: NaN for floating dtypes, the
+                smallest number for signed integers, the largest for unsigned, True for bool.
         """
         # Up to 2.13, t[i] with a tensor i of one integer does not compile in one graph.
         scalar = torch.compiler.is_compiling() and any(map(is_integer_scalar, _items(self._index)))

@@ -243,7 +243,7 @@ class Checked(contextlib.ContextDecorator):
             _end()
 
     def __call__(self, function: _Function) -> _Function:
-        """Run every call of ``function`` in a scope of its own."""
+        """Run each call in its own scope; TypeError for a class, a generator or a coroutine."""
         if isinstance(function, type) or not callable(function):
             raise TypeError(f"checked: function is {function!r}, expected a function or a method")
         asynchronous = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
@@ -301,6 +301,7 @@ def checked(*, report: Report = "step") -> Checked:
         ValueOutOfRangeError: a probability; a ``ValueError`` and a ``RuntimeError``.
         ZeroDivisorError: an integer divided by zero; a ``ZeroDivisionError`` and a
             ``RuntimeError``.
+        ValueError: ``report`` is none of these.
 
     Upstream: https://github.com/pytorch/pytorch/issues/197554,
     https://github.com/pytorch/pytorch/issues/17425,

@@ -158,7 +158,7 @@ def leave(scope: Scope) -> None:
 
 
 def process_scope(scope: Scope | None = None, *, end: bool = False) -> Scope | None:
-    """Return the scope of the process; check every thread in this one, or stop with it."""
+    """Set the scope of the process to ``scope``, or ``end`` it; return the one that is set."""
     if scope is not None or end:
         _process[:] = [] if scope is None else [scope]
     return _process[0] if _process else None

@@ -102,7 +102,7 @@ def _soft_labels(_: Given, __: Sizes) -> Range | None:
 
 @functools.cache
 def _refuses(call: Callable[[], object]) -> bool:
-    """Whether this release of torch raises here; called by the operator, which no scope checks."""
+    """Whether ``call`` raises on this torch; it uses ``torch.ops``, which no scope checks."""
     try:
         with computing_unseen():
             call()
@@ -121,7 +121,7 @@ def _negative_along_dim() -> object:
 
 
 def _take_along(given: Given, sizes: Sizes) -> Range | None:
-    """Later releases count from the end, but not in the tensor as a flat one."""
+    """Later releases take negative indices, but not without a ``dim``."""
     wraps = given.get("dim") is not None and not _refuses(_negative_along_dim)
     return _along(given, sizes, wraps=wraps, flat=True)
 
@@ -131,7 +131,7 @@ def _finite(given: Given, _: Sizes) -> Range:
 
 
 def _repeats(given: Given, _: Sizes) -> Range | None:
-    """``repeat_interleave(repeats)`` has them in the first place."""
+    """``repeat_interleave(repeats)`` takes the counts as its first argument."""
     return None if "repeats" in given else (0, None)
 
 
@@ -188,7 +188,7 @@ _QUOTIENT = _DIVISOR._replace(
 _LOSS = "input target weight size_average ignore_index"
 
 ROWS = (
-    # What torch.nn.functional calls below, and what Dynamo writes into its graphs instead.
+    # Builtins that torch.nn.functional calls, and the functions that Dynamo's graphs call instead.
     _row("embedding", "weight indices", Check("indices", _below("weight"))),
     _row("F.embedding", "input weight", Check("input", _below("weight"))),
     _row("embedding_renorm_", "weight indices", Check("indices", _wrapping("weight", 0))),

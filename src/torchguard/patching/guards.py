@@ -161,7 +161,7 @@ _DCP = "torch.distributed.checkpoint"
 
 
 def _dcp_paths(module: str, *names: str) -> Mapping[str, patch.Make]:
-    """Return both paths of each: the package imports its modules, and what they define, itself."""
+    """Return two paths per function: in its module, and in the package that imports it."""
 
     def guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         from torchguard.checkpoint import sharded  # noqa: PLC0415 - imports _DCP

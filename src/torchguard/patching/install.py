@@ -89,6 +89,8 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         they fail, as ``safe_resize_`` does.
         ``"out"``: so do the operators with ``out=`` of ``torch``, ``torch.linalg``,
         ``torch.special``, ``torch.fft`` and ``torch.nn.functional`` with their output.
+        ``"overlap"``: an operation that reads what it writes (``x -= x[:, :1]``) computes as if its
+        operands were copied first, and warns once per line (``OverlapWarning``).
         ``"setitem"``: in code compiled from then on, ``requires_grad`` is right after
         ``x[i] = v`` (and any other write in place), for ``x`` and whatever shares
         its memory, and a custom autograd function that reads it has its backward.

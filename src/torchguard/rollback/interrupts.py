@@ -68,8 +68,8 @@ def failures_in(found: list[str]) -> Iterator[None]:
 def retry_or_warn(step: Callable[..., None], *args: Any, failure: str) -> None:
     """Call ``step(*args)``; if torch refuses it, warn with ``failure`` and go on.
 
-    An exception of a signal handler (``TimeoutError``) comes once, and is raised as soon as the
-    step has gone through; one of torch comes back, or was a RuntimeError.
+    If the second call goes through, the first error is raised after all, for it came from a signal
+    handler (``TimeoutError``); a RuntimeError is dropped, because torch raises those.
     """
     try:
         step(*args)

@@ -1,6 +1,6 @@
 """Activation checkpointing: the second run of a block begins from what the first one began with.
 
-``torch.utils.checkpoint`` restores torch's random state, and nothing else:
+``torch.utils.checkpoint`` restores torch's RNG state, and nothing else:
 https://github.com/pytorch/pytorch/issues/96136. A :class:`Block` notes before the first run what
 the block can see, gives it back for the second run, and takes away what that has written.
 """
@@ -184,7 +184,7 @@ _USUAL = _KINDS | {dict, OrderedDict, set, list, nn.Parameter}
 
 
 def _rare_values(entries: _Entries) -> list[Any]:
-    """Return those of other types: tensors, generators, functions, objects."""
+    """Return the values that are no number, string, container or parameter."""
     if _USUAL.issuperset(map(type, entries.values())):
         return []
     return [value for value in entries.values() if type(value) not in _USUAL]
@@ -233,9 +233,9 @@ def _clone(tensor: Tensor, base: Tensor, copy: Tensor | None) -> Tensor:
 
 
 def _put_back(entries: _Entries, held: _Entries, copies: _Entries | None = None) -> None:
-    """Let a module hold these values again; of new names those of other kinds stay.
+    """Put these values back in a module's dict; new names that hold state are deleted.
 
-    With ``copies``, by id of what they were made of, of the others only state goes back.
+    With ``copies`` (by id of the original) only state goes back, copies in place of originals.
     """
     is_same = [*entries] == [*held] and all(map(is_, entries.values(), held.values()))
     if is_same and not copies:
@@ -363,7 +363,7 @@ def safe_checkpoint(
         use_reentrant: which of torch's two implementations runs it.
         **options: of ``checkpoint``, such as ``context_fn``, ``determinism_check``, ``debug``,
             ``preserve_rng_state`` and ``early_stop``; the rest are arguments of ``function``.
-            With ``preserve_rng_state=False`` no random state is restored.
+            With ``preserve_rng_state=False`` no RNG state is restored.
 
     Returns:
         What ``function`` returns.

@@ -163,7 +163,7 @@ def guarded(function: Any = None, /, *, data: bool = False, overlap: bool = Fals
             an operation is about to write in place is copied first, every time:
             that costs its memory once more and the time of a ``clone()``.
         overlap: compute an operation that reads what it writes (``x -= x[:, :1]``) as if its
-            operands were copied first, as ``install("overlap")`` does for the whole process.
+            operands were copied first, and warn, as ``install("overlap")`` does for the process.
 
     Raises:
         NonResizableStorageError: a tensor in shared memory would have to grow;

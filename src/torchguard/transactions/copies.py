@@ -6,7 +6,7 @@ import copy
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
@@ -350,9 +350,16 @@ def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[]
 
 
 def _copied_tree(tree: Any) -> Any:
-    leaves, _ = _pytree.flatten(tree)
-    copies = [
-        leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-        for leaf in leaves
-    ]
-    return _pytree.unflatten(copies, tree)
+    """Copy tensors, numbers and containers: ``state_dict()`` may return the live ones."""
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    inside = _pytree.children(tree)
+    if inside is None:
+        return copy.deepcopy(tree)
+    copies = {key: _copied_tree(child) for key, child in inside}
+    # Nothing can be put into one of these; a tuple of another kind may not be made from items.
+    if isinstance(tree, tuple) and all(copies[key] is child for key, child in inside):
+        return tree
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return copies
+    return _pytree.with_children(tree, copies)

@@ -236,7 +236,7 @@ class Transaction:
             {kind: count for kind, count in self._put_back.items() if count},
         )
 
-    # The with statement. Rollback explains why __exit__ is no plain method.
+    # The with statement. _Leave in rollback/block.py says why __exit__ is no plain method.
 
     def __enter__(self) -> Self:
         began = time.perf_counter()
@@ -267,6 +267,10 @@ class Transaction:
     ) -> None:
         """Commit the block, or undo it."""
         began = time.perf_counter()
+        if not self.saved:
+            if exception is not None:
+                return  # there is nothing to undo, and it goes on
+            raise RuntimeError("this transaction has no open block: enter it first")
         block = self.saved[-1]
         signals = None if exception is None else DeferredSignals()
         try:

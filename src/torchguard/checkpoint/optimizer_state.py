@@ -125,7 +125,8 @@ def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
 
 def _tensors_of(entry: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in entry.items() if isinstance(entry, Mapping) else ():
-        if isinstance(value, torch.Tensor) and value.dim():
+        # What counts steps may be of any shape; a moment of one number is one of another parameter.
+        if isinstance(value, torch.Tensor) and (value.dim() or key in _LIKE_PARAMETER):
             yield key, value
 
 

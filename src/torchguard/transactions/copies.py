@@ -147,6 +147,14 @@ class Containers:
             return (vars(node),)
         return ()
 
+    def replaced(self) -> bool:
+        """Whether a dict holds other objects than it did, as one does that counts steps."""
+        return any(
+            isinstance(container, dict)
+            and not same_objects(list(container.values()), list(before.values()))
+            for container, before in self.copies
+        )
+
     def restore(self) -> None:
         """Put every container and every tensor back; what is unchanged is not touched."""
         for container, before in self.copies:

@@ -84,6 +84,36 @@ def test_a_scheduler_that_raises_leaves_the_lr_that_another_one_has_set(apart: b
     assert optimizers[-1].param_groups[0]["lr"] == (1.0 if apart else 0.5)
 
 
+class TornPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    fails = False
+
+    def _reduce_lr(self, epoch: int) -> None:
+        super()._reduce_lr(epoch)
+        if self.fails:
+            raise Failure
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_scheduler_in_also_and_its_lr_go_back_together_or_stay(fails: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = TornPlateau(optimizer, factor=0.5, patience=0)
+    average = [torch.zeros(1)]
+    step = torchguard.transaction(model, optimizer, also=[plateau, *average])
+    plateau.step(1.0)
+    plateau.fails = fails
+    with pytest.raises(Failure), step:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        average[0].add_(1)
+        plateau.step(1.0)
+        raise Failure
+    stays = 0 if fails else 1
+    assert plateau.last_epoch == 1 + stays
+    assert optimizer.param_groups[0]["lr"] == 0.5**stays
+    assert average[0] == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_optimizers_step_together_or_not_at_all(kind: str) -> None:
     """The first has stepped when the second one raises: it goes back, fused or not."""

@@ -75,9 +75,9 @@ def checkpoint_folder(
 
     Raises:
         SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made: a file, a
-            folder, a link that leads elsewhere. Nothing was written, or ``dcp.async_save`` has not
-            ended.
-            With ``group``: another rank has raised, or does not see the folder.
+            folder, a link that leads elsewhere; or the block wrote no file, or ended before
+            ``dcp.async_save`` did. With ``group``: another rank has raised or does not see the
+            folder, or ``path`` is such a folder (``step-10``) already.
         ValueError: ``keep`` is below 1.
 
     Example:

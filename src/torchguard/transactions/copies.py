@@ -103,7 +103,7 @@ def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) 
 class Containers:
     """Shallow copies of the dicts and lists that objects hold, and copies of the tensors in them.
 
-    Goes into dicts, lists, tuples and sets, not into modules and optimizers. ``into`` says of
+    Goes into dicts, lists and tuples, not into sets, modules and optimizers. ``into`` says of
     other objects whether to go into their attributes: by default into schedulers and schedules.
     """
 

@@ -145,8 +145,9 @@ class Transaction:
             The mean loss of the batch, detached, a tensor of one number.
 
         Raises:
-            TypeError: the batch can't be split (the message names what), or ``loss_of`` does not
-                return one number.
+            TypeError: the batch can't be split (the message names what), ``loss_of`` does not
+                return one number, or a scheduler is a ReduceLROnPlateau, which needs a metric.
+            ValueError: ``retry`` is another, or a DistributedDataParallel model without ``group=``.
             PeerFailedError: another rank failed; with ``group=``.
         """
         return run(self, loss_of, batch, retry=retry, before_step=before_step)

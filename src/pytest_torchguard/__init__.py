@@ -83,11 +83,27 @@ class _Session:
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         """Fail the test after which there is a broken tensor that was not there before."""
         del item
-        yield
-        broken = [tensor for tensor in _broken() if id(tensor) not in self._known]
-        self._known.update((id(tensor), tensor) for tensor in broken)
+        broken: list[Tensor] = []
+        try:
+            yield
+        finally:  # what a test that raises leaves is not that of the next one
+            broken += self._new_ones()
         if broken:
             pytest.fail("torchguard: " + _described(broken), pytrace=False)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        """Note what a fixture leaves that raises or skips: its test is not called."""
+        try:
+            yield
+        except BaseException:
+            self._new_ones()
+            raise
+
+    def _new_ones(self) -> list[Tensor]:
+        broken = [tensor for tensor in _broken() if id(tensor) not in self._known]
+        self._known.update((id(tensor), tensor) for tensor in broken)
+        return broken
 
     def pytest_unconfigure(self) -> None:
         self._installation.uninstall()

@@ -62,7 +62,7 @@ class PaddingLeakError(TorchGuardError, AssertionError):
 
 
 class RecompileError(TorchGuardError, RuntimeError):
-    """Raised when something compiles where nothing may."""
+    """Raised when something compiles in a ``no_recompile`` scope."""
 
 
 class SaveError(TorchGuardError, RuntimeError):

@@ -99,11 +99,15 @@ class Replicas:
             self._compare(named)
 
     def batch(self, ids: Iterable[int] | Tensor, *, same: Any = None) -> None:
-        """Compare the samples of this step: other ones on each rank, the same within ``same``.
+        """Compare the samples of this step: each is on one rank only, or on all those of ``same``.
 
         Args:
             ids: a number for each sample of this rank's batch.
             same: the group of ranks that share a batch (tensor parallel); None if none do.
+
+        Raises:
+            ReplicasDisagreeError: ranks of ``same`` have other samples, or ranks apart share one.
+            TypeError: ``ids`` is a tensor of another number of dims than one.
         """
         if isinstance(ids, Tensor) and ids.dim() != 1:
             raise TypeError(

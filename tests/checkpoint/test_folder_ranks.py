@@ -254,6 +254,10 @@ with torchguard.install("save", "load"):
         call(folder / "guarded")
         dcp.load(loaded := state(0.0), reader)
         result["guarded"] += [held(folder / "guarded"), loaded["a"].tolist()]
+    for fill in (6.0, 7.0):  # the user keeps three, and a save to the link keeps three too
+        whole(folder / "guarded", saves(fill), keep=3)
+    saves(8.0)(folder / "guarded")
+    result["kept"] = sorted(each.name for each in folder.glob("guarded.*"))
     saves(1.0)(folder / "plain")
     calls = [saves(2.0), lambda path: dcp.save(state(2.0), dcp.FileSystemWriter(path)),
              lambda path: dcp.async_save(state(2.0), checkpoint_id=path)]
@@ -403,6 +407,7 @@ def test_install_reaches_dcp(ranks: Any) -> None:
     for each in ranks:
         expected = [[[fill], [fill] * 3] for fill in (2.0, 3.0, 4.0, 5.0)]
         assert each["guarded"] == [*itertools.chain(*expected)]
+        assert each["kept"] == ["guarded.6", "guarded.7", "guarded.8"]
         for said in each["plain"]:
             assert "checkpoint_folder(link, group=True)" in said
         assert "a is torch.float16, saved was torch.float32" in each["dtype"]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchguard
 from torchguard import InconsistentTensorError
+from torchguard.integrations import Session
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ROWS = 8
@@ -45,6 +46,11 @@ def buckets() -> dict[str, Any]:
 
 
 METRICS = {"torchguard/encoder/calls": 3, "torchguard/encoder/waste": 0.5}
+
+
+def test_a_flag_is_no_curve() -> None:
+    names = [each.rpartition("/")[2] for each in Session(buckets=buckets()).metrics()]
+    assert sorted(names) == ["calls", "compile_seconds", "graphs", "overflowed", "waste"]
 
 
 @pytest.mark.parametrize("how", ["with buckets", "breaks"])

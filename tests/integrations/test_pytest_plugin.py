@@ -16,6 +16,7 @@ from support.child_process import run_python
 
 SUITE = """
     import numpy as np
+    import pytest
     import torch
 
     kept = []
@@ -48,6 +49,35 @@ SUITE = """
     def test_innocent():
         assert kept
 
+    def breaks():
+        kept.append(torch.ones(3))
+        kept[-1].untyped_storage().resize_(0)
+
+    def test_skips_in_the_middle():
+        breaks()
+        pytest.skip()
+
+    def test_after_a_skip():
+        pass
+
+    @pytest.fixture
+    def skips():
+        breaks()
+        pytest.skip()
+
+    def test_whose_fixture_skips(skips):
+        pass
+
+    def test_after_a_fixture_that_skips():
+        pass
+
+    def test_fails_for_another_reason():
+        breaks()
+        raise KeyError("another reason")
+
+    def test_after_a_failure():
+        pass
+
     def test_cleans_up():
         broken = torch.ones(3)
         broken.untyped_storage().resize_(0)
@@ -64,11 +94,6 @@ SUITE = """
     def test_reads_other_elements():
         x = torch.arange(8.0)
         x[::2] += x[1::2]
-
-    def test_fails_for_another_reason():
-        kept.append(torch.ones(3))
-        kept[-1].untyped_storage().resize_(0)
-        raise KeyError("another reason")
 """
 Run: TypeAlias = Callable[..., "subprocess.CompletedProcess[str]"]
 

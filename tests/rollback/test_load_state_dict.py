@@ -325,7 +325,7 @@ def test_memory_stays_where_it_is() -> None:
 
 
 def trained(size: int = 4, kind: Any = torch.optim.Adam, **options: float) -> torch.optim.Optimizer:
-    parameters = [nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(2, 3))]
+    parameters = [nn.Parameter(torch.ones(size)) for size in (size, (2, 3), ())]
     optimizer: torch.optim.Optimizer = kind(parameters, lr=0.1, **options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -349,7 +349,7 @@ def test_every_optimizer_takes_its_own_state(name: str) -> None:
     state = trained(kind=kind, **options).state_dict()
     for target in (
         trained(kind=kind, **options),
-        kind([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 3))]),
+        kind([nn.Parameter(torch.ones(size)) for size in (4, (2, 3), ())]),
     ):
         torchguard.load_state_dict(target, state)
         assert repr(target.state_dict()["state"]) == repr(state["state"])
@@ -365,6 +365,10 @@ FAULTS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     r"exp_avg of parameter 0 has shape \(3,\), expected \(4,\)": lambda _, state: state.update(
         trained(size=3).state_dict()
     ),
+    # A fused step would write past the end of the one element.
+    r"exp_avg of parameter 0 has shape \(\), expected \(4,\)": lambda _, state: state["state"][
+        0
+    ].update(exp_avg=torch.ones(())),
     "parameter groups": lambda _, state: state["param_groups"].append({"params": []}),
     "size of optimizer's group": lambda _, state: state["param_groups"][0]["params"].append(9),
     "param_groups": lambda _, state: state.pop("param_groups"),

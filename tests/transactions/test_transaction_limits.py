@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
@@ -73,6 +75,33 @@ def test_one_of_what_also_names_needs_no_list(kind: str, several: bool) -> None:
     assert all(map(torch.equal, tensors, expected))
 
 
+@pytest.mark.parametrize("state", [vars, lambda each: MappingProxyType(vars(each))])
+def test_what_also_names_may_return_its_live_containers(state: Any) -> None:
+    """Also where nothing in them is a tensor."""
+
+    class Counts:
+        def __init__(self) -> None:
+            self.bad, self.seen, self.by_name, self.kept = 0, [1], {"a": [1]}, (torch.ones(1), [1])
+
+        def state_dict(self) -> Any:
+            return state(self)
+
+        def load_state_dict(self, loaded: Any) -> None:
+            vars(self).update(loaded)
+
+    counts = Counts()
+    step = torchguard.transaction(*setup(), also=counts)
+    for _ in range(2):
+        with pytest.raises(KeyError), step:
+            counts.bad += 1
+            counts.seen.append(2)
+            counts.by_name["a"].append(2)
+            counts.kept[1].append(2)
+            raise KeyError
+        assert (counts.bad, counts.seen, counts.by_name) == (0, [1], {"a": [1]})
+        assert counts.kept[1] == [1]
+
+
 def test_a_second_step_and_a_failure_after_it_say_what_stays() -> None:
     model, optimizer = setup()
     step = torchguard.transaction(model, optimizer)
@@ -139,3 +168,17 @@ def test_modules_of_torchscript_are_trained(make: Any, inside: bool) -> None:
     for each, (value, gradient) in zip(model.parameters(), before, strict=True):
         assert torch.equal(each, value)
         assert torch.equal(each.grad, gradient)
+
+
+def test_to_leave_without_a_block_is_an_error_that_hides_no_other() -> None:
+    step = torchguard.transaction(*setup())
+    with step:
+        pass
+    with pytest.raises(RuntimeError, match="no open block"):
+        step.__exit__(None, None, None)
+    with pytest.raises(KeyError), contextlib.ExitStack() as stack:
+        stack.push(step)
+        raise KeyError
+    with step:
+        pass
+    assert step.stats().commits == 2

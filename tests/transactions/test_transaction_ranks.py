@@ -162,6 +162,22 @@ try:
 except Exception as error:
     result["different"] = type(error).__name__
 
+# 4b. Out of memory on one rank, and its undo fails so too: no rank tries again.
+class Unwilling:
+    def state_dict(self):
+        return {}
+    def load_state_dict(self, _):
+        raise RuntimeError("CUDA out of memory")
+torn = torchguard.transaction(
+    training.ddp, training.optimizer, group=True, also=Unwilling() if rank == 0 else ()
+)
+def short(x):
+    return torch.empty(2**58) if rank == 0 and len(x) > 2 else training.loss_of(x)
+try:
+    torn.run(short, training.batches[0], retry="halve")
+except Exception as error:
+    result["torn undo"] = type(error).__name__
+
 # 5. Ctrl-C on one rank, in its forward.
 before = training.state()
 def interrupted(x):
@@ -225,6 +241,8 @@ def test_out_of_memory_another_error_and_an_interrupt(results: list[dict[str, An
     assert results[0]["sizes"] == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2]
     assert results[1]["sizes"] == [8, 4, 4, 2, 2, 2, 2, 2, 2, 2, 2]
     assert [result["different"] for result in results] == ["OutOfMemoryError", "ValueError"]
+    torn = [result.get("torn undo") for result in results]
+    assert torn == ["UnrecoverableStepError", "PeerFailedError"]
     assert [result["interrupted"] for result in results] == ["PeerFailedError", "KeyboardInterrupt"]
     assert all(result["unchanged"] and result["handler"] for result in results)
 

@@ -203,6 +203,24 @@ class TestOutOfMemory:
             assert len(parts_of(torch.ones(2, 2), error, message)) == 2
 
 
+class Unwilling:
+    """What ``also=`` names, and cannot be put back: the text is one of memory."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+
+def test_a_step_that_could_not_be_undone_is_not_run_again() -> None:
+    made = Setup()
+    step = torchguard.transaction(made.model, made.optimizer, also=Unwilling())
+    with pytest.raises(torchguard.UnrecoverableStepError, match="CUDA out of memory"):
+        step.run(made.too_large_for(2), made.batch, retry="halve")
+    assert made.sizes == [8]
+
+
 def parts_of(
     batch: Any, error: type[Exception] = torch.OutOfMemoryError, message: str = "out of memory"
 ) -> list[Any]:

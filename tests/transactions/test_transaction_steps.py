@@ -37,15 +37,16 @@ def test_an_exception_after_the_step_leaves_a_step_that_counts() -> None:
         training.whole_step()
 
 
+class Torn(torch.optim.lr_scheduler.LambdaLR):
+    fails = False
+
+    def get_lr(self) -> list[Any]:
+        if self.fails:
+            raise Failure  # the counters are advanced already
+        return super().get_lr()
+
+
 def test_a_scheduler_that_raises_midway_is_as_it_was_before_its_step() -> None:
-    class Torn(torch.optim.lr_scheduler.LambdaLR):
-        fails = False
-
-        def get_lr(self) -> list[Any]:
-            if self.fails:
-                raise Failure  # the counters are advanced already
-            return super().get_lr()
-
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = Torn(optimizer, lambda epoch: 0.5**epoch)
@@ -61,6 +62,56 @@ def test_a_scheduler_that_raises_midway_is_as_it_was_before_its_step() -> None:
     scheduler.step()
     assert scheduler.last_epoch == 1
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_scheduler_that_raises_leaves_the_lr_that_another_one_has_set(apart: bool) -> None:
+    """Of one optimizer or of two."""
+    model = nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(1 + apart)]
+    first = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.5)
+    second = Torn(optimizers[-1], lambda epoch: 0.5**epoch)
+    step = torchguard.transaction(model, optimizers, scheduler=[first, second])
+    second.fails = True
+    with pytest.raises(Failure), step:
+        model(torch.ones(1, 2)).sum().backward()
+        for each in optimizers:
+            each.step()
+        first.step()
+        second.step()
+    assert (first.last_epoch, second.last_epoch) == (1, 0)
+    assert [optimizers[0].param_groups[0]["lr"]] == first.get_last_lr() == [0.5]
+    assert optimizers[-1].param_groups[0]["lr"] == (1.0 if apart else 0.5)
+
+
+class TornPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    fails = False
+
+    def _reduce_lr(self, epoch: int) -> None:
+        super()._reduce_lr(epoch)
+        if self.fails:
+            raise Failure
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_scheduler_in_also_and_its_lr_go_back_together_or_stay(fails: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = TornPlateau(optimizer, factor=0.5, patience=0)
+    average = [torch.zeros(1)]
+    step = torchguard.transaction(model, optimizer, also=[plateau, *average])
+    plateau.step(1.0)
+    plateau.fails = fails
+    with pytest.raises(Failure), step:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        average[0].add_(1)
+        plateau.step(1.0)
+        raise Failure
+    stays = 0 if fails else 1
+    assert plateau.last_epoch == 1 + stays
+    assert optimizer.param_groups[0]["lr"] == 0.5**stays
+    assert average[0] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

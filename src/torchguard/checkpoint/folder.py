@@ -75,9 +75,9 @@ def checkpoint_folder(
 
     Raises:
         SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made: a file, a
-            folder, a link that leads elsewhere. Nothing was written, or ``dcp.async_save`` has not
-            ended.
-            With ``group``: another rank has raised, or does not see the folder.
+            folder, a link that leads elsewhere; or the block wrote no file, or ended before
+            ``dcp.async_save`` did. With ``group``: another rank has raised or does not see the
+            folder, or ``path`` is such a folder (``step-10``) already.
         ValueError: ``keep`` is below 1.
 
     Example:
@@ -213,7 +213,7 @@ def _commit(
     with locked(str(link.parent)):  # a second writer would take the same number
         _refuse_foreign(link)
         alone = alone and not os.path.lexists(link)
-        number = max(_numbers(link), default=0) + 1
+        number = max(numbers(link), default=0) + 1
         while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
             number += 1
         final = link if alone else link.with_name(f"{link.name}.{number}")
@@ -230,7 +230,7 @@ def _commit(
             raise
         if fsync:
             sync(str(link.parent))
-        for older in _numbers(link)[:-keep]:
+        for older in numbers(link)[:-keep]:
             with contextlib.suppress(OSError):  # another process was quicker, or: the next save
                 _remove(link.with_name(f"{link.name}.{older}"))
 
@@ -250,7 +250,7 @@ def _numbered(link: Path) -> str:
     return rf"{re.escape(link.name)}\.([0-9]+)"
 
 
-def _numbers(link: Path) -> list[int]:
+def numbers(link: Path) -> list[int]:
     """Return the numbers of the marked folders, which are whole, the oldest first."""
     found = (re.fullmatch(_numbered(link), name) for name in os.listdir(link.parent))
     return sorted(int(match[1]) for match in found if match and is_ours(link.parent / match[0]))
@@ -338,7 +338,7 @@ def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
     """Say what a process that was stopped has left, if it has."""
     if not abandoned:
         return
-    whole = ", ".join(f"{link.name}.{number}" for number in _numbers(link)) or "none"
+    whole = ", ".join(f"{link.name}.{number}" for number in numbers(link)) or "none"
     leads = f"{link} leads to {os.readlink(link)}" if link.is_symlink() else "there is no link"
     warnings.warn(
         f"checkpoint_folder: a process was stopped while it wrote {link}. Removed: "

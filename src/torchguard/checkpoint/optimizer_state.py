@@ -77,10 +77,25 @@ def _by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapp
     if theirs == ours:
         return state
     index_of = dict(zip(theirs, indices, strict=True))
+    unique = len(index_of) == len(theirs) == len(ours)
     for group, own in zip(saved, groups, strict=True):
+        if not unique:  # two models may have the same names, each in a group of its own
+            index_of = _indices_within(group, own, kind)
         group["param_names"] = list(own["param_names"])
         group["params"] = [index_of[name] for name in own["param_names"]]
     return {**state, "param_groups": saved}
+
+
+def _indices_within(group: dict[str, Any], own: dict[str, Any], kind: str) -> dict[str, Any]:
+    theirs, ours = group["param_names"], own["param_names"]
+    index_of = dict(zip(theirs, group["params"], strict=True))
+    if not len(index_of) == len(theirs) == len(ours) or index_of.keys() != set(ours):
+        raise ValueError(
+            f"load_state_dict: names of parameters of {kind} occur several times, and their order "
+            f"or groups are others than in the state: {_listed(sorted({*theirs, *ours}))}. Give "
+            "each model's a prefix, in the state too"
+        )
+    return index_of
 
 
 def _names(groups: list[dict[str, Any]]) -> list[str] | None:
@@ -125,7 +140,8 @@ def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
 
 def _tensors_of(entry: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in entry.items() if isinstance(entry, Mapping) else ():
-        if isinstance(value, torch.Tensor) and value.dim():
+        # What counts steps may be of any shape; a moment of one number is one of another parameter.
+        if isinstance(value, torch.Tensor) and (value.dim() or key in _LIKE_PARAMETER):
             yield key, value
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchguard._public import public
 from torchguard._torch import patch
-from torchguard.checkpoint.folder import checkpoint_folder, is_ours
+from torchguard.checkpoint.folder import checkpoint_folder, is_ours, numbers
 from torchguard.checkpoint.saving import Versions
 from torchguard.checkpoint.verify import (
     METADATA,
@@ -311,7 +311,10 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if _is_ours(path):
             several = dist.is_initialized() and not options.get("no_dist")
             group = (options.get("process_group") or True) if several else None
-            with checkpoint_folder(os.path.abspath(path), group=group) as new:
+            link = os.path.abspath(path)
+            # As many stay as there are, of which dcp.save() would have written over one.
+            kept = max(len(numbers(Path(link))), 1)
+            with checkpoint_folder(link, keep=kept, group=group) as new:
                 options = _with_copy_of(options, "storage_writer", *writer)
                 return original(state_dict, **{**options, "checkpoint_id": new})
         raise SaveError(_OVERWRITES.format(path))

@@ -44,7 +44,7 @@ class CheckpointCheck:
     size: int
     """How many bytes they have."""
     limits: tuple[str, ...] = ()
-    """What can't be known, because the file holds no checksum and there is no manifest."""
+    """What was not compared: files without checksums, of unknown formats, or in no manifest."""
 
     def __bool__(self) -> bool:
         return not self.faults

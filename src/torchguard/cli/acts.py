@@ -23,7 +23,7 @@ import torch
 import torchguard
 
 STEPS, FIRST, EVERY = 60, 5, 12
-"""The steps of the training: how many, the first without memory, how many to the next such."""
+"""Steps of the training: how many, the first that runs out of memory, how many to the next one."""
 
 _Found = tuple[bool, str, list[float]]
 
@@ -57,7 +57,7 @@ def _history(counts: torch.Tensor) -> torch.Tensor:
 
 
 def compiled(*, guarded: bool) -> _Found:
-    """Compile a function that writes between a copy and its end."""
+    """Compile a function that writes again after it has taken a copy."""
     function: Any = torchguard.verified()(_history) if guarded else torch.compile(_history)
     found = function(torch.zeros(3)).tolist()
     return found != [1, 0, 0], f"before is {found}", []

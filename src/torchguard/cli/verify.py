@@ -17,7 +17,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "verify",
         help="say whether checkpoints are whole, and which file and tensor is not",
         description="Read checkpoints and compare them with their manifest or checksums: folders "
-        "(torch.distributed.checkpoint, checkpoint_folder), .pt and .safetensors files.",
+        "(torch.distributed.checkpoint, checkpoint_folder), .pt and .safetensors files. The "
+        ".metadata of torch.distributed.checkpoint is unpickled, which can run code: verify files "
+        "that you trust.",
         epilog="Exit status: 0 whole, 1 not whole, 2 bad usage or nothing there.",
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a file or a folder")

@@ -45,7 +45,7 @@ class Row:
     """What happened with the guards on."""
 
     guards: tuple[str, ...] = ()
-    """Names for ``install()``, or ``"guarded"`` or ``"check_consistent"`` which are called."""
+    """Names for ``install()``, or those of ``catalog.CALLED_GUARDS``, which are called."""
 
     advice: str = ""
     limits: str = ""
@@ -166,7 +166,7 @@ def doctor(
         only: identifiers of the defects to probe; all of them if None.
         family: probe this family only: ``"memory"``, ``"compile"`` or ``"gradient"``.
         progress: called with a :class:`DoctorProgress` whenever a process starts or ends.
-        jobs: how many processes run side by side; as many as there are cores if None.
+        jobs: how many processes run side by side; as many as there are cores, at most 8, if None.
         timeout: seconds after which a probe is killed and its row says ``timeout``.
 
     Raises:

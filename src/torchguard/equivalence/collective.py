@@ -1,4 +1,4 @@
-"""The one collective of torchguard: the ranks of a group learn the largest of each number."""
+"""The collective of the checks: the ranks of a group learn the largest of each number."""
 
 from __future__ import annotations
 

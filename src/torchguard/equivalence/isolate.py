@@ -410,7 +410,7 @@ def run_undoing_mutations(
 ) -> Outcome:
     """Call a function that may have a state of its own, and send a gradient backward.
 
-    It runs deterministically and eagerly. Afterwards memory, modules and random states are as they
+    It runs deterministically and eagerly. Afterwards memory, modules and RNG states are as they
     were. What it raises comes out.
 
     Args:

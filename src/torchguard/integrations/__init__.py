@@ -61,6 +61,6 @@ class Session:
         for name, bucketed in self.buckets.items():
             for key, value in bucketed.stats().as_dict().items():
                 # A logger draws curves of numbers; the rest is lists and texts.
-                if isinstance(value, (int, float)):
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
                     found[f"torchguard/{name}/{key}"] = value
         return found

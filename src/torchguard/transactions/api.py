@@ -34,12 +34,12 @@ def transaction(
     """Make ``with step:`` blocks that leave the training as it was if they raise.
 
     Equals plain code on success: no bit, no gradient, no random number and no compiled graph
-    differs, but for fused steps on the CPU that torch computes wrong (``fused-layout`` and
-    ``sgd-fused-half`` in the doctor's table), which are right while there is a transaction.
+    differs, but for fused steps that torch computes wrong (``fused-layout``, ``sgd-fused-half``
+    and ``sgd-fused-skip`` in the doctor's table), which are right while there is a transaction.
 
     If the block raises, whatever it raises, everything is bit for bit as it was when the block
     began, and the exception goes on, the very object: parameters, gradients, buffers, the
-    optimizer's state and options, scaler, schedulers, random states, ``training`` and
+    optimizer's state and options, scaler, schedulers, RNG states, ``training`` and
     ``requires_grad``, attributes and hooks of modules. Once every optimizer has stepped the step
     counts: an exception after that leaves a whole step, and carries a note that says so.
 
@@ -54,13 +54,14 @@ def transaction(
         also: what else the step changes: modules (a teacher, whose parameters are then copied when
             a block begins), tensors, generators, and objects with ``state_dict`` and
             ``load_state_dict`` (an average of the weights); one, or several in a list.
-        undo: ``"auto"`` copies parameters and the optimizer's state when ``step()`` begins, and
-            not at all where fused kernels do the step in one call. ``"copy"`` copies them when the
-            block begins, for code that writes parameters itself. ``"none"`` never copies them.
-        skip_nonfinite: skip the step of a loss or a gradient that is not finite, for bf16 training
-            without a scaler.
-        group: the process group of DistributedDataParallel; a step is taken on all its ranks or
-            on none, with :meth:`Transaction.run`.
+        undo: ``"auto"`` copies parameters and the optimizer's state when ``step()`` begins. They
+            are not copied where the last step is one call of fused kernels; of several optimizers
+            all but the last are copied. ``"copy"`` copies them when the block begins, for code
+            that writes parameters itself. ``"none"`` never copies them.
+        skip_nonfinite: skip each step with a gradient (in ``run`` without ``group``: or a loss)
+            that is not finite, for bf16 training without a scaler.
+        group: the process group of DistributedDataParallel, True for the default one; a step is
+            taken on all its ranks or on none, with :meth:`Transaction.run`.
 
     Returns:
         A :class:`Transaction`: use it in a ``with`` statement, for one step at a time.
@@ -68,7 +69,11 @@ def transaction(
     Raises:
         TypeError: an argument is of another type, or an optimizer or a module that a step can't
             be undone with (LBFGS, FSDP, an optimizer that steps inside backward).
-        ValueError: ``undo`` is none of the three, or a parameter is not initialised yet.
+        ValueError: ``undo`` is none of the three, a parameter is not initialised yet, an optimizer
+            has no parameter of the model, ``skip_nonfinite`` comes with a GradScaler, or ``group``
+            with a model that it can't average.
+        UnrecoverableStepError: raised by the block, from the original exception, where a step can
+            be neither undone nor finished.
 
     Upstream: https://github.com/pytorch/pytorch/issues/64636,
     https://github.com/pytorch/pytorch/issues/10615

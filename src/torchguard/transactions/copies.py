@@ -6,7 +6,7 @@ import copy
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
@@ -103,7 +103,7 @@ def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) 
 class Containers:
     """Shallow copies of the dicts and lists that objects hold, and copies of the tensors in them.
 
-    Goes into dicts, lists, tuples and sets, not into modules and optimizers. ``into`` says of
+    Goes into dicts, lists and tuples, not into sets, modules and optimizers. ``into`` says of
     other objects whether to go into their attributes: by default into schedulers and schedules.
     """
 
@@ -146,6 +146,14 @@ class Containers:
         elif self._into(node):
             return (vars(node),)
         return ()
+
+    def replaced(self) -> bool:
+        """Whether a dict holds other objects than it did, as one does that counts steps."""
+        return any(
+            isinstance(container, dict)
+            and not same_objects(list(container.values()), list(before.values()))
+            for container, before in self.copies
+        )
 
     def restore(self) -> None:
         """Put every container and every tensor back; what is unchanged is not touched."""
@@ -350,9 +358,16 @@ def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[]
 
 
 def _copied_tree(tree: Any) -> Any:
-    leaves, _ = _pytree.flatten(tree)
-    copies = [
-        leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-        for leaf in leaves
-    ]
-    return _pytree.unflatten(copies, tree)
+    """Copy tensors, numbers and containers: ``state_dict()`` may return the live ones."""
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    inside = _pytree.children(tree)
+    if inside is None:
+        return copy.deepcopy(tree)
+    copies = {key: _copied_tree(child) for key, child in inside}
+    # Nothing can be put into one of these; a tuple of another kind may not be made from items.
+    if isinstance(tree, tuple) and all(copies[key] is child for key, child in inside):
+        return tree
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return copies
+    return _pytree.with_children(tree, copies)

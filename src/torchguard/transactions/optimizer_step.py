@@ -235,15 +235,45 @@ class AtCommit:
     """What changes after the optimizers, as it was when the last of them had stepped."""
 
     def __init__(self, training: TrainingState) -> None:
-        groups = [group for each in training.optimizers for group in each.param_groups]
-        parameters = [group["params"] for group in groups]
-        self.others = {
-            id(other): Containers([vars(other)])
-            if per_optimizer_states(other) is not None
-            else Containers([vars(other), *groups], skip=parameters)
-            for other in training.others
+        also = [each for each in training.also if _is_scheduler(each)]
+        self.schedulers = [x for x in training.others if per_optimizer_states(x) is None] + also
+        self.others = {id(each): Containers([vars(each)]) for each in (*training.others, *also)}
+        # By optimizer and not by scheduler: several of these may set one lr.
+        self._groups = {
+            each: Containers(each.param_groups, skip=[g["params"] for g in each.param_groups])
+            for each in (training.optimizers if self.schedulers else ())
         }
-        self.also = undos_of(training.also, buffers=True)
+        # A scheduler that went back alone would set an lr again that it has set.
+        kept = set(map(id, also))
+        self.also = undos_of([x for x in training.also if id(x) not in kept], buffers=True)
+
+    def put_back_what_raised(self, exception: BaseException | None) -> list[str]:
+        """Put each scheduler back that an exception went through; return notes."""
+        raised = [each for each in self.schedulers if _raised_inside(exception, each)]
+        for each in raised:
+            self._put_back(each)
+        return [f"{type(each).__name__} is as it was before its step()" for each in raised]
+
+    def _put_back(self, scheduler: Any) -> None:
+        """Put a scheduler and its lr back, but for an lr that another one has set meanwhile."""
+        self.others[id(scheduler)].restore()
+        for optimizer, groups in self._groups.items():
+            setting = [each for each in self.schedulers if self._may_set(each, optimizer)]
+            others = [self.others[id(each)] for each in setting if each is not scheduler]
+            if scheduler in setting and not any(each.replaced() for each in others):
+                groups.restore()
+
+    def _may_set(self, scheduler: Any, optimizer: Optimizer) -> bool:
+        own = getattr(scheduler, "optimizer", None)
+        return own is optimizer or own not in self._groups
+
+
+def _is_scheduler(each: Any) -> bool:
+    """Whether what ``also=`` names sets the lr of an optimizer: an average has none."""
+    return not isinstance(each, (Tensor, torch.nn.Module, Optimizer)) and (
+        isinstance(getattr(each, "optimizer", None), Optimizer)
+        and callable(getattr(each, "step", None))
+    )
 
 
 def finish_step(
@@ -273,16 +303,17 @@ def finish_step(
             now.pop(name, None)
             now.update({name: before[name]} if name in before else {})
     for other in training.others:
-        containers = None if at_commit is None else at_commit.others[id(other)]
         if per_optimizer_states(other) is not None:
+            containers = None if at_commit is None else at_commit.others[id(other)]
             notes.append(_finish_scaler(other, containers))
-        elif containers is not None and _raised_inside(exception, other):
-            containers.restore()
-            notes.append(f"{type(other).__name__} is as it was before its step()")
+    if at_commit is not None:
+        notes += at_commit.put_back_what_raised(exception)
     if at_commit is not None and at_commit.also:
         for undo in at_commit.also:
             undo()
-        notes.append("what also= names is as it was when the last optimizer had stepped")
+        notes.append(
+            "what also= names, schedulers apart, is as it was when the last optimizer had stepped"
+        )
     if exception is not None:
         add_note(exception, "; ".join(notes))
 

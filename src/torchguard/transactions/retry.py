@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch import is_out_of_memory
+from torchguard.errors import UnrecoverableStepError
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def run(
     samples = size = 0  # B, and the size of a part; 0 until the batch has been looked at
 
     def may_halve(error: BaseException) -> bool:
-        return retry is not None and size > 1 and is_out_of_memory(error)
+        return retry is not None and size > 1 and _is_out_of_memory(error)
 
     def code_of(error: BaseException) -> int:
         return OUT_OF_MEMORY if may_halve(error) else FAILED
@@ -63,7 +64,7 @@ def run(
                 again = may_halve(error) and not step.committed
             else:  # out of memory on any rank, and nothing else on any
                 again = step.ranks.worst == OUT_OF_MEMORY
-            if not again:
+            if not again or isinstance(error, UnrecoverableStepError):
                 raise
             _clear_frames(error)
         else:
@@ -80,6 +81,11 @@ def run(
         # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
         _empty_caches()
         size = (size + 1) // 2
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out and the step was undone; the text of a failed undo may say so too."""
+    return is_out_of_memory(error) and not isinstance(error, UnrecoverableStepError)
 
 
 def _train(

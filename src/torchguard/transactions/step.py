@@ -145,8 +145,9 @@ class Transaction:
             The mean loss of the batch, detached, a tensor of one number.
 
         Raises:
-            TypeError: the batch can't be split (the message names what), or ``loss_of`` does not
-                return one number.
+            TypeError: the batch can't be split (the message names what), ``loss_of`` does not
+                return one number, or a scheduler is a ReduceLROnPlateau, which needs a metric.
+            ValueError: ``retry`` is another, or a DistributedDataParallel model without ``group=``.
             PeerFailedError: another rank failed; with ``group=``.
         """
         return run(self, loss_of, batch, retry=retry, before_step=before_step)
@@ -236,7 +237,7 @@ class Transaction:
             {kind: count for kind, count in self._put_back.items() if count},
         )
 
-    # The with statement. Rollback explains why __exit__ is no plain method.
+    # The with statement. _Leave in rollback/block.py says why __exit__ is no plain method.
 
     def __enter__(self) -> Self:
         began = time.perf_counter()
@@ -267,6 +268,10 @@ class Transaction:
     ) -> None:
         """Commit the block, or undo it."""
         began = time.perf_counter()
+        if not self.saved:
+            if exception is not None:
+                return  # there is nothing to undo, and it goes on
+            raise RuntimeError("this transaction has no open block: enter it first")
         block = self.saved[-1]
         signals = None if exception is None else DeferredSignals()
         try:

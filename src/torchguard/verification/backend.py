@@ -154,7 +154,7 @@ class VerifiedBackend:
         if reason is not None:
             record.status, record.reason = "unverified", reason
             return compiled
-        # Here and not above: it is the larger part of the room, and `import torchguard` is quick.
+        # Here and not above: what a check needs is imported with the first graph.
         from torchguard.verification.check import GraphCheck, checked_calls  # noqa: PLC0415
 
         # Tensors with values are let go, so that they live no longer than their holders want.
@@ -249,7 +249,7 @@ def verified_backend(
             they write nothing, and that have no side-effect token, torchguard believes it.
 
     Raises:
-        TypeError: ``run_twice`` is no collection of names.
+        TypeError: ``run_twice`` is no collection of names, or ``group`` no process group.
         ValueError: an argument is none of these.
 
     Upstream: https://github.com/pytorch/pytorch/issues/197829 and others; the doctor
@@ -293,7 +293,7 @@ class SizesChecked:
         self._alike: Counter[Hashable] = Counter()
 
     def lacking(self, sizes: Hashable, writes: bool) -> bool:
-        """Whether a call with these sizes is to be checked, of a graph that writes its inputs."""
+        """Whether a call with these sizes is checked; ``writes``: the graph writes its inputs."""
         calls, checks = self._options.calls, self._checks
         if checks[sizes] >= calls:
             return False
@@ -304,7 +304,7 @@ class SizesChecked:
 
     @property
     def too_many(self) -> bool:
-        """Whether there is no more to be checked of a graph that writes its inputs."""
+        """Whether as many sizes were checked as ever are of a graph that writes its inputs."""
         return self._options.check_each == "auto" and len(self._checks) >= self.EACH_WRITING
 
     def checked(self, sizes: Hashable) -> None:

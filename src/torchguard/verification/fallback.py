@@ -49,7 +49,7 @@ _AOT_EAGER = Fallback("aot_eager", lambda *given: dynamo_backend("aot_eager")(*g
 def fallbacks_of(
     inner: str | Compiler, settings: Mapping[str, Any], dynamic: bool | None
 ) -> tuple[Fallback, ...]:
-    """Return a backend and what comes after it: AOTAutograd without a compiler, then eager.
+    """Return a backend and what comes after it, down to AOTAutograd without a compiler and eager.
 
     ``settings`` are what ``torch.compile`` passes on to the backend, ``mode`` and ``options``.
     """

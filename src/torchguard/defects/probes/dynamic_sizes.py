@@ -231,7 +231,7 @@ def pad_dynamic() -> str | None:
     """Compile with a dim that is marked dynamic.
 
     Up to 2.9 torch bounded Python's ``%`` with C's rule (``torch/utils/_sympy/interp.py``), so
-    ``-n % 16`` lay in [-15, 0]. Inductor then leaves out the test for the end of the input (2.6),
+    ``-n % 2`` lay in [-1, 0]. Inductor then leaves out the test for the end of the input (2.6),
     or pads in place, in a buffer that is too small (2.8 and 2.9).
     """
 

@@ -145,7 +145,7 @@ def storage_shrunk() -> str | None:
     return f"summed {t.nbytes} bytes of {held} to {total}" if t.nbytes > held else None
 
 
-# n is 3: a row number of -9 or 9 is out of range everywhere.
+# Three rows: row 9 is out of range everywhere.
 _ROWS = torch.arange(9.0).reshape(3, 3)
 _BAD_ROW = torch.tensor([0, 1, 9])
 _BAD_ROWS = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, 9]])

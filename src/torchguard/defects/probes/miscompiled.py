@@ -159,7 +159,7 @@ def _swapped(program: _Program) -> Tensor:
     "outside.",
 )
 def snapshot_dropped(first: Tensor, second: Tensor) -> None:
-    """Swap two tensors by way of a clone, for which ``remove_noop_ops`` takes ``a`` itself."""
+    """Swap two tensors by way of a clone, for which ``remove_noop_ops`` takes ``first`` itself."""
     saved = first.clone()
     first.copy_(second)
     second.copy_(saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -136,14 +137,22 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     https://github.com/pytorch/pytorch/issues/180164
     """
     wanted = _known(names, "install") or _DEFAULT
+    # Every defect is tried before anything is patched: if a trial raises, nothing is. A trial may
+    # import Dynamo, for which another thread may hold the lock of Python's while it wants ours.
+    reasons = {
+        name: GUARDS[name].not_needed()
+        for name in wanted
+        if only_if_needed and name not in _holders
+    }
+    # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
+    # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
+    on_import(DYNAMO, _dynamo_was_imported)
     dynamo = dynamo_is_imported()
     with patch.lock:
-        # Every defect is tried before anything is patched: if a trial raises, nothing is.
         skipped = {
             name: reason
-            for name in wanted
-            if only_if_needed and name not in _holders
-            if (reason := GUARDS[name].not_needed()) is not None
+            for name, reason in reasons.items()
+            if reason is not None and name not in _holders
         }
         chosen = tuple(name for name in wanted if name not in skipped)
         now = [
@@ -152,9 +161,6 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
             if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
         ]
         new = {name: GUARDS[name].paths() for name in now}
-        # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
-        # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
-        on_import(DYNAMO, _dynamo_was_imported)
         fill_tables()
         for name in chosen:
             if _paths.get(name) and not _is_in_force(name):
@@ -168,6 +174,8 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
             if name not in _holders and name not in now:
                 _waiting.append(name)
             _holders.setdefault(name, set()).add(installation)
+        if _dynamo_is_there():  # another thread has imported it in between
+            _apply_waiting()
         for name in chosen:
             for module in GUARDS[name].in_modules:
                 on_import(module, _module_was_imported)
@@ -249,8 +257,18 @@ def _dynamo_was_imported(_: ModuleType) -> None:
     with patch.lock:
         with patch.originals_in_place():
             rebuild_dynamo_tables()
-        while _waiting:
-            _apply_late(_waiting.pop(0))
+        _apply_waiting()
+
+
+def _dynamo_is_there() -> bool:
+    """Whether its import has ended, and what :func:`on_import` does then is done."""
+    spec = getattr(sys.modules.get(DYNAMO), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
+def _apply_waiting() -> None:
+    while _waiting:
+        _apply_late(_waiting.pop(0))
 
 
 def _apply_late(name: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -57,9 +58,11 @@ class Installation:
             PatchConflictError: other code has patched on top; nothing is undone then.
         """
         with patch.lock:
-            _undo([name for name in self.names if _holders.get(name) == {self}])
-            for holders in _holders.values():
-                holders.discard(self)
+            _undo([name for name in self.names if _holders.get(name) == {self}], self._let_go)
+
+    def _let_go(self) -> None:
+        for holders in _holders.values():
+            holders.discard(self)
 
     def _skip(self, name: str, reason: str) -> None:
         self.names = tuple(each for each in self.names if each != name)
@@ -195,9 +198,7 @@ def uninstall(*names: GuardName) -> None:
         PatchConflictError: other code has patched on top; nothing is undone then.
     """
     with patch.lock:
-        _undo(list(_known(names, "uninstall") or _holders))
-        if not names:
-            forget()
+        _undo(list(_known(names, "uninstall") or _holders), lambda: None if names else forget())
 
 
 @public
@@ -223,7 +224,12 @@ def get_original(path: str) -> Any:
         raise ValueError(
             f"get_original: path is {path!r}, expected one like 'torch.Tensor.resize_'"
         )
-    return patch.original(path)
+    found = patch.original(path)
+    if found is patch.ABSENT:
+        raise AttributeError(
+            f"get_original: torch has nothing at {path}; torchguard has put it there"
+        )
+    return found
 
 
 def _is_in_force(name: str) -> bool:
@@ -231,14 +237,16 @@ def _is_in_force(name: str) -> bool:
     return name in _waiting or (bool(paths) and all(patch.patched(path) for path in paths))
 
 
-def _undo(names: list[str]) -> None:
+def _undo(names: list[str], then: Callable[[], None]) -> None:
     patch.undo([path for name in names for path in _paths.get(name, ())])
-    for name in names:
-        _holders.pop(name, None)
-        _paths.pop(name, None)
-        if name in _waiting:
-            _waiting.remove(name)
-        GUARDS[name].changed()
+    with contextlib.ExitStack() as last:  # "checks" raises what it has not reported yet
+        last.callback(then)
+        for name in names:
+            _holders.pop(name, None)
+            _paths.pop(name, None)
+            if name in _waiting:
+                _waiting.remove(name)
+            last.callback(GUARDS[name].changed)
 
 
 def _module_was_imported(module: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -337,3 +338,12 @@ def test_memory_format_dtype_and_errors_are_those_of_an_assignment() -> None:
     assert at(torch.zeros(3, dtype=torch.int64))[[0]].add(1.9).tolist() == [1, 0, 0]
     with pytest.raises(IndexError, match=r"at\(\)\.add: t is of shape \(4, 3\)"):
         at(t)[[9]].add(1.0)
+
+
+def test_divide_leaves_the_elements_that_are_not_named() -> None:
+    t = torch.tensor([complex(math.inf, 0), 1 + 0j], requires_grad=True)
+    result = at(t)[[1, 1]].divide(2)
+    assert result.tolist() == [complex(math.inf, 0), 0.25]
+    result.abs().sum().backward()
+    assert t.grad is not None
+    assert t.grad[1] == 0.25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 import torchguard
 from support.modes import DispatchMode, FunctionMode
+from torchguard.checks import check
 from torchguard.errors import IndexOutOfRangeError, TorchGuardError, ZeroDivisorError
 
 X = torch.arange(12.0).reshape(4, 3)
@@ -271,3 +273,125 @@ def test_operators_with_reflected_operands() -> None:
                 call()
         with pytest.raises(TypeError):
             operator.mod(zero, "x")
+
+
+def test_the_number_zero_as_divisor_of_integers() -> None:
+    """Torch raises a bare RuntimeError on a CPU, and nothing on CUDA."""
+    x = torch.ones(2, dtype=torch.long)
+    divisions: list[Callable[[], Any]] = [
+        lambda: x // 0,
+        lambda: x % False,
+        lambda: torch.fmod(x, 0),
+        lambda: torch.remainder(x, np.int64(0)),  # type: ignore[call-overload]
+        lambda: x.clone().floor_divide_(0),
+        lambda: torch.div(x, 0, rounding_mode="floor"),
+    ]
+    with torchguard.checked():
+        for divide in divisions:
+            with pytest.raises(ZeroDivisorError, match="other"):
+                divide()
+        assert torch.div(x, 0).isinf().all()
+        assert (x // 0.0).isinf().all()
+        assert (torch.empty(0, dtype=torch.long) // 0).shape == (0,)
+        assert (x.to("meta") // 0).shape == (2,)
+        with pytest.raises(RuntimeError, match="rounding_mode to be one of"):
+            torch.div(x, 2, rounding_mode="")
+
+
+NONE = torch.empty(0, dtype=torch.long)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: functional.embedding_bag(
+            torch.tensor([0, 1, 7]), x, torch.tensor([0, 2]), include_last_offset=True
+        ),
+        lambda x: NONE % torch.zeros(1, dtype=torch.long) + x[:0, 0],
+        lambda x: x[torch.tensor([99]), NONE],
+        lambda x: x[torch.tensor([99]), []],
+    ],
+)
+def test_values_that_torch_never_reads(call: Callable[[Tensor], Tensor], backend: Any) -> None:
+    expected = call(X)
+    run = torch.compile(call, backend=backend) if backend else call
+    with torchguard.checked():
+        assert run(X).equal(expected)
+
+
+def test_the_backward_of_bags_reads_what_lies_past_the_last_offset() -> None:
+    """Without the scope it writes to memory of others."""
+    weight = torch.zeros(4, 2, requires_grad=True)
+
+    def bags() -> Tensor:
+        indices, offsets = torch.tensor([0, 1, 7]), torch.tensor([0, 2])
+        return functional.embedding_bag(indices, weight, offsets, include_last_offset=True)
+
+    with torchguard.checked():
+        assert raises(bags)
+        with torch.no_grad():
+            assert bags().shape == (1, 2)
+
+
+def test_an_index_that_a_mask_of_nothing_leaves_unread() -> None:
+    with torchguard.checked():
+        assert X[torch.tensor([99]), torch.zeros(3, dtype=torch.bool)].shape == (0,)
+        assert raises(lambda: X[torch.tensor([99]), torch.ones(3, dtype=torch.bool)])
+
+
+def test_one_object_in_two_tasks() -> None:
+    """Each task leaves its own scope, in whatever order."""
+    scope, found = torchguard.checked(), []
+
+    async def first(turn: asyncio.Event, other: asyncio.Event) -> None:
+        with scope:
+            other.set()
+            await turn.wait()
+            found.append(raises(lambda: X[BAD]))
+        found.append(raises(lambda: X[BAD]))
+        other.set()
+
+    async def second(turn: asyncio.Event, other: asyncio.Event) -> None:
+        await turn.wait()
+        with scope:
+            turn.clear()
+            other.set()
+            await turn.wait()
+            found.append(raises(lambda: X[BAD]))
+        found.append(raises(lambda: X[BAD]))
+
+    async def run() -> None:
+        one, two = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(first(one, two), second(two, one))
+
+    asyncio.run(run())
+    assert found == [True, False, True, False]
+
+
+def test_a_task_that_outlives_the_scope_it_was_started_in() -> None:
+    async def late(ended: asyncio.Event) -> bool:
+        await ended.wait()
+        return raises(lambda: X[BAD])
+
+    async def run() -> bool:
+        ended = asyncio.Event()
+        with torchguard.checked():
+            task = asyncio.create_task(late(ended))
+            await asyncio.sleep(0)
+        with torchguard.checked():
+            ended.set()
+            return await task
+
+    assert not asyncio.run(run())
+
+
+def test_uninstall_reports_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "is_on_cpu", lambda _: False)  # as on a GPU
+    for everything in (True, False):
+        installation = torchguard.install("checks", "resize")
+        X.index_select(0, BAD)
+        with pytest.raises(IndexOutOfRangeError, match="index_select"):
+            (torchguard.uninstall if everything else installation.uninstall)()
+        assert torchguard.installed() == ()
+        assert not raises(lambda: X[BAD])

@@ -166,6 +166,17 @@ def test_asarray_that_must_not_copy() -> None:
             numpy_memory.asarray(obj, copy=False)
 
 
+@pytest.mark.parametrize("readonly", ["raise", "warn"])
+def test_asarray_that_copies_anyway(readonly: Any, recwarn: pytest.WarningsRecorder) -> None:
+    array = np.zeros(3)
+    array.flags.writeable = False
+    for obj in (array, memoryview(bytes(array))):
+        copied = numpy_memory.asarray(obj, copy=True, readonly=readonly, dtype=torch.float64)
+        copied.fill_(7)
+    assert array.tolist() == [0, 0, 0]
+    assert not recwarn.list
+
+
 # ---- shared memory ----
 
 

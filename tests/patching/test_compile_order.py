@@ -249,3 +249,8 @@ def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there
             assert torch.equal(compiled(x), current(x, x))
     current = torch.add
     assert torch.equal(compiled(x), x + x)
+
+
+def test_torch_has_nothing_where_a_guard_has_put_an_attribute() -> None:
+    with install("setitem", only_if_needed=False), pytest.raises(AttributeError, match="nothing"):
+        torchguard.get_original("torch._dynamo.variables.tensor.TensorVariable.requires_grad")

@@ -237,3 +237,17 @@ def test_a_large_copy_is_put_back_once_however_often_it_is_interrupted(
     saved.restore()
     assert copies == [2, 0]
     assert tensor.tolist() == [1, 1, 1]
+
+
+def test_a_deferred_signal_arrives_where_the_handler_of_an_earlier_one_raises() -> None:
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: arrived.append(number))
+    try:
+        deferred = interrupts.DeferredSignals()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt):
+            deferred.restore_handlers()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert arrived == [signal.SIGUSR1]

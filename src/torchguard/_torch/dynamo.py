@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import re
 import sys
 import warnings
@@ -398,7 +399,7 @@ def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> I
 
 
 _INTERNAL_FOLDERS = tuple(
-    str(folder) + "/" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)
+    str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)
 )
 # The frames of every call into compiled code have one of this file among them. Where torch renames
 # it, the warning is at the innermost line of the user's, which is in the compiled function.

@@ -191,15 +191,82 @@ def originals_in_place() -> Iterator[None]:
                 setattr(patch.owner, patch.name, patch.replacement)
 
 
+@dataclass
+class _Aside:
+    """What :func:`originals_set_aside` has taken away; read and changed under the lock."""
+
+    users: int = 0
+    is_on: bool = False
+    changing: int = 0
+    """How many changes are going on; everything is back in place meanwhile."""
+
+    patches: tuple[_Patch, ...] = ()
+    overlays: tuple[Overlay, ...] = ()
+
+    def take_away(self) -> None:
+        """Take the overlays, then what they stand over."""
+        self.overlays = tuple(_overlays)
+        remove_overlay(self.overlays)
+        self.patches = tuple(
+            patch for patch in _table.values() if _value(patch) is patch.replacement
+        )
+        for patch in self.patches:
+            _put_original(patch)
+        self.is_on = True
+
+    def put_back(self) -> None:
+        """Put all of it back."""
+        if self.is_on:
+            self.is_on = False
+            for patch in self.patches:
+                setattr(patch.owner, patch.name, patch.replacement)
+            overlay(self.overlays)
+
+    def end(self, users: int = 1) -> None:
+        """Count some users less; the last one puts back."""
+        self.users = max(0, self.users - users)
+        if not self.users:
+            self.put_back()
+
+
+_aside = _Aside()
+
+
+@contextlib.contextmanager
+def originals_set_aside() -> Iterator[None]:
+    """Let torch be as it was while code of others runs, which may wait for other threads.
+
+    The lock is free: a thread that imports holds locks of Python's, for which others wait that
+    want ours. What is patched or put over torch meanwhile is set aside as well.
+    """
+    with lock:
+        if _aside.changing:  # in the midst of a change of this very thread
+            with originals_in_place():
+                yield
+            return
+        _aside.users += 1
+        if not _aside.is_on:
+            _aside.take_away()
+    try:
+        yield
+    finally:
+        with lock:
+            _aside.end()
+
+
 @functools.cache
 def _prepare() -> None:
     """Once, before the first patch: keep our frames from Dynamo, and the lock whole over a fork."""
     _keep_originals_while_importing()
     skip_own_frames()
     if hasattr(os, "register_at_fork"):
-        # A child has no thread that could release the lock for it.
+        # A child has no thread that could release the lock for it, or end an import.
+        def after_in_child() -> None:
+            _aside.end(_aside.users)
+            lock.release()
+
         os.register_at_fork(
-            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=after_in_child
         )
 
 
@@ -219,7 +286,7 @@ class _Finder(MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            with originals_in_place():
+            with originals_set_aside():
                 execute(module)
 
         vars(spec.loader)["exec_module"] = exec_module
@@ -227,7 +294,7 @@ class _Finder(MetaPathFinder):
 
 
 def _keep_originals_while_importing() -> None:
-    """Execute the modules that torch imports from now on inside :func:`originals_in_place`."""
+    """Execute the modules that torch imports from now on inside :func:`originals_set_aside`."""
     # Many keep tables of functions: patterns and lowerings of inductor, Dynamo's lists,
     # functorch.dim, torch._numpy. Dynamo and FX look up originals, which they write into graphs.
     # In front of the finder it asks, and behind those of others (wrapt's hooks after an import).
@@ -364,6 +431,9 @@ def overlay(overlays: Iterable[Overlay]) -> None:
     """Put these over what is patched, until :func:`remove_overlay`."""
     with lock:
         _prepare()
+        if _aside.is_on:
+            _aside.overlays = (*_aside.overlays, *overlays)
+            return
         for each in overlays:
             each.put_on()
             _overlays.append(each)
@@ -373,6 +443,9 @@ def remove_overlay(overlays: Iterable[Overlay]) -> None:
     """Take them away again, in any order; what was put over them stays."""
     with lock:
         leaving = list(overlays)
+        if _aside.is_on:
+            _aside.overlays = tuple(each for each in _aside.overlays if each not in leaving)
+            return
         above: list[Overlay] = []
         for each in reversed(_overlays):
             # An overlay that stands below one that stays is taken from under it.
@@ -393,12 +466,22 @@ def remove_overlay(overlays: Iterable[Overlay]) -> None:
 def _without_overlays(paths: Iterable[str] | None = None) -> Iterator[None]:
     """Take away what stands over these paths, or over any, for as long as the block runs."""
     with lock:
-        standing = list(_overlays)
-        if standing and paths is not None:
-            owners = [resolve(path)[0] for path in paths]
-            standing = [each for each in standing if any(each.owner is owner for owner in owners)]
-        remove_overlay(standing)
+        is_aside = _aside.is_on
+        _aside.put_back()
+        _aside.changing += 1
         try:
-            yield
+            standing = list(_overlays)
+            if standing and paths is not None:
+                owners = [resolve(path)[0] for path in paths]
+                standing = [
+                    each for each in standing if any(each.owner is owner for owner in owners)
+                ]
+            remove_overlay(standing)
+            try:
+                yield
+            finally:
+                overlay(standing)
         finally:
-            overlay(standing)
+            _aside.changing -= 1
+            if is_aside and _aside.users:
+                _aside.take_away()

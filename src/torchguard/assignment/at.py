@@ -273,10 +273,11 @@ def _scattered(
         return flat.scatter_reduce(0, where, values, reduction)
     # x / a / b = x / (a b) and (x ** a) ** b = x ** (a b), as JAX computes them too.
     together = torch.ones_like(flat).scatter_reduce(0, where, values, reduction)
-    if operation == "divide":
-        return flat / together
-    # The gradient of x ** 1 for its exponent is NaN where x is negative: leave the others out.
+    # Leave the others out: a complex infinity / 1 has a NaN, and the gradient of x ** 1 for its
+    # exponent is NaN where x is negative.
     touched = torch.zeros_like(flat, dtype=torch.bool).index_fill(0, where, 1)
+    if operation == "divide":
+        return torch.where(touched, flat / together, flat)
     return torch.where(touched, torch.where(touched, flat, 1) ** together, flat)
 
 

@@ -233,7 +233,9 @@ class Checked(contextlib.ContextDecorator):
         self._entered.append(scope)
 
     def __exit__(self, *failure: object) -> None:
-        scope = self._entered.pop()
+        # Elsewhere than where it was entered, if a generator is closed by another task.
+        scope = check.innermost_of(self._entered) or self._entered[-1]
+        self._entered.remove(scope)
         try:
             # After an exception nothing leaves the scope that was computed from a clamped value.
             if failure[0] is None:
@@ -329,8 +331,11 @@ def changed() -> None:
         check.process_scope(Scope("step"))
         _begin()
     elif not installed and scope is not None:
-        check.process_scope(end=True)
-        _end()
+        try:
+            scope.flags.read()
+        finally:
+            check.process_scope(end=True)
+            _end()
 
 
 def not_needed() -> str | None:

@@ -32,6 +32,7 @@ _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.
 _MASKS = frozenset((torch.bool, torch.uint8))
 _NUMPY_MASKS = (np.bool_, np.uint8)
 _LISTS = (list, tuple)
+_NUMBERS = (int, np.integer)
 _ERRORS = {
     "index": IndexOutOfRangeError,
     "value": ValueOutOfRangeError,
@@ -136,6 +137,8 @@ _process: list[Scope] = []
 def current() -> Scope | None:
     """Return the scope this thread or task is in, or that of the process."""
     scope = _innermost.get()
+    while scope and not scope.open:  # of a task that was started in it and goes on
+        scope = scope.around
     if scope is None:
         return _process[0] if _process else None
     return scope or None
@@ -146,6 +149,14 @@ def enter(scope: Scope | Literal[False] | None) -> Any:
     before = _innermost.get()
     _innermost.set(scope)
     return before
+
+
+def innermost_of(scopes: Sequence[Scope]) -> Scope | None:
+    """Return the innermost of these that this thread or task is in."""
+    inner = _innermost.get()
+    while inner and not (inner.open and inner in scopes):
+        inner = inner.around
+    return inner or None
 
 
 def leave(scope: Scope) -> None:
@@ -299,6 +310,10 @@ def _checked(
         if isinstance(values, _LISTS):
             if not values or not all(type(each) is int for each in values):
                 continue
+        elif check.kind == "divisor" and isinstance(values, _NUMBERS) and not values:
+            divided = given.get("input")
+            if not (can_check(check, divided) and values_can_be_read(divided)):  # type: ignore[arg-type]
+                continue
         elif not (can_check(check, values) and values_can_be_read(cast("torch.Tensor", values))):
             continue
         allowed = _allowed(check, given)
@@ -396,6 +411,22 @@ def guard_indexing(name: str, shown: Any, original: Callable[..., Any]) -> Calla
     return function
 
 
+def is_empty(item: Any) -> bool:
+    """Whether an item of an index names nothing, so that none of the others is read."""
+    if isinstance(item, torch.Tensor):
+        return any(type(size) is int and size == 0 for size in item.shape)
+    return isinstance(item, (*_LISTS, np.ndarray)) and not np.size(item)
+
+
+def _all_if_empty(values: Any, items: Sequence[Any]) -> torch.Tensor | None:
+    """Return that none of an index is read where another item names nothing."""
+    for item in items:
+        is_mask = isinstance(item, torch.Tensor) and item.dtype in _MASKS and is_on_cpu(item)
+        if is_empty(item) or (is_mask and values_can_be_read(item) and not item.any()):
+            return torch.ones_like(torch.as_tensor(values), dtype=torch.bool)
+    return None
+
+
 def _checked_index(scope: Scope, name: str, index: Any, tensor: Any, *, fills: bool) -> Any:
     if not isinstance(tensor, torch.Tensor):
         return index
@@ -408,7 +439,8 @@ def _checked_index(scope: Scope, name: str, index: Any, tensor: Any, *, fills: b
         if not isinstance(values, torch.Tensor) or values_can_be_read(values):
             argument = "index" if len(items) == 1 else f"index {place}"
             site = Site(name, argument, "index", -size, size - 1)
-            items[place] = checked_value(scope, site, values, _nothing)
+            unread = functools.partial(_all_if_empty, values, items)
+            items[place] = checked_value(scope, site, values, unread)
             changed = changed or items[place] is not values
     if not changed:
         return index

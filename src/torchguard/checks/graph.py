@@ -33,6 +33,7 @@ from torchguard.checks.check import (
     clamped,
     current,
     indexed_dims,
+    is_empty,
     is_on_cpu,
     looked_at,
     raise_outside,
@@ -51,8 +52,8 @@ _OPERATORS = {
     operator.imod: "remainder",
 }
 
-_Seen = tuple[Site, bool, list[Any]]
-"""A site, whether it is on a CPU, and its nodes: smallest, largest, and both bounds."""
+_Seen = tuple[Site, torch.device | None, list[Any]]
+"""A site, its device if that is no CPU, and its nodes: smallest, largest, and both bounds."""
 
 
 def checks_in_graph(
@@ -71,7 +72,7 @@ def checks_in_graph(
                 _Call(graph, node, row, found).check()
     if not found:
         return compile_graph(graph)
-    groups: dict[tuple[bool, torch.dtype], list[_Seen]] = {}
+    groups: dict[tuple[torch.device | None, torch.dtype], list[_Seen]] = {}
     for each in found:
         dtype = torch.float64 if each[0].kind == "value" else torch.int64
         groups.setdefault((each[1], dtype), []).append(each)
@@ -89,7 +90,7 @@ def checks_in_graph(
     output.args = ((*results, *extra),)
     graph.recompile()
     compiled = compile_graph(graph)
-    sites = [(is_cpu, [site for site, _, _ in seen]) for (is_cpu, _), seen in groups.items()]
+    sites = [(where is None, [site for site, _, _ in seen]) for (where, _), seen in groups.items()]
 
     def run(*args: Any) -> Any:
         outputs = compiled(*args)
@@ -166,6 +167,8 @@ class _Call:
         fakes = [_fake(item) for item in items]
         if self._row is _INDEX_PUT:
             fakes = [slice(None) if fake is None else fake for fake in fakes]
+        if any(is_empty(fake) for fake in fakes):  # no index is read then
+            return index
         for place, dim in indexed_dims(fakes, tensor.dim()):
             check = Check("index" if len(items) == 1 else f"index {place}", lambda *_: None)
             if _can_check(check, items[place]):
@@ -206,7 +209,8 @@ class _Call:
         ends = [read.amin().to(dtype), read.amax().to(dtype)]
         for end, bound in zip(tuple(ends), allowed, strict=True):
             ends.append(end if bound is None else torch.zeros_like(end) + bound)
-        self._found.append((site, is_on_cpu(fake), [end.node for end in ends]))
+        where = None if is_on_cpu(fake) else fake.device
+        self._found.append((site, where, [end.node for end in ends]))
         new = clamped(asked, values, unread).node
         # Later checks, and passes, look at what Dynamo knows of a value.
         new.meta["example_value"] = fake

@@ -143,7 +143,8 @@ def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Call
         is_array = isinstance(obj, array_type)
         if obj.flags.writeable if is_array else not _is_read_only_buffer(obj):
             return original(obj, **options)
-        _refuse_or_warn("asarray", "raise" if options.get("copy") is False else readonly)
+        if not options.get("copy"):
+            _refuse_or_warn("asarray", "raise" if options.get("copy") is False else readonly)
         if is_array:
             return original(_copy(obj), **options)
         if hasattr(obj, "__dlpack__"):  # torch asks for it first, and does not warn

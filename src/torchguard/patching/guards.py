@@ -130,7 +130,7 @@ def _with_originals(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let FX quantization run with torch's own functions, which it looks for in a graph."""
 
     def with_originals(*args: Any, **kwargs: Any) -> Any:
-        with patch.originals_in_place():
+        with patch.originals_set_aside():
             return original(*args, **kwargs)
 
     return with_originals

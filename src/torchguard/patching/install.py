@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -56,9 +58,11 @@ class Installation:
             PatchConflictError: other code has patched on top; nothing is undone then.
         """
         with patch.lock:
-            _undo([name for name in self.names if _holders.get(name) == {self}])
-            for holders in _holders.values():
-                holders.discard(self)
+            _undo([name for name in self.names if _holders.get(name) == {self}], self._let_go)
+
+    def _let_go(self) -> None:
+        for holders in _holders.values():
+            holders.discard(self)
 
     def _skip(self, name: str, reason: str) -> None:
         self.names = tuple(each for each in self.names if each != name)
@@ -138,14 +142,22 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     https://github.com/pytorch/pytorch/issues/180164
     """
     wanted = _known(names, "install") or _DEFAULT
+    # Every defect is tried before anything is patched: if a trial raises, nothing is. A trial may
+    # import Dynamo, for which another thread may hold the lock of Python's while it wants ours.
+    reasons = {
+        name: GUARDS[name].not_needed()
+        for name in wanted
+        if only_if_needed and name not in _holders
+    }
+    # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
+    # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
+    on_import(DYNAMO, _dynamo_was_imported)
     dynamo = dynamo_is_imported()
     with patch.lock:
-        # Every defect is tried before anything is patched: if a trial raises, nothing is.
         skipped = {
             name: reason
-            for name in wanted
-            if only_if_needed and name not in _holders
-            if (reason := GUARDS[name].not_needed()) is not None
+            for name, reason in reasons.items()
+            if reason is not None and name not in _holders
         }
         chosen = tuple(name for name in wanted if name not in skipped)
         now = [
@@ -154,9 +166,6 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
             if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
         ]
         new = {name: GUARDS[name].paths() for name in now}
-        # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
-        # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
-        on_import(DYNAMO, _dynamo_was_imported)
         fill_tables()
         for name in chosen:
             if _paths.get(name) and not _is_in_force(name):
@@ -170,6 +179,8 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
             if name not in _holders and name not in now:
                 _waiting.append(name)
             _holders.setdefault(name, set()).add(installation)
+        if _dynamo_is_there():  # another thread has imported it in between
+            _apply_waiting()
         for name in chosen:
             for module in GUARDS[name].in_modules:
                 on_import(module, _module_was_imported)
@@ -189,9 +200,7 @@ def uninstall(*names: GuardName) -> None:
         PatchConflictError: other code has patched on top; nothing is undone then.
     """
     with patch.lock:
-        _undo(list(_known(names, "uninstall") or _holders))
-        if not names:
-            forget()
+        _undo(list(_known(names, "uninstall") or _holders), lambda: None if names else forget())
 
 
 @public
@@ -217,7 +226,12 @@ def get_original(path: str) -> Any:
         raise ValueError(
             f"get_original: path is {path!r}, expected one like 'torch.Tensor.resize_'"
         )
-    return patch.original(path)
+    found = patch.original(path)
+    if found is patch.ABSENT:
+        raise AttributeError(
+            f"get_original: torch has nothing at {path}; torchguard has put it there"
+        )
+    return found
 
 
 def _is_in_force(name: str) -> bool:
@@ -225,14 +239,16 @@ def _is_in_force(name: str) -> bool:
     return name in _waiting or (bool(paths) and all(patch.patched(path) for path in paths))
 
 
-def _undo(names: list[str]) -> None:
+def _undo(names: list[str], then: Callable[[], None]) -> None:
     patch.undo([path for name in names for path in _paths.get(name, ())])
-    for name in names:
-        _holders.pop(name, None)
-        _paths.pop(name, None)
-        if name in _waiting:
-            _waiting.remove(name)
-        GUARDS[name].changed()
+    with contextlib.ExitStack() as last:  # "checks" raises what it has not reported yet
+        last.callback(then)
+        for name in names:
+            _holders.pop(name, None)
+            _paths.pop(name, None)
+            if name in _waiting:
+                _waiting.remove(name)
+            last.callback(GUARDS[name].changed)
 
 
 def _module_was_imported(module: ModuleType) -> None:
@@ -251,8 +267,18 @@ def _dynamo_was_imported(_: ModuleType) -> None:
     with patch.lock:
         with patch.originals_in_place():
             rebuild_dynamo_tables()
-        while _waiting:
-            _apply_late(_waiting.pop(0))
+        _apply_waiting()
+
+
+def _dynamo_is_there() -> bool:
+    """Whether its import has ended, and what :func:`on_import` does then is done."""
+    spec = getattr(sys.modules.get(DYNAMO), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
+def _apply_waiting() -> None:
+    while _waiting:
+        _apply_late(_waiting.pop(0))
 
 
 def _apply_late(name: str) -> None:

@@ -126,8 +126,9 @@ class DeferredSignals:
     def deliver(self) -> None:
         """Call the handlers of the signals that have arrived; those after them wait again."""
         arrived, self._arrived = self._arrived, []
-        for number in arrived:
-            self._handlers[number](number, None)
+        with contextlib.ExitStack() as rest:  # each runs, also where one before it raises
+            for number in reversed(arrived):
+                rest.callback(self._handlers[number], number, None)
 
     def restore_handlers(self) -> None:
         """Put the handlers back, and call those whose signal has arrived."""

@@ -1,0 +1,103 @@
+"""Threads that import modules of torch while guards are installed, and what other threads do."""
+
+from __future__ import annotations
+
+from support.child_process import output_of
+
+# Modules of torch that take their time, made for the test.
+MODULES = """
+    import os, pathlib, sys, tempfile, threading, time
+    import torch, torchguard
+
+    folder = tempfile.mkdtemp()
+    torch.__path__.append(folder)
+
+    def module(name, text):
+        pathlib.Path(folder, f"{name}.py").write_text(text)
+
+    def importing(name):
+        thread = threading.Thread(target=__import__, args=(f"torch.{name}",), daemon=True)
+        thread.start()
+        return thread
+
+    def in_force():
+        return "resize_" in vars(torch.Tensor)
+
+    torch.go_on = threading.Event()
+    torch.began = threading.Event()
+    module("tg_slow", "import torch; torch.began.set(); torch.go_on.wait(20)")
+"""
+
+
+def test_two_threads_import_modules_that_import_each_other() -> None:
+    program = """
+    module("tg_x", "import torch; torch.began.set(); torch.go_on.wait(20); import torch.tg_y")
+    module("tg_y", "import torch; torch.go_on.set(); import time; time.sleep(0.3)")
+    torchguard.install("resize", only_if_needed=False)
+    first = importing("tg_x")
+    torch.began.wait(20)
+    second = importing("tg_y")
+    first.join(20)
+    second.join(20)
+    print(first.is_alive(), second.is_alive(), in_force(), flush=True)
+    os._exit(0)
+    """
+    assert output_of(MODULES + program) == "False False True\n"
+
+
+def test_guards_come_and_go_while_another_thread_imports() -> None:
+    """What is installed is in force when the import has ended, and what is undone is not."""
+    program = """
+    torchguard.install("resize", only_if_needed=False)
+    slow = importing("tg_slow")
+    torch.began.wait(20)
+    with torchguard.guarded():
+        torchguard.uninstall()
+        print(torchguard.installed())
+        torchguard.install("out", only_if_needed=False)
+        print(torchguard.installed())
+        torch.go_on.set()
+        slow.join(20)
+        print("index_copy_" in vars(torch.Tensor), in_force())
+    torchguard.uninstall()
+    print(in_force(), type(torch.add).__name__)
+    """
+    assert output_of(MODULES + program).splitlines() == [
+        "()",
+        "('out',)",
+        "True True",
+        "False builtin_function_or_method",
+    ]
+
+
+def test_a_child_of_a_process_that_imports_is_guarded() -> None:
+    program = """
+    torchguard.install("resize", only_if_needed=False)
+    slow = importing("tg_slow")
+    torch.began.wait(20)
+    child = os.fork()
+    if child == 0:
+        print(in_force(), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    torch.go_on.set()
+    slow.join(20)
+    print(in_force())
+    """
+    assert output_of(MODULES + program).split() == ["True", "True"]
+
+
+def test_a_guard_of_dynamo_is_applied_where_the_trial_of_another_imports_dynamo() -> None:
+    program = """
+        import sys, torch, torchguard
+        assert "torch._dynamo" not in sys.modules
+        installation = torchguard.install("setitem", "recompute")
+        for name in ("setitem", "recompute"):
+            assert (name in installation.names) == (name in torchguard.installed())
+        import torch._dynamo
+        variable = torch._dynamo.variables.tensor.TensorVariable
+        print(("setitem" in installation.names) == ("requires_grad" in vars(variable)))
+        torchguard.uninstall()
+        print("requires_grad" in vars(variable))
+    """
+    assert output_of(program).split() == ["True", "False"]

@@ -92,12 +92,14 @@ class _Session:
             pytest.fail("torchguard: " + _described(broken), pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self) -> Iterator[None]:
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
         """Note what a fixture leaves that raises or skips: its test is not called."""
         try:
             yield
         except BaseException:
-            self._new_ones()
+            # The look takes some tenths of a second; a test that is marked runs no fixture.
+            if not {"skip", "skipif"} & {each.name for each in item.iter_markers()}:
+                self._new_ones()
             raise
 
     def _new_ones(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -122,7 +122,7 @@ def with_children(node: Any, new: Mapping[Any, Any]) -> Any:
             return tuple(items)
         make = getattr(node, "_make", None)  # of a NamedTuple; torch.return_types take a list
         return type(node)(items) if make is None else make(items)
-    if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+    if isinstance(node, Mapping) and not hasattr(type(node), "__setitem__"):
         kind: Any = type(node)  # such as MappingProxyType, which copy refuses
         return kind({**node, **new})
     copied = _copied(node)
@@ -137,7 +137,7 @@ def with_children(node: Any, new: Mapping[Any, Any]) -> Any:
 
 def _copied(node: Any) -> Any:
     copied = copy.copy(node)
-    if isinstance(node, MutableMapping) and not isinstance(node, dict):
+    if isinstance(node, Mapping) and not isinstance(node, dict):
         # A class of the user's own may keep its items in an attribute, which both share now.
         for name, value in getattr(node, "__dict__", {}).items():
             if isinstance(value, (dict, list)) and vars(copied).get(name) is value:

@@ -122,6 +122,33 @@ class TestDerived:
         with pytest.raises(ValueError, match="depends on a size and on something else"):
             wrap(Total(), check_padding="never")(torch.ones(3))
 
+    def test_of_a_number_that_is_a_size_and_a_state_of_the_caller(self) -> None:
+        class Past(nn.Module):
+            past = 0
+
+            def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+                return x * 2, self.past + x.shape[0]
+
+        model = Past()
+        wrapped, found = wrap(model), []
+        for length in (5, 5, 5, 3, 3):
+            model.past = wrapped(torch.ones(length))[1]
+            found.append(model.past)
+        assert found == [5, 10, 15, 18, 21]
+
+    @pytest.mark.parametrize("length", [1, 3])
+    def test_of_a_number_that_another_one_counts(self, length: int) -> None:
+        calls = []
+
+        def counts(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+            calls.append(1)
+            return x * (2 if x.shape[0] > 2 else 3), len(calls), x.shape[0]
+
+        wrapped = wrap(counts, check_padding="never")
+        numbers, sizes = zip(*(wrapped(torch.ones(length))[1:] for _ in range(3)), strict=True)
+        assert sizes == (length,) * 3
+        assert len(set(numbers)) == 3
+
     def test_of_an_empty_input_that_the_function_does_not_take(self) -> None:
         assert wrap(lambda x: x + 0 * x.amax(0))(torch.ones(0)).shape == (0,)
 

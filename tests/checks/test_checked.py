@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import torchguard
+from support.child_process import output_of
 from support.modes import DispatchMode, FunctionMode
 from torchguard.checks import check
 from torchguard.errors import IndexOutOfRangeError, TorchGuardError, ZeroDivisorError
@@ -395,3 +396,36 @@ def test_uninstall_reports_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> 
             (torchguard.uninstall if everything else installation.uninstall)()
         assert torchguard.installed() == ()
         assert not raises(lambda: X[BAD])
+
+
+def test_a_tensor_is_no_sequence_in_a_scope_and_after_it() -> None:
+    """As in plain torch: setting ``__getitem__`` fills another slot of the class too."""
+    program = """
+        import ctypes, torch, torchguard
+
+        class Own(torch.Tensor):
+            def __getitem__(self, index):
+                return super().__getitem__(index)
+
+        one, two, x = torch.tensor(1), torch.tensor(2), torch.arange(12).reshape(3, 4)
+
+        def use():
+            kinds = one, torch.nn.Parameter(torch.ones(())), torch.ones(()).as_subclass(Own)
+            are = [ctypes.pythonapi.PySequence_Check(ctypes.py_object(each)) for each in kinds]
+            return are, torch.tensor([one, two]).tolist(), x[[one, two], 1].tolist(), len([*x])
+
+        plain = use()
+        with torchguard.checked():
+            print(use() == plain)
+        print(use() == plain)
+        with torchguard.install("checks"):
+            print(use() == plain)
+        print(use() == plain, plain[0])
+    """
+    assert output_of(program).splitlines() == [*["True"] * 3, "True [0, 0, 1]"]
+
+
+def test_a_nested_list_of_other_lengths_is_torchs_error() -> None:
+    with torchguard.checked(), pytest.raises(Exception) as raised:  # noqa: PT011  torch's, or ours
+        torch.zeros(3, 3)[[[1, 2], [0]], BAD]
+    assert "inhomogeneous" not in str(raised.value)

@@ -101,3 +101,65 @@ def test_a_guard_of_dynamo_is_applied_where_the_trial_of_another_imports_dynamo(
         print("requires_grad" in vars(variable))
     """
     assert output_of(program).split() == ["True", "False"]
+
+
+# Dynamo, whose import another thread has begun.
+DYNAMO = """
+    import os, sys, threading, time
+    import torch, torchguard
+
+    def begin(name, until):
+        thread = threading.Thread(target=__import__, args=(name,), daemon=True)
+        thread.start()
+        while until not in sys.modules:
+            time.sleep(0.001)
+        return thread
+
+    def end(thread):
+        thread.join(60)
+        return not thread.is_alive()
+"""
+
+
+def test_a_scope_that_begins_while_dynamo_is_imported_sees_compiled_code() -> None:
+    program = """
+    with torchguard.guarded():
+        pass
+    thread = begin("torch._dynamo", "torch._dynamo")
+    with torchguard.checked():
+        end(thread)
+        call = torch.compile(lambda w, i: torch.embedding(w, i), backend="aot_eager")
+        try:
+            call(torch.ones(3, 2), torch.tensor([7]))
+        except IndexError as error:
+            print(type(error).__name__)
+    """
+    assert output_of(DYNAMO + program) == "IndexOutOfRangeError\n"
+
+
+def test_what_patches_a_module_of_another_package_does_not_wait_for_dynamo() -> None:
+    program = """
+    import importlib.util
+    is_there = importlib.util.find_spec("safetensors")
+    torchguard.install("save", only_if_needed=False)
+    thread = begin("torch._dynamo", "torch._dynamo")
+    threading.Timer(60, os._exit, (3,)).start()
+    if is_there:
+        import safetensors.torch
+    print(end(thread), flush=True)
+    os._exit(0)
+    """
+    assert output_of(DYNAMO + program) == "True\n"
+
+
+def test_a_guard_that_is_installed_while_its_module_is_imported_patches_it() -> None:
+    name = "torch.distributed.checkpoint"
+    program = f"""
+    torchguard.install("resize", only_if_needed=False)
+    thread = begin({name!r}, {name!r})
+    torchguard.install("load", only_if_needed=False)
+    end(thread)
+    from {name} import load
+    print(load is not torchguard.get_original("{name}.load"))
+    """
+    assert output_of(DYNAMO + program) == "True\n"

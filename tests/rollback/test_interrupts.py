@@ -242,6 +242,7 @@ def test_a_large_copy_is_put_back_once_however_often_it_is_interrupted(
 def test_a_deferred_signal_arrives_where_the_handler_of_an_earlier_one_raises() -> None:
     arrived: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: arrived.append(number))
+    before_int = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         deferred = interrupts.DeferredSignals()
         signal.raise_signal(signal.SIGINT)
@@ -250,4 +251,5 @@ def test_a_deferred_signal_arrives_where_the_handler_of_an_earlier_one_raises() 
             deferred.restore_handlers()
     finally:
         signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGINT, before_int)
     assert arrived == [signal.SIGUSR1]

@@ -102,6 +102,42 @@ def test_what_also_names_may_return_its_live_containers(state: Any) -> None:
         assert counts.kept[1] == [1]
 
 
+class Stepping:
+    """Something with an optimizer and step() that is no scheduler."""
+
+    __slots__ = ("n", "optimizer")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.n = optimizer, 0
+
+    def step(self) -> None:
+        self.n += 1
+
+    def state_dict(self) -> Any:
+        return {"n": self.n, "settings": ReadOnly(a=1)}
+
+    def load_state_dict(self, loaded: Any) -> None:
+        self.n = loaded["n"]
+
+
+class ReadOnly(dict[str, int]):
+    def __setitem__(self, key: str, value: int) -> None:
+        raise TypeError("read-only")
+
+
+def test_what_also_names_is_a_scheduler_only_if_torch_says_so() -> None:
+    model, optimizer = setup()
+    counter = Stepping(optimizer)
+    step = torchguard.transaction(model, optimizer, also=counter)
+    with pytest.raises(KeyError), step:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        counter.step()
+        raise KeyError
+    assert step.committed
+    assert counter.n == 0
+
+
 def test_a_second_step_and_a_failure_after_it_say_what_stays() -> None:
     model, optimizer = setup()
     step = torchguard.transaction(model, optimizer)

@@ -37,26 +37,48 @@ def test_an_exception_after_the_step_leaves_a_step_that_counts() -> None:
         training.whole_step()
 
 
+class Counter:
+    calls = 0
+
+
 class Torn(torch.optim.lr_scheduler.LambdaLR):
     fails = False
 
+    def __init__(self, *args: Any) -> None:
+        self.counter = Counter()  # an object that state_dict() holds
+        super().__init__(*args)
+
     def get_lr(self) -> list[Any]:
+        self.counter.calls += 1
         if self.fails:
             raise Failure  # the counters are advanced already
         return super().get_lr()
 
 
-def test_a_scheduler_that_raises_midway_is_as_it_was_before_its_step() -> None:
+@pytest.mark.parametrize("where", ["scheduler", "also"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_scheduler_that_raises_midway_is_as_it_was_before_its_step(
+    where: str, wrapped: bool
+) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = Torn(optimizer, lambda epoch: 0.5**epoch)
-    step = torchguard.transaction(model, optimizer, scheduler=scheduler)
+    named: dict[str, Any] = {where: scheduler}
+    step = torchguard.transaction(model, optimizer, **named)
     scheduler.fails = True
-    with pytest.raises(Failure) as raised:
+    calls = scheduler.counter.calls
+    with pytest.raises(RuntimeError if wrapped else Failure) as raised:
         with step:
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-            scheduler.step()
+            try:
+                scheduler.step()
+            except Failure as error:
+                if wrapped:
+                    raise RuntimeError("no schedule") from error
+                raise
+    if where == "also":
+        assert scheduler.counter.calls == calls
     assert "Torn is as it was" in "".join(raised.value.__notes__)  # type: ignore[attr-defined]
     scheduler.fails = False
     scheduler.step()

@@ -47,9 +47,12 @@ _registered: set[tuple[str, Callable[[ModuleType], None]]] = set()
 def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
     """Call ``action(module)`` once: now if the module is imported, else when it is.
 
-    While another thread imports it, it counts as imported: ``action`` looks for what it needs.
+    An import that another thread has begun is waited for. Not to be called under ``patch.lock``,
+    which the other thread wants at its end.
     """
     if (name, action) not in _registered:
+        if name in sys.modules:
+            importlib.import_module(name)
         _registered.add((name, action))
         wrapt.register_post_import_hook(action, name)
 
@@ -59,6 +62,12 @@ def dynamo_is_imported() -> bool:
     if "torch._dynamo" in sys.modules:
         importlib.import_module("torch._dynamo")
     return hasattr(sys.modules.get("torch._dynamo"), "optimize")
+
+
+def dynamo_is_there() -> bool:
+    """Whether the import of Dynamo has ended, without waiting for it."""
+    spec = getattr(sys.modules.get("torch._dynamo"), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 def rebuild_dynamo_tables() -> None:
@@ -91,7 +100,7 @@ def register_in_dynamo(replacement: Callable[..., Any], original: Callable[..., 
     """Register ``replacement`` with Dynamo as ``original`` is: to call, compile and look up."""
     follow_in_dynamo(replacement, original)  # enough for calls, not to be hashed or compiled
     _originals[replacement] = original
-    if dynamo_is_imported():
+    if dynamo_is_there():  # else _dynamo_was_imported() puts it there
         _put_in_tables(replacement, original)
 
 

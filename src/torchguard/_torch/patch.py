@@ -28,6 +28,7 @@ from torchguard._torch import (
     skip_frames,
 )
 from torchguard._torch.schemas import describe_as
+from torchguard._torch.slots import empty_sequence_slot
 from torchguard.errors import PatchConflictError
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -416,6 +417,8 @@ def set_attributes(owner: Any, values: Iterable[tuple[str, Any]]) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
+        if name == "__getitem__" and isinstance(owner, type):
+            empty_sequence_slot(owner)
 
 
 def set_class(module: ModuleType, cls: type[ModuleType]) -> None:

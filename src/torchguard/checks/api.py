@@ -197,8 +197,8 @@ _hooks: list[Any] = []
 
 
 def _begin() -> None:
+    on_import(DYNAMO, _standing.apply)
     with patch.lock:
-        on_import(DYNAMO, _standing.apply)
         _standing.begin()
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))

@@ -415,7 +415,9 @@ def is_empty(item: Any) -> bool:
     """Whether an item of an index names nothing, so that none of the others is read."""
     if isinstance(item, torch.Tensor):
         return any(type(size) is int and size == 0 for size in item.shape)
-    return isinstance(item, (*_LISTS, np.ndarray)) and not np.size(item)
+    if isinstance(item, np.ndarray):
+        return item.size == 0
+    return isinstance(item, _LISTS) and (not item or is_empty(item[0]))
 
 
 def _all_if_empty(values: Any, items: Sequence[Any]) -> torch.Tensor | None:

@@ -174,6 +174,8 @@ def _past_last_offset(given: Given, fakes: Given) -> Any:
         return None
     if not isinstance(fakes.get("offsets"), torch.Tensor) or fakes[name].dim() != 1:
         return None
+    if _has_no_elements(fakes["offsets"]):
+        return None
     indices, offsets = given[name], given["offsets"]
     # 1, 2, 3: not by arange(), which takes no proxy of a size on torch 2.6.
     return torch.ones_like(indices).cumsum(0) > offsets[-1]

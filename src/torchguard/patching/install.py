@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -15,6 +14,7 @@ from torchguard._public import public
 from torchguard._torch import (
     DYNAMO,
     dynamo_is_imported,
+    dynamo_is_there,
     fill_tables,
     on_import,
     patch,
@@ -179,11 +179,11 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
             if name not in _holders and name not in now:
                 _waiting.append(name)
             _holders.setdefault(name, set()).add(installation)
-        if _dynamo_is_there():  # another thread has imported it in between
+        if dynamo_is_there():  # another thread has imported it in between
             _apply_waiting()
-        for name in chosen:
-            for module in GUARDS[name].in_modules:
-                on_import(module, _module_was_imported)
+    for name in chosen:
+        for module in GUARDS[name].in_modules:
+            on_import(module, _module_was_imported)
     return installation
 
 
@@ -268,12 +268,6 @@ def _dynamo_was_imported(_: ModuleType) -> None:
         with patch.originals_in_place():
             rebuild_dynamo_tables()
         _apply_waiting()
-
-
-def _dynamo_is_there() -> bool:
-    """Whether its import has ended, and what :func:`on_import` does then is done."""
-    spec = getattr(sys.modules.get(DYNAMO), "__spec__", None)
-    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 def _apply_waiting() -> None:

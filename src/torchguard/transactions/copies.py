@@ -365,9 +365,15 @@ def _copied_tree(tree: Any) -> Any:
     if inside is None:
         return copy.deepcopy(tree)
     copies = {key: _copied_tree(child) for key, child in inside}
+    unchanged = all(copies[key] is child for key, child in inside)
     # Nothing can be put into one of these; a tuple of another kind may not be made from items.
-    if isinstance(tree, tuple) and all(copies[key] is child for key, child in inside):
+    if isinstance(tree, tuple) and unchanged:
         return tree
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return copies
-    return _pytree.with_children(tree, copies)
+    try:
+        return _pytree.with_children(tree, copies)
+    except Exception:
+        if not unchanged:
+            raise
+        return tree  # it refuses writes, so it stays as it is

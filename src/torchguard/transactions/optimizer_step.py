@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchguard._torch import has_own_dispatch
 from torchguard._torch.fused import FusedLists, FusedProgress, FusedStep, has_fused_lists
@@ -235,7 +236,7 @@ class AtCommit:
     """What changes after the optimizers, as it was when the last of them had stepped."""
 
     def __init__(self, training: TrainingState) -> None:
-        also = [each for each in training.also if _is_scheduler(each)]
+        also = [each for each in training.also if isinstance(each, LRScheduler)]
         self.schedulers = [x for x in training.others if per_optimizer_states(x) is None] + also
         self.others = {id(each): Containers([vars(each)]) for each in (*training.others, *also)}
         # By optimizer and not by scheduler: several of these may set one lr.
@@ -244,8 +245,9 @@ class AtCommit:
             for each in (training.optimizers if self.schedulers else ())
         }
         # A scheduler that went back alone would set an lr again that it has set.
-        kept = set(map(id, also))
-        self.also = undos_of([x for x in training.also if id(x) not in kept], buffers=True)
+        self._loads = {id(each): undos_of([each]) for each in also}
+        others = [each for each in training.also if id(each) not in self._loads]
+        self.also = undos_of(others, buffers=True)
 
     def put_back_what_raised(self, exception: BaseException | None) -> list[str]:
         """Put each scheduler back that an exception went through; return notes."""
@@ -257,6 +259,8 @@ class AtCommit:
     def _put_back(self, scheduler: Any) -> None:
         """Put a scheduler and its lr back, but for an lr that another one has set meanwhile."""
         self.others[id(scheduler)].restore()
+        for load in self._loads.get(id(scheduler), ()):
+            load()
         for optimizer, groups in self._groups.items():
             setting = [each for each in self.schedulers if self._may_set(each, optimizer)]
             others = [self.others[id(each)] for each in setting if each is not scheduler]
@@ -265,15 +269,7 @@ class AtCommit:
 
     def _may_set(self, scheduler: Any, optimizer: Optimizer) -> bool:
         own = getattr(scheduler, "optimizer", None)
-        return own is optimizer or own not in self._groups
-
-
-def _is_scheduler(each: Any) -> bool:
-    """Whether what ``also=`` names sets the lr of an optimizer: an average has none."""
-    return not isinstance(each, (Tensor, torch.nn.Module, Optimizer)) and (
-        isinstance(getattr(each, "optimizer", None), Optimizer)
-        and callable(getattr(each, "step", None))
-    )
+        return own is optimizer or not any(own is each for each in self._groups)
 
 
 def finish_step(
@@ -333,12 +329,16 @@ def _finish_scaler(scaler: Any, at_commit: Containers | None) -> str:
 
 
 def _raised_inside(exception: BaseException | None, owner: Any) -> bool:
-    """Whether an exception went through a method of an object."""
-    traceback = None if exception is None else exception.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_locals.get("self") is owner:
-            return True
-        traceback = traceback.tb_next
+    """Whether an exception, or one that it came of, went through a method of an object."""
+    seen: set[int] = set()
+    while exception is not None and id(exception) not in seen:
+        seen.add(id(exception))
+        traceback = exception.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_locals.get("self") is owner:
+                return True
+            traceback = traceback.tb_next
+        exception = exception.__cause__ or exception.__context__
     return False
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchguard._torch import without_dispatch_modes
-from torchguard.errors import PeerFailedError
+from torchguard.errors import PeerFailedError, UnrecoverableStepError
 from torchguard.rollback.interrupts import DeferredSignals
 
 # What a rank says of itself; the ranks act on the largest.
@@ -160,6 +160,14 @@ class Ranks:
         if self.undecided:
             self._agree()
             self.undecided = False
+
+    def run_again(self, error: BaseException) -> bool:
+        """Whether all run the batch again: out of memory on any rank, and nothing else on any."""
+        again = self.worst == OUT_OF_MEMORY
+        if again and isinstance(error, UnrecoverableStepError):
+            self._all_reduce(FAILED)  # the others run again, and learn it at their next agreement
+            return False
+        return again
 
     def _agree(self) -> None:
         """Raise PeerFailedError if another rank failed."""

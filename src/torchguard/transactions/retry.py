@@ -62,9 +62,9 @@ def run(
         except BaseException as error:
             if step.ranks is None:
                 again = may_halve(error) and not step.committed
-            else:  # out of memory on any rank, and nothing else on any
-                again = step.ranks.worst == OUT_OF_MEMORY
-            if not again or isinstance(error, UnrecoverableStepError):
+            else:
+                again = step.ranks.run_again(error)
+            if not again:
                 raise
             _clear_frames(error)
         else:

@@ -93,8 +93,8 @@ class Slices(NamedTuple):
     """What to take of an output, by index of its leaves."""
 
     steps: tuple[tuple[int, Steps], ...] = ()
-    numbers: tuple[tuple[int, int], ...] = ()
-    """The real values of integers that are sizes."""
+    numbers: tuple[tuple[int, int, int], ...] = ()
+    """Integers that are sizes: padded, and what they really are."""
 
 
 # ---- in every call ----
@@ -116,8 +116,10 @@ def slice_output(plan: Plan, whole: Any) -> Any:
     slices = plan.slices.get(key)
     if slices is None:
         return UNKNOWN
-    for index, number in slices.numbers:
-        leaves[index] = number
+    for index, padded, real in slices.numbers:
+        if leaves[index] != padded:
+            return UNKNOWN  # a state is in it besides the size
+        leaves[index] = real
     for index, steps in slices.steps:
         leaves[index] = _slice(leaves[index], steps)
     return unflatten(leaves, whole)
@@ -204,9 +206,9 @@ class OutputShapes:
             if slices is not None:
                 return slices
         try:
-            real = padded = self._run_without_data(plan, call, {})
+            runs = [self._run_without_data(plan, call, {})]
             if any(type(leaf) is int for leaf in output.leaves):
-                padded = self._run_without_data(plan, call, {}, padded=True)
+                runs += [self._run_without_data(plan, call, {}, padded=True) for _ in range(2)]
         except Exception as error:
             if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
                 slices = self._derived(plan, call, output, unconditionally=True)
@@ -214,7 +216,7 @@ class OutputShapes:
                     return slices
             raise self._unknown(output, error) from error
         try:
-            return _measured(padded, real, output, side)
+            return _measured(runs, output, side)
         except ValueError as error:
             raise self._unknown(output, error) from error
 
@@ -306,16 +308,20 @@ class OutputShapes:
         )
 
 
-def _measured(
-    padded_run: ShapeFormula, real_run: ShapeFormula, output: FlatOutput, side: Side
-) -> Slices:
-    """Slice to the sizes of a run at the real sizes, without data."""
-    if not padded_run.paths == real_run.paths == output.paths:
+def _measured(runs: Sequence[ShapeFormula], output: FlatOutput, side: Side) -> Slices:
+    """Slice to the sizes of a run at the real sizes, without data.
+
+    Where there are integers, two runs at the padded sizes say which of them are sizes.
+    """
+    if any(run.paths != output.paths for run in runs):
         raise ValueError("it returns another structure for the real sizes than for the padded ones")
-    padded_sizes, real_sizes = padded_run.at({}), real_run.at({})
-    if padded_sizes is None or real_sizes is None:
+    found = [run.at({}) for run in runs]
+    sizes_of_runs = [each[0] for each in found if each is not None]
+    if len(sizes_of_runs) != len(runs):
         raise ValueError("a size depends on the data")
-    (padded,), (real,) = padded_sizes, real_sizes
+    real, padded, again = sizes_of_runs[0], sizes_of_runs[-1], sizes_of_runs[len(runs) // 2]
+    # What differs at one size is no size: a counter, a random number.
+    real = [p if p != a else r for r, p, a in zip(real, padded, again, strict=True)]
     for index, (leaf, sizes) in enumerate(zip(output.leaves, real, strict=True)):
         if type(leaf) is int and leaf != padded[index] != sizes:
             raise ValueError(f"{output.label(index)} depends on a size and on something else")
@@ -346,5 +352,5 @@ def _slices_to(
                 steps.append((index, changed))
         # An integer that is the same for both sizes is no size: a counter of calls, say.
         elif type(leaf) is int and isinstance(sizes, int) and sizes != padded[index]:
-            numbers.append((index, sizes))
+            numbers.append((index, padded[index], sizes))
     return Slices(tuple(steps), tuple(numbers))

@@ -1,0 +1,52 @@
+"""Keep ``torch.Tensor`` from becoming a sequence when its ``__getitem__`` is replaced.
+
+``torch.tensor([a, b])`` and ``x[[a, b]]`` ask ``PySequence_Check`` whether ``a`` is a sequence. A
+tensor is none: its base defines ``__getitem__`` for mappings alone. When a class gets one that is
+written in Python, CPython fills the slot ``sq_item`` too, in its subclasses as well, and does not
+empty it when the attribute is deleted. ``torch.tensor`` of two 0-d tensors then raises
+"len() of a 0-d tensor" for the rest of the process. Nothing in Python empties a slot, so it is done
+in memory, after the place was compared with what the stable ABI says of it.
+https://github.com/python/cpython/blob/v3.13.0/Objects/typeobject.c#L10400
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_SQ_ITEM = 44  # Py_sq_item: https://github.com/python/cpython/blob/v3.13.0/Include/typeslots.h
+
+
+def empty_sequence_slot(owner: type) -> None:
+    """Empty ``sq_item`` of a class whose ``__getitem__`` was set or deleted, and of those below.
+
+    A subclass that defines ``__getitem__`` itself is left alone. So are all on an interpreter whose
+    classes are laid out in another way.
+    """
+    if sys.implementation.name != "cpython":
+        return
+    bases = {owner, *owner.__mro__[1:]}
+    waiting, seen = [owner], set()
+    while waiting:
+        cls = waiting.pop()
+        if cls not in seen:
+            seen.add(cls)
+            waiting += type.__subclasses__(cls)
+            if all(each in bases for each in cls.__mro__ if "__getitem__" in vars(each)):
+                _empty(cls)
+
+
+def _empty(cls: type) -> None:
+    import ctypes  # noqa: PLC0415  torch has imported it
+
+    pointer: Any = ctypes.c_void_p
+    prototype = ctypes.PYFUNCTYPE(pointer, ctypes.py_object, ctypes.c_int)
+    filled = prototype(("PyType_GetSlot", ctypes.pythonapi))(cls, _SQ_ITEM)
+    size = ctypes.sizeof(pointer)
+    # tp_as_sequence is the 12th word behind the object's header; its table lies in the class.
+    table = pointer.from_address(id(cls) + object.__basicsize__ + 11 * size).value
+    if not filled or not table or not 0 < table - id(cls) < type.__basicsize__:
+        return
+    slot = pointer.from_address(table + 3 * size)
+    if slot.value == filled:
+        slot.value = None

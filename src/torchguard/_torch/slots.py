@@ -11,6 +11,8 @@ https://github.com/python/cpython/blob/v3.13.0/Objects/typeobject.c#L10400
 
 from __future__ import annotations
 
+import ctypes  # torch has imported it
+import functools
 import sys
 from typing import Any
 
@@ -25,28 +27,32 @@ def empty_sequence_slot(owner: type) -> None:
     """
     if sys.implementation.name != "cpython":
         return
-    bases = {owner, *owner.__mro__[1:]}
+    sq_item = _reader()
+    bases = set(owner.__mro__)
     waiting, seen = [owner], set()
     while waiting:
         cls = waiting.pop()
         if cls not in seen:
             seen.add(cls)
             waiting += type.__subclasses__(cls)
-            if all(each in bases for each in cls.__mro__ if "__getitem__" in vars(each)):
-                _empty(cls)
+            filled = sq_item(cls, _SQ_ITEM)
+            if filled and all(c in bases for c in cls.__mro__ if "__getitem__" in vars(c)):
+                _empty(cls, filled)
 
 
-def _empty(cls: type) -> None:
-    import ctypes  # noqa: PLC0415  torch has imported it
+@functools.cache
+def _reader() -> Any:
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_int)
+    return prototype(("PyType_GetSlot", ctypes.pythonapi))
 
-    pointer: Any = ctypes.c_void_p
-    prototype = ctypes.PYFUNCTYPE(pointer, ctypes.py_object, ctypes.c_int)
-    filled = prototype(("PyType_GetSlot", ctypes.pythonapi))(cls, _SQ_ITEM)
-    size = ctypes.sizeof(pointer)
+
+def _empty(cls: type, filled: int) -> None:
+    size = ctypes.sizeof(ctypes.c_void_p)
     # tp_as_sequence is the 12th word behind the object's header; its table lies in the class.
-    table = pointer.from_address(id(cls) + object.__basicsize__ + 11 * size).value
-    if not filled or not table or not 0 < table - id(cls) < type.__basicsize__:
-        return
-    slot = pointer.from_address(table + 3 * size)
-    if slot.value == filled:
-        slot.value = None
+    start = id(cls) + object.__basicsize__ + 11 * size
+    table = ctypes.c_void_p.from_address(start).value or 0
+    kind: Any = type
+    if 0 < table - id(cls) < kind.__basicsize__:
+        slot = ctypes.c_void_p.from_address(table + 3 * size)
+        if slot.value == filled:
+            slot.value = None

@@ -66,6 +66,7 @@ def dynamo_is_imported() -> bool:
 
 def dynamo_is_there() -> bool:
     """Whether the import of Dynamo has ended, without waiting for it."""
+    # importlib sets _initializing while it executes a module, and has nothing public that says so.
     spec = getattr(sys.modules.get("torch._dynamo"), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
 

@@ -5,8 +5,8 @@ tensor is none: its base defines ``__getitem__`` for mappings alone. When a clas
 written in Python, CPython fills the slot ``sq_item`` too, in its subclasses as well, and does not
 empty it when the attribute is deleted. ``torch.tensor`` of two 0-d tensors then raises
 "len() of a 0-d tensor" for the rest of the process. Nothing in Python empties a slot, so it is done
-in memory, after the place was compared with what the stable ABI says of it.
-https://github.com/python/cpython/blob/v3.13.0/Objects/typeobject.c#L10400
+in memory, after the place was compared with what the stable ABI says of it. See update_one_slot in
+https://github.com/python/cpython/blob/v3.13.0/Objects/typeobject.c
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torchguard._torch import (
     user_line,
     values_can_be_read,
 )
-from torchguard.checks.table import Check, Row
+from torchguard.checks.table import Check, Row, has_no_elements
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
 
 Report = Literal["step", "call"]
@@ -414,7 +414,7 @@ def guard_indexing(name: str, shown: Any, original: Callable[..., Any]) -> Calla
 def is_empty(item: Any) -> bool:
     """Whether an item of an index names nothing, so that none of the others is read."""
     if isinstance(item, torch.Tensor):
-        return any(type(size) is int and size == 0 for size in item.shape)
+        return has_no_elements(item)
     if isinstance(item, np.ndarray):
         return item.size == 0
     return isinstance(item, _LISTS) and (not item or is_empty(item[0]))

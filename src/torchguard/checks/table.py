@@ -135,14 +135,15 @@ def _repeats(given: Given, _: Sizes) -> Range | None:
     return None if "repeats" in given else (0, None)
 
 
-def _has_no_elements(tensor: torch.Tensor) -> bool:
+def has_no_elements(tensor: torch.Tensor) -> bool:
+    """Whether a size is 0; one that is a symbol counts as more."""
     return any(type(size) is int and size == 0 for size in tensor.shape)
 
 
 def _not_zero(given: Given, _: Sizes) -> Range | None:
     """Integers can't be divided by zero; real numbers can."""
     both = (given.get("input"), given.get("other"))
-    if any(isinstance(each, torch.Tensor) and _has_no_elements(each) for each in both):
+    if any(isinstance(each, torch.Tensor) and has_no_elements(each) for each in both):
         return None
     real = any(
         each.dtype.is_floating_point or each.dtype.is_complex
@@ -174,7 +175,7 @@ def _past_last_offset(given: Given, fakes: Given) -> Any:
         return None
     if not isinstance(fakes.get("offsets"), torch.Tensor) or fakes[name].dim() != 1:
         return None
-    if _has_no_elements(fakes["offsets"]):
+    if has_no_elements(fakes["offsets"]):
         return None
     indices, offsets = given[name], given["offsets"]
     # 1, 2, 3: not by arange(), which takes no proxy of a size on torch 2.6.

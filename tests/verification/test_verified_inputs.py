@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.miscompiling import spoiling
 from torchguard import (
@@ -18,7 +19,8 @@ from torchguard import (
     verified,
     verified_backend,
 )
-from torchguard.equivalence.copies import copy_inputs, why_not_copied
+from torchguard.equivalence.copies import copy_inputs, run_on_copies, why_not_copied
+from torchguard.equivalence.outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -325,3 +327,27 @@ def test_a_write_at_an_index_that_never_occurs_twice_raises_no_false_alarm(write
         warnings.simplefilter("error")
         assert torch.equal(compiled(x, order), permuted(x, order))
     assert [graph.status for graph in backend.stats().graphs] == ["verified"]
+
+
+def test_free_memory_of_the_size_of_an_output_is_overwritten_first() -> None:
+    """A kernel that leaves memory unwritten must not find the right values there by chance."""
+    filled: list[Any] = []
+
+    class Fills(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.fill_.Scalar:
+                filled.append((args[0].untyped_storage().nbytes(), args[1]))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[int] = []
+
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        seen.append(filled.count((160, 0xFF)))
+        return x * 2
+
+    reference = Outcome(outputs=[torch.ones(40)])
+    with Fills():
+        run_on_copies(compiled, [torch.ones(40)], reference=reference)
+    assert seen[0] > 1

@@ -269,7 +269,7 @@ class GraphCheck:
     ) -> tuple[tuple[Difference, ...], str]:
         """Return what differs, and as text what rounding alone makes differ."""
         graph = self.traced.graph
-        compiled = run_on_copies(function, inputs, self.traced.owned)
+        compiled = run_on_copies(function, inputs, self.traced.owned, reference=eager)
         unknown = eager.random or self.traced.owned
         in_double = None if unknown else functools.partial(exact, graph, inputs)
         found = judge(eager, compiled, COMPILING, in_double).differences

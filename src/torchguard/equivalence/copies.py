@@ -287,13 +287,13 @@ def run_on_copies(
     with _holding(owned, copies.values):
         copies.sources[: len(owned)] = [each if each.requires_grad else None for each in owned]
         if reference is not None:
-            _spoil_free_memory([*reference.outputs, *reference.gradients.values()])
+            _overwrite_free_memory([*reference.outputs, *reference.gradients.values()])
         outcome = _outcome(function, copies, len(owned))
         outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
     return outcome
 
 
-def _spoil_free_memory(results: Sequence[Any]) -> None:
+def _overwrite_free_memory(results: Sequence[Any]) -> None:
     """Write NaN into free memory of the sizes of the results: allocators hand it out next.
 
     A kernel that leaves memory unwritten: https://github.com/pytorch/pytorch/issues/195582
@@ -302,15 +302,15 @@ def _spoil_free_memory(results: Sequence[Any]) -> None:
     sizes = Counter(
         (tensor.device, tensor.untyped_storage().nbytes())
         for tensor in tensors
-        if isinstance(tensor, torch.Tensor) and _unusual(tensor) is None
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
     )
-    spoiled = [
+    free = [
         torch.empty(size, dtype=torch.uint8, device=device)
         for (device, size), count in sizes.items()
-        # Of small blocks malloc keeps many: 24 of 24 runs of that defect took one of 64.
+        # Of small blocks malloc keeps many free ones, and any of them may be next.
         for _ in range(count if size >= _SMALL else count + 64)
     ]
-    for memory in spoiled:
+    for memory in free:
         memory.fill_(0xFF)  # NaN in every floating-point dtype
 
 

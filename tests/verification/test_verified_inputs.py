@@ -348,6 +348,6 @@ def test_free_memory_of_the_size_of_an_output_is_overwritten_first() -> None:
         return x * 2
 
     reference = Outcome(outputs=[torch.ones(40)])
-    with Fills():
+    with Fills():  # type: ignore[no-untyped-call]
         run_on_copies(compiled, [torch.ones(40)], reference=reference)
     assert seen[0] > 1

@@ -256,7 +256,11 @@ class TestDeclared:
             ("t", ValueError, "outputs says that dimension 0 of output is 8"),
             ((5, "t"), ValueError, r"is \(5, 't'\) flattened, for t = 8, but it is 24"),
             ((None, None, "t"), ValueError, "expected None for one part only"),
-            ((None, "u"), TypeError, r"outputs has 'u' for output, .* or \(None, 't'\)"),
+            (
+                (None, "u"),
+                TypeError,
+                r"outputs has 'u' for dimension 0 of output, .* or \(None, 't'\)",
+            ),
         ],
     )
     def test_what_does_not_fit_is_named(

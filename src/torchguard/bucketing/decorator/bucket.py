@@ -212,6 +212,18 @@ class Input:
     dtype: torch.dtype
     requires_grad: bool
 
+    @classmethod
+    def of(
+        cls, index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...],
+        fill: Any,
+    ) -> Self:  # fmt: skip
+        """Describe a tensor; ``fill`` is None where none is declared."""
+        declared = fill is not None
+        return cls(
+            index, label, tuple(tensor.shape), axes, fill if declared else 0, declared=declared,
+            device=tensor.device, dtype=tensor.dtype, requires_grad=tensor.requires_grad,
+        )  # fmt: skip
+
     def padded(self, buckets: AxisSizes) -> tuple[int, ...]:
         """Return its shape after padding."""
         named = dict(self.axes)
@@ -232,15 +244,6 @@ class Specialization(NamedTuple):
     def transformed(self) -> bool:
         """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
         return bool(self.global_state[3])
-
-
-def differing(specializations: Iterable[Specialization]) -> list[str]:
-    """Return the labels of the leaves that are not the same in all of these."""
-    values: dict[str, set[Any]] = {}
-    for each in specializations:
-        for label, key in each.unpadded:
-            values.setdefault(label, set()).add(key)
-    return [label for label, found in values.items() if len(found) > 1]
 
 
 @dataclass

@@ -131,7 +131,7 @@ class Spec:
         mask = self.masks.get(name)
         if name not in self.dims:
             axes_of_mask = self._axes_of_mask(self.masks[name], argument)
-            yield _input(places[()], name, argument, axes_of_mask, self.masks[name].fill)
+            yield Input.of(places[()], name, argument, axes_of_mask, self.masks[name].fill)
             return
         label = f"argument {name[1:]}" if name.startswith("*") else name
 
@@ -143,7 +143,7 @@ class Spec:
                 axes = _axes_of(value, spec, where)
                 if axes:
                     fill = mask.fill if fill is None and mask is not None else fill
-                    yield _input(places[path], where, value, axes, fill)
+                    yield Input.of(places[path], where, value, axes, fill)
                 return
             parts = children(value)
             if parts is None:
@@ -275,16 +275,6 @@ def _alike(name: str, other: str) -> bool:
     """Whether one may be a misspelling of the other: ``mask`` of ``attention_mask``."""
     inside = f"_{other}_" in f"_{name}_"
     return inside or difflib.SequenceMatcher(None, name, other).ratio() > _ALIKE
-
-
-def _input(
-    index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...], fill: Any
-) -> Input:
-    declared = fill is not None
-    return Input(
-        index, label, tuple(tensor.shape), axes, fill if declared else 0, declared=declared,
-        device=tensor.device, dtype=tensor.dtype, requires_grad=tensor.requires_grad,
-    )  # fmt: skip
 
 
 def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, str], ...]:

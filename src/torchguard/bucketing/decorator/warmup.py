@@ -56,7 +56,7 @@ def warm_up(
 ) -> WarmupReport:
     """Prove and compile every combination of buckets for an example like this one, and time it."""
     spec = caller.spec
-    if caller.compiled.static is None and spec.options["compile"] is None:
+    if caller.compilers.static is None and spec.options["compile"] is None:
         warn_user(
             f"bucketed: warmup() has nothing to compile: {caller.name} runs uncompiled. Pass "
             "compile=True to bucketed"

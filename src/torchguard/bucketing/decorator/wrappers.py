@@ -84,7 +84,7 @@ class _Methods:
         """
         caller, _ = self._bucketed_caller()
         ladders = dict.fromkeys(caller.spec.ladders.values())
-        write_buckets(path, ladders, caller.seen(caller.spec.ladders))
+        write_buckets(path, ladders, caller.seen())
 
 
 # ---- a function ----

@@ -55,12 +55,9 @@ class TestWhatReachesTheCompiler:
                 wrapped(torch.ones(length))
         assert backend.calls == 2 * calls
 
-    @pytest.mark.parametrize(
-        "others", [list(range(20)), [torch.ones(size + 2) for size in range(20)]]
-    )
-    def test_never_runs_uncompiled_when_something_else_differs(
-        self, others: list[Any], backend: Counting
-    ) -> None:
+    def test_never_runs_uncompiled_when_something_else_differs(self, backend: Counting) -> None:
+        others: list[Any] = [*range(10), *(torch.ones(size) for size in range(2, 12))]
+
         def scale(x: torch.Tensor, other: Any) -> torch.Tensor:
             return x * (other if isinstance(other, int) else other.sum())
 

@@ -199,6 +199,7 @@ class TestAProofOfItsOwn:
         [
             (lambda x, mode: x - x.mean() if mode else x, np.False_, np.True_),
             (lambda x, mode: x - x.mean() if mode else x, np.int64(0), np.int64(2)),
+            (lambda x, mode: x - x.mean() if mode == "mean" else x, "none", "mean"),
             (lambda x, mode: x - x.mean() if mode == "mean" else x, Name("none"), Name("mean")),
             (lambda x, weight: x.sum() + weight * (x + 1).mean(), 0.0, 0.5),
             (lambda x, weight: x.sum() + (1 - weight) * (x + 1).mean(), 1.0, 0.5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import pytest
@@ -23,12 +24,13 @@ class TestInputs:
         assert batch["a"]["b"].shape == (2, 5)  # the caller's own is left alone
 
     def test_take_the_forms_of_export(self) -> None:
-        dim = torch.export.Dim("t")
+        dim, names = torch.export.Dim("t"), enum.Enum("Names", {"T": "t"}, type=str)
         x, y = torch.ones(2, 5), torch.ones(2, 5)
         forms: tuple[Any, ...] = (
             {"x": {1: dim}, "y": {1: dim}},
             {"x": (None, "t"), "y": [None, "t"]},
             ({1: "t"}, {-1: "t"}),
+            [{1: names["T"]}, {1: names["T"]}],
         )
         for dims in forms:
             assert torch.equal(wrap(lambda x, y: x + y, dims=dims)(x, y=y), x + y)

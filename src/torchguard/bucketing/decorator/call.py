@@ -72,7 +72,7 @@ class Caller:
         self._warned = self._warned_of_compiling_around = False
         self._always = spec.options["check_padding"] == "always"
         self._shared = spec.options["group"] is not None
-        self._fitting = any(ladder.automatic for ladder in spec.ladders.values())
+        self._fitting = any(ladder.fitting for ladder in spec.ladders.values())
 
     def seen(self) -> dict[tuple[int, ...], int]:
         """Return how often each combination of the sizes of the axes was called."""
@@ -284,7 +284,7 @@ class Caller:
         try:
             yield
         except PaddingLeakError as error:
-            hint = self.spec.unread_masks() or flattened_rows(plan)
+            hint = self.spec.unread() or flattened_rows(plan)
             # The same error, so that its traceback still begins where the leak was found.
             error.args = (f"{error}{hint}", *error.args[1:])
             raise
@@ -410,8 +410,7 @@ class Caller:
             seen: Counter[tuple[int, ...]] = Counter()
             for sizes, count in self.seen().items():
                 seen[tuple(sizes[place] for place in places)] += count
-            ran = {tuple(each[place] for place in places) for each in self.buckets if each}
-            changed |= ladder.observe(seen, ran)
+            changed |= ladder.observe(seen)
         self._fitting = any(ladder.fitting for ladder in self.spec.ladders.values())
         if changed:
             # A plan keeps the sizes of its bucket, which may be another one now.

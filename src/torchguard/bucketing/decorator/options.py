@@ -6,7 +6,6 @@ https://pytorch.org/docs/stable/export.html#expressing-dynamism
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from torchguard._pytree import KeyPath, children, key_paths, keystr
-from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input
 from torchguard.bucketing.decorator.ladders import Ladder, ladders_of, read_buckets
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
@@ -28,9 +26,6 @@ if TYPE_CHECKING:
 
 AxisSizes: TypeAlias = dict[str, int]
 """Size by axis."""
-
-# difflib's ratio of a name of four letters and one with a letter more or less is 0.86 or above.
-_ALIKE = 0.8
 
 
 @dataclass(frozen=True)
@@ -93,38 +88,33 @@ class Spec:
         return spec
 
     def _check_names(self, dims: Mapping[str, Any], function: str) -> None:
-        """Raise unless the function takes all that was named.
-
-        A name that is much like one in the signature, but only ``**kwargs`` takes, warns:
-        ``mask="mask"`` where the argument is called ``attention_mask`` would vanish.
-        """
+        """Raise unless the function takes all that was named."""
         taken = ", ".join(sorted(self.explicit)) or "nothing"
-        made = [("mask", name) for name in self.masks]
-        made += [("lengths", name) for name in self.lengths.values()]
-        given = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
-        for what, name in given + made:
+        named = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
+        for what, name in [*named, *((what, name) for name, what in self._made().items())]:
             if self.var_keyword is None and name not in self.explicit and not name.startswith("*"):
                 raise TypeError(f"bucketed: {what} names {name!r}, but {function} takes {taken}")
             if what == "fill" and dims.get(name) is None:
                 raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
-        unused = sorted(self.explicit - {*self.masks, *self.lengths.values(), *self.dims})
-        for what, name in made:
-            alike = [other for other in unused if _alike(other, name)]
-            if name not in self.explicit and alike:
-                warn_user(
-                    f"bucketed: {what} names {name!r}, which only **{self.var_keyword} takes: is "
-                    f"it {alike[0]!r}?"
-                )
 
-    def unread_masks(self) -> str:
-        """Return a hint about masks that only ``**kwargs`` takes; empty where there is none."""
-        found = [name for name in self.masks if name not in self.explicit]
+    def unread(self) -> str:
+        """Return a hint about masks and lengths that only ``**kwargs`` takes; empty without any.
+
+        ``mask="mask"`` where the argument is called ``attention_mask`` vanishes there.
+        """
+        found = [(what, name) for name, what in self._made().items() if name not in self.explicit]
         if not found or not self.explicit or self.var_keyword is None:
             return ""
+        what, name = found[0]
         return (
-            f". mask names {found[0]!r}, which the function takes as one of **{self.var_keyword} "
+            f". {what} names {name!r}, which the function takes as one of **{self.var_keyword} "
             f"only: if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
         )
+
+    def _made(self) -> dict[str, str]:
+        """Return the option that names each argument that is made, by argument."""
+        lengths = dict.fromkeys(self.lengths.values(), "lengths")
+        return {**dict.fromkeys(self.masks, "mask"), **lengths}
 
     def find(self, name: str, argument: Any, places: Mapping[KeyPath, int]) -> Iterator[Input]:
         """Yield the tensors of an argument that have dims to pad; ``places`` are its leaves."""
@@ -231,7 +221,7 @@ def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisS
     return {axis: found[axis] for axis in sizes}
 
 
-def _dims_of_tensors(spec: Any) -> Iterator[dict[int, str | None]]:
+def _dims_of_tensors(spec: Any) -> Iterator[dict[int, str]]:
     inside = dict(_items(spec))
     nested = [each for each in inside.values() if isinstance(each, (Mapping, list, tuple))]
     for inner in nested:
@@ -240,11 +230,9 @@ def _dims_of_tensors(spec: Any) -> Iterator[dict[int, str | None]]:
         yield {dim: _name(each, "dims") for dim, each in inside.items()}
 
 
-def _name(axis: Any, where: str) -> str | None:
+def _name(axis: Any, where: str) -> str:
     """Return the name of an axis: a string, or a ``torch.export.Dim``, which has one."""
-    if axis is None or isinstance(axis, str):
-        return axis
-    name = getattr(axis, "__name__", None)
+    name = axis if isinstance(axis, str) else getattr(axis, "__name__", None)
     if isinstance(name, str):
         return name
     raise TypeError(f"bucketed: {where} is {axis!r}, expected the name of an axis, such as 't'")
@@ -265,16 +253,8 @@ def _axis_names(spec: Any, where: str) -> Iterator[str]:
     elif isinstance(spec, Sequence) and not isinstance(spec, str):
         for index, inner in enumerate(spec):
             yield from _axis_names(inner, f"{where}[{index}]")
-    else:
-        name = _name(spec, where)
-        if name is not None:
-            yield name
-
-
-def _alike(name: str, other: str) -> bool:
-    """Whether one may be a misspelling of the other: ``mask`` of ``attention_mask``."""
-    inside = f"_{other}_" in f"_{name}_"
-    return inside or difflib.SequenceMatcher(None, name, other).ratio() > _ALIKE
+    elif spec is not None:
+        yield _name(spec, where)
 
 
 def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, str], ...]:
@@ -284,14 +264,12 @@ def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, st
         )
     axes = []
     for dim, axis in _items(spec):
-        name = _name(axis, f"dims of {where}")
         if not -tensor.dim() <= dim < tensor.dim():
             raise IndexError(
                 f"bucketed: {where} has shape {tuple(tensor.shape)}, but dims names its "
                 f"dimension {dim}"
             )
-        assert name is not None
-        axes.append((dim % tensor.dim(), name))
+        axes.append((dim % tensor.dim(), _name(axis, "dims")))
     return tuple(axes)
 
 

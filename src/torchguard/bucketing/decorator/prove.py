@@ -17,12 +17,8 @@ import torch
 from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
 from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, given_by
 from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
-from torchguard.bucketing.decorator.masking import (
-    Real,
-    given_masks,
-    make_extras,
-    real_extras,
-)
+from torchguard.bucketing.decorator.masking import Real, given_masks, make_extras, real_extras
+from torchguard.bucketing.decorator.options import find_inputs
 from torchguard.bucketing.decorator.other_data import (
     COMPARING,
     STEPS,
@@ -379,9 +375,7 @@ class _Checker:
                 continue
             mask = replace(own, kind=swapped[own.kind])
             spec = replace(self._spec, masks={**self._spec.masks, name: mask})
-            inputs = tuple(
-                replace(e, fill=mask.fill) if e.label == name else e for e in plan.inputs
-            )
+            inputs, _ = find_inputs(spec, case.call)
             extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
             again = replace(plan, inputs=inputs, extras=extras, slices={})
             shapes = OutputShapes(self._shapes.function, spec, self._shapes.name)

@@ -110,7 +110,8 @@ def _declared_step(  # noqa: PLR0917
     if math.prod(padded) != size:
         shown = f"{parts!r} flattened," if folds else padded[0]
         raise ValueError(
-            f"bucketed: outputs says that {what} is {shown} for {_listed(buckets)}, but it is {size}"
+            f"bucketed: outputs says that {what} is {shown} for {_listed(buckets)}, but it is "
+            f"{size}"
         )
     narrows = []
     for index, (length, most) in enumerate(zip(real, padded, strict=True)):

@@ -271,7 +271,6 @@ _GROWS = 2.0
 class Bucket:
     """One size, or one for each axis, and what the first call or ``warmup()`` has made of it."""
 
-    sizes: tuple[int, ...]  # empty for what no bucket holds
     calls: int = 0
     real: int = 0
     padded: int = 0

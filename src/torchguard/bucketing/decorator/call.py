@@ -226,7 +226,7 @@ class Caller:
                 sizes=sizes,
                 buckets=buckets,
                 side=self.spec.options["side"],
-                bucket=self.buckets.setdefault(own, Bucket(own)),
+                bucket=self.buckets.setdefault(own, Bucket()),
                 graph=self._uncompiled,
                 specialization=specialization,
                 seen=self._seen.setdefault(tuple(together.values()), [0]),

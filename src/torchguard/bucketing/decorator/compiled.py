@@ -145,9 +145,12 @@ def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[
 
 def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
     if options is not True and not isinstance(options, Mapping):
+        # The name of a mode or of a backend, given in place of the dict.
+        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+        intended = {"mode" if options in modes else "backend": options}
         raise TypeError(
             f"bucketed: compile is {options!r}, expected True or a dict of torch.compile's "
-            f"arguments: compile={_intended(options)!r}"
+            f"arguments: compile={intended!r}"
         )
     arguments = {} if options is True else dict(options)
     if arguments.pop("dynamic", None):
@@ -160,12 +163,6 @@ def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
         return lambda function: torch.compile(function, dynamic=dynamic, **arguments)
 
     return Compilers(compiler(dynamic=False), compiler(dynamic=True))
-
-
-def _intended(given: Any) -> dict[str, Any]:
-    """Return the dict for what was given in its place: the name of a mode or of a backend."""
-    modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-    return {"mode" if given in modes else "backend": given or "inductor"}
 
 
 def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:

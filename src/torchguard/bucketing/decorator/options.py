@@ -119,10 +119,6 @@ class Spec:
     def find(self, name: str, argument: Any, places: Mapping[KeyPath, int]) -> Iterator[Input]:
         """Yield the tensors of an argument that have dims to pad; ``places`` are its leaves."""
         mask = self.masks.get(name)
-        if name not in self.dims:
-            axes_of_mask = self._axes_of_mask(self.masks[name], argument)
-            yield Input.of(places[()], name, argument, axes_of_mask, self.masks[name].fill)
-            return
         label = f"argument {name[1:]}" if name.startswith("*") else name
 
         def inside(value: Any, spec: Any, fill: Any, path: KeyPath) -> Iterator[Input]:
@@ -149,34 +145,28 @@ class Spec:
 
         yield from inside(argument, self.dims[name], self.fill.get(name), ())
 
-    def _axes_of_mask(self, mask: Mask, value: Any) -> tuple[tuple[int, str], ...]:
-        """Return the dims to pad of a mask that ``dims`` does not name: the last, and the batch."""
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            raise TypeError(f"bucketed: {mask.argument} is {value!r}, expected a mask, a tensor")
-        last = (value.dim() - 1, mask.axis)
-        of_tensors = (names for spec in self.dims.values() for names in _dims_of_tensors(spec))
-        batch = next((names.get(0) for names in of_tensors if mask.axis in names.values()), None)
-        # One row, as of a mask (1, 1, T, T), is that of every row of the batch.
-        rows = value.dim() == 2 or (value.dim() > 2 and value.shape[0] != 1)  # noqa: PLR2004
-        return (last,) if batch is None or batch == mask.axis or not rows else ((0, batch), last)
-
 
 # ---- the tensors of a call that have dims to pad ----
 
 
 def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
     """Look at a call: its tensors that have dims to pad, and the size of each axis."""
-    inputs = []
+    inputs: list[Input] = []
     sizes: dict[str, tuple[int, str]] = {}
     names, _, treedefs, starts = call.signature
-    for name, argument, treedef, start in zip(
-        names, call.arguments, treedefs, starts, strict=False
-    ):
+    given = zip(names, call.arguments, treedefs, starts, strict=False)
+    # Masks that dims does not name come last: their batch is that of the others.
+    for name, argument, treedef, start in sorted(given, key=lambda each: each[0] not in spec.dims):
         if argument is None or (name not in spec.dims and name not in spec.masks):
             continue
-        paths = [()] if treedef is None else key_paths(treedef)
-        places = {path: place for place, path in enumerate(paths, start)}
-        for found in spec.find(name, argument, places):
+        places = {path: place for place, path in enumerate(key_paths(treedef), start)}
+        tensors: Iterable[Input]
+        if name in spec.dims:
+            tensors = spec.find(name, argument, places)
+        else:
+            axes = _axes_of_mask(spec.masks[name], argument, inputs)
+            tensors = [Input.of(start, name, argument, axes, spec.masks[name].fill)]
+        for found in tensors:
             for dim, axis in found.axes:
                 size = found.shape[dim]
                 before, label = sizes.setdefault(axis, (size, found.label))
@@ -221,13 +211,16 @@ def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisS
     return {axis: found[axis] for axis in sizes}
 
 
-def _dims_of_tensors(spec: Any) -> Iterator[dict[int, str]]:
-    inside = dict(_items(spec))
-    nested = [each for each in inside.values() if isinstance(each, (Mapping, list, tuple))]
-    for inner in nested:
-        yield from _dims_of_tensors(inner)
-    if not nested:
-        yield {dim: _name(each, "dims") for dim, each in inside.items()}
+def _axes_of_mask(mask: Mask, value: Any, inputs: Sequence[Input]) -> tuple[tuple[int, str], ...]:
+    """Return the dims to pad of a mask that ``dims`` does not name: the last, and the batch."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        raise TypeError(f"bucketed: {mask.argument} is {value!r}, expected a mask, a tensor")
+    last = (value.dim() - 1, mask.axis)
+    masked = (dict(each.axes) for each in inputs)
+    batch = next((names.get(0) for names in masked if mask.axis in names.values()), None)
+    # One row, as of a mask (1, 1, T, T), is that of every row of the batch.
+    rows = value.dim() == 2 or (value.dim() > 2 and value.shape[0] != 1)  # noqa: PLR2004
+    return (last,) if batch is None or batch == mask.axis or not rows else ((0, batch), last)
 
 
 def _name(axis: Any, where: str) -> str:

@@ -80,7 +80,7 @@ def stats_of(caller: Caller) -> BucketedStats:
         buckets = {sizes: replace(each) for sizes, each in caller.buckets.items()}
         graphs = {id(each): each for b in buckets.values() for each in list(b.graphs.values())}
     # Under the empty key are the calls that no bucket held.
-    above = buckets.pop((), Bucket(()))
+    above = buckets.pop((), Bucket())
     real = sum(each.real for each in buckets.values())
     padded = sum(each.padded for each in buckets.values())
     seen: dict[Any, int] = dict(caller.seen())

@@ -17,7 +17,7 @@ import torch
 from torchguard._pytree import KeyPath, children, key_paths, keystr
 from torchguard.bucketing.decorator.bucket import Call, Input
 from torchguard.bucketing.decorator.ladders import Ladder, ladders_of, read_buckets
-from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
+from torchguard.bucketing.decorator.masking import Mask, lengths_of, mask_axes, masks_of
 
 if TYPE_CHECKING:
     from torchguard.bucketing.decorator.api import MaskingOptions
@@ -164,7 +164,7 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
         if name in spec.dims:
             tensors = spec.find(name, argument, places)
         else:
-            axes = _axes_of_mask(spec.masks[name], argument, inputs)
+            axes = mask_axes(inputs, spec.masks[name], argument)
             tensors = [Input.of(start, name, argument, axes, spec.masks[name].fill)]
         for found in tensors:
             for dim, axis in found.axes:
@@ -209,18 +209,6 @@ def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisS
         found |= bucket
     # In the order of the axes, by which buckets are compared and counted.
     return {axis: found[axis] for axis in sizes}
-
-
-def _axes_of_mask(mask: Mask, value: Any, inputs: Sequence[Input]) -> tuple[tuple[int, str], ...]:
-    """Return the dims to pad of a mask that ``dims`` does not name: the last, and the batch."""
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        raise TypeError(f"bucketed: {mask.argument} is {value!r}, expected a mask, a tensor")
-    last = (value.dim() - 1, mask.axis)
-    masked = (dict(each.axes) for each in inputs)
-    batch = next((names.get(0) for names in masked if mask.axis in names.values()), None)
-    # One row, as of a mask (1, 1, T, T), is that of every row of the batch.
-    rows = value.dim() == 2 or (value.dim() > 2 and value.shape[0] != 1)  # noqa: PLR2004
-    return (last,) if batch is None or batch == mask.axis or not rows else ((0, batch), last)
 
 
 def _name(axis: Any, where: str) -> str:

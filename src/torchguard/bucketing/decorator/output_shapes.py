@@ -266,7 +266,7 @@ class OutputShapes:
         extras: dict[str, Any] = dict(plan.extras) if as_padded else real_extras(self.spec, plan)
         # A mask is as long as the axis it masks, so its size is a symbol, too.
         masks = {
-            argument: mask_axes(plan.inputs, mask)
+            argument: mask_axes(plan.inputs, mask, extras[argument])
             for argument, mask in self.spec.masks.items()
             if hints and argument in extras
         }

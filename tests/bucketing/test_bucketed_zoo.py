@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from support.bucketed import in_time, leak, same_gradients
-from support.zoo import VOCABULARY, ZOO, Architecture, _decoder, _encoder, named
+from support.zoo import VOCABULARY, ZOO, Architecture, _encoder, named
 from torchguard import PaddingLeakError
 
 IN_TIME = [each for each in ZOO if each.dims]
@@ -86,22 +86,6 @@ def test_without_its_mask_what_needs_one_is_refused(each: Architecture) -> None:
         with torch.set_grad_enabled(training):
             with pytest.raises(PaddingLeakError, match="padding changes"):
                 wrapped(**batch)
-
-
-MORE = (
-    _encoder("squeezebert", "SqueezeBert", q_groups=1, k_groups=1, v_groups=1,
-             post_attention_groups=1, intermediate_groups=1, output_groups=1),
-    _decoder("rwkv", "Rwkv", attention_hidden_size=16, context_length=64),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("each", MORE, ids=str)
-def test_more_architectures_as_they_come(each: Architecture) -> None:
-    """Without ``outputs=``: which part of an output is real is derived."""
-    model = each.build().train()
-    wrapped = in_time(model, **options_of(each, outputs=None))
-    for seed, lengths in enumerate(([7, 4], [9, 11])):
-        as_without_padding(each, model, wrapped, each.batch(lengths, seed))
 
 
 @pytest.mark.slow

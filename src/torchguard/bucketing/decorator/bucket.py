@@ -206,8 +206,7 @@ class Input:
     label: str
     shape: tuple[int, ...]
     axes: tuple[tuple[int, str], ...]  # (dim, name of its axis)
-    fill: Fill
-    declared: bool  # whether the fill was, or is that of a mask
+    fill: Fill | None  # None where none is declared, which stands for 0
     device: torch.device
     dtype: torch.dtype
     requires_grad: bool
@@ -217,12 +216,9 @@ class Input:
         cls, index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...],
         fill: Any,
     ) -> Self:  # fmt: skip
-        """Describe a tensor; ``fill`` is None where none is declared."""
-        declared = fill is not None
-        return cls(
-            index, label, tuple(tensor.shape), axes, fill if declared else 0, declared=declared,
-            device=tensor.device, dtype=tensor.dtype, requires_grad=tensor.requires_grad,
-        )  # fmt: skip
+        """Describe a tensor."""
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        return cls(index, label, shape, axes, fill, tensor.device, dtype, tensor.requires_grad)
 
     def padded(self, buckets: AxisSizes) -> tuple[int, ...]:
         """Return its shape after padding."""
@@ -318,7 +314,7 @@ class Known:
 
 def _pad(each: Input, dims: Sequence[tuple[int, int]], side: Side) -> Callable[..., torch.Tensor]:
     """Return what pads these dims, (dim, size) each, of an input; it takes another fill too."""
-    shape, fill = each.shape, each.fill
+    shape, fill = each.shape, 0 if each.fill is None else each.fill
     if fill == "repeat-last" and 0 in shape:
         fill = 0  # nothing is there to repeat, and nothing of it will be seen
 

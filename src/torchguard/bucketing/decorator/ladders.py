@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchguard._files import write_text
-from torchguard.bucketing.buckets import Buckets, buckets_by_axes, total_cost
-from torchguard.bucketing.histogram import observe
+from torchguard.bucketing.buckets import Buckets, buckets_by_axes
 from torchguard.bucketing.pairs import PairBuckets, fit_pairs, holding, in_order
 
 _OBSERVED_CALLS = 32
@@ -116,12 +115,11 @@ class Ladder:
 
 def _fitted(seen: Mapping[int, int], compiled: Sequence[int]) -> Buckets:
     """Return the best buckets for the sizes seen, and those for any that are longer."""
-    observed = observe(seen, "bucketed")
-    largest = int(observed.sizes[-1])
+    largest = max(seen)
     fitted = Buckets.fit(
         seen,
         None,
-        compile_cost=_WORTH_COMPILING * total_cost(observed, "linear", "bucketed"),
+        compile_cost=_WORTH_COMPILING * sum(size * count for size, count in seen.items()),
         already_compiled=[size for size in compiled if size <= largest],
         # 8 for tensor cores, unless all that was seen is shorter than that.
         # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html

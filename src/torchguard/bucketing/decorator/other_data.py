@@ -252,14 +252,14 @@ def resized(spec: Spec, inputs: Sequence[Input], call: Call, sizes: AxisSizes) -
     side = spec.options["side"]
     new: dict[int, Any] = {}
     for each in inputs:
-        sized = call.leaves[each.index].detach()
+        sized, fill = call.leaves[each.index].detach(), 0 if each.fill is None else each.fill
         for dim, axis in each.axes:
             size, length = sizes[axis], sized.shape[dim]
             if size < length:
                 start = _real_window(masks, axis, length, size, side) or 0
                 # Copied: a graph is compiled for strides too, and a call's are not those of a part.
                 sized = sized.narrow(dim, start, size).clone()
-            sized = pad_to_bucket(sized, dim, size, value=each.fill, side=side).tensor
+            sized = pad_to_bucket(sized, dim, size, value=fill, side=side).tensor
         new[each.index] = sized.requires_grad_(each.requires_grad)
     return call.with_leaves(new)
 

@@ -126,7 +126,7 @@ class _Checker:
         self._inputs = [
             each
             for each in plan.inputs
-            if not each.declared and each.index in padded and each.label not in neutral
+            if each.fill is None and each.index in padded and each.label not in neutral
         ]
         """The inputs whose padding gets other values."""
         self._shapes = shapes

@@ -146,13 +146,12 @@ def _flatten(whole: Any) -> tuple[list[Any], Any]:
 # ---- in the first call of a kind ----
 
 
-class OutputShapes:
+class OutputShapes(NamedTuple):
     """Finds out how much of an output of a function is real."""
 
-    def __init__(self, function: Callable[..., Any], spec: Spec, name: str) -> None:
-        self.function = function
-        self.spec = spec
-        self.name = name
+    function: Callable[..., Any]
+    spec: Spec
+    name: str
 
     def slice(self, plan: Plan, call: Call, whole: Any) -> Any:
         """Take the real part of an output, which may be of a new kind."""

@@ -378,8 +378,7 @@ class _Checker:
             inputs, _ = find_inputs(spec, case.call)
             extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
             again = replace(plan, inputs=inputs, extras=extras, slices={})
-            shapes = OutputShapes(self._shapes.function, spec, self._shapes.name)
-            checker = _Checker(shapes, again, case.call, ())
+            checker = _Checker(self._shapes._replace(spec=spec), again, case.call, ())
             with contextlib.suppress(Exception):
                 found = checker.first(replace(case, plan=again))
                 if found.leak is None and found.dependence is None:

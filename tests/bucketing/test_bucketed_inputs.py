@@ -12,6 +12,10 @@ from torch import nn
 from support.bucketed import Counting, wrap
 
 
+class Name(str, enum.Enum):
+    TIME = "t"
+
+
 class TestInputs:
     def test_nest_and_share_names(self) -> None:
         def mixed(batch: dict[str, Any], extra: list[torch.Tensor], scale: float) -> Any:
@@ -24,13 +28,13 @@ class TestInputs:
         assert batch["a"]["b"].shape == (2, 5)  # the caller's own is left alone
 
     def test_take_the_forms_of_export(self) -> None:
-        dim, names = torch.export.Dim("t"), enum.Enum("Names", {"T": "t"}, type=str)
+        dim = torch.export.Dim("t")
         x, y = torch.ones(2, 5), torch.ones(2, 5)
         forms: tuple[Any, ...] = (
             {"x": {1: dim}, "y": {1: dim}},
             {"x": (None, "t"), "y": [None, "t"]},
             ({1: "t"}, {-1: "t"}),
-            [{1: names["T"]}, {1: names["T"]}],
+            [{1: Name.TIME}, {1: Name.TIME}],
         )
         for dims in forms:
             assert torch.equal(wrap(lambda x, y: x + y, dims=dims)(x, y=y), x + y)

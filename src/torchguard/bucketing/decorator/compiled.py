@@ -143,7 +143,7 @@ def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[
     return original, Compilers(settings, settings)
 
 
-def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
+def _compilers(options: Any) -> Compilers:
     if options is not True and not isinstance(options, Mapping):
         # The name of a mode or of a backend, given in place of the dict.
         modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

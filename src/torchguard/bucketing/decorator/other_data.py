@@ -18,7 +18,7 @@ import torch
 
 from torchguard.bucketing.decorator.bucket import Call, Input, Plan
 from torchguard.bucketing.decorator.masking import Real, given_masks, make_extras
-from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_inputs
+from torchguard.bucketing.decorator.options import AxisSizes, Spec
 from torchguard.bucketing.padding import pad_to_bucket
 
 _LARGER, _SMALLER = 64.0, 1 / 64
@@ -238,7 +238,8 @@ def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
     if not lengths or may_be_sizes(call, plan.inputs, cut, min(lengths.values())):
         return None
     shorter = resized(spec, plan.inputs, call, sizes)
-    inputs, _ = find_inputs(spec, shorter)
+    shapes = {each.index: tuple(shorter.leaves[each.index].shape) for each in plan.inputs}
+    inputs = tuple(replace(each, shape=shapes[each.index]) for each in plan.inputs)
     extras = make_extras(spec, shorter, inputs, sizes, plan.buckets)
     return replace(plan, inputs=inputs, sizes=sizes, extras=extras, slices={}, ready=False), shorter
 

@@ -18,7 +18,6 @@ from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
 from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, given_by
 from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
 from torchguard.bucketing.decorator.masking import Real, given_masks, make_extras, real_extras
-from torchguard.bucketing.decorator.options import find_inputs
 from torchguard.bucketing.decorator.other_data import (
     COMPARING,
     STEPS,
@@ -375,7 +374,9 @@ class _Checker:
                 continue
             mask = replace(own, kind=swapped[own.kind])
             spec = replace(self._spec, masks={**self._spec.masks, name: mask})
-            inputs, _ = find_inputs(spec, case.call)
+            inputs = tuple(
+                replace(e, fill=mask.fill) if e.label == name else e for e in plan.inputs
+            )
             extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
             again = replace(plan, inputs=inputs, extras=extras, slices={})
             checker = _Checker(self._shapes._replace(spec=spec), again, case.call, ())

@@ -104,14 +104,15 @@ def _declared_step(  # noqa: PLR0917
         [part if type(part) in fixed else _evaluated(part, each, what) for part in parts]
         for each in (buckets, sizes)
     )
+    known = math.prod(each for each in padded if each is not None)
     if None in padded:  # of any size
-        known = math.prod(each for each in padded if each is not None)
         padded[parts.index(None)] = real[parts.index(None)] = size // known if known else 0
     if math.prod(padded) != size:
-        shown = f"{parts!r} flattened," if folds else padded[0]
+        shown = f"{parts!r} flattened," if folds else known
+        multiple = f", which is no multiple of {known}" if folds else ""
         raise ValueError(
             f"bucketed: outputs says that {what} is {shown} for {_listed(buckets)}, but it is "
-            f"{size}"
+            f"{size}{multiple}"
         )
     narrows = []
     for index, (length, most) in enumerate(zip(real, padded, strict=True)):

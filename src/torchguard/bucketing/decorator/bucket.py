@@ -211,15 +211,6 @@ class Input:
     dtype: torch.dtype
     requires_grad: bool
 
-    @classmethod
-    def of(
-        cls, index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...],
-        fill: Any,
-    ) -> Self:  # fmt: skip
-        """Describe a tensor."""
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-        return cls(index, label, shape, axes, fill, tensor.device, dtype, tensor.requires_grad)
-
     def padded(self, buckets: AxisSizes) -> tuple[int, ...]:
         """Return its shape after padding."""
         named = dict(self.axes)

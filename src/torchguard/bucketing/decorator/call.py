@@ -235,7 +235,9 @@ class Caller:
                 shortest=shortest,
                 kind=kind_of_call(specialization, inputs, self.spec.masks, shared=self._shared),
             )
-            plan.graph = graph_for(self.function, self.compilers, plan)
+            # torch.compile imports Dynamo, which takes seconds: not before something compiles.
+            if self.compilers.static is not None:
+                plan.graph = graph_for(self.function, self.compilers, plan)
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
             self._plans[key] = plan

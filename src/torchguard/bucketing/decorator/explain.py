@@ -11,7 +11,8 @@ import torch
 
 from torchguard._pytree import flatten, key_paths
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, uncompiled, user_line
-from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Input, Plan, sizes_of
+from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan, sizes_of
+from torchguard.bucketing.decorator.options import input_of
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.compare import PADDING, Verdict, judge
@@ -245,7 +246,7 @@ def explain_failure(
     padded = [axis for axis, size in plan.sizes.items() if plan.buckets[axis] != size]
     suspects = [
         # Padded with a value that is there: it is a valid one, of labels too.
-        Input.of(index, label, leaf, ((dim, axis),), "repeat-last")
+        input_of(index, label, leaf, ((dim, axis),), "repeat-last")
         for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
         if isinstance(leaf, torch.Tensor)
         for (dim, size), axis in itertools.product(enumerate(leaf.shape), padded)

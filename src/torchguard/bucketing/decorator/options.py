@@ -129,7 +129,7 @@ class Spec:
                 axes = _axes_of(value, spec, where)
                 if axes:
                     fill = mask.fill if fill is None and mask is not None else fill
-                    yield Input.of(places[path], where, value, axes, fill)
+                    yield input_of(places[path], where, value, axes, fill)
                 return
             parts = children(value)
             if parts is None:
@@ -159,13 +159,14 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
     for name, argument, treedef, start in sorted(given, key=lambda each: each[0] not in spec.dims):
         if argument is None or (name not in spec.dims and name not in spec.masks):
             continue
-        places = {path: place for place, path in enumerate(key_paths(treedef), start)}
+        paths = [()] if treedef is None else key_paths(treedef)
+        places = {path: place for place, path in enumerate(paths, start)}
         tensors: Iterable[Input]
         if name in spec.dims:
             tensors = spec.find(name, argument, places)
         else:
             axes = mask_axes(inputs, spec.masks[name], argument)
-            tensors = [Input.of(start, name, argument, axes, spec.masks[name].fill)]
+            tensors = [input_of(start, name, argument, axes, spec.masks[name].fill)]
         for found in tensors:
             for dim, axis in found.axes:
                 size = found.shape[dim]
@@ -236,6 +237,14 @@ def _axis_names(spec: Any, where: str) -> Iterator[str]:
             yield from _axis_names(inner, f"{where}[{index}]")
     elif spec is not None:
         yield _name(spec, where)
+
+
+def input_of(
+    index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...], fill: Any
+) -> Input:
+    """Describe a tensor."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    return Input(index, label, shape, axes, fill, tensor.device, dtype, tensor.requires_grad)
 
 
 def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, str], ...]:

@@ -343,7 +343,7 @@ def _slices_to(
     for index, (leaf, sizes) in enumerate(zip(leaves, real, strict=True)):
         if isinstance(leaf, torch.Tensor):
             changed = tuple(
-                Narrow.of(dim, size, leaf.shape[dim], side)
+                Narrow(dim, 0 if side == "right" else leaf.shape[dim] - size, size)
                 for dim, size in enumerate(sizes)
                 if size != leaf.shape[dim]
             )

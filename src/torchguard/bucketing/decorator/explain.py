@@ -261,7 +261,7 @@ def explain_failure(
             return None
         for found in (*([each] for each in (*in_place, *suspects)), in_place, suspects):
             longer = replace(plan, inputs=(*plan.inputs, *found))
-            if _works(shapes.function, longer, call):
+            if found and _works(shapes.function, longer, call):
                 break
         else:
             return None

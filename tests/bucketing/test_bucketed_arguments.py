@@ -219,6 +219,14 @@ def mean(x: torch.Tensor, attention_mask: Any = None, **others: Any) -> torch.Te
 class TestANameThatOnlyKwargsTakes:
     """``mask="mask"`` for ``attention_mask`` vanishes in ``**kwargs``."""
 
+    @pytest.mark.parametrize(("what", "name"), [("mask", "mask"), ("lengths", "attention_masks")])
+    def test_warns_where_it_is_much_like_another(self, what: str, name: str) -> None:
+        with pytest.warns(
+            UserWarning, match=rf"{what} names '{name}', which only \*\*others takes: is it 'att"
+        ) as e:
+            bucketed(mean, dims={"x": {1: "t"}}, buckets=LADDER, **{what: name})  # type: ignore[call-overload]
+        assert e[0].filename == __file__
+
     @pytest.mark.parametrize("what", ["mask", "lengths"])
     def test_is_named_by_the_leak(self, what: str) -> None:
         text = leak(mean, torch.randn(2, 5), **{what: "valid"})
@@ -228,14 +236,17 @@ class TestANameThatOnlyKwargsTakes:
     @pytest.mark.parametrize(
         ("function", "mask"),
         [
+            (mean, "attention_mask"),
             (mean, {"attention_mask": "real", "cross_attention_mask": "real"}),
             (lambda x, **others: mean(x, **others), "attention_mask"),  # noqa: PLW0108 - another signature
         ],
-        ids=["a second one", "any name"],
+        ids=["taken", "a second one", "any name"],
     )
     def test_that_is_read_says_nothing(self, function: Any, mask: Any) -> None:
         x = torch.randn(2, 5)
-        assert torch.allclose(in_time(function, mask=mask)(x), x.mean(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.allclose(in_time(function, mask=mask)(x), x.mean(1))
 
 
 class Tagger(nn.Module):

@@ -144,6 +144,18 @@ def test_a_given_mask_has_the_batch_of_dims_in_each_form(dims: Any) -> None:
     assert torch.equal(wrapped(ids, x), x)
 
 
+def test_a_given_mask_has_the_batch_of_what_dims_names_first() -> None:
+    """Not of what the call gives first: positions (T,) have no batch."""
+    wrapped = wrap(
+        lambda positions, x, m: (positions + x) * m,
+        dims={"x": {0: "b", 1: "t"}, "positions": {0: "t"}},
+        buckets={"b": [4], "t": [8]},
+        mask={"m": ("t", "real")},
+    )
+    x, mask = torch.ones(3, 5), torch.rand(3, 5) < 0.7
+    assert torch.equal(wrapped(torch.arange(5), x, mask), (torch.arange(5) + x) * mask)
+
+
 def test_padding_of_the_batch_that_leaks_is_refused() -> None:
     wrapped = paired(lambda x: x - x.mean(0, keepdim=True))
     with pytest.raises(PaddingLeakError, match=r"b: 3 -> 4 in x, t: 32 -> 32 in x"):

@@ -6,6 +6,7 @@ https://pytorch.org/docs/stable/export.html#expressing-dynamism
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from torchguard._pytree import KeyPath, children, key_paths, keystr
+from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input
 from torchguard.bucketing.decorator.ladders import Ladder, ladders_of, read_buckets
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, mask_axes, masks_of
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 AxisSizes: TypeAlias = dict[str, int]
 """Size by axis."""
+
+# difflib's ratio of a name of four letters and one with a letter more or less is 0.86 or above.
+_ALIKE = 0.8
 
 
 @dataclass(frozen=True)
@@ -88,20 +93,31 @@ class Spec:
         return spec
 
     def _check_names(self, dims: Mapping[str, Any], function: str) -> None:
-        """Raise unless the function takes all that was named."""
+        """Raise unless the function takes all that was named.
+
+        A name that is much like one in the signature, but only ``**kwargs`` takes, warns:
+        ``mask="mask"`` where the argument is called ``attention_mask`` would vanish, and not
+        every call is checked.
+        """
         taken = ", ".join(sorted(self.explicit)) or "nothing"
-        named = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
-        for what, name in [*named, *((what, name) for name, what in self._made().items())]:
+        made = [(what, name) for name, what in self._made().items()]
+        given = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
+        for what, name in given + made:
             if self.var_keyword is None and name not in self.explicit and not name.startswith("*"):
                 raise TypeError(f"bucketed: {what} names {name!r}, but {function} takes {taken}")
             if what == "fill" and dims.get(name) is None:
                 raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
+        unused = sorted(self.explicit - {*self._made(), *self.dims})
+        for what, name in made:
+            alike = [other for other in unused if _alike(other, name)]
+            if name not in self.explicit and alike:
+                warn_user(
+                    f"bucketed: {what} names {name!r}, which only **{self.var_keyword} takes: is "
+                    f"it {alike[0]!r}?"
+                )
 
     def unread(self) -> str:
-        """Return a hint about masks and lengths that only ``**kwargs`` takes; empty without any.
-
-        ``mask="mask"`` where the argument is called ``attention_mask`` vanishes there.
-        """
+        """Return a hint about masks and lengths that only ``**kwargs`` takes; empty without any."""
         found = [(what, name) for name, what in self._made().items() if name not in self.explicit]
         if not found or not self.explicit or self.var_keyword is None:
             return ""
@@ -152,20 +168,21 @@ class Spec:
 def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
     """Look at a call: its tensors that have dims to pad, and the size of each axis."""
     inputs: list[Input] = []
+    declared: dict[str, list[Input]] = {}
     sizes: dict[str, tuple[int, str]] = {}
     names, _, treedefs, starts = call.signature
     given = zip(names, call.arguments, treedefs, starts, strict=False)
-    # Masks that dims does not name come last: their batch is that of the others.
+    # Masks that dims does not name come last: their batch is that of the first that dims names.
     for name, argument, treedef, start in sorted(given, key=lambda each: each[0] not in spec.dims):
         if argument is None or (name not in spec.dims and name not in spec.masks):
             continue
         paths = [()] if treedef is None else key_paths(treedef)
         places = {path: place for place, path in enumerate(paths, start)}
-        tensors: Iterable[Input]
         if name in spec.dims:
-            tensors = spec.find(name, argument, places)
+            tensors = declared[name] = [*spec.find(name, argument, places)]
         else:
-            axes = mask_axes(inputs, spec.masks[name], argument)
+            in_order = (each for known in spec.dims for each in declared.get(known, ()))
+            axes = mask_axes(in_order, spec.masks[name], argument)
             tensors = [input_of(start, name, argument, axes, spec.masks[name].fill)]
         for found in tensors:
             for dim, axis in found.axes:
@@ -237,6 +254,12 @@ def _axis_names(spec: Any, where: str) -> Iterator[str]:
             yield from _axis_names(inner, f"{where}[{index}]")
     elif spec is not None:
         yield _name(spec, where)
+
+
+def _alike(name: str, other: str) -> bool:
+    """Whether one may be a misspelling of the other: ``mask`` of ``attention_mask``."""
+    inside = f"_{other}_" in f"_{name}_"
+    return inside or difflib.SequenceMatcher(None, name, other).ratio() > _ALIKE
 
 
 def input_of(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from support.bucketed import in_time, leak, same_gradients
-from support.zoo import VOCABULARY, ZOO, Architecture, _encoder, named
+from support.zoo import VOCABULARY, ZOO, Architecture, _decoder, _encoder, named
 from torchguard import PaddingLeakError
 
 IN_TIME = [each for each in ZOO if each.dims]
@@ -86,6 +86,15 @@ def test_without_its_mask_what_needs_one_is_refused(each: Architecture) -> None:
         with torch.set_grad_enabled(training):
             with pytest.raises(PaddingLeakError, match="padding changes"):
                 wrapped(**batch)
+
+
+def test_a_recurrent_model_as_it_comes() -> None:
+    """Without ``outputs=``: which part of an output is real is derived, of a loop over time too."""
+    each = _decoder("rwkv", "Rwkv", attention_hidden_size=16, context_length=64)
+    model = each.build().train()
+    wrapped = in_time(model, **options_of(each, outputs=None))
+    for seed, lengths in enumerate(([7, 4], [9, 11])):
+        as_without_padding(each, model, wrapped, each.batch(lengths, seed))
 
 
 @pytest.mark.slow
